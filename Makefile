@@ -45,9 +45,11 @@ check: .venv/installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/test_config.py
 
-# Every line of the Dockerfile in a clean directory; CLEAN=--clean installs all packages anew, as the image does.
+# Every line of the Dockerfile in a clean directory, then the README's first commands from the wheel; CLEAN=--clean installs all packages
+# anew, as the image and a user do.
 image-check: .venv/installed-dev
 	$(BIN)/python tests/image_check.py $(CLEAN)
+	$(BIN)/python tests/readme_check.py $(CLEAN)
 
 # Known vulnerabilities of the pinned versions; needs the network.
 audit: .venv/installed-dev

@@ -1,6 +1,8 @@
-"""The package as a user installs it: seconds until the first help, megabytes of the core.
+"""The package as a user installs it: seconds until the first help, seconds and megabytes of every install.
 
     python -m benchmarks.package --json docs/results/package.json
+    python -m benchmarks.package --extras train serve cpu quickstart     # some GB from the package index
+
 
 - help_s: `scalingnote --help`, best of some rounds
 - import_s: `from scalingnote import QueryEncoder` in a new process, start of Python included
@@ -8,6 +10,7 @@
 - core_install_mb: `pip install WHEEL` without extras in a clean environment, pip itself left out
 - core_install_s: how long that took; wheels come from the package index or pip's cache
 - wheel_mb: the wheel itself
+- installs: the same of each extra of ``--extras``, in an environment of its own, with its packages
 """
 
 import shutil
@@ -30,31 +33,50 @@ MB = 10**6
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="of each timing, default: %(default)s")
+    parser.add_argument("--extras", nargs="*", default=[], help="installed as well, one after the other")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
-        metrics = measure(Path(folder), rounds=options.rounds)
+        wheel = build_wheel(Path(folder) / "source")
+        environment = Path(folder) / "environment"
+        core = install(wheel, environment)
+        metrics = measure(environment, core, rounds=options.rounds)
+        metrics["wheel_mb"] = round(wheel.stat().st_size / MB, 2)
+        installs = [core]
+        for extra in options.extras:
+            shutil.rmtree(environment)  # an extra may take some GB
+            installs.append(install(wheel, environment, extra))
     show("Package", [metrics])
-    write(options.json, metrics=metrics)
+    show("Installs", installs)
+    write(options.json, metrics=metrics, installs=installs)
 
 
-def measure(folder: Path, *, rounds: int) -> dict[str, float]:
-    """Build a wheel, install it in a clean environment and time it there."""
-    wheel = build_wheel(folder / "source")
-    environment = folder / "environment"
+def install(wheel: Path, environment: Path, extra: str = "") -> dict[str, str | float]:
+    """Install a wheel in a clean environment: its extra, number of packages, megabytes and seconds."""
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
     (packages,) = environment.glob("lib/python*/site-packages")
     start = time.perf_counter()
     pip = f"{python} -m pip install --quiet --disable-pip-version-check".split()
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), str(wheel)], check=True)
+    wanted = f"{wheel}[{extra}]" if extra else str(wheel)
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), wanted], check=True)
     installed = time.perf_counter() - start
+    return {
+        "install": f"[{extra}]" if extra else "core",
+        "packages": sum(not path.name.startswith(NOT_OURS) for path in packages.glob("*.dist-info")),
+        "MB": round(installed_bytes(packages) / MB),
+        "seconds": round(installed),
+    }
+
+
+def measure(environment: Path, core: dict[str, str | float], *, rounds: int) -> dict[str, float]:
+    """Time the core where it is installed."""
+    python = environment / "bin" / "python"
     return {
         "help_s": best_s([environment / "bin" / "scalingnote", "--help"], rounds),
         "import_s": best_s([python, "-c", "from scalingnote import QueryEncoder"], rounds),
         "python_s": best_s([python, "-c", "pass"], rounds),
-        "core_install_mb": round(installed_bytes(packages) / MB, 1),
-        "core_install_s": round(installed, 1),
-        "wheel_mb": round(wheel.stat().st_size / MB, 2),
+        "core_install_mb": float(core["MB"]),
+        "core_install_s": float(core["seconds"]),
     }
 
 

@@ -1,6 +1,6 @@
 """ScalingNote: a published or trained embedding model for documents, a query tower that costs almost nothing.
 
-    from scalingnote import Index, QueryEncoder, distill
+    from scalingnote import Index, QueryEncoder, build_index, distill
 
 The names are loaded when they are first used: `import scalingnote` costs nothing.
 """
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from scalingnote.api import Index, QueryEncoder, Result, distill
+    from scalingnote.api import Index, QueryEncoder, Result, agreement, build_index, distill
 
-__all__ = ["Index", "QueryEncoder", "Result", "__version__", "distill"]
+__all__ = ["Index", "QueryEncoder", "Result", "__version__", "agreement", "build_index", "distill"]
 
 
 def __getattr__(name: str) -> Any:

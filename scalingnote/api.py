@@ -1,31 +1,28 @@
-"""The Python interface: distil a query tower, load one, search a finished run. The command line calls it too.
+"""The Python interface: distil a query tower, build an index, search it. The command line calls it too.
 
 Nothing here imports torch or Ray before it is needed: a table encodes queries with numpy alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float32, Float64
+from jaxtyping import Float32
 from numpy import ndarray
 
 from scalingnote.encode.query_encoder import QueryEncoder as Tower
 from scalingnote.errors import ArtifactError, ConfigError, explained_imports
+from scalingnote.run_index import Index, Result, agreement, mteb_search
 
 if TYPE_CHECKING:
-    from scalingnote.encode.config import Form
-    from scalingnote.evaluate.mteb_model import MtebSearch
     from scalingnote.run_config import RunConfig
-    from scalingnote.search.query_path import Query
-    from scalingnote.search.searcher import SearchHit
     from scalingnote.storage.artifact import Artifact
 
-MAX_TUNING_QUERIES = 2_000  # of a threshold
 RECIPES = ("table", "static", "table-attention", "layers2")
+MIN_STEPS = 8  # of a pass over the texts: with fewer texts than that, batches are smaller
+EXACT_DOCUMENTS = 10_000  # an index of so many compares a query with every document, in under a millisecond
 
 
 class QueryEncoder:
@@ -114,16 +111,100 @@ def distill(
             model, texts, to=to, student=student, queries=queries, count=count, seed=seed, run_dir=run_dir,
             overrides=overrides,
         )  # fmt: skip
-        built = build(config)
+        built = build(config, overrides)
         publish(built, Path(to), model=None if copy_model else str(model))
     return QueryEncoder(to)
 
 
-def build(config: "RunConfig") -> "dict[str, Artifact]":
-    """The artifacts of :func:`distill`, by kind, from its :func:`run_config`; finished ones are kept."""
+def build_index(
+    model: str | Path,
+    texts: str | Path,
+    *,
+    run_dir: str | Path,
+    student: str = "table",
+    queries: str | Path | None = None,
+    count: int | None = None,
+    seed: int = 0,
+    overrides: Sequence[str] = (),
+) -> "Index":
+    """Distil a model's query side as :func:`distill` does, and index the documents for hybrid search.
+
+    The documents are encoded by the model itself, and by BM25. ``scalingnote search --run RUN_DIR`` and
+    ``scalingnote serve --run RUN_DIR`` read the same index. :func:`distill` with the same arguments and
+    `run_dir` publishes its query tower without training it again.
+
+    Args:
+        model: as :func:`distill` takes it, like `texts`, `student`, `queries`, `count`, `seed`, `overrides`.
+        texts: documents.
+        run_dir: folder of the index, and of all that it is made of. Killed, the same call goes on.
+        student: recipe of the query tower, or a smaller model.
+        queries: file with real queries to learn from as well.
+        count: texts to draw from the documents.
+        seed: of every draw.
+        overrides: further settings.
+
+    Raises:
+        ConfigError: a setting is wrong, or the model's files leave something open.
+        DataError: the texts cannot be read, or hold no text.
+    """
+    with explained_imports():
+        config = run_config(
+            model, texts, to=run_dir, student=student, queries=queries, count=count, seed=seed,
+            run_dir=run_dir, overrides=overrides,
+        )  # fmt: skip
+        build(config, overrides, index=True)
+    return Index(run_dir)
+
+
+def build(
+    config: "RunConfig", overrides: Sequence[str] = (), *, index: bool = False
+) -> "dict[str, Artifact]":
+    """The artifacts of :func:`distill` or of :func:`build_index`, by kind; finished ones are kept.
+
+    Args:
+        config: from :func:`run_config`.
+        overrides: what the caller has set in it; else batches, codes and index fit the number of texts.
+        index: build the index as well, and make this the run that :class:`Index` finds.
+    """
     from scalingnote import pipeline, stages
 
-    return pipeline.run(config, stages.select(config, until="distill"), record=False)
+    drawn = pipeline.run(config, stages.select(config, until="pseudo_queries"), record=False)
+    counts = drawn["pseudo_queries"].counts
+    config = _fitted(
+        config,
+        texts=counts["queries"] - counts["validation"],
+        documents=drawn["dataset"].counts["documents"],
+        given={override.partition("=")[0] for override in overrides},
+        index=index,
+    )
+    chosen = stages.select(config, until="index" if index else "distill")
+    return pipeline.run(config, chosen, record=index)
+
+
+def _fitted(config: "RunConfig", *, texts: int, documents: int, given: set[str], index: bool) -> "RunConfig":
+    """The config with what depends on the number of texts and documents; settings in `given` stay."""
+    from scalingnote.index.config import Flat
+    from scalingnote.lexical.config import BM25Config
+
+    def is_free(name: str) -> bool:
+        return not any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in given)
+
+    changed: dict[str, Any] = {}
+    assert config.distill is not None  # of every recipe
+    batch = min(config.distill.global_batch, max(texts // MIN_STEPS, 2))
+    if is_free("distill.global_batch"):
+        changed["distill"] = config.distill.model_copy(update={"global_batch": batch})
+    if index:
+        codes = min(config.quantize.codes, max(documents // 4, 2))
+        if is_free("quantize.codes"):
+            changed["quantize"] = config.quantize.model_copy(update={"codes": codes})
+        if is_free("index.shards"):
+            changed["index"] = config.index.model_copy(update={"shards": 1})
+        if is_free("index.family") and documents <= EXACT_DOCUMENTS:
+            changed["index"] = changed.get("index", config.index).model_copy(update={"family": Flat()})
+        if is_free("bm25"):
+            changed["bm25"] = BM25Config()
+    return config.model_copy(update=changed)
 
 
 def run_config(
@@ -220,136 +301,14 @@ def _check_texts(texts: str | Path) -> None:
     next(iter(read_texts(texts)), None)
 
 
-@dataclass(frozen=True)
-class Result:
-    """A document that a search found."""
-
-    doc_id: str
-    score: float
-    title: str
-    snippet: str
-
-
-class Index:
-    """The index of a finished run, open for searches in this process.
-
-    Args:
-        run_dir: a run that `scalingnote run CONFIG` finished.
-        form: of the query tower: "auto" (the fastest), "lookup", "torch", "onnx", "onnx_int8".
-        escalate: share of the queries, from 0 to 1, that the teacher encodes in place of the student: those
-            for which the student's ten best scores are closest together. The threshold is tuned on the run's
-            queries, test queries left out, or on its pseudo-queries.
-
-    Raises:
-        ConfigError: there is no run, or `escalate` is not 0 and the run has no student of its document tower.
-        ArtifactError: the run built no index.
-    """
-
-    @explained_imports()
-    def __init__(self, run_dir: str | Path, *, form: "Form" = "auto", escalate: float = 0.0) -> None:
-        from scalingnote import pipeline
-        from scalingnote.encode import exports
-        from scalingnote.models.sparse_query import SparseQuery
-        from scalingnote.search.query_path import QueryPath
-        from scalingnote.search.searcher import Searcher
-
-        config = pipeline.load_run(str(run_dir))
-        self.searcher = Searcher.open(pipeline.locate(config, "index").uri)
-        tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
-        encoder = Tower.load(exports.find(tower, form, str(run_dir)).directory("query"), form)
-        # Candidates by terms are scored by kept vectors, which an index of codes alone does not have.
-        source = pipeline.query_terms(config) if self.searcher.layout.refine != "none" else None
-        terms = None if source is None else SparseQuery.load(source.directory("sparse_query"))
-        self.query_path = QueryPath(encoder, terms)
-        self._teacher: QueryPath | None = None
-        self._threshold = float("inf")
-        if escalate:
-            teacher = Tower.load(pipeline.teacher(config).directory("query"), "torch")
-            self._teacher = QueryPath(teacher, terms)
-            self._threshold = self._tuned(_held_out_queries(config), escalate)
-
-    def encode(self, query: str) -> "Query":
-        """Embedding and terms of a query: the teacher's embedding where the student is uncertain."""
-        encoded = self.query_path([query])
-        # Ten results more are searched to decide: under 0.1 ms, where the teacher encodes in 10 ms.
-        if self._teacher is not None and self._doubts(encoded)[0] > self._threshold:
-            encoded = self._teacher([query])
-        return encoded[0]
-
-    def search_encoded(self, encoded: "Query", *, k: int) -> "list[SearchHit]":
-        """The `k` best documents of an encoded query, by embeddings and by terms if the index has some."""
-        return self.searcher.search(encoded.embedding, encoded.terms, k=k)[0]
-
-    def search(self, query: str, *, k: int = 10) -> list[Result]:
-        """The `k` best documents, best first.
-
-        Args:
-            query: a text.
-            k: number of documents, 1 to 1000.
-
-        Raises:
-            ConfigError: the query is empty, or `k` is below 1.
-        """
-        if not query.strip() or k < 1:
-            raise ConfigError("nothing to search: give some text and k of at least 1")
-        hits = self.search_encoded(self.encode(query), k=k)
-        shown = [(hit, hit.document) for hit in hits]
-        return [Result(hit.doc_id, float(hit.score), row["title"], row["snippet"]) for hit, row in shown]
-
-    def _doubts(self, encoded: "Sequence[Query]") -> Float64[ndarray, " queries"]:
-        from scalingnote.search import query_path
-
-        embeddings = np.concatenate([query.embedding for query in encoded])
-        hits = self.searcher.search(embeddings, k=query_path.COMPARED)
-        scores = np.full((len(hits), query_path.COMPARED), -np.inf)
-        for row, best in enumerate(hits):
-            scores[row, : len(best)] = [hit.score for hit in best]
-        return query_path.doubt(scores)
-
-    def _tuned(self, queries: Sequence[str], share: float) -> float:
-        from scalingnote.search import query_path
-
-        doubts = self._doubts(self.query_path(queries)) if queries else np.empty(0)
-        return query_path.threshold(doubts, share)
-
-
-def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":
-    """The search of the last finished run in a folder, as a model that mteb evaluates.
-
-    Args:
-        run_dir: a run that `scalingnote run CONFIG` finished.
-        name: of the model in the results; by default ``scalingnote/`` and the folder's name.
-
-    Raises:
-        ConfigError: there is no run.
-    """
-    from scalingnote import pipeline
-    from scalingnote.encode.encoder import Encoder
-    from scalingnote.evaluate.mteb_model import MtebSearch, model_facts
-
-    config, index = pipeline.load_run(str(run_dir)), Index(run_dir)
-    parts = {kind: pipeline.locate(config, kind) for kind in ("embeddings", "dual_encoder", "index")}
-    doc_ids = parts["embeddings"].table("embeddings", ["doc_id"])["doc_id"].to_pylist()
-    tower = parts["dual_encoder"].directory("document")
-    about = {
-        "name": name or f"scalingnote/{Path(run_dir).resolve().name}",
-        "revision": parts["index"].digest[:12],
-        "embed_dim": index.query_path.encoder.dim,
-        **model_facts(tower, Encoder.load(tower)),
-    }
-    return MtebSearch(index.searcher, index.query_path, doc_ids, about=about)
-
-
-def _held_out_queries(config: "RunConfig") -> list[str]:
-    """Queries to tune a threshold on: never test queries."""
-    from scalingnote import pipeline
-
-    rows = pipeline.locate(config, "dataset").table("queries", ["query", "split"]).to_pylist()
-    queries = [row["query"] for row in rows if row["split"] != "test"]
-    if not queries and config.pseudo_queries is not None:
-        table = pipeline.locate(config, "pseudo_queries").table("pseudo_queries", ["query", "split"])
-        queries = [row["query"] for row in table.to_pylist() if row["split"] != "train"]
-    return queries[:MAX_TUNING_QUERIES]
-
-
-__all__ = ["ArtifactError", "ConfigError", "Index", "QueryEncoder", "Result", "distill"]
+__all__ = [
+    "ArtifactError",
+    "ConfigError",
+    "Index",
+    "QueryEncoder",
+    "Result",
+    "agreement",
+    "build_index",
+    "distill",
+    "mteb_search",
+]

@@ -277,6 +277,9 @@ def _add_model(distill: argparse.ArgumentParser) -> None:
     model.add_argument("--count", type=int, metavar="N", help="texts to draw from the documents")
     model.add_argument("--seed", type=int, default=0, help="of every draw, default: %(default)s")
     model.add_argument("--run", metavar="DIR", help="unfinished work and artifacts, default: DIR.run")
+    model.add_argument(
+        "--index", action="store_true", help="index the documents, too: search and serve with --run DIR.run"
+    )
     model.add_argument("--refer", action="store_true", help="name the model in DIR instead of copying it")
     distill.set_defaults(command=commands.distill)
 

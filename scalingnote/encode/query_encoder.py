@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PUBLISHED = ("native", "sentence_transformers")  # kinds of towers that keep their own head
 Encode = Callable[[Sequence[str]], Float32[ndarray, "queries dim"]]
+EncodeIds = Callable[[Sequence[Sequence[int]]], Float32[ndarray, "queries dim"]]
 
 
 class QueryCache:
@@ -64,9 +65,22 @@ class QueryCache:
 class QueryEncoder:
     """A query tower, ready to encode."""
 
-    def __init__(self, encode: Encode, *, dim: int, form: str, cache: int = 0) -> None:
-        """Wrap a function that encodes queries; with `cache` > 0, that many embeddings are cached."""
-        self.dim, self.form = dim, form
+    def __init__(
+        self, encode: Encode, encode_ids: EncodeIds | None, *, room: int, dim: int, form: str, cache: int = 0
+    ) -> None:
+        """Wrap the functions of a tower; with `cache` > 0, that many embeddings of texts are cached.
+
+        Args:
+            encode: embeddings of queries.
+            encode_ids: embeddings of queries given by token ids, without special tokens, of the tower's
+                tokenizer, never from the cache; None: the tower reads a query only as text.
+            room: tokens of a query that are read, special ones not counted.
+            dim: width of the embeddings.
+            form: of the tower.
+            cache: number of embeddings to cache.
+        """
+        self.dim, self.form, self.room = dim, form, room
+        self.encode_ids = encode_ids
         self.cache = QueryCache(encode, cache) if cache else None
         self._encode = self.cache.encode if self.cache else encode
 
@@ -101,14 +115,24 @@ class QueryEncoder:
             raise ArtifactError(f"{folder} holds no query tower as {form!r}, it holds {', '.join(available)}")
         if form == "lookup":
             table = LookupEncoder(folder)
-            return cls(table.encode, dim=table.dim, form=form, cache=cache)
+            return cls(
+                table.encode,
+                table.encode_token_ids,
+                room=table.room,
+                dim=table.dim,
+                form=form,
+                cache=cache,
+            )
         from scalingnote.models.onnx import FILES, OnnxTower
 
         if form in FILES:
             graph = OnnxTower.load(folder, form, threads=threads)
-            return cls(graph.encode, dim=graph.dim, form=form, cache=cache)
-        encode, dim = _torch(folder, form, threads=threads, precision=precision, token_budget=token_budget)
-        return cls(encode, dim=dim, form=form, cache=cache)
+            return cls(
+                graph.encode, graph.encode_token_ids, room=graph.room, dim=graph.dim, form=form, cache=cache
+            )
+        return _torch(
+            folder, form, threads=threads, precision=precision, token_budget=token_budget, cache=cache
+        )
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
         """Query embeddings [queries, dim], not normalised; of any number of queries, also none."""
@@ -162,8 +186,8 @@ def _has_gpu() -> bool:
 
 
 def _torch(
-    folder: Path, form: str, *, threads: int | None, precision: "Precision", token_budget: int
-) -> tuple[Encode, int]:
+    folder: Path, form: str, *, threads: int | None, precision: "Precision", token_budget: int, cache: int
+) -> QueryEncoder:
     import torch
 
     from scalingnote.encode.encoder import Encoder
@@ -180,4 +204,15 @@ def _torch(
         encoder.tower.packs = False
         compiled: Any = torch.compile(encoder.tower.backbone, dynamic=True)
         encoder.tower.backbone = compiled
-    return encoder.encode_queries, encoder.dim
+
+    def encode_ids(queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
+        return np.asarray(encoder.encode_token_ids(queries)[:, 0], np.float32)
+
+    return QueryEncoder(
+        encoder.encode_queries,
+        encode_ids if encoder.tower.prompt.takes_ids else None,
+        room=encoder.tower.prompt.room,
+        dim=encoder.dim,
+        form=form,
+        cache=cache,
+    )

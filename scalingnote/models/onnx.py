@@ -56,6 +56,7 @@ class OnnxTower:
             max_length=facts["max_length"],
             causal=facts["causal"],
         )
+        self.room = self._prompt.room
         self._session = _session(folder / FILES[form], threads)
 
     @classmethod
@@ -82,7 +83,13 @@ class OnnxTower:
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
         """Return embeddings of queries, not normalised."""
-        rows = self._prompt.rows(queries)
+        return self._encode(self._prompt.rows(queries))
+
+    def encode_token_ids(self, queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
+        """Return the same of queries given by their token ids, of which the first `room` are read."""
+        return self._encode([self._prompt.row(self._prompt.cut(ids)) for ids in queries])
+
+    def _encode(self, rows: Sequence[Row]) -> Float32[ndarray, "queries dim"]:
         if len(rows) == 1:
             return self.run(*_padded(rows, self._pad))
         out = np.empty((len(rows), self.dim), np.float32)

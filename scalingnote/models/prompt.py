@@ -57,21 +57,26 @@ class QueryPrompt:
     """
 
     views = ("query",)
+    takes_ids = True  # the row of a text is that of its token ids
 
     def __init__(self, tokenizer: Tokenizer, special: SpecialTokens, *, max_length: int, causal: bool):
         if causal and special.end is None:
             raise ConfigError("a causal query tower needs a tokenizer with an end-of-sequence token")
         if not causal and special.first is None:
             raise ConfigError("a bidirectional query tower needs a tokenizer with a [CLS] token")
-        self.tokenizer, self._max_length = tokenizer, max_length
+        self.tokenizer = tokenizer
         self._head = [] if special.first is None else [special.first]
         self._tail = [] if special.end is None else [special.end]
+        self.room = max_length - len(self._head) - len(self._tail)  # tokens of a query that are read
         self._causal = causal
 
     def rows(self, queries: Sequence[str]) -> list[Row]:
         """Return one row per query; a long query is truncated before its end token."""
-        room = self._max_length - len(self._head) - len(self._tail)
-        return [self.row(ids[:room]) for ids in tokenize(self.tokenizer, queries, room)]
+        return [self.row(self.cut(ids)) for ids in tokenize(self.tokenizer, queries, self.room)]
+
+    def cut(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a query that are read."""
+        return ids[: self.room]
 
     def row(self, ids: Sequence[int]) -> Row:
         """Return the row of a query with these tokens."""
@@ -81,6 +86,8 @@ class QueryPrompt:
 
 class DocumentPrompt:
     """Documents as rows of a template with literals, fields and placeholders (ScalingNote, section 3.2)."""
+
+    takes_ids = True
 
     def __init__(
         self,
@@ -129,6 +136,7 @@ class DocumentPrompt:
         self._tail = [special.end] if not causal and special.end is not None else []
         fixed = sum(len(piece) for piece in self._pieces if isinstance(piece, list))
         self._fixed = fixed + len(self._head) + len(self._tail) - int(causal)
+        self.room = max_length - self._fixed  # tokens of a content without title and topic that are read
         if self._fixed >= max_length:
             raise ConfigError(
                 f"the document prompt alone takes {self._fixed} of max_length={max_length} tokens: "
@@ -179,6 +187,14 @@ class DocumentPrompt:
             for name, texts in fields.items()
         ]
         return [self._row(*ids) for ids in zip(*columns, strict=True)]
+
+    def cut(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a content without title and topic that are read."""
+        return ids[: self.room]
+
+    def row(self, ids: Sequence[int]) -> Row | DataError:
+        """Return the row of a document without title and topic whose content has these tokens."""
+        return self._row([], [], list(ids))
 
     def _row(self, title: list[int], topic: list[int], content: list[int]) -> Row | DataError:
         spare = max(self._max_length - self._fixed - len(title), 0)
@@ -254,6 +270,8 @@ class TextPrompt:
                 f"the prompt {prefix!r} alone takes {fixed} of {max_length} tokens: raise max_length or give "
                 "another prefix"
             )
+        self.room = max_length - fixed  # tokens of a text that are read
+        self.takes_ids = not prefix  # the last token of a prefix may end within the text
         direction = "right" if keeps == "left" else "left"
         self.tokenizer.enable_truncation(max_length, direction=direction)
 
@@ -280,10 +298,14 @@ class TextPrompt:
             rows[i] = ids
         return [Row(ids or [self._empty], [0]) for ids in rows]
 
+    def cut(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a text that are read."""
+        return ids[: self.room] if self._keeps == "left" else ids[max(len(ids) - self.room, 0) :]
+
     def row(self, ids: Sequence[int]) -> Row:
         """Return the row of a text with these tokens."""
         prefix = self.tokenizer.encode(self._prefix, add_special_tokens=False).ids
-        return Row([*self._head, *prefix, *ids, *self._tail], [0])
+        return Row([*self._head, *prefix, *ids, *self._tail] or [self._empty], [0])
 
     def _shorten(self, text: str) -> str:
         """Cut a long text at a space, since a row has no room for all of its tokens."""

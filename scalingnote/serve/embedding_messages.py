@@ -17,6 +17,7 @@ ROLES: dict[str, Literal["query", "document"]] = {
     "passage": "document",
     "search_document": "document",
 }
+TRUNCATE = "false: a text longer than the model reads is refused with 413; null and true: it is cut"
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 Texts = StrictStr | Annotated[list[StrictStr], Field(min_length=1)]
 
@@ -32,7 +33,7 @@ class EmbeddingRequest(_Request):
     """The body of ``POST /v1/embeddings``."""
 
     input: Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1)] = Field(
-        description="a text or several; or token ids of the tower's own tokenizer, of one text or of several"
+        description="a text or several; or token ids of the model's own tokenizer, of one text or of several"
     )
     model: Name = Field(description="a name of /v1/models; NAME-query and NAME-document choose the side")
     dimensions: Annotated[int | None, Field(ge=1, strict=True)] = Field(
@@ -103,7 +104,7 @@ class OpenAIRefusal(BaseModel):
 
 
 class TeiRequest(_Request):
-    """Texts, and the side that reads them. Texts are always cut to what the tower reads."""
+    """Texts, and the side that reads them."""
 
     inputs: Texts
     prompt_name: InputType | None = Field(None, description="the side that reads the texts; null: query")
@@ -112,6 +113,7 @@ class TeiRequest(_Request):
 class TeiEmbedRequest(TeiRequest):
     """The body of ``POST /embed``."""
 
+    truncate: StrictBool | None = Field(None, description=TRUNCATE)
     normalize: StrictBool = Field(True, description="whether every embedding has length 1")
     dimensions: Annotated[int | None, Field(ge=1, strict=True)] = None
 
@@ -142,6 +144,7 @@ class SimilarityParameters(_Request):
     """The side that reads all of the texts."""
 
     prompt_name: InputType | None = None
+    truncate: StrictBool | None = Field(None, description=TRUNCATE)
 
 
 class TeiSimilarityRequest(_Request):

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -85,8 +86,7 @@ class Embeddings:
                 does not answer.
         """
         tower = self._side(request.model, request.input_type)
-        texts = await self._texts(tower, request.input)
-        found = await self._embed(tower, texts)
+        found = await self._embed_input(tower, request.input)
         vectors = await asyncio.to_thread(_cut, found.vectors, request.dimensions, "dimensions")
         values: Sequence[Any] = (
             [base64.b64encode(row).decode() for row in vectors.astype("<f4")]
@@ -102,7 +102,7 @@ class Embeddings:
     async def embed(self, request: forms.TeiEmbedRequest) -> list[list[float]]:
         """Answer ``POST /embed``: an embedding of each text."""
         tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
-        vectors = (await self._embed(tower, texts)).vectors
+        vectors = (await self._embed(tower, texts, truncate=request.truncate)).vectors
         if request.normalize or request.dimensions is not None:
             vectors = _cut(vectors, request.dimensions, "dimensions", scale=request.normalize)
         rows: list[list[float]] = vectors.tolist()
@@ -136,8 +136,9 @@ class Embeddings:
         (source,) = self._checked([request.inputs.source_sentence], "inputs.source_sentence")
         sentences = self._checked(request.inputs.sentences, "inputs.sentences")
         others = chosen or ("document" if self._documents is not None else "query")
-        first = await self._embed(self._side(self.name, chosen or "query"), [source])
-        second = await self._embed(self._side(self.name, others), sentences)
+        truncate = request.parameters.truncate if request.parameters else None
+        first = await self._embed(self._side(self.name, chosen or "query"), [source], truncate=truncate)
+        second = await self._embed(self._side(self.name, others), sentences, truncate=truncate)
         cosines: list[float] = (l2_normalize(second.vectors) @ l2_normalize(first.vectors)[0]).tolist()
         return cosines
 
@@ -196,16 +197,16 @@ class Embeddings:
             )
         return tower
 
-    async def _texts(self, tower: Handle, given: Any) -> list[str]:
-        """The texts of `input` in any of its forms."""
+    async def _embed_input(self, tower: Handle, given: Any) -> Embedded:
+        """The embeddings of `input` in any of its forms."""
         if isinstance(given, str) or isinstance(given[0], str):
-            return self._checked(given, "input")
+            return await self._embed(tower, self._checked(given, "input"))
         rows = [given] if isinstance(given[0], int) else given
         self._check_count(len(rows), "input")
         if max(map(len, rows)) > MAX_TOKENS:
             raise invalid(f"a text has more than {MAX_TOKENS} tokens", "input")
-        texts: list[str] = await self._answer(tower.decode.remote(rows), invalid)
-        return texts
+        found: Embedded = await self._answer(tower.embed_ids.remote(rows), partial(invalid, field="input"))
+        return found
 
     def _checked(self, given: str | Sequence[str], field: str) -> list[str]:
         texts, limit = [given] if isinstance(given, str) else [*given], self._config.limits.max_text_chars
@@ -225,8 +226,9 @@ class Embeddings:
         if texts > (most := self._config.limits.max_texts):
             raise invalid(f"{texts} texts: send up to {most}", field)
 
-    async def _embed(self, tower: Handle, texts: list[str]) -> Embedded:
-        found: Embedded = await self._answer(tower.embed.remote(texts), invalid)
+    async def _embed(self, tower: Handle, texts: list[str], *, truncate: bool | None = None) -> Embedded:
+        call = tower.embed.remote(texts, truncate=truncate is not False)
+        found: Embedded = await self._answer(call, invalid)
         return found
 
     async def _answer(self, call: Awaitable[Any], refused: Any) -> Any:
@@ -235,8 +237,13 @@ class Embeddings:
         if answer is None:
             raise unavailable("the tower does not answer: try again, with fewer texts if they are many")
         if isinstance(answer, Refused):
-            raise refused(answer.reason)
+            raise (too_long if answer.too_long else refused)(answer.reason)
         return answer
+
+
+def too_long(message: str) -> RefusedError:
+    """413, as TEI answers where a text is longer than the model reads and may not be cut."""
+    return RefusedError(413, "too_long", message, "inputs")
 
 
 def _cut(

@@ -35,7 +35,7 @@ from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
 from scalingnote.serve.fan_out import Found, Packed, packed
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.towers import Location, Refused, TextTower, folder_of
+from scalingnote.serve.towers import Location, Refused, TextEncoder, TextTower, folder_of
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
 from scalingnote.storage.artifact import Artifact, open_artifact
 
@@ -96,8 +96,9 @@ class ArmEncoder(TextTower):
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
         self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=max_batch)
-        encode = self._path.encoder.encode_queries
-        super().__init__(folder_of(parts.tower, "query"), "query", encode, inline=in_loop)
+        tower = self._path.encoder
+        encoder = TextEncoder(tower.encode_queries, tower.encode_ids, tower.room)
+        super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop)
 
     async def encode(self, query: str, user_id: str | None = None) -> Query:
         """A query with its embedding and terms."""

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float32
 from numpy import ndarray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import published_model
@@ -23,7 +23,12 @@ FOLDER = "folder"  # in place of an artifact's kind: the tower lies in a folder 
 VIEW = "summary"  # the embedding of a document that is searched
 MAX_TEXTS = 64  # embedded in one go: other requests get the thread between two of these
 MAX_INLINE_TEXTS = 32  # looked up in the event loop: under a millisecond
+OWN_IDS = (
+    "Token ids must be of the model's own tokenizer (POST /tokenize). Some clients of OpenAI send ids of "
+    "OpenAI's tokenizers: have them send texts (LangChain: check_embedding_ctx_length=False)"
+)
 Location = tuple[str, str]  # URI and kind of an artifact, or a folder and FOLDER
+EDGE = 8  # tokens at either end of a text that may differ, if it was cut within a word
 T = TypeVar("T")
 
 
@@ -40,7 +45,17 @@ class Refused:
     """Why a call is refused. It is returned, not raised, because Ray would wrap an exception."""
 
     reason: str
+    too_long: bool = False
     temporary: bool = False  # whether a later attempt may succeed
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """The functions of a tower: embeddings, not normalised, of texts and of token ids."""
+
+    encode: Callable[[Sequence[str]], ndarray]
+    encode_ids: Callable[[Sequence[Sequence[int]]], ndarray] | None  # None: by the texts of the ids
+    room: int  # tokens of a text that are read, special ones not counted
 
 
 class TextTower:
@@ -49,41 +64,54 @@ class TextTower:
     Args:
         folder: of the tower.
         role: which texts it reads.
-        encode: embeddings of texts, not normalised.
+        encoder: of the tower.
         inline: few texts are encoded in the event loop.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        role: Role,
-        encode: Callable[[Sequence[str]], ndarray],
-        *,
-        inline: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, role: Role, encoder: TextEncoder, *, inline: bool = False) -> None:
         self._tokenizer = tokenizer_of(folder, role)
-        self._encode, self._inline = encode, inline
+        if isinstance(self._tokenizer.decoder, decoders.WordPiece):  # its own joins "do not" to "don't"
+            self._tokenizer.decoder = decoders.WordPiece(self._tokenizer.decoder.prefix, cleanup=False)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._special = {
+            token for token, facts in added if facts.special and "unk" not in facts.content.lower()
+        }
+        self._encoder, self._inline = encoder, inline
         self._thread = ThreadPoolExecutor(1, "texts")
 
-    async def embed(self, texts: Sequence[str]) -> Embedded | Refused:
-        """Embeddings of texts, and how many tokens they have together."""
-        if self._inline and len(texts) <= MAX_INLINE_TEXTS:
-            return Embedded(self._vectors(texts), self._count(texts))
-        try:
-            parts = [
-                await self._in_thread(partial(self._vectors, texts[first : first + MAX_TEXTS]))
-                for first in range(0, len(texts), MAX_TEXTS)
-            ]
-        except DataError as error:
-            return Refused(str(error))
-        return Embedded(np.concatenate(parts), await asyncio.to_thread(self._count, texts))
+    async def embed(self, texts: Sequence[str], *, truncate: bool = True) -> Embedded | Refused:
+        """Embeddings of texts, and how many tokens they have together.
 
-    async def decode(self, rows: Sequence[Sequence[int]]) -> list[str] | Refused:
-        """The texts of token ids; special tokens are left out."""
+        Args:
+            texts: to embed.
+            truncate: long texts are cut; False: they are refused.
+        """
+        encode = self._encoder.encode
+        if self._inline and len(texts) <= MAX_INLINE_TEXTS:
+            lengths = self._lengths(texts)
+            return self._too_long(lengths, truncate) or Embedded(_vectors(encode, texts), sum(lengths))
+        lengths = await asyncio.to_thread(self._lengths, texts)
+        if refused := self._too_long(lengths, truncate):
+            return refused
+        found = await self._in_parts(encode, texts)
+        return found if isinstance(found, Refused) else Embedded(found, sum(lengths))
+
+    async def embed_ids(self, rows: Sequence[Sequence[int]]) -> Embedded | Refused:
+        """Embeddings of texts given by their token ids; refused where they are of another tokenizer."""
         size = self._tokenizer.get_vocab_size()
         if any(not 0 <= token < size for row in rows for token in row):
-            return Refused(f"a token id is not below {size}, the size of this tower's own vocabulary")
-        return self._tokenizer.decode_batch([[*row] for row in rows])
+            return Refused(f"a token id is not below {size}, the size of this model's vocabulary. {OWN_IDS}")
+        rows = [self._bare(row) for row in rows]
+        texts = self._tokenizer.decode_batch(rows, skip_special_tokens=False)
+        made = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for number, (row, again) in enumerate(zip(rows, made, strict=True)):
+            if not _is_made_of(row, again.ids):
+                return Refused(f"this model's tokenizer makes the ids of text {number} of no text. {OWN_IDS}")
+        by_ids = self._encoder.encode_ids
+        found = await (
+            self._in_parts(self._encoder.encode, texts) if by_ids is None else self._in_parts(by_ids, rows)
+        )
+        return found if isinstance(found, Refused) else Embedded(found, sum(map(len, rows)))
 
     async def tokenize(self, texts: Sequence[str], *, special: bool) -> list[list[dict[str, Any]]]:
         """The tokens of each text, with and without special ones, as TEI's ``/tokenize`` gives them."""
@@ -104,12 +132,58 @@ class TextTower:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _vectors(self, texts: Sequence[str]) -> Float32[ndarray, "texts dim"]:
-        return np.asarray(self._encode(texts), np.float32)
+    async def _in_parts(
+        self, encode: Callable[[Any], ndarray], texts: Sequence[Any]
+    ) -> Float32[ndarray, "texts dim"] | Refused:
+        try:
+            parts = [
+                await self._in_thread(partial(_vectors, encode, texts[first : first + MAX_TEXTS]))
+                for first in range(0, len(texts), MAX_TEXTS)
+            ]
+        except DataError as error:
+            return Refused(str(error))
+        return np.concatenate(parts)
 
-    def _count(self, texts: Sequence[str]) -> int:
+    def _lengths(self, texts: Sequence[str]) -> list[int]:
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return sum(len(row.ids) for row in rows)
+        return [len(row.ids) for row in rows]
+
+    def _too_long(self, lengths: Sequence[int], truncate: bool) -> Refused | None:
+        longest, room = max(lengths), self._encoder.room
+        if truncate or longest <= room:
+            return None
+        number = lengths.index(longest)
+        return Refused(
+            f"text {number} must have at most {room} tokens, it has {longest}: shorten it, or send truncate: "
+            "true",
+            too_long=True,
+        )
+
+    def _bare(self, row: Sequence[int]) -> list[int]:
+        """A row without special tokens at its ends."""
+        start, stop = 0, len(row)
+        while start < stop and row[start] in self._special:
+            start += 1
+        while stop > start and row[stop - 1] in self._special:
+            stop -= 1
+        return list(row[start:stop])
+
+
+def _vectors(encode: Callable[[Any], ndarray], texts: Sequence[Any]) -> Float32[ndarray, "texts dim"]:
+    return np.asarray(encode(texts), np.float32)
+
+
+def _is_made_of(row: list[int], again: list[int]) -> bool:
+    """Whether token ids are those of a text: tokenized once more, they are the same, but for a cut word.
+
+    Ids of another tokenizer, of which most are below the size of this one, give a text whose tokens are
+    others. The first and last tokens may differ by up to EDGE, and an eighth of the text.
+    """
+    if row == again:
+        return True
+    edge = min(EDGE, len(row) // 8)
+    inner = row[edge : len(row) - edge]
+    return edge > 0 and any(again[at : at + len(inner)] == inner for at in range(2 * EDGE + 1))
 
 
 class DocumentTower(TextTower):
@@ -118,15 +192,16 @@ class DocumentTower(TextTower):
     def __init__(self, location: Location) -> None:
         folder = folder_of(location, "document")
         super().__init__(folder, "document", document_encoder(folder))
-        self._encode(["warm up"])  # the first pass is the slowest
+        self._encoder.encode(["warm up"])  # the first pass is the slowest
 
 
-def document_encoder(folder: Path) -> Callable[[Sequence[str]], ndarray]:
-    """A function that embeds documents, not normalised: the texts are contents without title and topic."""
+def document_encoder(folder: Path) -> TextEncoder:
+    """The encoder of documents: the texts are contents without title and topic."""
     if _is_table_for_both(folder):
         from scalingnote.encode.query_encoder import QueryEncoder
 
-        return QueryEncoder.load(folder).encode_queries
+        table = QueryEncoder.load(folder)
+        return TextEncoder(table.encode_queries, table.encode_ids, table.room)
     from scalingnote.encode.encoder import Encoder
     from scalingnote.models import published_tower
 
@@ -138,7 +213,11 @@ def document_encoder(folder: Path) -> Callable[[Sequence[str]], ndarray]:
         table = pa.table({"title": nothing, "topic": nothing, "content": list(texts)})
         return encoder.encode_documents(table)[VIEW]
 
-    return encode
+    def encode_ids(rows: Sequence[Sequence[int]]) -> ndarray:
+        return encoder.encode_token_ids(rows)[:, encoder.views.index(VIEW)]
+
+    prompt = encoder.tower.prompt
+    return TextEncoder(encode, encode_ids if prompt.takes_ids else None, prompt.room)
 
 
 def _is_table_for_both(folder: Path) -> bool:

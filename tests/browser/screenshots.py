@@ -115,6 +115,8 @@ SHOTS: dict[str, tuple[dict[str, Any], Callable[[Page], None]]] = {
     "light": (DESKTOP, partial(search, then=walk)),
     "dark": (DESKTOP | DARK, partial(search, then=filtered)),
     "compare": (DESKTOP, partial(search, then=compare)),
+    "start-dark": (DESKTOP | DARK, start),
+    "phone-start": (PHONE, start),
     "phone": (PHONE, search),
     "phone-dark": (PHONE | DARK, partial(search, then=compare)),
     "error": (DESKTOP, busy),

@@ -47,6 +47,7 @@ def test_a_narrow_screen_never_scrolls_sideways(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     page.goto("/")
     expect(page.get_by_role("group", name="Titles to try")).to_be_visible()
+    expect(page.locator("#ways dd").first).to_be_visible()
     fits()
     ask(page, "a" * 60 + " stars")
     found(page)
@@ -115,6 +116,9 @@ def test_all_text_can_be_read(page: Page, served: Served, scheme: Literal["light
     served.switches.silent_shards = 1
     page.goto("/?q=stars&compare=words&compare=trigrams&in.topic=astronomy")
     expect(page.locator(".badge").first).to_be_visible()
+    assert page.evaluate(CONTRASTS) == []
+    page.goto("/")
+    expect(page.locator("#ways dd").first).to_be_visible()
     assert page.evaluate(CONTRASTS) == []
     served.switches.failures.append(Failing(500, "internal", "Something broke."))
     page.goto("/?q=galaxy")

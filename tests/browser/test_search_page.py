@@ -143,12 +143,55 @@ def test_two_query_towers_side_by_side(page: Page, served: Served) -> None:
     expect(columns["trigrams"].get_by_role("button", name=title, exact=True)).to_be_focused()
     expect(page.locator(".card.pointed")).to_have_count(2)
 
-    page.get_by_label("Query tower on the right").select_option("words")
+    page.get_by_label("Column on the right").select_option("words")
     expect(page.locator(".badge.same")).to_have_count(20)
     page.reload()
     expect(page.locator(".badge.same")).to_have_count(20)
     page.keyboard.press("Escape")
     expect(page.get_by_role("region", name="Results", exact=True)).to_be_visible()
+
+
+def ways(served: Served) -> None:
+    """One tower, a table, over documents that have terms: as `scalingnote serve` has it by default."""
+    served.switches.arms = ("words",)
+    arm = {"name": "words", "tower": "lookup", "personalised": False}
+    served.switches.info = {"arms": [arm], "sparse": True}
+
+
+def test_one_tower_is_compared_with_words_and_with_itself_alone(page: Page, served: Served) -> None:
+    ways(served)
+    ask(page, "stars")
+    page.get_by_role("button", name="Compare").click()
+    for name in ("table + BM25", "BM25 alone"):
+        expect(page.get_by_role("region", name=f"Results of {name}").get_by_role("listitem")).to_have_count(
+            10
+        )
+    hybrid, words = sorted(served.switches.asked[-2:], key=lambda asked: "dense_weight" in asked)
+    assert (hybrid["arm"], "dense_weight" in hybrid) == ("words", False)
+    assert (words["dense_weight"], "arm" in words) == (0, False)
+    page.get_by_label("Column on the left").select_option("table alone")
+    expect(page.get_by_role("region", name="Results of table alone")).to_be_visible()
+    alone = {"arm": "words", "dense_weight": 1}
+    assert any(alone.items() <= asked.items() for asked in served.switches.asked[-2:])
+    expect(page.locator(".badge").first).to_have_attribute("title", re.compile("BM25 alone|table alone"))
+    page.reload()  # all of it is in the address
+    expect(page.get_by_role("region", name="Results of table alone")).to_be_visible()
+    expect(page.get_by_label("Column on the right")).to_have_value(":words")
+
+
+def test_a_start_says_what_searches_here_and_what_its_names_mean(page: Page, served: Served) -> None:
+    page.goto("/")
+    terms = page.locator("#ways dt")
+    expect(terms).to_have_text(["Teacher", "Transformer", "Compare"])
+    expect(page.locator("#ways")).to_contain_text(
+        "side by side, with what they have in common: words and trigrams."
+    )
+    ways(served)
+    page.reload()
+    expect(terms).to_have_text(["Teacher", "Table", "BM25", "Hybrid", "Compare"])
+    expect(page.locator("#ways")).to_contain_text("table + BM25, table alone and BM25 alone.")
+    page.get_by_role("searchbox").fill("stars")
+    expect(page.locator("#ways")).to_be_hidden()
 
 
 def test_similar_documents_and_the_way_back(page: Page) -> None:

@@ -103,7 +103,7 @@ def unit(vectors: ndarray) -> ndarray:
 def sides(query_tower: Artifact, document_tower: Artifact) -> dict[str, Any]:
     """Unit embeddings by our encoders."""
     encoder = Encoder.load(query_tower.directory("query"))
-    as_document = document_encoder(document_tower.directory("document"))
+    as_document = document_encoder(document_tower.directory("document")).encode
     return {
         "query": lambda texts: unit(encoder.encode_queries(texts)),
         "document": lambda texts: unit(as_document(texts)),

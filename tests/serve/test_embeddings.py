@@ -11,6 +11,7 @@ from gateway_here import Client
 from numpy import ndarray
 from routed import NAME, router
 
+import families
 from scalingnote.api import QueryEncoder
 from scalingnote.errors import ConfigError
 from scalingnote.models.lookup_table import Table
@@ -64,7 +65,7 @@ def as_document(folder: Path) -> Any:
     encode = towers.document_encoder(folder)
 
     def unit(texts: list[str]) -> ndarray:
-        vectors = encode(texts)
+        vectors = encode.encode(texts)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     return unit
@@ -125,6 +126,71 @@ def test_tokens_are_those_of_the_tower(client, as_query):
     assert tokens[-1]["special"]
 
 
+def test_token_ids_give_the_embedding_of_their_text(client, as_query, as_document):
+    text = "arrays along a new axis"
+    (tokens,) = client("POST", "/tokenize", json={"inputs": text, "prompt_name": "document"}).json()
+    whole = [token["id"] for token in tokens]  # with the special tokens of the document side
+    bare = [token["id"] for token in tokens if not token["special"]]
+    assert whole != bare
+    for ids in (whole, bare):
+        np.testing.assert_allclose(openai(client, [ids, ids])[1], as_query(text)[0], atol=1e-6)
+        found = openai(client, ids, input_type="document")
+        np.testing.assert_allclose(found, as_document([text]), atol=1e-6)
+
+
+def test_token_ids_of_another_tokenizer_are_refused(client):
+    """Also where all are below the size of the vocabulary: their embedding would be noise, unnoticed."""
+    vocabulary = families.tokenizer().get_vocab()
+    parts = [
+        (vocabulary[token[:1]], vocabulary[token[1:]])
+        for token in vocabulary
+        if {token[:1], token[1:]} <= vocabulary.keys()
+    ]
+    assert parts
+    for ids in ([*parts[0]], [10**5]):
+        answer = client("POST", "/v1/embeddings", json={"model": NAME, "input": ids})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "input"
+        assert "check_embedding_ctx_length=False" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("row", "again", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 3], True),
+        ([], [], True),
+        ([1, 2, 3], [1, 23], False),
+        ([1, 2, 3], [1, 2, 3, 4], False),
+        ([99, *range(40), 98], [7, 8, *range(40), 9], True),  # cut within the first and the last word
+        ([*range(20), 77, *range(20, 40)], [*range(20), 7, 8, *range(20, 40)], False),
+    ],
+)
+def test_a_text_that_was_cut_within_a_word_has_other_tokens_at_its_ends(row, again, expected):
+    assert towers._is_made_of(row, again) is expected
+
+
+def test_a_text_longer_than_the_tower_reads_is_refused_only_where_truncate_is_false(client, as_query):
+    long = "join tensors " * 20
+    texts = ["join", long]
+    for prompt in ("query", "document"):
+        cut = client("POST", "/embed", json={"inputs": texts, "prompt_name": prompt, "truncate": None})
+        assert cut.status_code == 200
+        body = {"inputs": texts, "prompt_name": prompt, "truncate": False}
+        refused = client("POST", "/embed", json=body)
+        assert refused.status_code == 413  # as TEI answers
+        error = refused.json()["error"]
+        assert (error["code"], error["field"]) == ("too_long", "inputs")
+        assert "text 1 must have at most" in error["message"]
+        assert client("POST", "/embed", json={**body, "inputs": ["x"] * 100 + [long]}).status_code == 413
+        assert client("POST", "/embed", json={**body, "inputs": "join"}).status_code == 200
+    inputs = {"source_sentence": "join", "sentences": [long]}
+    one = {"inputs": inputs, "parameters": {"truncate": False}}
+    assert client("POST", "/similarity", json=one).status_code == 413
+    np.testing.assert_allclose(
+        openai(client, long)[0], as_query(long)[0], atol=1e-6
+    )  # as OpenAI's are cut here
+
+
 def test_rerank_and_similarity(client, as_query, as_document):
     body = {"query": "tensors", "texts": ["tensor", "tensors of rank", "a"], "return_text": True}
     ranks = client("POST", "/rerank", json=body).json()
@@ -161,7 +227,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"input": []}, 400, "input"),
     ({"input": ["x"] * 201}, 400, "input"),
     ({"input": ["x" * 401]}, 400, "input"),
-    ({"input": [10**6]}, 400, None),
+    ({"input": [10**6]}, 400, "input"),
     ({"input": {"a": 1}}, 400, "input"),
     ({"dimensions": 33}, 400, "dimensions"),
     ({"dimensions": 0}, 400, "dimensions"),

@@ -1,7 +1,7 @@
 // What the page shows, as its address says it: shareable, and what the back button goes through.
 //
 //   ?q=heart+attack&k=20&in.topic=cardiology&min.price=10&is.in_stock=true&arm=student
-//   ?q=heart+attack&compare=lookup&compare=student        ?q=heart+attack&similar=doc-17
+//   ?q=heart+attack&compare=student&compare=:words        ?q=heart+attack&similar=doc-17
 
 export const FIRST_K = 10;
 
@@ -35,7 +35,7 @@ export function write(state) {
     else for (const bound of ["min", "max"]) put(`${bound}.${field}`, wanted[bound] ?? null);
   }
   put("arm", state.arm);
-  state.compare?.forEach(arm => put("compare", arm));
+  state.compare?.forEach(way => put("compare", way));
   put("similar", state.similar);
   put("weight", state.weight);
   put("rerank", state.rerank || null);

@@ -4,8 +4,9 @@ import {notice, timings} from "./answer.js";
 import {badge, links} from "./compare.js";
 import {element} from "./element.js";
 import {highlighter} from "./highlight.js";
-import {armName, choice} from "./options.js";
+import {choice} from "./options.js";
 import {card} from "./result.js";
+import {waysOf} from "./ways.js";
 
 /**
  * What goes into #columns. `outcomes` has, per request, {answer, roundTrip} or {failure}; `page` has the state, the
@@ -13,13 +14,16 @@ import {card} from "./result.js";
  */
 export function columns(requests, outcomes, page) {
   const both = outcomes.length === 2 && outcomes.every(({answer}) => answer);
+  const names = new Map(waysOf(page.info).map(({name, title}) => [name, title]));
+  const named = place => names.get(page.state.compare[place]) ?? page.state.compare[place];
   const made = outcomes.map((outcome, place) => column(requests[place], outcome, {
-    ...page, place, other: both ? outcomes[1 - place].answer : null, headed: outcomes.length === 2,
+    ...page, place, headed: outcomes.length === 2, name: outcomes.length === 2 ? `Results of ${named(place)}` : "Results",
+    other: both ? {results: outcomes[1 - place].answer.results, name: named(1 - place)} : null,
   }));
   return both ? [made[0], links(...made), made[1]] : made;
 }
 
-function column(request, {answer, roundTrip, failure}, {state, info, titles, change, place, other, headed}) {
+function column(request, {answer, roundTrip, failure}, {state, info, titles, change, place, other, headed, name}) {
   const mark = highlighter(request.body.query ?? titles.get(request.body.doc_id) ?? "");
   const cards = (answer?.results ?? []).map((result, at) => card(result, {
     rank: at + 1,
@@ -28,7 +32,6 @@ function column(request, {answer, roundTrip, failure}, {state, info, titles, cha
     badge: other && badge(result.doc_id, at + 1, other),
     onSimilar: () => change({similar: result.doc_id}),
   }));
-  const name = headed ? `Results of ${request.body.arm}` : "Results";
   return element("section", {className: "column", "aria-label": name},
     headed ? head(place, {answer, roundTrip}, {state, info, change}) : null,
     failure ? notice("error", failure.message) : null,
@@ -36,15 +39,15 @@ function column(request, {answer, roundTrip, failure}, {state, info, titles, cha
     element("ol", {"aria-label": name}, ...cards));
 }
 
-/** Which query tower a column shows, and how long it took. */
+/** Which way to search a column shows, and how long it took. */
 function head(place, {answer, roundTrip}, {state, info, change}) {
-  const arms = info.arms.length ? info.arms : state.compare.map(name => ({name}));
-  const select = choice(arms.map(arm => [arm.name, armName(arm)]), {
-    "aria-label": place ? "Query tower on the right" : "Query tower on the left",
+  const ways = info.arms.length ? waysOf(info) : state.compare.map(name => ({name, title: name}));
+  const select = choice(ways.map(({name, title}) => [name, title]), {
+    "aria-label": place ? "Column on the right" : "Column on the left",
   });
   select.value = state.compare[place];
   select.addEventListener("change", () => change({
-    compare: state.compare.map((arm, at) => (at === place ? select.value : arm)),
+    compare: state.compare.map((way, at) => (at === place ? select.value : way)),
   }));
   return element("div", {className: "column-head"}, select,
     element("p", {}, ...(answer ? timings(answer, {roundTrip}) : [])));

@@ -4,13 +4,13 @@ import {element, spoken} from "./element.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** What a document's card says of its rank in the other answer. */
+/** What a document's card says of its rank in the other column, {results, name}. */
 export function badge(docId, rank, other) {
   const there = other.results.findIndex(result => result.doc_id === docId) + 1;
-  if (!there) return element("span", {className: "badge only", title: `not among the best of ${other.arm}`}, "only here");
+  if (!there) return element("span", {className: "badge only", title: `not among the best of ${other.name}`}, "only here");
   const by = there - rank;
-  const title = `rank ${there} in ${other.arm}`;
-  if (!by) return element("span", {className: "badge same", title}, "=", spoken(` same rank in ${other.arm}`));
+  const title = `rank ${there} in ${other.name}`;
+  if (!by) return element("span", {className: "badge same", title}, "=", spoken(` same rank in ${other.name}`));
   return element("span", {className: "badge moved", title}, `${by > 0 ? "↑" : "↓"}${Math.abs(by)}`, spoken(`, ${title}`));
 }
 

@@ -1,21 +1,24 @@
-// What the server says of itself: how much it knows, where to read on, and titles to begin with.
+// What the server says of itself: how much it knows, how it searches, where to read on, and titles to begin with.
 
 import {ask} from "./api.js";
 import {byId, element} from "./element.js";
+import {explained, waysOf} from "./ways.js";
 
 let asked = false;
 const DRAWN = 24, OFFERED = 3, LONG = 36;  // documents drawn, titles offered, letters of the longest
 
-/** Size and version of the index, beside the query and in the footer; keys that do something here. */
+/** Size and version of the index, beside the query and in the footer; what searches; keys that do something here. */
 export function introduce(info) {
   const documents = `${info.documents.toLocaleString("en")} documents`;
   byId("corpus").textContent = `${documents} in ${info.shards === 1 ? "1 shard" : `${info.shards} shards`}`;
+  byId("ways").replaceChildren(...explained(info));
+  byId("ways").hidden = false;
   byId("footer").replaceChildren(
     element("span", {}, `${info.name} ${info.version}`),
     element("span", {className: "documents"}, documents),
     element("span", {title: info.index_version}, `index ${info.index_version.slice(0, 8)}`),
     element("a", {href: "openapi.json"}, "API"));
-  byId("help").querySelectorAll("[data-needs=compare]").forEach(row => { row.hidden = info.arms.length < 2; });
+  byId("help").querySelectorAll("[data-needs=compare]").forEach(row => { row.hidden = waysOf(info).length < 2; });
 }
 
 /** Offers titles of documents in a direction drawn at random: nobody keeps a list of examples, every visit has others. */

@@ -11,6 +11,7 @@ import {listen} from "./keyboard.js";
 import * as options from "./options.js";
 import {requestsOf} from "./requests.js";
 import {toggle} from "./result.js";
+import {firstPair, waysOf} from "./ways.js";
 
 const PAUSE_MS = 110;  // of typing, before a query is sent
 const LEARN_MS = 30_000;  // between two looks at what the server offers
@@ -75,7 +76,7 @@ function showControls() {
   document.title = state.query ? `${state.query} · ${info.name}` : info.name;
   document.body.classList.toggle("comparing", Boolean(state.compare) && state.similar === null);
   byId("compare-button").setAttribute("aria-pressed", Boolean(state.compare));
-  byId("compare-button").hidden = info.arms.length < 2 || state.similar !== null;
+  byId("compare-button").hidden = waysOf(info).length < 2 || state.similar !== null;
   options.show(state);
   options.showChips(state, change);
   showHeading();
@@ -173,7 +174,7 @@ async function learn() {
     if (!(failure instanceof Failure)) throw failure;
     return void (atStart() && showFailure(failure));
   }
-  const known = new Set(info.arms.map(arm => arm.name));
+  const known = new Set(waysOf(info).map(way => way.name));
   if (!state.compare?.every(name => known.has(name))) state.compare = null;
   options.lay(info, () => state, change);
   introduce(info);
@@ -182,10 +183,8 @@ async function learn() {
 }
 
 function toggleCompare() {
-  if (info.arms.length < 2 || state.similar !== null || !state.query) return false;
-  const names = info.arms.map(arm => arm.name);
-  const first = state.arm ?? names[0];
-  change({compare: state.compare ? null : [first, names.find(name => name !== first)]});
+  if (waysOf(info).length < 2 || state.similar !== null || !state.query) return false;
+  change({compare: state.compare ? null : firstPair(info, state.arm)});
   return true;
 }
 

@@ -1,4 +1,6 @@
-// What a state asks of the API: one request, or one per query tower.
+// What a state asks of the API: one request, or one for each way to search that is compared.
+
+import {asked} from "./ways.js";
 
 const RERANKED = 20;
 
@@ -12,5 +14,5 @@ export function requestsOf({query, k, filter, arm, compare, similar, weight, rer
     ...(rerank && {rerank: Math.max(RERANKED, k)}),
     ...(user && {user_id: user}),
   };
-  return (compare ?? [arm]).map(arm => ({path: "search", body: {...body, ...(arm && {arm})}}));
+  return (compare ?? [arm]).map(way => ({path: "search", body: {...body, ...(way && asked(way))}}));
 }
