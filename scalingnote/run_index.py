@@ -178,6 +178,6 @@ def _held_out_queries(config: "RunConfig") -> list[str]:
     rows = pipeline.locate(config, "dataset").table("queries", ["query", "split"]).to_pylist()
     queries = [row["query"] for row in rows if row["split"] != "test"]
     if not queries and config.pseudo_queries is not None:
-        table = pipeline.locate(config, "pseudo_queries").table("pseudo_queries", ["query", "split"])
+        table = pipeline.locate(config, "pseudo_queries").table("queries", ["query", "split"])
         queries = [row["query"] for row in table.to_pylist() if row["split"] != "train"]
     return queries[:MAX_TUNING_QUERIES]
