@@ -236,7 +236,8 @@ def one_hop_triplets(
         for source, triplet in _query_triplets(query_ids[number].as_py(), exposures, ranking, config):
             positives.add(triplet.positive)
             rejected.update(triplet.negatives)
-            counts["short_of_negatives"] += len(triplet.negatives) < config.num_negatives
+            if len(triplet.negatives) < config.num_negatives:
+                counts["short_of_negatives"] += 1
             scores = [ranking.get(doc_id) for doc_id in (triplet.positive, *triplet.negatives)]
             row = {"row": number, "source": source, "scores": None if None in scores else scores}
             triplets.append(row | triplet._asdict())

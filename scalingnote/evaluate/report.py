@@ -89,7 +89,7 @@ def main_table(
 def differences_table(report: Report, methods: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of differences from the baseline, with corrected p-values."""
     differences = report.get("significance", {}).get("differences", {})
-    names = ordered_measures(name for row in differences.values() for name in row)
+    names = measures_of(differences)
 
     def cell(difference: Mapping[str, float | None]) -> str:
         p = difference["p_holm"]

@@ -145,7 +145,8 @@ def refresh(
             both = [*drawn, *(doc_id for doc_id in old if doc_id not in drawn)]
             negatives.append(both[: config.num_negatives])
             unscored.append(True)
-        counts["short"] += len(negatives[-1]) < config.num_negatives
+        if len(negatives[-1]) < config.num_negatives:
+            counts["short"] += 1
     at = triplets.schema.get_field_index("negatives")
     column = pa.array(negatives, triplets.schema.field(at).type)
     fresh = triplets.set_column(at, triplets.schema.field(at), column)

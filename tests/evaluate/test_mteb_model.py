@@ -111,6 +111,7 @@ class Task:
     prompt: object = None
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_prompts_are_found_by_mtebs_names_and_in_its_order():
     names = ["SciFact-query", "SciFact", "Retrieval-query", "Retrieval", "query"]
     for first, name in enumerate(names):
@@ -158,7 +159,7 @@ def test_towers_read_the_prompt_of_a_task(tmp_path):
         (Task(name="other", type="STS"), "document", "text: "),
     ):
         np.testing.assert_allclose(cosines(named, task, role, prompt), 1, atol=1e-5)
-    assert named.mteb_model_meta.use_instructions
+    assert named._about["use_instructions"]
     given = MtebModel.load(folder, prompts={"query": "ask "}, template="Do {instruction}: ")
     np.testing.assert_allclose(cosines(given, Task(prompt="it"), "query", "ask "), 1, atol=1e-5)
     given = MtebModel.load(folder, prompts={}, template="Do {instruction}: ")
@@ -179,7 +180,7 @@ def test_a_token_wise_tower_has_a_table_for_each_task_and_tables_read_no_prompt(
         rows = expected(collate(expected.prompt.rows(texts), pad=0))[:, 0]
         found = model.encode([{"text": texts}], task_metadata=task, prompt_type="query")
         np.testing.assert_allclose(found, arrow.l2_normalize(rows.detach().numpy()), atol=2e-3)
-    assert model.mteb_model_meta.use_instructions
+    assert model._about["use_instructions"]
     with pytest.raises(ConfigError, match="which reads no prompt"):
         MtebModel.load(tmp_path / "query", folders["document"], template="Do {instruction}: ")
 

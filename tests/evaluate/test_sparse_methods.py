@@ -98,8 +98,9 @@ def test_a_raw_hybrid_adds_the_scores_as_they_are(parents: dict[str, Artifact], 
         dense, sparse = (dict(runs[name][query_id]) for name in ("light", "light (sparse)"))
         sums = {doc: score + sparse.get(doc, 0.0) for doc, score in dense.items()}
         assert len(sums) == len(found) == tiny.DOCUMENTS
-        np.testing.assert_allclose([2 * score for _, score in found], sorted(sums.values())[::-1], atol=1e-5)
-        np.testing.assert_allclose([sums[doc] for doc, _ in found], sorted(sums.values())[::-1], atol=1e-5)
+        best = sorted(sums.values(), reverse=True)
+        np.testing.assert_allclose([2 * score for _, score in found], best, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose([sums[doc] for doc, _ in found], best, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("weight", "same"), [(1.0, "light"), (0.0, "light (sparse)")])
