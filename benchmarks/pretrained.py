@@ -31,10 +31,10 @@ BY_WORTH: Sequence[tuple[str, str, bool]] = (
     ("smollm", "lookup-qkd-attention", True),
     ("minilm-native", "scalingdual", True),
     ("minilm-native", "scalingnote-2l", True),
-    ("minilm-native", "scalingdoc", True),
-    ("smollm", "scalingdoc", False),
     ("minilm-native", CE, True),
     ("minilm-native", ZERO_QUERY, False),
+    ("smollm", "scalingdoc", False),
+    ("minilm-native", "scalingdoc", True),
     ("smollm", "lightretriever", True),
     *(("minilm-native", name, True) for name in LADDER),
 )
