@@ -102,7 +102,7 @@ def methods(size: str) -> Sequence[str]:
     """What is trained at a size: everything at the largest, the methods of Table 4 at all."""
     if size != "large":
         return BY_SIZE
-    return [*dict.fromkeys((*BY_SIZE, *STUDENTS, *PROMPTS, "lightretriever", *LADDER, pretrained.CE))]
+    return [*dict.fromkeys((*BY_SIZE, *STUDENTS, *PROMPTS, "lightretriever", *LADDER))]
 
 
 def trial(

@@ -48,7 +48,7 @@ def found(*given: tuple[str, str, int, dict[str, Side]]) -> pretrained.Found:
 
 
 def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
-    for one in wanted():
+    for one in [one for one in wanted() if one.backbone != "scratch"]:
         plain = trial.unchanged(one.dataset, one.method)
         knobs = [*trial.TEACHERS[one.backbone](plain), *trial._of(one.knobs, plain)]
         config = trial.unchanged(one.dataset, one.method, knobs)
