@@ -71,15 +71,21 @@ def settings(config: RunConfig) -> list[str]:
 
 
 def as_published(
-    name: str, *, layers: int | None, projection: str = "auto", trained: bool = False
+    name: str,
+    *,
+    layers: int | None,
+    projection: str = "auto",
+    trained: bool = False,
+    model: Path | None = None,
+    pooling: str = "auto",
 ) -> list[str]:
-    """What makes the tower `name` of a config MiniLM with its own pooling; `trained`: by LoRA.
+    """What makes the tower `name` of a config a published model, MiniLM by default; `trained`: by LoRA.
 
     A random projection takes the place of its normalisation: another tower's space has lengths of its own.
     """
     cut = "null" if layers is None else layers
-    fields = f"kind: transformer, pooling: auto, projection: {projection}"
-    fields += f", backbone: {{kind: pretrained, path: {path()}, layers: {cut}}}"
+    fields = f"kind: transformer, pooling: {pooling}, projection: {projection}"
+    fields += f", backbone: {{kind: pretrained, path: {model or path()}, layers: {cut}}}"
     if projection == "random":
         fields += ", normalise: false"
     if trained:

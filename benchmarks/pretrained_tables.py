@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.distillation import Row
-from benchmarks.pretrained import CE, LADDER, ZERO_QUERY, Found
+from benchmarks.pretrained import CE, LADDER, SHORT, ZERO_QUERY, Found
 from benchmarks.trial import ESCALATED, Outcome
 from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.experiment.report import holm
@@ -215,7 +215,7 @@ def logs(found: Found) -> list[dict[str, Any]]:
 def cross_encoders(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """Whether the documents that a student inherits keep the order of its cross-encoder's scores."""
     return [
-        {"data": outcome.trial.dataset, "seed": outcome.trial.seed}
+        {"data": outcome.trial.dataset, "backbone": outcome.trial.backbone, "seed": outcome.trial.seed}
         | {name: f"{outcome.validation[name]:.3f}" for name in ("ce_rank_agreement", "ce_joint_agreement")}
         for outcome in outcomes
         if "ce_rank_agreement" in outcome.validation
@@ -226,6 +226,8 @@ def hours(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """What the trials of each dataset took."""
     by_data: dict[str, list[float]] = {}
     for outcome in outcomes:
+        if outcome.trial.backbone not in SHORT:
+            continue
         by_data.setdefault(outcome.trial.dataset, []).append(outcome.seconds)
     return [
         {"data": dataset, "trials": len(seconds), "hours": f"{sum(seconds) / 3600:.2f}"}

@@ -32,19 +32,29 @@ LAYERS = 4  # of 30: what an hour of two cores allows
 def overrides(config: RunConfig) -> list[str]:
     """What puts SmolLM2's first layers, with LoRA, into every tower of a config that is a decoder.
 
+    It is pooled by the mean of its states and reads no prompt: after so few of its layers the last state of a
+    text knows little of the text. Among 150 documents of feedbackqa it put one answer in fifty first before
+    any training, the mean 38 in a hundred; 46 steps at a learning rate of 5e-4 and 24 at 3e-3 and 1e-2 did
+    not lower its loss.
+    LightRetriever keeps the last state, since its queries have no other.
     Encoders and students are MiniLM's first layers with a new projection; SystemExit as :func:`path`.
     """
-    backbone = f"{{kind: pretrained, path: {path()}, layers: {LAYERS}}}"
-    knobs = minilm.settings(config)
+    model, knobs = path(), minilm.settings(config)
+    last_state = config.train.query.kind == "token_wise"
     for name, tower in minilm.towers(config).items():
+        trained = name.startswith("train.")
         if minilm.is_encoder(tower):
-            trained = name.startswith("train.")
             knobs += minilm.as_published(
                 name, layers=minilm.SMALL_LAYERS, projection="random", trained=trained
             )
-        else:
+        elif last_state:
+            backbone = f"{{kind: pretrained, path: {model}, layers: {LAYERS}}}"
             knobs += [f"{name}.backbone={backbone}", f"{name}.lora={{rank: {RANK}, alpha: {2 * RANK}}}"]
             knobs.append(f"{name}.prompt={json.dumps(tower.prompt.replace('[EOS]', END))}")
+        else:
+            knobs += minilm.as_published(
+                name, layers=LAYERS, projection="random", trained=trained, model=model, pooling="mean"
+            )
     student = None if config.distill is None else config.distill.student
     if isinstance(student, TowerConfig):
         layers = student.backbone.layers or minilm.SMALL_LAYERS

@@ -48,7 +48,7 @@ def found(*given: tuple[str, str, int, dict[str, Side]]) -> pretrained.Found:
 
 
 def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
-    for one in wanted():
+    for one in [one for one in wanted() if one.backbone != "scratch"]:
         plain = trial.unchanged(one.dataset, one.method)
         knobs = [*trial.TEACHERS[one.backbone](plain), *trial._of(one.knobs, plain)]
         config = trial.unchanged(one.dataset, one.method, knobs)
@@ -114,7 +114,7 @@ def test_an_order_holds_is_reversed_or_cannot_be_told():
 def test_equal_quality_costs_what_the_teacher_answers_beside_the_student():
     sides = found(
         ("smollm", "scalingdual", 9, {"scalingdual": side(0.7, speed=50.0), "bm25": side(0.5, speed=None)}),
-        ("smollm", "scalingnote-2l", 9, {"scalingnote-2l": side(0.6, speed=1000.0, escalated=0.699)}),
+        ("smollm", "scalingnote-2l", 9, {"scalingnote-2l": side(0.6, speed=1000.0, escalated=0.71)}),
     )
     rows = {row["query side"]: row for row in tables.quality(sides["feedbackqa"])}
     assert rows["scalingnote-2l, SmolLM2"]["USD at equal nDCG"].endswith("(30% by the teacher)")
