@@ -46,9 +46,8 @@ class _Rule(NamedTuple):
 def _is_text(kind: pa.DataType) -> bool:
     # Some writers do not mark text columns as UTF-8, so that they are read as binary.
     binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    return (
-        binary or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    )
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return bool(binary or text)
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -41,9 +41,6 @@ from scalingnote.storage.arrow import dtype_of, l2_normalize, to_arrow, to_matri
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.shuffle import hash_of
 
-if TYPE_CHECKING:  # it needs torch, the writer of an index does not
-    from scalingnote.fuse.fusion import DocumentFusion
-
 log = get_logger("ingest")
 VIEW = "summary"  # the embedding that is searched
 # A semantic ID ends in the number of the document among those with equal codes. Without the corpus there is
@@ -60,7 +57,7 @@ class DocumentFlow:
     codebooks: Float[ndarray, "levels codes dim"]
     width: int = 1  # beam of the semantic IDs
     dtype: str = "float16"  # of stored embeddings
-    fusion: "DocumentFusion | None" = None
+    fusion: Any = None  # a DocumentFusion: its module needs torch, the writer of an index does not
 
     @classmethod
     def load(
