@@ -301,7 +301,9 @@ def _triplets(
 
 def _small_backbone(shape: Shape) -> Scratch:
     tiny = shape is TINY
-    return Scratch(architecture="bert", layers=4, hidden=64 if tiny else 768, heads=4 if tiny else 12)
+    return Scratch(
+        architecture="bert", layers=1 if tiny else 4, hidden=64 if tiny else 768, heads=4 if tiny else 12
+    )
 
 
 def _training(shape: Shape, rows: Sequence[Row], *, pooled: int, lora: Lora | None) -> float:

@@ -29,6 +29,7 @@ from scalingnote.storage.artifact import open_artifact
 ROOT = Path(pipeline.__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
 STAGES = ("prepare", "planner")
+of_rays_client = pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,7 @@ def test_a_job_without_its_inputs_ends_with_the_stage_to_run(project: Path, head
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@of_rays_client
 def test_a_job_builds_what_is_built_in_process(
     project: Path, head: Head, in_process: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +233,7 @@ def test_a_job_builds_what_is_built_in_process(
     assert digests(project, "runs/jobs") == in_process
 
 
+@of_rays_client
 def test_a_whole_run_is_one_job_and_resumes(
     project: Path, head: Head, in_process: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
