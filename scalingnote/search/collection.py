@@ -12,6 +12,7 @@ the clients raise.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -27,6 +28,7 @@ Conditions = Mapping[str, list[Any] | tuple[Any, Any]]  # from scalingnote.index
 Hits = tuple[list[str], list[float]]  # ids of documents and scores, best first
 Terms = Mapping[int, float]  # term -> weight
 Part = Literal["dense", "terms", "columns"]
+_OPEN_FILES: Counter[str] = Counter()  # of Milvus Lite: collections that this process has open in each
 
 
 @runtime_checkable
@@ -148,6 +150,8 @@ class MilvusCollection(databases.Milvus):
     def __init__(self, search: SearchConfig, collection: str, timeout_s: float) -> None:
         super().__init__(search.url or "", collection, timeout_s)
         self._ef, self._file = search.ef, search.url if search.is_local else None
+        if self._file is not None:
+            _OPEN_FILES[self._file] += 1
 
     def described(self) -> tuple[int | None, bool] | None:
         """See :class:`Collection`; a collection that is there is loaded."""
@@ -185,9 +189,12 @@ class MilvusCollection(databases.Milvus):
         return {row["doc_id"]: row if part == "columns" else row[DENSE] for row in rows}
 
     def close(self) -> None:
-        """Close the connection; the server of a file stops."""
+        """Close the connection; the server of a file stops with its last collection."""
         self._client.close()
         if self._file is not None:
+            _OPEN_FILES[self._file] -= 1
+            if _OPEN_FILES[self._file]:
+                return
             from milvus_lite.server_manager import server_manager_instance
 
             server_manager_instance.release_server(self._file)

@@ -176,7 +176,7 @@ def test_a_database_that_is_slow_is_unavailable_at_the_deadline(
     name, client, _, made = database
     for method in ("query_batch_points", "search"):
         monkeypatch.setattr(made, method, lambda *_, **__: time.sleep(1), raising=False)
-    answer = client.search(query="bakoli", deadline_ms=50)
+    answer = client.search(vector=[1.0] * DIM, deadline_ms=300)
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == f"{name} does not answer in time: try again"
 
