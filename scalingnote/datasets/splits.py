@@ -20,7 +20,7 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.log_columns import fold_letters, normalize_text
+from scalingnote.datasets.log_columns import normal_text
 from scalingnote.datasets.raw_rows import Row
 from scalingnote.errors import DataError
 from scalingnote.storage.artifact import Artifact
@@ -184,7 +184,7 @@ def _documents_of_part(
 def _text_hashes(table: pa.Table) -> pa.Array:
     """A hash of each document's title and content; null where it has neither."""
     fields = (pc.fill_null(table[name], "") for name in ("title", "content"))
-    texts = fold_letters(normalize_text(pc.binary_join_element_wise(*fields, " ")))
+    texts = normal_text(pc.binary_join_element_wise(*fields, " "), fold_case=True)
     texts = pc.utf8_trim_whitespace(pc.replace_substring_regex(texts, r"\s+", " "))
     empty = pc.equal(texts, "").to_numpy()
     return pa.array(hash_of(texts), mask=empty)

@@ -29,7 +29,7 @@ from scalingnote.search import collection as collections
 from scalingnote.search.collection import Collection, Conditions, Hits, Part, Terms
 from scalingnote.search.config import SearchConfig
 from scalingnote.search.scan import unit_queries
-from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, candidate_ids
+from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, candidate_ids, candidate_places
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, open_artifact
 
@@ -87,6 +87,10 @@ class SearchBackend(Protocol):
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
         """Vector of a document."""
+        ...
+
+    def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Id and filter columns of candidates."""
         ...
 
     def facets(self, *, most: int) -> dict[str, dict[str, int]]:
@@ -156,6 +160,11 @@ class DatabaseSearcher:
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document with this id, from the index."""
         return self.store.get(doc_id)
+
+    def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Id and filter columns of candidates, from the index."""
+        places = zip(ids, candidate_places(ids), strict=True)
+        return {each: self._columns[shard].slice(row, 1).to_pylist()[0] for each, (shard, row) in places}
 
     @cached_property
     def store(self) -> DocumentStore:

@@ -105,6 +105,11 @@ def candidate_ids(shards: Int[ndarray, "*n"], rows: Int[ndarray, "*n"]) -> Int[n
     return ids
 
 
+def candidate_places(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Shard and row of candidates, given by their ids."""
+    return [(each >> _ROW_BITS, each & _ROWS) for each in ids]
+
+
 def with_documents(found: Candidates, store: DocumentStore) -> Candidates:
     """Candidates of a built index with their documents, from the store of the same version."""
     if found.documents:
@@ -261,9 +266,8 @@ class Searcher:
 
     def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of those candidates of a built index whose shards are held here."""
-        places = ((each, each >> _ROW_BITS, each & _ROWS) for each in ids)
-        held = self._shards
-        return {each: held[shard].stored[row] for each, shard, row in places if shard in held}
+        held, places = self._shards, zip(ids, candidate_places(ids), strict=True)
+        return {each: held[shard].stored[row] for each, (shard, row) in places if shard in held}
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
         """Vector of a document, as exact as the index keeps it; None where no shard held has the document.

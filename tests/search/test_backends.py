@@ -283,6 +283,18 @@ def test_a_document_and_its_vector_are_found_by_any_id(engine: SearchBackend, co
     assert engine.facets(most=5).keys() == {"topic", "größe"}
 
 
+def test_columns_of_candidates_are_read_without_their_documents(
+    engine: SearchBackend, corpus: Corpus
+) -> None:
+    (found,) = engine.find(corpus.asked[:1], k=4)
+    shown = engine.columns(found.ids.tolist())
+    documents = with_documents(found, engine.store).documents
+    assert len(documents) == len(shown) == 4
+    for candidate, document in zip(found.ids.tolist(), documents, strict=True):
+        for name in ("doc_id", "topic", "price"):
+            assert shown[candidate][name] == document[name]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
