@@ -83,11 +83,12 @@ def run(options: Namespace, folder: Path) -> tuple[list[Row], list[Row], list[Ro
         if name != "own":
             row, engine = loaded(name, inputs, index.uri, folder)
             loads.append(row)
-        for setting, given, expected in (
+        settings: list[tuple[str, dict[str, Any], ndarray]] = [
             ("exact", {"exact": True}, best),
             ("default", {}, best),
             ("filter", {"where": WHERE}, filtered),
-        ):
+        ]
+        for setting, given, expected in settings:
             found, milliseconds = timed(
                 lambda query, engine=engine, given=given: engine.find(
                     inputs.queries[query : query + 1], k=K, **given
@@ -118,11 +119,11 @@ def loaded(name: str, inputs: Inputs, index: str, folder: Path) -> tuple[Row, Da
     """How long the export took and how long opening, and the database open for searches."""
     url, start = str(folder / PLACES[name]), time.perf_counter()
     source = vectors.Source(inputs.embeddings, inputs.dataset, None, ("topic",))
-    made = databases.connect(name, url, COLLECTION)
+    made: Any = databases.connect(name, url, COLLECTION)
     vectors.export(source, made, checkpoint=str(folder / f"{name}.json"))
     exported = time.perf_counter()
     made._client.close()
-    search = SearchConfig(backend=name, url=url, collection=COLLECTION)
+    search = SearchConfig.model_validate({"backend": name, "url": url, "collection": COLLECTION})
     opened = time.perf_counter()
     searcher = DatabaseSearcher.open(index, search, collection=COLLECTION, timeout_s=300.0)
     row = {
