@@ -83,31 +83,19 @@ def run(options: Namespace, folder: Path) -> tuple[list[Row], list[Row], list[Ro
         if name != "own":
             row, engine = loaded(name, inputs, index.uri, folder)
             loads.append(row)
-        for setting, given, expected in (
+        settings: list[tuple[str, dict[str, Any], ndarray]] = [
             ("exact", {"exact": True}, best),
             ("default", {}, best),
             ("filter", {"where": WHERE}, filtered),
-        ):
-            found, milliseconds = timed(
-                lambda query, engine=engine, given=given: engine.find(
-                    inputs.queries[query : query + 1], k=K, **given
-                )[0],
-                options.queries,
-            )
-            ranked = [row_numbers(each, engine, None) for each in found]
+        ]
+        for setting, given, expected in settings:
+            found, milliseconds = timed(finder(engine, inputs, **given), options.queries)
+            ranked = [row_numbers(each, engine) for each in found]
             recalls = {f"R@{k}": overlap(ranked, expected, k) for k in (10, K)}
             searches.append({"engine": name, "setting": setting, **recalls, **spread(milliseconds)})
-        found, milliseconds = timed(
-            lambda query, engine=engine: engine.find(
-                inputs.queries[query : query + 1],
-                one(inputs.terms, query),
-                k=K,
-                exact=True,
-                joining=JOINED,
-            )[0],
-            min(options.joined, options.queries),
-        )
-        ranked = [row_numbers(each, engine, JOINED) for each in found]
+        asked = finder(engine, inputs, joined=True, exact=True)
+        found, milliseconds = timed(asked, min(options.joined, options.queries))
+        ranked = [row_numbers(each, engine) for each in found]
         hybrid_best = hybrid_best or ranked
         shared = {f"shared with ours @{k}": overlap(ranked, hybrid_best, k) for k in (10, K)}
         joined.append({"engine": name, **shared, **spread(milliseconds)})
@@ -118,11 +106,11 @@ def loaded(name: str, inputs: Inputs, index: str, folder: Path) -> tuple[Row, Da
     """How long the export took and how long opening, and the database open for searches."""
     url, start = str(folder / PLACES[name]), time.perf_counter()
     source = vectors.Source(inputs.embeddings, inputs.dataset, None, ("topic",))
-    made = databases.connect(name, url, COLLECTION)
+    made: Any = databases.connect(name, url, COLLECTION)
     vectors.export(source, made, checkpoint=str(folder / f"{name}.json"))
     exported = time.perf_counter()
     made._client.close()
-    search = SearchConfig(backend=name, url=url, collection=COLLECTION)
+    search = SearchConfig.model_validate({"backend": name, "url": url, "collection": COLLECTION})
     opened = time.perf_counter()
     searcher = DatabaseSearcher.open(index, search, collection=COLLECTION, timeout_s=300.0)
     row = {
@@ -132,6 +120,16 @@ def loaded(name: str, inputs: Inputs, index: str, folder: Path) -> tuple[Row, Da
         "open s": time.perf_counter() - opened,
     }
     return row, searcher
+
+
+def finder(engine: SearchBackend, inputs: Inputs, *, joined: bool = False, **given: Any) -> Find:
+    """The candidates of a query by its number; `joined`: by embeddings and terms."""
+
+    def find(query: int) -> Candidates:
+        terms = one(inputs.terms, query) if joined else None
+        return engine.find(inputs.queries[query : query + 1], terms, k=K, joining=JOINED, **given)[0]
+
+    return find
 
 
 def timed(find: Find, queries: int) -> tuple[list[Candidates], ndarray]:
@@ -151,10 +149,9 @@ def one(terms: SparseRows, query: int) -> SparseRows:
     return SparseRows(np.array([0, last - first]), terms.terms[first:last], terms.values[first:last])
 
 
-def row_numbers(found: Candidates, engine: SearchBackend, joining: Joining | None) -> list[int]:
+def row_numbers(found: Candidates, engine: SearchBackend) -> list[int]:
     """Numbers of the documents, best first: there is one shard, whose rows are in their order."""
-    ranked = rank([found], k=K, joining=joining or JOINED, layout=engine.layout)
-    rows: list[int] = ranked.ids.tolist()
+    rows: list[int] = rank([found], k=K, joining=JOINED, layout=engine.layout).ids.tolist()
     return rows
 
 

@@ -189,7 +189,7 @@ def held_by(to: str, url: str, server: "Server | None") -> Held:
 
 
 def _of_collection(to: str, url: str) -> Held:
-    search = SearchConfig(backend=to, url=url, collection=COLLECTION)
+    search = SearchConfig.model_validate({"backend": to, "url": url, "collection": COLLECTION})
     opened = collections.connect(search, COLLECTION, timeout_s=600.0)
     opened.described()  # loads a collection of Milvus
 

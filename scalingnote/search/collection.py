@@ -13,7 +13,7 @@ the clients raise.
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -235,9 +235,15 @@ def _literal(text: str) -> str:
     return f'"{text}"'
 
 
+COLLECTIONS: dict[str, Callable[[SearchConfig, str, float], Collection]] = {
+    "qdrant": QdrantCollection,
+    "milvus": MilvusCollection,
+}
+
+
 def connect(search: SearchConfig, collection: str, *, timeout_s: float) -> Collection:
     """Open a collection to search it; ConfigError where the client is missing or nothing answers."""
-    open_collection = QdrantCollection if search.backend == "qdrant" else MilvusCollection
+    open_collection = COLLECTIONS[search.backend]
     return databases.connected(
         search.backend, search.url, lambda: open_collection(search, collection, timeout_s)
     )
