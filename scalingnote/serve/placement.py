@@ -48,8 +48,8 @@ def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *,
     What is read to memory counts once for each version that is kept open. What is mapped lies in the page
     cache: old versions give it back, and the replicas on a node share it. Ray counts each replica by itself,
     so each is given its share where `max_replicas_per_node` lets several of them share a node, and all of it
-    otherwise: then every replica may be alone on its node. A process's own 0.3 GB are left out, as those of
-    all other parts; Ray reserves a third of a node for objects, which serving hardly uses.
+    otherwise: then every replica may be alone on its node. A process's own memory is left out, as for all
+    other parts: Ray sets a part of each node apart for objects, which serving hardly uses.
 
     Args:
         index: artifact.
