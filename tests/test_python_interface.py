@@ -79,7 +79,8 @@ def test_documents_are_indexed_in_the_same_command(
     without_ray(monkeypatch)
     model, out = str(folder(tmp_path)), str(tmp_path / "out")
     words = ["distill", model, "--texts", str(texts), "--to", out, "--count", "300"]
-    assert cli.main([*words, "--set", "distill.epochs=2", "--index"]) == 0
+    settings = ["--set", "distill.epochs=2", "--set", "pseudo_queries.validation_share=0.1"]
+    assert cli.main([*words, *settings, "--index"]) == 0
     assert f"scalingnote serve --run {out}.run" in capsys.readouterr().out
     config = pipeline.load_run(f"{out}.run")
     documents = pipeline.locate(config, "dataset").counts["documents"]
