@@ -74,9 +74,9 @@ def listing(hits: "Sequence[SearchHit]", query: str, style: Style) -> Iterator[s
         document = hit.document
         title = clean(document["title"] or hit.doc_id)
         snippet = clean(document["snippet"])[:SNIPPET_CHARACTERS]
-        facts = " · ".join(clean(document[name]) for name in ("topic", "semantic_id"))
+        facts = [clean(fact) for fact in (hit.doc_id, document["topic"], document["semantic_id"]) if fact]
         yield f"{rank:>3}. {style.score(f'{hit.score:.4f}')}  {mark(title, style.strong)}"
-        yield style.faint(f"{_INDENT}{clean(hit.doc_id)} · {facts}")
+        yield style.faint(f"{_INDENT}{' · '.join(facts)}")
         lines = textwrap.wrap(snippet, style.columns - len(_INDENT)) if _wraps(snippet, style) else [snippet]
         yield from (f"{_INDENT}{mark(line, str)}" for line in lines)
         yield ""
