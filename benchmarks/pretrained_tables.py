@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.distillation import Row
-from benchmarks.pretrained import CE, LADDER, SHORT, ZERO_QUERY, Found
+from benchmarks.pretrained import CE, LADDER, ZERO_QUERY, Found
 from benchmarks.trial import ESCALATED, Outcome
 from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.experiment.report import holm
@@ -226,8 +226,6 @@ def hours(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """What the trials of each dataset took."""
     by_data: dict[str, list[float]] = {}
     for outcome in outcomes:
-        if outcome.trial.backbone not in SHORT:
-            continue
         by_data.setdefault(outcome.trial.dataset, []).append(outcome.seconds)
     return [
         {"data": dataset, "trials": len(seconds), "hours": f"{sum(seconds) / 3600:.2f}"}

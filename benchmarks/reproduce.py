@@ -88,12 +88,13 @@ def main() -> None:
     }
     tables = {title: rows for title, rows in tables.items() if rows}
     sides = pretrained.by_dataset(others, outcomes)
-    more = pretrained_tables.tables(sides, outcomes)
+    theirs = [outcome for outcome in outcomes if outcome.trial in set(others)]
+    more = pretrained_tables.tables(sides, theirs)
     for title, rows in (tables | more).items():
         show(title, rows)
     if options.plot and more:
         pretrained_tables.plot(more, options.plot)
-    every = metrics(found) | pretrained_tables.metrics(sides, outcomes)
+    every = metrics(found) | pretrained_tables.metrics(sides, theirs)
     write(options.json, metrics=every, tables=tables, pretrained=more)
     require(trials, outcomes, options)
 
