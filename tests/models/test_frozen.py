@@ -69,8 +69,8 @@ def test_products_and_gradients_are_those_of_the_unpacked_weight(base: str, prec
         assert product.dtype == precision
         product.float().square().sum().backward()
         found[name] = product, inputs.grad
-    tolerance = {"atol": 0.05, "rtol": 0.02} if precision == torch.bfloat16 else {}
-    torch.testing.assert_close(found["packed"], found["unpacked"], **tolerance)
+    for one, other in zip(found["packed"], found["unpacked"], strict=True):
+        assert (one - other).norm() <= (1e-5 if precision == torch.float32 else 0.02) * other.norm()
 
 
 def test_a_saved_graph_holds_no_unpacked_weight():
@@ -149,12 +149,12 @@ def test_adapters_learn_on_packed_weights_and_are_merged_into_them(base: str, tm
     before = [(layer.weight.clone(), layer.scales.clone()) for layer in layers[0]]
     training, batch = engine(made), rows(made)
     losses = []
-    for _ in range(12):
+    for _ in range(30):
         loss, _ = training(batch)
         training.backward(loss)
         training.step(1e-2)
         losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.7 * losses[0]
     for layer, (weight, scales) in zip(layers[0], before, strict=True):
         assert torch.equal(layer.weight, weight)
         assert torch.equal(layer.scales, scales)
