@@ -120,9 +120,7 @@ def _planned(
 ) -> tuple[shard.Layout, list[list[shard.EmbeddingSlice]]]:
     """The layout, and the embeddings of each shard; an error where no index can be built of them."""
     source = parents["embeddings"]
-    fused_with = source.manifest.parents.get("semantic_ids", {}).get("digest")
-    if fused_with != parents["semantic_ids"].digest:
-        require_origin(parents["semantic_ids"], source)
+    _require_same_origin(source, parents["semantic_ids"])
     documents = parents["dataset"].names("documents/", ".parquet")
     filters.require_fields(_schema(parents["dataset"], documents[0]), config.filters)
     parts = source.names("embeddings/", ".parquet")
@@ -148,6 +146,13 @@ def _write(draft: Draft, slices: Sequence[Sequence[shard.EmbeddingSlice]], share
     for name, part in written.items():
         draft.register(name, part)
     return sum(part.bytes for name, part in written.items() if name.endswith(".faiss"))
+
+
+def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
+    """ArtifactError unless the IDs were made from these embeddings, or these were fused with them."""
+    fused_with = embeddings.manifest.parents.get("semantic_ids", {}).get("digest")
+    if fused_with != semantic_ids.digest:
+        require_origin(semantic_ids, embeddings)
 
 
 def _schema(artifact: Artifact, part: str) -> Any:
