@@ -90,5 +90,6 @@ def _scores(
     """The cross-encoder's score of every query's proxy and each of its documents' proxies."""
     count = documents.shape[1]
     pairs = np.repeat(queries, count, axis=0), documents.reshape(-1, documents.shape[2])
-    logits: ndarray = relevance(*map(torch.from_numpy, pairs), temperature).numpy()
+    left, right = map(torch.from_numpy, pairs)
+    logits: ndarray = relevance(left, right, temperature).numpy()
     return logits.reshape(len(queries), count)

@@ -93,7 +93,7 @@ def _convert(file: Path, target: Path) -> None:
     """Write the folder of a GGUF file, in float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import is_gguf_available
+    from transformers.utils.import_utils import is_gguf_available
 
     if not is_gguf_available():
         raise SystemExit("gguf is not installed: pip install 'scalingnote[bench]'")

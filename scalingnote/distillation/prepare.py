@@ -147,7 +147,7 @@ def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) ->
     for table in ("named", "asked"):
         hashes = merge_sorted([read_array(fs.join(folder, _file_name(table, i))) for i in range(len(parts))])
         write_table(fs.join(folder, f"{table}.arrow"), pa.table({"hash": hashes}))
-    return max(record["group"] for record in records)
+    return max(int(record["group"]) for record in records)
 
 
 def _write_candidates(

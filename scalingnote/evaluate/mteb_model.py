@@ -118,8 +118,9 @@ class MtebModel:
         if template is not None and "{instruction}" not in template:
             raise ConfigError(f"the template {template!r} has no {{instruction}}: put it where mteb's goes")
         read = Prompts(task_prompts(folder) if prompts is None else prompts, template)
-        tower: QueryEncoder | Encoder = QueryEncoder.load(folder)
-        looked_up = tower.form == "lookup"
+        served = QueryEncoder.load(folder)
+        tower: QueryEncoder | Encoder = served
+        looked_up = served.form == "lookup"
         if looked_up and (prompts or template):
             raise ConfigError(
                 f"{folder} looks queries up in a table, which reads no prompt: train with query.tasks "

@@ -81,7 +81,7 @@ class _FrozenProduct(torch.autograd.Function):
         return F.linear(input, _unpack(packed, scales, base, input.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         packed, scales = ctx.saved_tensors
         return gradient @ _unpack(packed, scales, ctx.base, gradient.dtype), None, None, None
 

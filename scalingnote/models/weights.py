@@ -189,7 +189,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     state: dict[str, Tensor] = {}
-    replaced = []
+    replaced: list[str] = []
     for name, module in model.named_modules():
         if name.startswith(tuple(replaced)):
             continue

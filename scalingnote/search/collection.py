@@ -195,7 +195,7 @@ class MilvusCollection(databases.Milvus):
             _OPEN_FILES[self._file] -= 1
             if _OPEN_FILES[self._file]:
                 return
-            from milvus_lite.server_manager import server_manager_instance
+            from milvus_lite.server_manager import server_manager_instance  # type: ignore[import-untyped]
 
             server_manager_instance.release_server(self._file)
 

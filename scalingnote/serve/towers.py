@@ -173,7 +173,7 @@ def _vectors(encode: Callable[[Any], ndarray], texts: Sequence[Any]) -> Float32[
     return np.asarray(encode(texts), np.float32)
 
 
-def _is_made_of(row: list[int], again: list[int]) -> bool:
+def _is_made_of(row: Sequence[int], again: list[int]) -> bool:
     """Whether token ids are those of a text: tokenized once more, they are the same, but for a cut word.
 
     Ids of another tokenizer, of which most are below the size of this one, give a text whose tokens are

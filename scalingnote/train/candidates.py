@@ -162,7 +162,8 @@ def gather_candidates(
 
 def present(triplets: Triplets) -> Bool[Tensor, "queries group"]:
     """Which places of each row's group hold a document."""
-    return triplets.document_ids.unflatten(0, (-1, len(triplets.query_ids))).T != ABSENT
+    held: Tensor = triplets.document_ids.unflatten(0, (-1, len(triplets.query_ids))).T != ABSENT
+    return held
 
 
 def _masks(
