@@ -55,7 +55,7 @@ BENCHMARKS = (
         180,
     ),
     Benchmark("collect", "", 1.5, "--large", 5),
-    Benchmark("encode", "--documents 1536 --rounds 1 --sizes 10000 100000", 6, "", 15),
+    Benchmark("encode", "--documents 1536 --rounds 1 --sizes 10000 100000", 6, "", 40),
     Benchmark("native", "--documents 256 --rounds 3", 1.5, "", 5),
     Benchmark(
         "front_door",
@@ -136,10 +136,10 @@ BENCHMARKS = (
     Benchmark("faults", "--plot {folder}/faults.png", 9, "--plot {folder}/faults.png", 11),
     Benchmark(
         "ladder",
-        f"--folder {{folder}}/ladder {RUNS} --set ladder.pairs=[224,448,896,1792]",
+        f"--folder {{folder}}/ladder {RUNS} --set ladder.pairs=[224,448,896,1792] --set ladder.seeds=[0]",
         4.5,
         f"--folder {{folder}} {RUNS}",
-        8,
+        24,
     ),
     Benchmark(
         "reproduce",
