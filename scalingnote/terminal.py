@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scalingnote.search.searcher import SearchHit
@@ -40,7 +40,7 @@ class Style:
     columns: int = 80
 
     @classmethod
-    def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> "Style":
+    def of(cls, stream: Any, environment: Mapping[str, str] = os.environ) -> "Style":
         """The style of a stream: coloured on a terminal, unless NO_COLOR is set or TERM is dumb."""
         from shutil import get_terminal_size  # late: it loads compressors, and `--help` needs none
 
