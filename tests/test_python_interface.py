@@ -99,10 +99,10 @@ def test_documents_are_indexed_in_the_same_command(
 
     index = scalingnote.Index(f"{out}.run")
     both = index.search(title, k=1)[0]
-    assert both.title == index.search(title, k=1, dense_weight=0)[0].title == title
+    assert both.title == index.search(title, k=1, dense_weight=0.0)[0].title == title
     assert both.score == pytest.approx(index.search(title, k=1, dense_weight=0.5)[0].score)
     teacher = scalingnote.Index(f"{out}.run", escalate=1.0)
-    assert len(teacher.search(title, k=5, dense_weight=1)) == 5
+    assert len(teacher.search(title, k=5, dense_weight=1.0)) == 5
     assert float((teacher.encode(title).embedding @ index.encode(title).embedding.T).item()) < 0.9999
     with pytest.raises(ConfigError, match=r"dense_weight is 1\.5"):
         index.search(title, dense_weight=1.5)
