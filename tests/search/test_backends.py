@@ -242,7 +242,7 @@ def test_a_query_without_terms_is_ranked_by_its_embedding(engine: SearchBackend,
         ({"price": 0.5}, lambda _: False),
         ({"price": {"min": 5, "max": 4}}, lambda _: False),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_filter_finds_only_what_it_describes(
     engine: SearchBackend, corpus: Corpus, where: dict[str, Any], matches: Any
