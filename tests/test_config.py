@@ -37,6 +37,8 @@ ABLATED = {
     "lightretriever-binary": {"sparse"},
     "lightretriever-without-instruction": {"query"},
     "lightretriever-embedding-layer": {"query", "align"},
+    "lightretriever-light-both": {"document"},
+    "lightretriever-light-documents": {"query", "document", "align"},
 }
 
 

@@ -153,14 +153,11 @@ def test_bad_input_is_told_before_work_is_spent(
     assert not (tmp_path / "out").exists()
 
 
-def test_texts_without_text_and_a_model_without_pooling(tmp_path: Path, texts: Path):
+def test_texts_without_text_are_refused(tmp_path: Path):
     model = folder(tmp_path)
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(DataError, match="no text"):
         scalingnote.distill(model, tmp_path / "empty.txt", to=tmp_path / "out")
-    (model / "modules.json").unlink()
-    with pytest.raises(ConfigError, match="set pooling to one of"):
-        scalingnote.distill(model, texts, to=tmp_path / "out")
 
 
 def test_the_interface_starts_neither_torch_nor_ray():

@@ -163,7 +163,7 @@ def documents_column(report: Report) -> dict[str, str]:
     }
 
 
-def measures_of(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
+def measures_of(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Names of the measures of the main table in order: all except Recall@K."""
     names = ordered_measures(name for row in methods.values() for name in row)
     return [name for name in names if not is_recall(name)]

@@ -104,4 +104,5 @@ def test_ranks_equal_one_process(on_ranks, alone, world: int, shape: str):
     assert found.keys() == alone.keys()
     assert {"temperature.log", "teacher", "margin"} < found.keys()
     for name, value in alone.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4, msg=name)
+        # Gradients of a loss near 40, summed in another order in float32.
+        torch.testing.assert_close(found[name], value, atol=2e-5, rtol=1e-4, msg=name)
