@@ -105,6 +105,12 @@ def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
     return pa.Table.from_batches(kept) if kept else QRELS.empty_table()
 
 
+_IDS = pa.schema([("doc_id", pa.string())])
+_COMPARED = ["doc_id", "group", "title", "content"]
+_JUDGED = pa.schema([("group", pa.string()), ("text", pa.uint64())])
+_CHOSEN = pa.schema([("doc_id", pa.string()), ("by_text", pa.bool_())])
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """The documents that training must not see."""
@@ -132,19 +138,20 @@ def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> HeldOut:
     if not dataset.manifest.info.get("hold_out_documents", True):
         return HeldOut(pa.array([], pa.string()), 0)
 
-    def found(table: str, read: Callable[[str], pa.ChunkedArray], kind: pa.DataType) -> pa.Array:
-        chunks = [chunk for column in each(read, dataset.table_parts(table)) for chunk in column.chunks]
-        return pa.concat_arrays([pa.array([], kind), *chunks])
+    def found(table: str, read: Callable[[str], pa.Table], schema: pa.Schema) -> pa.Table:
+        parts = [schema.empty_table(), *each(read, dataset.table_parts(table))]
+        return pa.concat_tables(parts).combine_chunks()
 
     test = queries(dataset, "test", each=each)["query_id"].combine_chunks()
-    ids = pa.string()
-    relevant = found("qrels", partial(_relevant_of_part, dataset=dataset, query_ids=test), ids).unique()
-    groups = found("documents", partial(_groups_of_part, dataset=dataset, doc_ids=relevant), ids).unique()
-    texts = found("documents", partial(_texts_of_part, dataset=dataset, doc_ids=relevant), pa.uint64())
-    judged = partial(_documents_of_part, dataset=dataset, doc_ids=relevant, groups=groups)
-    by_id = found("documents", judged, ids)
-    both = found("documents", partial(judged, texts=texts.unique()), ids)
-    return HeldOut(both, len(both) - len(by_id))
+    relevant = found("qrels", partial(_relevant_of_part, dataset=dataset, query_ids=test), _IDS)
+    ids = relevant["doc_id"].unique()
+    judged = found("documents", partial(_judged_of_part, dataset=dataset, doc_ids=ids), _JUDGED)
+    groups = judged["group"].drop_null().unique()
+    search = partial(
+        _held_out_of_part, dataset=dataset, doc_ids=ids, groups=groups, texts=judged["text"].unique()
+    )
+    chosen = found("documents", search, _CHOSEN)
+    return HeldOut(chosen["doc_id"].combine_chunks(), pc.sum(chosen["by_text"], min_count=0).as_py())
 
 
 def _queries_of_part(part: str, *, dataset: Artifact, split: str) -> pa.Table:
@@ -152,33 +159,29 @@ def _queries_of_part(part: str, *, dataset: Artifact, split: str) -> pa.Table:
     return table.filter(pc.equal(table["split"], split)).select(["query_id", "query"])
 
 
-def _relevant_of_part(part: str, *, dataset: Artifact, query_ids: pa.Array) -> pa.ChunkedArray:
+def _relevant_of_part(part: str, *, dataset: Artifact, query_ids: pa.Array) -> pa.Table:
     table = dataset.table(part, QRELS.names)
     relevant = pc.and_(pc.greater(table["relevance"], 0), pc.is_in(table["query_id"], value_set=query_ids))
-    return table.filter(relevant)["doc_id"]
+    return table.filter(relevant).select(_IDS.names)
 
 
-def _groups_of_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.ChunkedArray:
-    table = dataset.table(part, ["doc_id", "group"])
-    # A document without a group is a group of its own.
-    return table.filter(pc.and_(pc.is_in(table["doc_id"], value_set=doc_ids), _grouped(table)))["group"]
+def _judged_of_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.Table:
+    """Groups and hashes of the texts of some documents."""
+    table = dataset.table(part, _COMPARED)
+    table = table.filter(pc.is_in(table["doc_id"], value_set=doc_ids))
+    return pa.table([_groups(table), _text_hashes(table)], schema=_JUDGED)
 
 
-def _texts_of_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.ChunkedArray:
-    table = dataset.table(part, ["doc_id", "title", "content"])
-    return pa.chunked_array([_text_hashes(table.filter(pc.is_in(table["doc_id"], value_set=doc_ids)))])
-
-
-def _documents_of_part(
-    part: str, *, dataset: Artifact, doc_ids: pa.Array, groups: pa.Array, texts: pa.Array | None = None
-) -> pa.ChunkedArray:
-    table = dataset.table(part, ["doc_id", "group", *(["title", "content"] if texts is not None else [])])
-    of_groups = pc.and_(_grouped(table), pc.is_in(table["group"], value_set=groups))
-    chosen = pc.or_(pc.is_in(table["doc_id"], value_set=doc_ids), of_groups)
-    if texts is not None:
-        equal = pc.is_in(_text_hashes(table), value_set=texts, skip_nulls=True)
-        chosen = pc.or_(chosen.combine_chunks(), equal)
-    return table.filter(chosen)["doc_id"]
+def _held_out_of_part(
+    part: str, *, dataset: Artifact, doc_ids: pa.Array, groups: pa.Array, texts: pa.Array
+) -> pa.Table:
+    """Documents that are held out, and whether by their text alone."""
+    table = dataset.table(part, _COMPARED)
+    of_groups = pc.is_in(_groups(table), value_set=groups, skip_nulls=True)
+    by_id = pc.or_(pc.is_in(table["doc_id"], value_set=doc_ids).combine_chunks(), of_groups)
+    by_text = pc.is_in(_text_hashes(table), value_set=texts, skip_nulls=True)
+    chosen = pc.or_(by_id, by_text)
+    return pa.table([table["doc_id"], pc.invert(by_id)], schema=_CHOSEN).filter(chosen)
 
 
 def _text_hashes(table: pa.Table) -> pa.Array:
@@ -190,8 +193,10 @@ def _text_hashes(table: pa.Table) -> pa.Array:
     return pa.array(hash_of(texts), mask=empty)
 
 
-def _grouped(table: pa.Table) -> pa.ChunkedArray:
-    return pc.not_equal(pc.fill_null(table["group"], ""), "")
+def _groups(table: pa.Table) -> pa.Array:
+    """The group of each document; null where it has none, and is a group of its own."""
+    groups = table["group"].combine_chunks()
+    return pc.if_else(pc.equal(groups, ""), None, groups)
 
 
 # --- by time ----------------------------------------------------------------------------------------------
