@@ -164,7 +164,12 @@ class DatabaseSearcher:
     def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of candidates, from the index."""
         places = zip(ids, candidate_places(ids), strict=True)
-        return {each: self._columns[shard].slice(row, 1).to_pylist()[0] for each, (shard, row) in places}
+        return {each: self._stored[shard][row] for each, (shard, row) in places}
+
+    @cached_property
+    def _stored(self) -> list[arrow.StoredRows]:
+        """Ids and filter columns of each shard, as rows of Python values."""
+        return [arrow.StoredRows(columns) for columns in self._columns]
 
     @cached_property
     def store(self) -> DocumentStore:

@@ -114,7 +114,7 @@ def with_documents(found: Candidates, store: DocumentStore) -> Candidates:
     """Candidates of a built index with their documents, from the store of the same version."""
     if found.documents:
         return found
-    places = zip(found.shards.tolist(), (found.ids & _ROWS).tolist(), strict=True)
+    places = candidate_places(found.ids.tolist())
     return replace(found, documents=[store.read(shard, row) for shard, row in places])
 
 
