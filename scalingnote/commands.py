@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalingnote.errors import ConfigError
-from scalingnote.terminal import Style, listing, table
 
 if TYPE_CHECKING:
     from scalingnote.run_config import RunConfig
@@ -39,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     built = pipeline.run(config, chosen)
     if "report" in built:
         from scalingnote.evaluate.report import comparison_table, merge_artifacts
+        from scalingnote.terminal import Style, table
 
         print(table(comparison_table(merge_artifacts([[built["report"]]])), Style.of(sys.stdout)))
     width = max(len(kind) for kind in built)
@@ -100,6 +100,7 @@ def distill(options: argparse.Namespace) -> int:
     from scalingnote.distillation import agreement
     from scalingnote.log import configure
     from scalingnote.reports import markdown
+    from scalingnote.terminal import Style, table
 
     configure()
     (model,) = options.config
@@ -140,6 +141,7 @@ def compare(options: argparse.Namespace) -> int:
     from scalingnote import pipeline
     from scalingnote.evaluate.report import comparison_table, merge_artifacts
     from scalingnote.storage import filesystem as fs
+    from scalingnote.terminal import Style, table
 
     places = {config.run_dir for config in configs}
     if len(places) > 1:
@@ -170,6 +172,7 @@ def search(options: argparse.Namespace) -> int:
     if not options.query.strip() or options.k < 1:
         raise ConfigError("nothing to search: give some text and -k of at least 1")
     from scalingnote.api import Index
+    from scalingnote.terminal import Style, listing
 
     clock = [time.perf_counter()]
     index = Index(options.run, form=options.form, escalate=options.escalate)
@@ -313,6 +316,7 @@ def screen(options: argparse.Namespace) -> int:
     from scalingnote.distillation import screen as screening
     from scalingnote.distillation.config import ScreenConfig
     from scalingnote.log import configure
+    from scalingnote.terminal import Style, table
 
     configure()
     count = [] if options.count is None else [f"count={options.count}"]
@@ -331,6 +335,7 @@ def mteb(options: argparse.Namespace) -> int:
     from scalingnote.evaluate import mteb_model
     from scalingnote.log import configure
     from scalingnote.reports import markdown
+    from scalingnote.terminal import Style, table
 
     configure()
     measures = ("ndcg_at_10", "recall_at_100", "mrr_at_10", "map_at_100")
