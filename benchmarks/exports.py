@@ -56,6 +56,16 @@ Row = dict[str, Any]
 Stored = tuple[ndarray, dict[int, float]]  # vector and terms of a document
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a database holds, through its own client."""
+
+    count: Callable[[], int]
+    read: Callable[[Sequence[str]], dict[str, Stored]]
+    nearest: Callable[[Float[ndarray, " dim"]], list[str]]  # ids, best first
+    close: Callable[[], None] = lambda: None
+
+
 def main() -> None:
     """Parse arguments, run, print and write."""
     options = parser().parse_args()
@@ -155,16 +165,6 @@ def is_same(found: Stored, expected: Stored) -> bool:
 
 
 # --- databases ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a database holds, through its own client."""
-
-    count: Callable[[], int]
-    read: Callable[[Sequence[str]], dict[str, Stored]]
-    nearest: Callable[[Float[ndarray, " dim"]], list[str]]  # ids, best first
-    close: Callable[[], None] = lambda: None
 
 
 def held_by(to: str, url: str, server: "Server | None") -> Held:
