@@ -113,6 +113,18 @@ def test_a_packed_batch_pads_to_what_padding_gives():
     assert len(again) == len(packed) == 3
 
 
+def test_on_a_cpu_rows_of_one_length_are_a_batch_without_pads(document: Tower):
+    first, *_ = rows_of(document)
+    mirrored = Row(first.ids[::-1], first.positions)
+    together = collate([first, mirrored], pad=document.pad, packed=True)
+    read, order = together.for_model(pad=document.pad, packed=True)
+    assert read.packing is None
+    assert read.ids.tolist() == [first.ids, mirrored.ids]
+    assert torch.equal(torch.arange(2)[order], torch.arange(2))
+    alone = [document(collate([row], pad=document.pad)) for row in (first, mirrored)]
+    torch.testing.assert_close(document(together), torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
 def test_a_tower_that_cannot_pack_pads_the_rows_itself():
     learnt = families.tokenizer().backend_tokenizer.to_str()
     config = tiny.document_tower().model_copy(update={"attention": "eager"})
