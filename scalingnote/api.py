@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float32
 from numpy import ndarray
 
+from scalingnote.array_types import Float32
 from scalingnote.encode.query_encoder import QueryEncoder as Tower
 from scalingnote.errors import ArtifactError, ConfigError, explained_imports
 from scalingnote.run_index import Index, Result, agreement, mteb_search

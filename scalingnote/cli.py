@@ -11,7 +11,6 @@ from typing import Any
 
 from scalingnote import __version__, commands, stages
 from scalingnote.errors import ScalingNoteError, explained_imports
-from scalingnote.scaling import output
 
 Command = Callable[[str, Any, str], "_Parser"]  # name, function, help -> its parser
 
@@ -220,8 +219,8 @@ def _add_cluster_and_machine(command: Command) -> None:
     datasets.add_argument("action", choices=("list", "describe", "fetch"))
     datasets.add_argument("dataset", nargs="?", metavar="NAME")
 
-    plan = command("plan", output.print_plan, "turn a corpus into GPU hours, machines and money")
-    plan.declare = output.add_plan_options
+    plan = command("plan", commands.plan, "turn a corpus into GPU hours, machines and money")
+    plan.declare = commands.add_plan_options
 
     doctor = command("doctor", commands.doctor, "check this machine and say what to do about each finding")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")

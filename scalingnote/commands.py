@@ -414,6 +414,20 @@ def submit(options: argparse.Namespace) -> int:
     )
 
 
+def plan(options: argparse.Namespace) -> int:
+    """Print what a corpus costs in GPU hours, machines and money."""
+    from scalingnote.scaling import output
+
+    return output.print_plan(options)
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of :func:`plan`."""
+    from scalingnote.scaling import output
+
+    output.add_plan_options(parser)
+
+
 def datasets(options: argparse.Namespace) -> int:
     """List, describe or download datasets."""
     from scalingnote.datasets import sources

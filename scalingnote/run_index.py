@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float64
 from numpy import ndarray
 
+from scalingnote.array_types import Float64
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, explained_imports
 

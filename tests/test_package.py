@@ -29,6 +29,7 @@ HEAVY = {
     "torch",
     "transformers",
     "faiss",
+    "jaxtyping",
     "pyarrow",
     "pandas",
     "scipy",

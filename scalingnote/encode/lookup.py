@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int16, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
+from scalingnote.array_types import Float32, Int16, Int64
 from scalingnote.models.lookup_table import Table, read_published
 from scalingnote.models.prompt import cut_characters, tokenize
 

@@ -104,9 +104,9 @@ class Batch:
         """Return the batch in the form that a model reads fastest, and the index that restores the row order.
 
         A packed batch is sorted by length: attention then runs over fewer groups of equal length. If the
-        model cannot read packed rows (`packed` is false), the batch is padded with token `pad`. On a CPU, rows
-        of one length become a padded batch without pads: position embeddings are then computed for one row
-        instead of for all tokens.
+        model cannot read packed rows (`packed` is false), the batch is padded with token `pad`. On a CPU,
+        rows of one length become a padded batch without pads: position embeddings are then computed for one
+        row instead of for all tokens.
         """
         if self.packing is None or not packed:
             return self.padded(pad), slice(None)

@@ -38,12 +38,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Float32, Int, Int64, Shaped
 from numpy import ndarray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from scalingnote.array_types import Float, Float32, Int, Int64, Shaped
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models.published_model import (
     LOOKUP_TABLE,

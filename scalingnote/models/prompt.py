@@ -17,8 +17,9 @@ from scalingnote.errors import ArtifactError, ConfigError, DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from jaxtyping import Shaped
     from numpy import ndarray
+
+    from scalingnote.array_types import Shaped
 
 PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
 FIELDS = ("{title}", "{topic}", "{content}")

@@ -1,7 +1,4 @@
-"""Capacity plans and dry runs as text, and the options of `scalingnote plan`.
-
-The command line imports this module for every command, so heavier modules are imported when they are used.
-"""
+"""Capacity plans and dry runs as text, and the options of `scalingnote plan`."""
 
 import argparse
 import json
@@ -9,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from scalingnote.config import validate
 from scalingnote.reports import four_digits
-
-if TYPE_CHECKING:
-    from scalingnote.scaling.capacity import CapacityPlan
-    from scalingnote.scaling.training_cost import Estimate
+from scalingnote.scaling import capacity
+from scalingnote.scaling.capacity import CapacityPlan, training_state
+from scalingnote.scaling.config import FAMILIES, MEASURED_DIM, PlanConfig
+from scalingnote.scaling.training_cost import FRAGMENTATION, GIB, GPUS, NODE_GPUS, RUNTIME_BYTES, Estimate
+from scalingnote.train.config import DeepSpeed
 
 GATEWAY_MAX_DOCUMENTS = 2_000_000  # up to which a gateway holds the index itself (docs/guides/serve.md)
 TRAINING_POINTS_PER_LIST = 39
@@ -27,8 +25,6 @@ TEXT_OPTIONS = ("model", "gpu", "query_tower")
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `scalingnote plan`: the fields of PlanConfig."""
-    from scalingnote.scaling.config import PlanConfig
-
     for name, field in PlanConfig.model_fields.items():
         has_default = not field.is_required() and field.default is not None
         values = field.default if isinstance(field.default, tuple) else (field.default,)
@@ -51,10 +47,6 @@ def print_plan(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is out of bounds, or the model is not known.
     """
-    from scalingnote.config import validate
-    from scalingnote.scaling import capacity
-    from scalingnote.scaling.config import PlanConfig
-
     names = PlanConfig.model_fields
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     plan = capacity.plan(validate(PlanConfig, given, source="plan"))
@@ -73,7 +65,7 @@ def print_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def plan_text(plan: "CapacityPlan") -> str:
+def plan_text(plan: CapacityPlan) -> str:
     """The whole plan as text: figures, assumptions and notes."""
     config = plan.config
     head = (
@@ -89,7 +81,7 @@ def plan_text(plan: "CapacityPlan") -> str:
     return "\n\n".join([head, *blocks, _list("assumed", assumed), _list("to know", notes(plan))])
 
 
-def explanation(plan: "CapacityPlan") -> str:
+def explanation(plan: CapacityPlan) -> str:
     """Every step of the arithmetic, and every constant with its source."""
     constants = [
         f"{one.name} = {four_digits(one.value)} {one.unit}".rstrip() + f"  [{one.source}]"
@@ -98,7 +90,7 @@ def explanation(plan: "CapacityPlan") -> str:
     return "\n  ".join(["arithmetic", *plan.steps]) + "\n\n" + "\n  ".join(["constants", *constants])
 
 
-def _gpu_work(plan: "CapacityPlan") -> str:
+def _gpu_work(plan: CapacityPlan) -> str:
     rows = [
         (name, four_digits(p["operations"]), _short(p["gpu_hours"]), _short(p["days"]), _money(p["cost"]))
         for name, p in plan.phases.items()
@@ -109,7 +101,7 @@ def _gpu_work(plan: "CapacityPlan") -> str:
     return _table(title, rows)
 
 
-def _storage(plan: "CapacityPlan") -> str:
+def _storage(plan: CapacityPlan) -> str:
     kinds = [name for name in plan.stored[plan.config.dims[0]] if name != "month"]
     rows = [
         (f"{dim} dimensions", *(_short(one[kind]) for kind in kinds), _money(one["month"]))
@@ -118,7 +110,7 @@ def _storage(plan: "CapacityPlan") -> str:
     return _table(("embeddings, GB", *kinds, "USD a month"), rows)
 
 
-def _offline(plan: "CapacityPlan") -> str:
+def _offline(plan: CapacityPlan) -> str:
     rows = [
         (
             name,
@@ -132,7 +124,7 @@ def _offline(plan: "CapacityPlan") -> str:
     return _table((title, *columns), rows)
 
 
-def _serving(plan: "CapacityPlan") -> Iterator[str]:
+def _serving(plan: CapacityPlan) -> Iterator[str]:
     index = [
         ("recall@100, measured", f"{plan.family.recall.value:g}"),
         ("bytes a document", f"{plan.index['document_bytes']:,.1f}"),
@@ -154,19 +146,15 @@ def _serving(plan: "CapacityPlan") -> Iterator[str]:
     yield _table((f"beside them, {plan.config.query_tower}", "cores", "USD a month"), replicas)
 
 
-def _cost(plan: "CapacityPlan") -> str:
+def _cost(plan: CapacityPlan) -> str:
     months = {"embeddings": plan.stored[plan.config.dims[-1]], "searchers": plan.sizes[plan.best]}
     parts = [f"{name} {_money(one['month'])}" for name, one in (months | plan.serving).items()]
     rows = [("once", _money(plan.once)), ("a month", f"{_money(plan.month)} ({', '.join(parts)})")]
     return _table(("cost", "USD"), rows)
 
 
-def notes(plan: "CapacityPlan") -> list[str]:
+def notes(plan: CapacityPlan) -> list[str]:
     """What does not fit, and what nobody measured."""
-    from scalingnote.scaling.capacity import training_state
-    from scalingnote.scaling.config import FAMILIES, MEASURED_DIM
-    from scalingnote.scaling.training_cost import GIB, GPUS
-
     config, exhaustive, said = plan.config, plan.family.exhaustive, []
     required, available = training_state(config, plan.shape), GPUS[config.gpu].memory
     if required > available:
@@ -211,10 +199,8 @@ def notes(plan: "CapacityPlan") -> list[str]:
     return said
 
 
-def dry_run_text(e: "Estimate") -> str:
+def dry_run_text(e: Estimate) -> str:
     """The estimate of a run of stage I: towers, memory of a GPU, one step, the run, and all assumptions."""
-    from scalingnote.train.config import DeepSpeed
-
     config, memory, strategy = e.config, e.config.memory, e.strategy
     knobs = [
         f"ZeRO-{strategy.stage}" if isinstance(strategy, DeepSpeed) else strategy.kind,
@@ -234,7 +220,7 @@ def dry_run_text(e: "Estimate") -> str:
 _Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
-def _towers(e: "Estimate") -> _Table:
+def _towers(e: Estimate) -> _Table:
     towers = e.towers
     return ("", *(tower.name for tower in towers)), [
         ("backbone", *(tower.backbone for tower in towers)),
@@ -247,7 +233,7 @@ def _towers(e: "Estimate") -> _Table:
     ]
 
 
-def _memory(e: "Estimate") -> _Table:
+def _memory(e: Estimate) -> _Table:
     state, fits = e.state, "fits" if e.fits else "DOES NOT FIT"
     rows: list[tuple[str, ...]] = [
         ("weights", _gib(state.weights)),
@@ -268,7 +254,7 @@ def _memory(e: "Estimate") -> _Table:
     return ("memory of one GPU at the peak",), rows
 
 
-def _step(e: "Estimate") -> _Table:
+def _step(e: Estimate) -> _Table:
     work, gpus = e.work, e.config.ranks
     return ("one step, all GPUs",), [
         ("tokens", f"{e.step_tokens:,.0f}"),
@@ -284,7 +270,7 @@ def _step(e: "Estimate") -> _Table:
     ]
 
 
-def _run(e: "Estimate") -> _Table:
+def _run(e: Estimate) -> _Table:
     if e.steps is None:
         return ("the run",), [("steps, tokens, days", "unknown before `collect`: give --rows N")]
     seconds = e.steps * e.step_seconds
@@ -297,9 +283,7 @@ def _run(e: "Estimate") -> _Table:
     ]
 
 
-def _assumed(e: "Estimate") -> list[str]:
-    from scalingnote.scaling.training_cost import FRAGMENTATION, NODE_GPUS, RUNTIME_BYTES
-
+def _assumed(e: Estimate) -> list[str]:
     assumed = e.assumed
     across = f"{e.gpu.link:g} GB/s between the GPUs of a node"
     if e.config.ranks > NODE_GPUS:
@@ -327,7 +311,7 @@ def _assumed(e: "Estimate") -> list[str]:
     ]
 
 
-def _remedy(e: "Estimate") -> str:
+def _remedy(e: Estimate) -> str:
     config, state = e.config, e.state
     sizes = {
         "activations": e.activations,
