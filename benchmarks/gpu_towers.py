@@ -20,17 +20,18 @@ from scalingnote.scaling.training_cost import GPUS
 
 DIM = 128
 QUERY_TOKENS, DOCUMENT_TOKENS = 24, 256  # means
+WARM_UP, LEAST_CALLS = 2, 4  # of a measurement
 TINY = Shape(2, 64, 4, 2, 16, 128, 2048, qkv_bias=True)
 Figures = dict[str, Any]
 
 
 def timed(work: Callable[[int], None], device: torch.device, seconds: float) -> Figures:
-    """Two calls to warm up, then as many as fit; `steps` tells which inputs were used how often."""
-    for number in range(2):
+    """Calls to warm up, then as many as fit; `steps` tells which inputs were used how often."""
+    for number in range(WARM_UP):
         work(number)
     wait(device)
     start, number = time.perf_counter(), 0
-    while number < 4 or time.perf_counter() - start < seconds:
+    while number < LEAST_CALLS or time.perf_counter() - start < seconds:
         work(number)
         number += 1
         wait(device)

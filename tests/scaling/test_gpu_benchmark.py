@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_engines, gpu_index, gpu_queries
+from benchmarks import gpu, gpu_engines, gpu_index, gpu_queries, gpu_towers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -14,6 +14,8 @@ def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "STUDENT_ROWS", 2)
         patch.setattr(gpu_queries, "BATCHES", (1, 4, 8))
+        patch.setattr(gpu_towers, "WARM_UP", 1)
+        patch.setattr(gpu_towers, "LEAST_CALLS", 1)
         yield
 
 

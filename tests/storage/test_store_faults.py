@@ -22,7 +22,7 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.lease import Lease
 
 SLICES = 6
-MANY = 10  # seeds
+MANY = 4  # seeds
 Answer = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
