@@ -23,6 +23,7 @@ from numpy import ndarray
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import published_model
+from scalingnote.models.dual_encoder import load_tower
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
@@ -192,12 +193,11 @@ def _torch(
 
     from scalingnote.encode.encoder import Encoder
     from scalingnote.models import published_tower
-    from scalingnote.models.tower import Tower
 
     if threads is not None:
         torch.set_num_threads(threads)
     saved = (folder / "tower.json").exists()
-    tower = Tower.load(folder) if saved else published_tower.open_published(folder, "query")
+    tower = load_tower(folder) if saved else published_tower.open_published(folder, "query")
     encoder = Encoder(tower, token_budget=token_budget, precision=precision)
     if form == "compiled":
         # Padded, because packed batches almost never repeat a shape, and each new shape is compiled.
