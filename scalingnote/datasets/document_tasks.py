@@ -339,7 +339,7 @@ def commit(
         description=about.summary,
         licence=about.licence,
         rejected_by_reason=dict(sorted(quarantine.rejected.items())),
-        mended=dict(sorted(quarantine.mended.items())),
+        repaired=dict(sorted(quarantine.repaired.items())),
         left_out=above_zero(left_out),
         **info,
     )

@@ -137,7 +137,9 @@ def prepare_documents(config: NewDocuments, *, output: str) -> Artifact:
     counts = {"documents": documents.rows, "rejected": sum(quarantine.rejected.values())}
     log.info("%s new documents, %s rejected rows -> %s", *(f"{n:,}" for n in counts.values()), output)
     return draft.commit(
-        counts=counts, rejected_by_reason=quarantine.rejected, mended=dict(sorted(quarantine.mended.items()))
+        counts=counts,
+        rejected_by_reason=quarantine.rejected,
+        repaired=dict(sorted(quarantine.repaired.items())),
     )
 
 

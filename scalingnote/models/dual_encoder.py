@@ -98,10 +98,9 @@ def build(
     """
     query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
     query_tower = partial(build_query_tower, query, dim=dim, seed=seed)
-    if isinstance(document.backbone, Scratch) and document_seed is not None:
-        of_document = document_seed
-    else:  # a pretrained tower draws its projection alone, which both must share to stay comparable
-        of_document = seed
+    # A pretrained tower draws its projection alone, which both must share to stay comparable.
+    from_scratch = isinstance(document.backbone, Scratch)
+    of_document = document_seed if from_scratch and document_seed is not None else seed
     document_tower = partial(build_tower, document, role="document", dim=dim, seed=of_document, sparse=sparse)
     if share_backbone:
         assert query_json == document_json

@@ -121,7 +121,7 @@ class Embeddings:
         """Answer ``POST /rerank``: scores of texts for a query by the cross-encoder, best first."""
         if self._reranker is None or self._config.rerank is None:
             raise conflict("this server does not re-rank: set serve.rerank")
-        if len(request.texts) > (most := self._config.rerank.most):
+        if len(request.texts) > (most := self._config.rerank.max_candidates):
             raise invalid(f"{len(request.texts)} texts: up to {most} are re-ranked", "texts")
         (query,), texts = self._checked([request.query], "query"), self._checked(request.texts, "texts")
         logits = np.asarray(await self._answer(self._reranker.logits.remote(query, texts), invalid))
