@@ -23,7 +23,6 @@ from numpy import ndarray
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import published_model
-from scalingnote.models.dual_encoder import load_tower
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
@@ -193,6 +192,7 @@ def _torch(
 
     from scalingnote.encode.encoder import Encoder
     from scalingnote.models import published_tower
+    from scalingnote.models.dual_encoder import load_tower
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -165,7 +165,7 @@ def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeyp
     keys = str(tmp_path / "keys")
     chosen = [
         bool(serve_config.environment(ServeConfig(**knobs)))
-        for knobs in ({}, {"api_keys": keys}, {"open": True}, {"ingress": "haproxy"})
+        for knobs in ({}, {"api_keys": keys}, {"allow_unauthenticated": True}, {"ingress": "haproxy"})
     ]
     assert chosen == [False, True, True, True]
     assert not serve_config.environment(ServeConfig(api_keys=keys, ingress="python"))
