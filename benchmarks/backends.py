@@ -40,7 +40,8 @@ from scalingnote.search.config import SearchConfig
 from scalingnote.search.searcher import Candidates, Searcher, rank
 
 PLACES = {"qdrant": "qdrant", "milvus": "milvus.db"}
-COLLECTION, K, JOINED = "passages", 100, Joining(candidates=K)
+COLLECTION, K = "passages", 100
+JOINED = Joining(candidates=K)
 WHERE = {"topic": "topic 7"}
 Row = dict[str, Any]
 Find = Callable[[int], Candidates]

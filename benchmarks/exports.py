@@ -8,8 +8,9 @@ Counted are the rows that the database holds, the documents of a random sample w
 from what was exported, and the overlap of the ten nearest: those that a search by the database's own client
 finds, as exact as it can be, and those of brute force, which are what our index finds at its exact setting.
 
-OpenSearch is a stand-in: a server of this file that takes the requests of an export and keeps the documents.
-There is no search in it, so overlap is of what it holds. Files of Parquet are searched by brute force, too.
+OpenSearch is a stand-in (opensearch.py): a local server that takes the requests of an export and keeps the
+documents. There is no search in it, so overlap is of what it holds. Files of Parquet are searched by brute
+force, too.
 """
 
 import json
@@ -24,9 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Float
 from numpy import ndarray
 
-from benchmarks import passage_artifacts
+from benchmarks import opensearch, passage_artifacts
 from benchmarks.passage_artifacts import Inputs
 from benchmarks.report import arguments, show, write
 from scalingnote import topk
@@ -167,7 +166,7 @@ def is_same(found: Stored, expected: Stored) -> bool:
 # --- databases ------------------------------------------------------------------------------------------
 
 
-def held_by(to: str, url: str, server: "Server | None") -> Held:
+def held_by(to: str, url: str, server: opensearch.Server | None) -> Held:
     """Open what an export filled."""
     if to in ("qdrant", "milvus"):
         return _of_collection(to, url)
@@ -227,68 +226,19 @@ def _of_rows(names: list[str], matrix: ndarray, terms: Callable[[str], dict[int,
 
 
 @contextmanager
-def place(to: str, folder: str) -> Iterator[tuple[str, "Server | None"]]:
+def place(to: str, folder: str) -> Iterator[tuple[str, opensearch.Server | None]]:
     """Where a database is; of OpenSearch, a server that stands in for it."""
     if to != "opensearch":
         yield os.path.join(folder, PLACES[to]), None
         return
-    server = Server()
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", server
-    finally:
-        server.shutdown()
-        server.server_close()
+    with opensearch.running(COLLECTION, keep=stored) as server:
+        yield server.url, server
 
 
-class Server(ThreadingHTTPServer):
-    """One index of OpenSearch, by the parts of the REST interface that an export uses."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.mapping: dict[str, Any] | None = None
-        self.documents: dict[str, Stored] = {}
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers one request after the other of a connection."""
-
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
-    def answer_any(self) -> None:
-        """Answer a request of an export."""
-        text = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        server, path = self.server, self.path.partition("?")[0].removeprefix(f"/{COLLECTION}")
-        if path == "/_bulk":
-            lines = [json.loads(line) for line in text.splitlines()]
-            for action, body in zip(lines[::2], lines[1::2], strict=True):
-                terms = {int(term): weight for term, weight in body.get("terms", {}).items()}
-                server.documents[action["index"]["_id"]] = (np.array(body["dense"], np.float32), terms)
-            self._answer({"errors": False, "items": []})
-        elif path == "/_count":
-            self._answer({"count": len(server.documents)})
-        elif path == "/_mapping":
-            self._answer({COLLECTION: server.mapping})
-        elif self.command == "PUT":
-            server.mapping = json.loads(text)
-            self._answer({"acknowledged": True})
-        else:
-            self._answer({}, 404 if self.command == "HEAD" and server.mapping is None else 200)
-
-    def _answer(self, value: object, status: int = 200) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_GET = do_PUT = do_POST = do_HEAD = answer_any  # noqa: N815
+def stored(document: dict[str, Any]) -> Stored:
+    """Vector and terms of the JSON of a document."""
+    terms = {int(term): weight for term, weight in document.get("terms", {}).items()}
+    return np.array(document["dense"], np.float32), terms
 
 
 def metrics(rows: Sequence[Row]) -> dict[str, float]:

@@ -55,7 +55,7 @@ from scalingnote.quantize.job import run as quantize
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, write_table
 from scalingnote.storage.shuffle import slices
-from scalingnote.train import engine
+from scalingnote.train import strategies
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.data import Order, Store
 from scalingnote.train.loop import fit
@@ -171,7 +171,7 @@ def fuse(
     stage = build(config, ids, **known, seen=seen)
     order = Order(facts["sizes"], global_batch=config.global_batch, seed=config.seed)
     fit(
-        engine.build(stage, schedule=config, device=torch.device("cpu")),
+        strategies.build(stage, schedule=config, device=torch.device("cpu")),
         ClickBatches(Store.open(folder), order, config, **known, rank=0, world=1),
         steps=order.steps(config.epochs),
         schedule=config,

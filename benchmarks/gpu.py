@@ -56,7 +56,7 @@ from scalingnote.models.frozen import store_base
 from scalingnote.models.prompt import Row
 from scalingnote.models.tower import Tower
 from scalingnote.scaling.training_cost import tower_bytes
-from scalingnote.train import engine
+from scalingnote.train import engine, strategies
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import Ddp, Fsdp2, Losses, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.engine import Cacheable
@@ -270,7 +270,7 @@ def _steps(
         strategy=strategy,
         resources=Ranks(workers=1),
     )
-    made = engine.build(module, schedule=schedule, device=device)
+    made = strategies.build(module, schedule=schedule, device=device)
     module.train()
     seen: list[float] = []
 

@@ -27,9 +27,9 @@ from benchmarks.gpu_towers import (
 from scalingnote.encode import engines
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import flops, published_model
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.flops import Shape
 from scalingnote.models.published_tower import LibraryTower
-from scalingnote.models.tower import Tower
 from scalingnote.train.config import Memory
 from scalingnote.train.engine import apply_memory_settings
 
@@ -70,7 +70,7 @@ def metrics(rows: list[Figures]) -> dict[str, float]:
 
 def _makers(folder: Path, facts: dict[str, Any], device: torch.device) -> dict[str, Callable[[], Any]]:
     def own(*, compiled: bool = False) -> Encoder:
-        encoder = Encoder(Tower.load(folder), token_budget=BUDGET, device=device)
+        encoder = Encoder(load_tower(folder), token_budget=BUDGET, device=device)
         apply_memory_settings(encoder.tower, Memory(compile=compiled))
         return encoder
 

@@ -57,7 +57,7 @@ def trace() -> Walk:
         index, tower = pair.built(Path(folder) / "index"), pair.student(f"{folder}/student")
         threading.setprofile(note)  # of the threads that the gateway starts
         sys.setprofile(note)
-        config = ServeConfig(open=True)
+        config = ServeConfig(allow_unauthenticated=True)
         client = gateway_here.Client(api.build(gateway_here.service(index, tower, config), config))
         client.search(query=QUERY, k=5)  # what a first call opens and compiles is no part of the walk
         walks = True

@@ -34,7 +34,7 @@ from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TowerConfig
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.train import engine
+from scalingnote.train import strategies
 from scalingnote.train.config import Ranks, Schedule
 from scalingnote.train.data import Order, Store
 
@@ -142,7 +142,9 @@ def measure(
     order = Order(sizes, global_batch=options.batch, seed=0)
     lessons = LessonBatches(Store.open(folder), order, pad=made.pad, packed=True, rank=0, world=1)
     schedule = Schedule(global_batch=options.batch, resources=Ranks(workers=1))
-    run = engine.build(StageTwo(made.train(), DistillLosses()), schedule=schedule, device=torch.device("cpu"))
+    run = strategies.build(
+        StageTwo(made.train(), DistillLosses()), schedule=schedule, device=torch.device("cpu")
+    )
 
     def step(lesson: Lesson) -> None:
         loss, _ = run(lesson)

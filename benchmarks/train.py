@@ -150,7 +150,7 @@ def _checkpoint(folder: str) -> Row:
 
     from scalingnote.train.checkpoint import STAGING, Checkpoints
     from scalingnote.train.config import Schedule
-    from scalingnote.train.engine import build
+    from scalingnote.train.strategies import build
 
     device = torch.device("cpu")
     source, target = (

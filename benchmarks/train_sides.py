@@ -35,7 +35,7 @@ from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, Stored, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.prompt import Row
-from scalingnote.train import engine
+from scalingnote.train import strategies
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.engine import cached_backward
@@ -179,7 +179,7 @@ def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
     )
     dims = (DIM,) if setting.plain else DIMS
     losses = Losses(temperature=TEMPERATURE, matryoshka=dims, alpha=0.0, bidirectional=not setting.plain)
-    loop = engine.build(StageOne(towers, losses), schedule=schedule, device=torch.device("cpu"))
+    loop = strategies.build(StageOne(towers, losses), schedule=schedule, device=torch.device("cpu"))
     towers.train()
     causal, pad = bool(towers.query.causal), towers.query.pad
 

@@ -8,7 +8,7 @@ The names are loaded when they are first used: `import scalingnote` costs nothin
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from scalingnote.version import __version__
 
 if TYPE_CHECKING:
     from scalingnote.api import Index, QueryEncoder, Result, agreement, build_index, distill

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scalingnote import __version__, commands, stages
+from scalingnote import commands, stages
 from scalingnote.errors import ScalingNoteError, explained_imports
+from scalingnote.version import __version__
 
 Command = Callable[[str, Any, str], "_Parser"]  # name, function, help -> its parser
 

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scalingnote.errors import ConfigError, did_you_mean
 
+RENAMED = {"open": "allow_unauthenticated", "most": "max_candidates"}  # key -> its name now
+
 
 class Config(BaseModel):
     """A section: immutable, unknown keys rejected."""
@@ -161,6 +163,9 @@ def _explain(item: dict[str, Any], known: set[str]) -> str:
     place = ".".join(str(part) for part in item["loc"])
     if item["type"] != "extra_forbidden":
         return f"{place}: {item['msg']} (found {item.get('input')!r})"
+    successor = RENAMED.get(item["loc"][-1])
+    if successor in known:
+        return f"unknown key {place!r}: its name is {successor!r} now"
     return f"unknown key {place!r}" + did_you_mean(str(item["loc"][-1]), known)
 
 

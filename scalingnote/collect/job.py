@@ -161,7 +161,7 @@ def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConf
         partial(steps.read_training_words, context=context),
         texts=context.dataset.counts.get("documents", 0),
         most=steps.MAX_WORDS,
-        folder=context.folder("rank"),
+        folder=context.path("rank"),
         each=run.tasks,
         room="collect",
     )

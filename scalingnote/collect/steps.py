@@ -85,7 +85,7 @@ class Context:
     work: str
     output: str
 
-    def folder(self, name: str) -> str:
+    def path(self, name: str) -> str:
         """A file or folder of the work directory."""
         return fs.join(self.work, name)
 
@@ -121,13 +121,13 @@ def read_slice(item: Item, columns: list[str], context: Context) -> pa.Table:
 
 def read_queries(bucket: int, context: Context) -> pa.Table:
     """The queries of a bucket, sorted by query_id: a query's row in it is part of its number."""
-    return shuffle.gather(context.folder("queries"), bucket, schema=QUERY).sort_by("query_id")
+    return shuffle.gather(context.path("queries"), bucket, schema=QUERY).sort_by("query_id")
 
 
 def scatter_by(table: pa.Table, key: str, target: str, name: str, context: Context) -> None:
     """Write rows to buckets by the hash of a column; `name` is unique among the tables of `target`."""
     bucket = shuffle.bucket_of(table[key], context.parts)
-    shuffle.scatter(table, bucket, target=context.folder(target), name=name)
+    shuffle.scatter(table, bucket, target=context.path(target), name=name)
 
 
 def scatter_evidence(evidence: pa.Table, name: str, context: Context) -> Counts:
@@ -307,15 +307,15 @@ def _scatter(ranked: pa.Table, item: Item, context: Context) -> Counts:
 
 
 def _shard(number: int, context: Context) -> str:
-    return context.folder(f"rank/shards/{number:05d}.arrow")
+    return context.path(f"rank/shards/{number:05d}.arrow")
 
 
 def _hits(item: Item, first: int, context: Context) -> str:
-    return context.folder(f"rank/hits/{item['bucket']:05d}-{item['start']:09d}/{first:05d}.parquet")
+    return context.path(f"rank/hits/{item['bucket']:05d}-{item['start']:09d}/{first:05d}.parquet")
 
 
 def _file(kind: str, bucket: int, start: int, context: Context) -> str:
-    return context.folder(f"rank/{kind}/{bucket:05d}-{start:09d}.parquet")
+    return context.path(f"rank/{kind}/{bucket:05d}-{start:09d}.parquet")
 
 
 # --- one hop -------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def one_hop(item: Item, context: Context) -> Counts:
     """Write one bucket's queries, their one-hop triplets and the documents that their evidence judges."""
     bucket = item["bucket"]
     queries = read_queries(bucket, context)
-    evidence = shuffle.gather(context.folder("evidence"), bucket, schema=EVIDENCE)
+    evidence = shuffle.gather(context.path("evidence"), bucket, schema=EVIDENCE)
     query_ids = queries["query_id"].combine_chunks()
     triplets, known, counts = one_hop_triplets(evidence, query_ids, config=context.config)
     for name, table in (("queries", queries), ("one_hop", triplets), ("known", known)):
@@ -361,7 +361,7 @@ def own_filter(item: Item, context: Context) -> Counts:
     """Write a filter of all own keys, so that candidate keys that no query owns are not shuffled."""
     tables = (read_table(context.bucket(bucket, "own")) for bucket in range(context.parts))
     owned = association.key_filter(tables, keys=item["keys"])
-    fs.write_bytes(context.folder("own.bits"), owned.bits.tobytes())
+    fs.write_bytes(context.path("own.bits"), owned.bits.tobytes())
     return {}
 
 
@@ -369,7 +369,7 @@ def candidates(item: Item, context: Context) -> Counts:
     """Scatter the candidate keys of one bucket's queries."""
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
-    with fs.open_input(context.folder("own.bits")) as bits:
+    with fs.open_input(context.path("own.bits")) as bits:
         owned = association.KeyFilter(np.frombuffer(bits.read_buffer(), np.uint8))
     scores = TermScores.from_arrow(read_table(context.bucket(bucket, "terms")))
     numbers = query_numbers(bucket, len(scores.offsets) - 1)
@@ -396,25 +396,25 @@ def associate(item: Item, context: Context) -> Counts:
     """
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
-    own = shuffle.gather(context.folder("own"), bucket, schema=association.OWN)
-    emitted = shuffle.gather(context.folder("candidates"), bucket, schema=association.CANDIDATES)
+    own = shuffle.gather(context.path("own"), bucket, schema=association.OWN)
+    emitted = shuffle.gather(context.path("candidates"), bucket, schema=association.CANDIDATES)
     settled, one_way, counts = association.join(own, emitted, config=config)
     by_pair = shuffle.bucket_of(pa.array(association.pair_keys(one_way)), context.parts)
-    shuffle.scatter(one_way, by_pair, target=context.folder("pairs"), name=f"{bucket:05d}")
+    shuffle.scatter(one_way, by_pair, target=context.path("pairs"), name=f"{bucket:05d}")
     return counts | _scatter_pairs(settled, f"settled-{bucket:05d}", context)
 
 
 def mutual(item: Item, context: Context) -> Counts:
     """Find the pairs of one bucket that exist in both directions."""
     bucket = item["bucket"]
-    pairs = shuffle.gather(context.folder("pairs"), bucket, schema=association.ASSOCIATIONS)
+    pairs = shuffle.gather(context.path("pairs"), bucket, schema=association.ASSOCIATIONS)
     return _scatter_pairs(association.mutual_pairs(pairs), f"mutual-{bucket:05d}", context)
 
 
 def _scatter_pairs(pairs: pa.Table, name: str, context: Context) -> Counts:
     """Write pairs to the buckets of their associates; counts by kind."""
     to = buckets_of_numbers(pairs["associate"])
-    shuffle.scatter(pairs, to, target=context.folder("lenders"), name=name)
+    shuffle.scatter(pairs, to, target=context.path("lenders"), name=name)
     kinds = pairs["kind"].to_numpy()
     return {
         f"{source}_associations": int((kinds == kind).sum()) for kind, source in association.KINDS.items()

@@ -50,7 +50,7 @@ _SHOWN_CHARS = 100
 def transfer(item: Item, context: Context) -> Counts:
     """Scatter the triplets of one bucket's queries to the queries associated with them."""
     bucket = item["bucket"]
-    pairs = shuffle.gather(context.folder("lenders"), bucket, schema=ASSOCIATIONS)
+    pairs = shuffle.gather(context.path("lenders"), bucket, schema=ASSOCIATIONS)
     triplets = read_table(context.bucket(bucket, "one_hop"))
     query_ids = read_table(context.bucket(bucket, "queries"))["query_id"].combine_chunks()
     counts = Counter(loans=0, lent_over_cap=0)
@@ -69,7 +69,7 @@ def transfer(item: Item, context: Context) -> Counts:
         numbers, at = rows["row"].cast(pa.uint64()), rows.schema.get_field_index("row")
         to = buckets_of_numbers(numbers)
         rows = rows.set_column(at, "row", pa.array(rows_of_numbers(numbers)))
-        shuffle.scatter(rows, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
+        shuffle.scatter(rows, to, target=context.path("loans"), name=f"{source}-{bucket:05d}")
         counts.update(loans=len(rows), lent_over_cap=left_out)
     return dict(counts)
 
@@ -87,7 +87,7 @@ def write_part(item: Item, context: Context) -> JsonRecord:
     triplets = [_triplets(one_hop, queries, in_validation, hop="one")]
     known = read_table(context.bucket(bucket, "known"))
     if config.association:
-        candidates = shuffle.gather(context.folder("loans"), bucket, schema=MULTI_HOP)
+        candidates = shuffle.gather(context.path("loans"), bucket, schema=MULTI_HOP)
         # A triplet of a query in the other split would mix training and validation data.
         across = in_validation[candidates["row"].to_numpy()] != _in_validation(candidates["via"], config)
         candidates = candidates.filter(pa.array(~across))
@@ -222,7 +222,7 @@ def sample_rows(triplets: pa.Table, *, seed: int) -> pa.Table:
 def count_documents(item: Item, context: Context) -> Counts:
     """Count the distinct documents of one bucket that occur in triplets."""
     schema = pa.schema({"doc_id": pa.string()})
-    documents = shuffle.gather(context.folder("documents"), item["bucket"], schema=schema)
+    documents = shuffle.gather(context.path("documents"), item["bucket"], schema=schema)
     return {"documents": len(pc.unique(documents["doc_id"]))}
 
 
@@ -230,16 +230,16 @@ def draw_samples(item: Item, context: Context) -> Counts:
     """Draw the rows to read from the samples of all buckets."""
     rows = [read_table(context.bucket(number, "sample")) for number in range(context.parts)]
     drawn = sample_rows(pa.concat_tables([TRIPLETS.empty_table(), *rows]), seed=context.config.seed)
-    write_table(context.folder("sample.parquet"), drawn)
+    write_table(context.path("sample.parquet"), drawn)
     return {}
 
 
 def read_documents(item: Item, context: Context) -> Counts:
     """Keep the texts of sampled rows in one slice of documents, and count words of its first rows."""
-    sampled = _documents(read_table(context.folder("sample.parquet")))
+    sampled = _documents(read_table(context.path("sample.parquet")))
     table = read_slice(item, ["doc_id", *FIELDS], context)
     texts = table.filter(pc.is_in(table["doc_id"], value_set=sampled)).select(["doc_id", "title", "content"])
-    write_table(fs.join(context.folder("texts"), f"{item['slice']}.parquet"), texts)
+    write_table(fs.join(context.path("texts"), f"{item['slice']}.parquet"), texts)
     measured = table.slice(0, _MEASURED_DOCUMENTS)
     counts = {
         f"{name}_words": sum(len(words(text)) for text in measured[name].to_pylist()) for name in FIELDS
@@ -321,13 +321,13 @@ def markdown(page: dict[str, Any]) -> str:
 
 def _sample_texts(context: Context) -> dict[str, list[dict[str, Any]]]:
     """Source -> rows to read, with the beginnings of titles or contents in place of doc_ids."""
-    folder = context.folder("texts")
+    folder = context.path("texts")
     shown: dict[str, str] = {}
     for name in fs.list_files(folder):
         for row in read_table(fs.join(folder, name)).to_pylist():
             shown[row["doc_id"]] = (row["title"] or row["content"])[:_SHOWN_CHARS]
     rows: dict[str, list[dict[str, Any]]] = {}
-    for row in read_table(context.folder("sample.parquet")).to_pylist():
+    for row in read_table(context.path("sample.parquet")).to_pylist():
         positive, negative = row["positive"], next(iter(row["negatives"]), "")
         rows.setdefault(f"{row['source']}_{row['hop']}", []).append(
             {

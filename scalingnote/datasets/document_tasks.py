@@ -12,7 +12,7 @@ rejected rows depend on the input and the config, not on slices or workers.
 import json
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -24,12 +24,13 @@ import pyarrow.ipc
 from jaxtyping import Int32
 from numpy import ndarray
 
-from scalingnote.datasets import row_checks, splits
+from scalingnote.datasets import row_checks, sources, splits
 from scalingnote.datasets.config import AnyDataset, NewDocuments
 from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, SlicedRows, Source
 from scalingnote.errors import DataError
+from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import CLAIM, LEASE, Draft, Part, read_table, write_table
+from scalingnote.storage.artifact import CLAIM, LEASE, Artifact, Draft, Part, read_table, write_table
 from scalingnote.storage.schema import DOCUMENTS
 from scalingnote.storage.shuffle import (
     JsonRecord,
@@ -41,6 +42,7 @@ from scalingnote.storage.shuffle import (
     scatter,
 )
 
+log = get_logger("datasets")
 SLICES_PER_BUCKET = 8  # a bucket has as many ids as these slices
 _ROWS_PER_BATCH = 4096
 _LOCATED = pa.schema({"doc_id": pa.string(), "row": pa.int32()})
@@ -312,3 +314,47 @@ def _rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
                 waiting = []
     if waiting:
         yield pa.concat_tables(waiting)
+
+
+def commit(
+    draft: Draft,
+    name: str,
+    counts: dict[str, int],
+    quarantine: Quarantine,
+    left_out: Mapping[str, int],
+    *,
+    click_model: str | None = None,
+    **info: Any,
+) -> Artifact:
+    """Commit the data set `name`, with the numbers of rows that were rejected, repaired and left out.
+
+    `click_model` has simulated the impressions, if one has.
+    """
+    about = sources.describe(name)
+    counts = counts | {"rejected": sum(quarantine.rejected.values())}
+    artifact = draft.commit(
+        counts=counts,
+        simulated_clicks=click_model is not None,
+        click_model=click_model,
+        description=about.summary,
+        licence=about.licence,
+        rejected_by_reason=dict(sorted(quarantine.rejected.items())),
+        repaired=dict(sorted(quarantine.repaired.items())),
+        left_out=above_zero(left_out),
+        **info,
+    )
+    log.info(
+        "%s: %s documents, %s impressions, %s train and %s test queries, %s rejected rows -> %s",
+        name,
+        *(
+            f"{counts[of]:,}"
+            for of in ("documents", "impressions", "train_queries", "test_queries", "rejected")
+        ),
+        draft.uri,
+    )
+    return artifact
+
+
+def above_zero(counts: Mapping[str, int]) -> dict[str, int]:
+    """Counts without the zeros."""
+    return {name: count for name, count in sorted(counts.items()) if count}

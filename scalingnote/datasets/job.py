@@ -23,7 +23,7 @@ clicks all judgements and the ids and topics of all documents: one task each, wh
 MAX_SIMULATED_DOCUMENTS bound to about 5 GB. Rows, splits and clicks are those of one task.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -35,7 +35,14 @@ import pyarrow.compute as pc
 from scalingnote.config import Resources
 from scalingnote.datasets import document_tasks, file_formats, sources, supervision
 from scalingnote.datasets.config import AnyClickModel, AnyDataset, Logs, NewDocuments
-from scalingnote.datasets.document_tasks import Documents, resume_or_clear, slices_of, write_parts
+from scalingnote.datasets.document_tasks import (
+    Documents,
+    above_zero,
+    commit,
+    resume_or_clear,
+    slices_of,
+    write_parts,
+)
 from scalingnote.datasets.raw_rows import FileRows, Quarantine, SlicedRows, Source, files_of
 from scalingnote.datasets.supervision import (
     MAX_SIMULATED_DOCUMENTS,
@@ -45,7 +52,6 @@ from scalingnote.datasets.supervision import (
     BucketRows,
     Context,
     Supervision,
-    above_zero,
     check,
     count_splits,
     decide,
@@ -119,45 +125,6 @@ def build(config: AnyDataset, source: Source, draft: Draft, *, each: TaskRunner)
     return commit(draft, config.name, counts, quarantine, left_out, click_model=clicks, **source.notes)
 
 
-def commit(
-    draft: Draft,
-    name: str,
-    counts: dict[str, int],
-    quarantine: Quarantine,
-    left_out: Mapping[str, int],
-    *,
-    click_model: str | None = None,
-    **info: Any,
-) -> Artifact:
-    """Commit the data set `name`, with the numbers of rows that were rejected, repaired and left out.
-
-    `click_model` has simulated the impressions, if one has.
-    """
-    about = sources.describe(name)
-    counts = counts | {"rejected": sum(quarantine.rejected.values())}
-    artifact = draft.commit(
-        counts=counts,
-        simulated_clicks=click_model is not None,
-        click_model=click_model,
-        description=about.summary,
-        licence=about.licence,
-        rejected_by_reason=dict(sorted(quarantine.rejected.items())),
-        mended=dict(sorted(quarantine.mended.items())),
-        left_out=above_zero(left_out),
-        **info,
-    )
-    log.info(
-        "%s: %s documents, %s impressions, %s train and %s test queries, %s rejected rows -> %s",
-        name,
-        *(
-            f"{counts[of]:,}"
-            for of in ("documents", "impressions", "train_queries", "test_queries", "rejected")
-        ),
-        draft.uri,
-    )
-    return artifact
-
-
 def prepare_documents(config: NewDocuments, *, output: str) -> Artifact:
     """Build a data set of documents only, with the checks of :func:`run`: input of a live index."""
     draft = Draft(output, kind="dataset", config=config, parents={})
@@ -170,7 +137,9 @@ def prepare_documents(config: NewDocuments, *, output: str) -> Artifact:
     counts = {"documents": documents.rows, "rejected": sum(quarantine.rejected.values())}
     log.info("%s new documents, %s rejected rows -> %s", *(f"{n:,}" for n in counts.values()), output)
     return draft.commit(
-        counts=counts, rejected_by_reason=quarantine.rejected, mended=dict(sorted(quarantine.mended.items()))
+        counts=counts,
+        rejected_by_reason=quarantine.rejected,
+        repaired=dict(sorted(quarantine.repaired.items())),
     )
 
 

@@ -26,8 +26,7 @@ import pyarrow.compute as pc
 from scalingnote import cluster
 from scalingnote.datasets import splits
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.document_tasks import resume_or_clear, write_parts
-from scalingnote.datasets.job import commit
+from scalingnote.datasets.document_tasks import commit, resume_or_clear, write_parts
 from scalingnote.datasets.log_columns import CHECKED, LogTally, check_table
 from scalingnote.datasets.log_inputs import LogSlice, column_kinds, plan_slices, read_slice
 from scalingnote.errors import DataError

@@ -353,7 +353,7 @@ class Quarantine:
 
     def __init__(self, *, kept_per_reason: int = KEPT_PER_REASON) -> None:
         self.rejected: Counter[str] = Counter()
-        self.mended: Counter[str] = Counter()
+        self.repaired: Counter[str] = Counter()
         self._rows: list[dict[str, str]] = []
         self._room: defaultdict[tuple[str, str], int] = defaultdict(lambda: kept_per_reason)
 
@@ -370,19 +370,19 @@ class Quarantine:
 
     def mend(self, what: str, count: int = 1) -> None:
         """Count rows that were kept after a repair."""
-        self.mended[what] += count
+        self.repaired[what] += count
 
     def store(self, uri: str) -> JsonRecord:
         """Write the rows that are kept to `uri`; returns the counts, as JSON values for :meth:`add`."""
         if self._rows:
             write_table(uri, self.table())
         kept = uri if self._rows else None
-        return {"rejected": dict(self.rejected), "mended": dict(self.mended), "kept": kept}
+        return {"rejected": dict(self.rejected), "repaired": dict(self.repaired), "kept": kept}
 
     def add(self, stored: JsonRecord) -> None:
         """Add what another quarantine stored, whose rows come later."""
         self.rejected.update(stored["rejected"])
-        self.mended.update(stored["mended"])
+        self.repaired.update(stored["repaired"])
         for row in read_table(stored["kept"]).to_pylist() if stored["kept"] else ():
             if self._room[row["table"], row["reason"]] > 0:
                 self._room[row["table"], row["reason"]] -= 1

@@ -8,7 +8,7 @@ bucket by bucket of their queries, with the functions of this module.
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from scalingnote.datasets import row_checks, simulate, splits
 from scalingnote.datasets.config import AnyClickModel, AnyDataset, Texts
-from scalingnote.datasets.document_tasks import left_out_ids
+from scalingnote.datasets.document_tasks import above_zero, left_out_ids
 from scalingnote.datasets.raw_rows import (
     FileRows,
     Quarantine,
@@ -240,11 +240,6 @@ def valid_users(rows: Rows, profile: pa.Schema, quarantine: Quarantine) -> pa.Ta
     """Distinct users, with the columns of USERS and `profile`."""
     valid = list(row_checks.users(rows, profile=profile, quarantine=quarantine))
     return pa.Table.from_pylist(valid, schema=pa.schema([*USERS, *profile]))
-
-
-def above_zero(counts: Mapping[str, int]) -> dict[str, int]:
-    """Counts without the zeros."""
-    return {name: count for name, count in sorted(counts.items()) if count}
 
 
 def no_query(config: AnyDataset, quarantine: Quarantine) -> DataError:

@@ -18,8 +18,8 @@ from scalingnote.distillation.objective import StageTwo
 from scalingnote.distillation.prepare import CandidateSources
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
-from scalingnote.models import tower
 from scalingnote.models.config import Scratch
+from scalingnote.models.dual_encoder import build_tower
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.tower import Tower
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
@@ -135,7 +135,7 @@ def _document_student(
     """The student for documents, if there is one."""
     if config.document is None:
         return None
-    made = tower.build(
+    made = build_tower(
         config.document,
         role="document",
         dim=dim,

@@ -27,8 +27,9 @@ from scalingnote.distillation.initial_weights import inherit_lookup_rows, inheri
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
-from scalingnote.models import lookup, lookup_table, tower
+from scalingnote.models import lookup, lookup_table
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
+from scalingnote.models.dual_encoder import build_tower
 from scalingnote.models.lookup import LookupPrompt, LookupStart, LookupTower
 from scalingnote.models.lookup_table import LookupFeatures, npy_bytes
 from scalingnote.models.prompt import QueryPrompt, tokenize
@@ -122,7 +123,7 @@ def build_student(
     if isinstance(student, LookupConfig):
         return _build_lookup(config, student, start, teacher=teacher, dim=dim)
     if student.pooling != "placeholders":  # a published model, with a tokenizer and tokens of its own
-        return tower.build(student, role="query", dim=dim, tokenizer_json=None, seed=config.seed)
+        return build_tower(student, role="query", dim=dim, tokenizer_json=None, seed=config.seed)
     backbone = backbones.build(student.backbone, tokenizer_json=start.tokenizer, seed=config.seed)
     table: Any = backbone.model.get_input_embeddings()  # type: ignore[operator]
     if inherits_tokens(config):
@@ -135,7 +136,7 @@ def build_student(
         initial_weights.initialize_word_rows(
             table.weight, start.words, before=before, after=backbone.raw_tokenizer
         )
-    made = tower.build(
+    made = build_tower(
         student, role="query", dim=dim, tokenizer_json=None, seed=config.seed, backbone=backbone
     )
     if start.backbone is not None:

@@ -29,7 +29,8 @@ from scalingnote import cluster
 from scalingnote.config import dump
 from scalingnote.encode import engines
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.encode.engines import Engine, LoadEngine
+from scalingnote.encode.encodings import Engine
+from scalingnote.encode.engines import LoadEngine
 from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, totals, write_parts
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.log import get_logger
@@ -149,12 +150,19 @@ def read_documents(
     documents = documents.append_column("row", pa.array(np.arange(len(documents), dtype=np.int32)))
     copies = None
     if base is not None:
-        number = [embeddings_part(part) for part in source.table_parts("documents")].index(name)
+        number = _part_numbers(source.uri)[name]
         copies = read_copies(number, folder=folder, base=base)
         same = pc.is_in(documents["row"], value_set=copies["row"].combine_chunks())
         documents = documents.filter(pc.invert(same))
     tokens, rejected = tokenise(documents, _prompt(load_prompt, towers.uri, towers.manifest.kind))
     return tokens, copies, rejected
+
+
+@functools.lru_cache(1)
+def _part_numbers(dataset: str) -> dict[str, int]:
+    """Part of embeddings -> number of its part of documents, of the data set at a URI."""
+    parts = open_artifact(dataset, kind="dataset").table_parts("documents")
+    return {embeddings_part(part): number for number, part in enumerate(parts)}
 
 
 @functools.cache

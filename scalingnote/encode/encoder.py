@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote.encode.engines import Cost, RowEncoding, TopTerms
+from scalingnote.encode.encodings import Cost, RowEncoding, TopTerms
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import flops
 from scalingnote.models.batch import collate
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.flops import model_shape
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
 from scalingnote.models.published_tower import with_prefix
@@ -57,7 +58,7 @@ class Encoder:
     @classmethod
     def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "Encoder":
         """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact)."""
-        return cls(Tower.load(folder), token_budget=token_budget, precision=precision)
+        return cls(load_tower(folder), token_budget=token_budget, precision=precision)
 
     def with_prefix(self, prefix: str) -> "Encoder":
         """The same encoder with another text before every text; it shares the weights.

@@ -33,8 +33,8 @@ from scalingnote.evaluate.mteb_prompts import Prompts, prompt_name, task_prompts
 from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.log import get_logger
 from scalingnote.models import published_model, published_tower
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.token_wise import TASKS
-from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow
 
 log = get_logger("evaluate")
@@ -128,7 +128,7 @@ class MtebModel:
             )
         if not looked_up and (read.named or template):
             saved = (folder / "tower.json").exists()
-            own = Tower.load(folder) if saved else published_tower.open_published(folder, "query")
+            own = load_tower(folder) if saved else published_tower.open_published(folder, "query")
             tower = Encoder(own)
         tables = {path.name: QueryEncoder.load(path) for path in sorted(folder.glob(f"{TASKS}/*"))}
         if document is None:

@@ -179,13 +179,17 @@ class Methods:
         """Names of the methods of :func:`retrieve`, in its order."""
         names = []
         for name, kind in self.towers.items():
-            names.append(name)
-            if self.has_terms(self.pool_of(kind)):
-                names += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
-                names += [f"{name} (raw hybrid)"] * self.config.hybrid.raw
-            names += [f"{name} + bm25"] * ("bm25_terms" in self.parents)
-            names += [f"{name} (index)"] * (name == self.served and "index" in self.parents)
-        return names + ["bm25"] * self.config.bm25
+            terms = self.has_terms(self.pool_of(kind))
+            of_tower = {
+                name: True,
+                f"{name} (sparse)": terms and kind == "dual_encoder",
+                f"{name} (hybrid)": terms,
+                f"{name} (raw hybrid)": terms and self.config.hybrid.raw,
+                f"{name} + bm25": "bm25_terms" in self.parents,
+                f"{name} (index)": name == self.served and "index" in self.parents,
+            }
+            names += [method for method, measured in of_tower.items() if measured]
+        return [*names, "bm25"] if self.config.bm25 else names
 
     @property
     def baseline(self) -> str:

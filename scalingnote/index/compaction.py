@@ -69,14 +69,15 @@ def compact(
     """
     folder = Path(folder)
     with versions.register_lock(folder):
-        versions.sweep(folder)  # an earlier run may have been killed before its own sweep
+        versions.delete_unlisted(folder)  # an earlier run may have been killed before it did
         version = versions.current(folder)
         base = version.open()
-        number, place = versions.following(folder)
-        taken = [each.number for each in versions.listing(folder) if each.uri == fs.absolute(output or place)]
+        number, default = versions.next_version(folder)
+        uri = output or default
+        taken = [each.number for each in versions.listing(folder) if each.uri == fs.absolute(uri)]
         if taken:
             raise ConfigError(f"{output} holds version {taken[0]}, which is kept: choose another output")
-        draft = _open_draft(output or place, base, anew=output is None)
+        draft = _open_draft(uri, base, anew=output is None)
         if draft.finished:  # by a run that was killed before it made the version current
             index = draft.existing()
         else:
@@ -86,7 +87,7 @@ def compact(
                 return None
             index = _write(draft, folder, base, plan, origin=version.origin)
         fs.make_durable(index.uri, [MANIFEST])
-        versions.advance(folder, versions.described(number, index), keep=keep_versions)
+        versions.make_current(folder, versions.described(number, index), keep=keep_versions)
         get_logger("index").info(
             "%s documents, before %s, in version %d: %s",
             *(f"{each.counts['documents']:,}" for each in (index, base)),
@@ -134,7 +135,7 @@ def _plan_for(draft: Draft, folder: Path, base: Artifact, *, retrain_at: float) 
     if until == done:
         return None
     layout = shard.open_layout(base)
-    written = versions.written(base) + _written(folder, base, until)
+    written = versions.documents_since_training(base) + _written(folder, base, until)
     stale = layout.refine != "none" and written >= retrain_at * layout.documents
     plan = _Plan(until, written, stale)
     for others in ("quantizer.json", "shards"):  # they belong to a plan that cannot be read

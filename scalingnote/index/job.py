@@ -86,7 +86,10 @@ def run(
     relevant = _relevant(parents["dataset"], drawn)
     sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
     shared = IndexRun(
-        *(config, layout, {kind: artifact.uri for kind, artifact in parents.items()}, output),
+        config=config,
+        layout=layout,
+        parents={kind: artifact.uri for kind, artifact in parents.items()},
+        output=output,
         sampled=tuning.sampled_shards(sizes, config.tuning.shards),
         queries=_queries(config, parents, layout, drawn),
         terms=_terms(parents, layout, drawn),

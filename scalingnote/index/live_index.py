@@ -303,7 +303,7 @@ class LiveIndex:
                         opened.quantizer,
                         log=versions.log_folder(folder, number),
                         after=after,
-                        needed=versions.needed(folder)[number],
+                        needed=versions.unneeded_until(folder)[number],
                         shards=opened.layout.shards,
                         strongest=opened.strongest,
                         follow=follow,
@@ -396,7 +396,7 @@ class LiveIndex:
             return self._version.number != before.number
 
     def _switch(self, version: LiveVersion) -> None:
-        opened, needed = OpenVersion(version), versions.needed(self.folder)
+        opened, needed = OpenVersion(version), versions.unneeded_until(self.folder)
         for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
             each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
         self._version, self.layout = version, opened.layout

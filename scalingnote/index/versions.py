@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import families, ivf, shard, wal
@@ -61,7 +62,7 @@ class Register:
         return self.kept[-1]
 
     @property
-    def needed(self) -> list[int]:
+    def unneeded_until(self) -> list[int]:
         """Last record of each log that no version kept needs."""
         return [min(records) for records in zip(*(each.included for each in self.kept), strict=True)]
 
@@ -85,6 +86,13 @@ class ListedVersion:
     created: str  # in UTC
     current: bool
     log_kept: bool  # whether the log since is complete, so that it can be activated
+
+
+class NextVersion(NamedTuple):
+    """A version that is not written yet."""
+
+    number: int
+    path: str  # by default
 
 
 def current(folder: str | Path, index: str | None = None) -> LiveVersion:
@@ -114,7 +122,10 @@ def listing(folder: str | Path) -> list[ListedVersion]:
     found = read_register(folder)
     return [
         ListedVersion(
-            *(each.number, each.uri, each.documents, each.created),
+            number=each.number,
+            uri=each.uri,
+            documents=each.documents,
+            created=each.created,
             current=each == found.current,
             log_kept=_log_kept(folder, each),
         )
@@ -142,7 +153,9 @@ def activate(folder: str | Path, number: int) -> LiveVersion:
                 f"version {number} of {folder} cannot be activated: records that were written since are gone"
             )
         check(version.open())
-        fs.delete(_place(folder, found.last + 1))  # a killed compaction's draft, based on another version
+        fs.delete(
+            _default_path(folder, found.last + 1)
+        )  # a killed compaction's draft, based on another version
         write_register(folder, found.activated(version))
     get_logger("index").info("version %d of %s is current", number, folder)
     return version
@@ -154,19 +167,19 @@ def check(index: Artifact) -> None:
         index.file(name)
 
 
-def following(folder: str | Path) -> tuple[int, str]:
-    """Number of the next version, never used before, and its default path."""
+def next_version(folder: str | Path) -> NextVersion:
+    """The version that the next compaction writes; its number was never used before."""
     number = read_register(folder).last + 1
-    return number, _place(folder, number)
+    return NextVersion(number, _default_path(folder, number))
 
 
-def advance(folder: str | Path, version: LiveVersion, *, keep: int) -> None:
+def make_current(folder: str | Path, version: LiveVersion, *, keep: int) -> None:
     """Make a new version the current one, durably; then remove all but the `keep` that were current last."""
     write_register(folder, read_register(folder).activated(version).limited(keep))
-    sweep(folder)
+    delete_unlisted(folder)
 
 
-def sweep(folder: str | Path) -> None:
+def delete_unlisted(folder: str | Path) -> None:
     """Remove the folders of versions that are no longer kept; what processes have mapped stays readable."""
     found = read_register(folder)
     kept = {each.number for each in found.kept}
@@ -175,21 +188,21 @@ def sweep(folder: str | Path) -> None:
             shutil.rmtree(path)
 
 
-def needed(folder: str | Path) -> list[int]:
+def unneeded_until(folder: str | Path) -> list[int]:
     """Last record of each log that no version kept needs."""
-    return read_register(folder).needed
+    return read_register(folder).unneeded_until
 
 
 def described(number: int, index: Artifact) -> LiveVersion:
     """The entry of an index artifact in the register."""
     live = index.read_json(LIVE) if LIVE in index.manifest.parts else {}
     return LiveVersion(
-        number,
-        fs.absolute(index.uri),
-        live.get("origin", index.digest),
-        index.counts["documents"],
-        index.manifest.info["created"],
-        tuple(included(index)),
+        number=number,
+        uri=fs.absolute(index.uri),
+        origin=live.get("origin", index.digest),
+        documents=index.counts["documents"],
+        created=index.manifest.info["created"],
+        included=tuple(included(index)),
     )
 
 
@@ -206,7 +219,7 @@ def included(index: Artifact) -> list[int]:
     return found
 
 
-def written(index: Artifact) -> int:
+def documents_since_training(index: Artifact) -> int:
     """Number of documents in a version that were written since its quantizer was trained."""
     if LIVE not in index.manifest.parts:
         return 0
@@ -253,7 +266,7 @@ def _log_kept(folder: str | Path, version: LiveVersion) -> bool:
     return all(wal.holds(log_folder(folder, number), after=record) for number, record in logs)
 
 
-def _place(folder: str | Path, number: int) -> str:
+def _default_path(folder: str | Path, number: int) -> str:
     return fs.absolute(fs.join(str(folder), "versions", f"{number:05d}"))
 
 

@@ -21,8 +21,14 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.mine.config import MineConfig
-from scalingnote.mine.refresh import SearchedRanking, batch_folder, positives_by_query, refresh
-from scalingnote.mine.runs import RunFileRanking, cut_runs
+from scalingnote.mine.refresh import (
+    RunFileRanking,
+    SearchedRanking,
+    batch_folder,
+    cut_runs,
+    positives_by_query,
+    refresh,
+)
 from scalingnote.mine.search import (
     QUERIES,
     Documents,

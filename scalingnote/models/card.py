@@ -16,7 +16,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.repocard import metadata_load
 from safetensors import safe_open
 
-from scalingnote import __version__
 from scalingnote.models.library_export import BOUNDARY, document_layout
 from scalingnote.models.published_model import (
     LOOKUP_TABLE,
@@ -29,6 +28,7 @@ from scalingnote.models.published_model import (
     role_prompt,
 )
 from scalingnote.storage.artifact import Manifest
+from scalingnote.version import __version__
 
 _MEGABYTE = 1e6  # bytes
 _NO_TOKEN_LIMIT = 1 << 24  # transformers writes a larger number if no limit is stated

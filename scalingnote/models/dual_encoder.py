@@ -20,6 +20,7 @@ from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.frozen import store_base
 from scalingnote.models.lookup import LookupTower
+from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
@@ -61,7 +62,7 @@ class DualEncoder(nn.Module):
     @classmethod
     def load(cls, folder: Path) -> "DualEncoder":
         """Read a folder written by :meth:`save`; ArtifactError if it holds no dual encoder."""
-        document = Tower.load(folder / "document")
+        document = load_tower(folder / "document")
         sparse = SparseQuery.load(folder / "sparse_query") if document.sparse else None
         return cls(load_query_tower(folder / "query"), document, sparse)
 
@@ -97,11 +98,10 @@ def build(
     """
     query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
     query_tower = partial(build_query_tower, query, dim=dim, seed=seed)
-    if isinstance(document.backbone, Scratch) and document_seed is not None:
-        of_document = document_seed
-    else:  # a pretrained tower draws its projection alone, which both must share to stay comparable
-        of_document = seed
-    document_tower = partial(tower.build, document, role="document", dim=dim, seed=of_document, sparse=sparse)
+    # A pretrained tower draws its projection alone, which both must share to stay comparable.
+    from_scratch = isinstance(document.backbone, Scratch)
+    of_document = document_seed if from_scratch and document_seed is not None else seed
+    document_tower = partial(build_tower, document, role="document", dim=dim, seed=of_document, sparse=sparse)
     if share_backbone:
         assert query_json == document_json
         assert isinstance(query, TokenWiseConfig)
@@ -172,13 +172,77 @@ def build_query_tower(
     parts: dict[str, Any] = {"tokenizer_json": tokenizer_json, "backbone": backbone, "adapter": adapter}
     if isinstance(config, TokenWiseConfig):
         return token_wise.build(config, dim=dim, seed=seed, **parts)
-    return tower.build(config, role="query", dim=dim, seed=seed, **parts)
+    return build_tower(config, role="query", dim=dim, seed=seed, **parts)
+
+
+def build_tower(
+    config: TowerConfig,
+    *,
+    role: Role,
+    dim: int,
+    tokenizer_json: str | None,
+    seed: int,
+    backbone: Backbone | None = None,
+    sparse: bool = False,
+    adapter: str | None = None,
+) -> Tower:
+    """Build a transformer tower of any kind that is ready to train.
+
+    Args:
+        config: the tower. Two towers of one config and seed start from the same backbone weights.
+        role: which texts the tower reads.
+        dim: width of the embeddings.
+        tokenizer_json: tokenizer of a backbone from scratch.
+        seed: of new weights.
+        backbone: used instead of the config's.
+        sparse: whether the tower gets a sparse head: the checkpoint's own language-model head, with the
+            transform of a masked language model, or the rows of the input table.
+        adapter: name of the adapter that `backbone` already has.
+
+    Raises:
+        ConfigError: the parts do not fit together, or a model cannot be loaded.
+    """
+    if config.pooling != "placeholders":
+        if sparse:
+            raise ConfigError("term weights need a document prompt: set document.pooling to placeholders")
+        return published_tower.build(
+            config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter
+        )
+    parts: dict[str, Any] = {"tokenizer_json": tokenizer_json, "backbone": backbone, "adapter": adapter}
+    if config.reads == "tokens":
+        if role == "query" or sparse:
+            raise ConfigError(
+                "reads=tokens is of documents without term weights: set query.kind to token_wise, and leave "
+                "train.sparse out"
+            )
+        return token_wise.build_documents(config, dim=dim, seed=seed, **parts)
+    return tower.build(config, role=role, dim=dim, seed=seed, sparse=sparse, **parts)
 
 
 def load_query_tower(folder: Path) -> Tower | LookupTower:
     """Read a saved query tower of any kind; ArtifactError if the folder holds none."""
+    return LookupTower.load(folder) if _facts(folder).get("kind") == "lookup" else load_tower(folder)
+
+
+def load_tower(folder: Path) -> Tower:
+    """Read a saved transformer tower of any kind; ArtifactError if the folder holds none."""
+    facts = _facts(folder)
     try:
-        facts = json.loads((folder / "tower.json").read_text())
+        match facts.get("kind"):
+            case "native":
+                return published_tower.load(folder, facts)
+            case "sentence_transformers":
+                return published_tower.LibraryTower.load(folder)
+            case token_wise.TOKEN_DOCUMENTS:
+                return token_wise.load_documents(folder, facts)
+            case _:
+                return tower.load(folder, facts)
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{folder} is not a tower: {error.filename or error} is missing") from None
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "tower.json").read_text())  # type: ignore[no-any-return]
     except FileNotFoundError as error:
         raise ArtifactError(f"{folder} is not a tower: {error.filename} is missing") from None
-    return LookupTower.load(folder) if facts.get("kind") == "lookup" else Tower.load(folder)

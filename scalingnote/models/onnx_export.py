@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models.batch import collate, first_position
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.onnx import FILES, MIN_COSINE, OnnxForm, OnnxTower, require
 from scalingnote.models.prompt import QueryPrompt
 from scalingnote.models.tower import Tower
@@ -59,7 +60,7 @@ def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: Onnx
         raise ConfigError(
             f"{folder} holds no query tower with a transformer and a projection: there is no graph to export"
         )
-    tower = Tower.load(folder)
+    tower = load_tower(folder)
     size = sum(parameter.nbytes for parameter in tower.parameters())
     if size >= _MAX_GRAPH_BYTES:
         raise ConfigError(

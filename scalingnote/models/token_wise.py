@@ -31,10 +31,11 @@ from scalingnote.models.config import Pretrained, TokenWiseConfig, TowerConfig
 from scalingnote.models.heads import Projection, start_projection
 from scalingnote.models.lookup import LookupPrompt, LookupTower, from_table
 from scalingnote.models.prompt import TokenDocuments
-from scalingnote.models.tower import TOKEN_DOCUMENTS, Tower
+from scalingnote.models.tower import Tower, start_backbone
 from scalingnote.models.weights import add_adapter
 
 BLOCKS = 32  # per line: 64 tokens, about twice an instruction, so that the instruction costs little
+TOKEN_DOCUMENTS = "token_documents"  # kind of a saved tower that reads the tokens of documents alone
 TASKS = "tasks"  # subfolder of a saved tower: a lookup tower for each further instruction
 _TABLE_LINES = 64  # per forward pass, when the table is computed
 _INSTRUCTION = -1  # the block number of the instruction's tokens
@@ -242,6 +243,25 @@ def load_documents(folder: Path, facts: Mapping[str, Any]) -> TokenDocumentTower
     with torch.no_grad():
         tower.projection.weight.copy_(load_file(folder / "projection.safetensors")["weight"])
     return tower.eval()
+
+
+def build_documents(
+    config: TowerConfig,
+    *,
+    dim: int,
+    tokenizer_json: str | None,
+    seed: int,
+    backbone: Backbone | None = None,
+    adapter: str | None = None,
+) -> TokenDocumentTower:
+    """Build a document tower of a config with reads=tokens, ready to train; arguments as of :func:`build`."""
+    backbone = start_backbone(
+        config, role="document", tokenizer_json=tokenizer_json, seed=seed, backbone=backbone, adapter=adapter
+    )
+    tower = TokenDocumentTower(backbone, config, dim=dim, adapter=adapter)
+    pretrained = isinstance(config.backbone, Pretrained)
+    start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
+    return tower
 
 
 def _end_token(backbone: Backbone) -> int:

@@ -12,15 +12,17 @@ A saved tower is a folder with the Hugging Face model and tokenizer, ``projectio
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models import library_export
@@ -34,7 +36,6 @@ from scalingnote.models.sparse_head import HeadTransform, SparseHead
 from scalingnote.models.weights import add_adapter, merged_state, save_adapter
 
 log = get_logger("models")
-TOKEN_DOCUMENTS = "token_documents"  # kind of a saved tower that reads the tokens of documents alone
 
 
 class Tower(nn.Module):
@@ -160,7 +161,7 @@ class Tower(nn.Module):
             return self.projection(pooled)  # type: ignore[no-any-return]
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write the tower's folder, readable by :meth:`load`.
+        """Write the tower's folder, readable by :func:`load`.
 
         Args:
             folder: created if missing.
@@ -227,37 +228,21 @@ class Tower(nn.Module):
                 folder, tokenizer, self.projection.weight, template=template, causal=causal
             )
 
-    @classmethod
-    def load(cls, folder: Path) -> "Tower":
-        """Read a folder written by :meth:`save`, of any transformer tower; ArtifactError if it is none."""
-        try:
-            facts = json.loads((folder / "tower.json").read_text())
-            if facts.get("kind") == "native":
-                from scalingnote.models import published_tower  # late: it extends this class
 
-                return published_tower.load(folder, facts)
-            if facts.get("kind") == TOKEN_DOCUMENTS:
-                from scalingnote.models import token_wise  # late: it extends this class
-
-                return token_wise.load_documents(folder, facts)
-            if facts.get("kind") == "sentence_transformers":
-                from scalingnote.models.published_tower import LibraryTower  # late, and a large import
-
-                return LibraryTower.load(folder)
-            weight = load_file(folder / "projection.safetensors")["weight"]
-            head = {}
-            if facts.get("sparse") == "own":
-                head = load_file(folder / "sparse_head.safetensors")
-        except FileNotFoundError as error:
-            raise ArtifactError(f"{folder} is not a tower: {error.filename or error} is missing") from None
-        config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"])
-        backbone = backbones.load(folder, layers=facts.get("layers"))
-        backbone.causal = facts["causal"]
-        sparse = SparseHead.restore(head, facts.get("sparse_transform")) if facts.get("sparse") else None
-        tower = cls(backbone, config, role=facts["role"], dim=facts["dim"], sparse=sparse)
-        with torch.no_grad():
-            tower.projection.weight.copy_(weight)
-        return tower.eval()
+def load(folder: Path, facts: Mapping[str, Any]) -> Tower:
+    """Read a folder written by :meth:`Tower.save`; `facts` is its tower.json."""
+    weight = load_file(folder / "projection.safetensors")["weight"]
+    config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"])
+    backbone = backbones.load(folder, layers=facts.get("layers"))
+    backbone.causal = facts["causal"]
+    sparse = None
+    if facts.get("sparse"):
+        head = load_file(folder / "sparse_head.safetensors") if facts["sparse"] == "own" else {}
+        sparse = SparseHead.restore(head, facts.get("sparse_transform"))
+    tower = Tower(backbone, config, role=facts["role"], dim=facts["dim"], sparse=sparse)
+    with torch.no_grad():
+        tower.projection.weight.copy_(weight)
+    return tower.eval()
 
 
 def build(
@@ -271,30 +256,33 @@ def build(
     sparse: bool = False,
     adapter: str | None = None,
 ) -> Tower:
-    """Build a tower that is ready to train; a published model's if pooling is not "placeholders".
+    """Build a tower that pools at placeholders, ready to train.
 
-    Args:
-        config: the tower. Two towers of one config and seed start from the same backbone weights.
-        role: which texts the tower reads.
-        dim: width of the embeddings.
-        tokenizer_json: tokenizer of a backbone from scratch.
-        seed: of new weights.
-        backbone: used instead of the config's.
-        sparse: whether the tower gets a sparse head: the checkpoint's own language-model head, with the
-            transform of a masked language model, or the rows of the input table.
-        adapter: name of the adapter that `backbone` already has.
-
-    Raises:
-        ConfigError: the parts do not fit together, or a model cannot be loaded.
+    Arguments as of :func:`scalingnote.models.dual_encoder.build_tower`, which builds the other kinds too.
     """
-    if config.pooling != "placeholders":
-        from scalingnote.models import published_tower  # late: it extends Tower
+    backbone = start_backbone(
+        config, role=role, tokenizer_json=tokenizer_json, seed=seed, backbone=backbone, adapter=adapter
+    )
+    head = _sparse_head(config) if sparse else None
+    tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
+    pretrained = isinstance(config.backbone, Pretrained)
+    start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
+    return tower
 
-        if sparse:
-            raise ConfigError("term weights need a document prompt: set document.pooling to placeholders")
-        return published_tower.build(
-            config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter
-        )
+
+def start_backbone(
+    config: TowerConfig,
+    *,
+    role: Role,
+    tokenizer_json: str | None,
+    seed: int,
+    backbone: Backbone | None,
+    adapter: str | None,
+) -> Backbone:
+    """Return `backbone`, else the config's, with the adapter that the config asks for.
+
+    A `backbone` that already has `adapter` gets no other.
+    """
     if "pooling" not in config.model_fields_set and _is_embedding_model(config):
         log.warning(
             "%s is an embedding model with its own pooling and prompts, which placeholders replace: set "
@@ -303,38 +291,18 @@ def build(
             role,
         )
     backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
-    head = _sparse_head(config) if sparse else None
     if config.lora is not None and adapter is None:
         # Queries contain no placeholders, so their new rows would have nothing to learn from.
         ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
         tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
         add_adapter(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
-    if config.reads == "tokens":
-        tower: Tower = _token_documents(backbone, config, role=role, dim=dim, sparse=sparse, adapter=adapter)
-    else:
-        tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
-    pretrained = isinstance(config.backbone, Pretrained)
-    start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
-    return tower
+    return backbone
 
 
 def _is_embedding_model(config: TowerConfig) -> bool:
     """Whether the backbone's folder has files of sentence-transformers."""
     source = config.backbone
     return isinstance(source, Pretrained) and (Path(source.path) / "modules.json").exists()
-
-
-def _token_documents(
-    backbone: Backbone, config: TowerConfig, *, role: Role, dim: int, sparse: bool, adapter: str | None
-) -> Tower:
-    from scalingnote.models.token_wise import TokenDocumentTower  # late: it extends Tower
-
-    if role == "query" or sparse:
-        raise ConfigError(
-            "reads=tokens is of documents without term weights: set query.kind to token_wise, and leave "
-            "train.sparse out"
-        )
-    return TokenDocumentTower(backbone, config, dim=dim, adapter=adapter)
 
 
 def _sparse_head(config: TowerConfig) -> SparseHead:

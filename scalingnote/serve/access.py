@@ -117,7 +117,7 @@ class Admission:
     Args:
         limits: of load, rate and size.
         keys: SHA-256 digests of the API keys, see :func:`read_keys`; None: no key is needed.
-        is_open: without keys, clients on other machines are allowed (``serve.open``).
+        is_open: without keys, clients on other machines are allowed (``serve.allow_unauthenticated``).
     """
 
     def __init__(

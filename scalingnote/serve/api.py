@@ -15,7 +15,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 
-from scalingnote import __version__
 from scalingnote.errors import ScalingNoteError
 from scalingnote.serve import embedding_messages as forms
 from scalingnote.serve import messages
@@ -28,6 +27,7 @@ from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.versions import Version, Versions, named
 from scalingnote.serve_config import ServeConfig
+from scalingnote.version import __version__
 
 PAGE = Path(__file__).parent / "page"
 POLL_INTERVAL_S = 0.5  # between two reads of the version that other gateways may have activated

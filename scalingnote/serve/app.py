@@ -94,7 +94,7 @@ class Gateway(Servicer):
         )
         replica = serve.get_replica_context().replica_id.unique_id
         log = None if config.access_log is None else AccessWriter(config.access_log, replica)
-        admission = Admission(config.limits, read_keys(config.api_keys), is_open=config.open)
+        admission = Admission(config.limits, read_keys(config.api_keys), is_open=config.allow_unauthenticated)
         super().__init__(service, admission, RequestObserver(self._metrics, log))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -140,7 +140,9 @@ class TowerGateway:
         queries = {} if query is None else {name: _encoder(query)}
         self._embeddings = Embeddings(name, queries, documents, config, reranker=reranker)
         self._config, self._metrics = config, Metrics()
-        self._admission = Admission(config.limits, read_keys(config.api_keys), is_open=config.open)
+        self._admission = Admission(
+            config.limits, read_keys(config.api_keys), is_open=config.allow_unauthenticated
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the HTTP side of this replica."""
@@ -160,17 +162,18 @@ def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
 
 
 def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> LocalHandle:
-    refresh_s = config.live.refresh_s if config.live else 0.1
-    return LocalHandle(
-        IndexSearcher(
-            catalog,
-            nprobe=config.nprobe,
-            mapped=config.mapped,
-            refresh_s=refresh_s,
-            search=config.search,
-            timeout_s=config.deadline_s,
-        )
-    )
+    return LocalHandle(IndexSearcher(catalog, **_searcher_settings(config)))
+
+
+def _searcher_settings(config: ServeConfig) -> dict[str, Any]:
+    """Settings of an index searcher, in the gateway or in replicas."""
+    return {
+        "nprobe": config.nprobe,
+        "mapped": config.mapped,
+        "refresh_s": config.live.refresh_s if config.live else 0.1,
+        "search": config.search,
+        "timeout_s": config.deadline_s,
+    }
 
 
 # --- the application ---------------------------------------------------------------------------------------
@@ -250,15 +253,7 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
             config.cpus_per_replica,
             memory=placement.index_memory(served.index, shards, config, part="searcher"),
             name=f"IndexSearcher-{group:03d}",
-        ).bind(
-            served.catalog,
-            shards=shards,
-            nprobe=config.nprobe,
-            mapped=config.mapped,
-            refresh_s=config.live.refresh_s if config.live else 0.1,
-            search=config.search,
-            timeout_s=config.deadline_s,
-        )
+        ).bind(served.catalog, shards=shards, **_searcher_settings(config))
         for group, shards in enumerate(served.groups)
     ]
 

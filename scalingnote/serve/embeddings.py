@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Float32
 from numpy import ndarray
 
-from scalingnote import __version__
 from scalingnote.serve import embedding_messages as forms
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, conflict, invalid, unavailable
@@ -26,6 +25,7 @@ from scalingnote.serve.embedding_messages import ROLES
 from scalingnote.serve.towers import Embedded, Refused
 from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.arrow import l2_normalize
+from scalingnote.version import __version__
 
 Role = Literal["query", "document"]
 MAX_TOKENS = 8192  # ids of one text in a request
@@ -121,7 +121,7 @@ class Embeddings:
         """Answer ``POST /rerank``: scores of texts for a query by the cross-encoder, best first."""
         if self._reranker is None or self._config.rerank is None:
             raise conflict("this server does not re-rank: set serve.rerank")
-        if len(request.texts) > (most := self._config.rerank.most):
+        if len(request.texts) > (most := self._config.rerank.max_candidates):
             raise invalid(f"{len(request.texts)} texts: up to {most} are re-ranked", "texts")
         (query,), texts = self._checked([request.query], "query"), self._checked(request.texts, "texts")
         logits = np.asarray(await self._answer(self._reranker.logits.remote(query, texts), invalid))

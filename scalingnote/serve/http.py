@@ -56,7 +56,7 @@ def guard(
     api.exception_handler(RequestValidationError)(_on_validation_error)
     api.exception_handler(HTTPException)(_on_http_exception)
     api.exception_handler(Exception)(_on_exception)
-    admission = admission or Admission(config.limits, is_open=config.open)
+    admission = admission or Admission(config.limits, is_open=config.allow_unauthenticated)
     api.entry = AccessMiddleware(
         _BodyRouter(api.entry, api=api), admission=admission, on_done=on_done, in_serve=in_serve
     )

@@ -136,11 +136,7 @@ class Service:
         layout = self.versions.content(version).layout
         joining = _joining(request.dense_weight, sparse=layout.sparse)
         reranked = self._rerank_depth(request)
-        if request.vector is not None:
-            query = Query(_unit_vector(request.vector, layout.dim))
-        else:
-            text, user_id = self._text(request.query or ""), request.user_id if arm.personalised else None
-            query = await _encoded(arm.encoder.encode.remote(text, user_id), timer)
+        query = await self._query(request, arm, dim=layout.dim, timer=timer)
         escalates = self._teacher is not None and _may_escalate(request, query, arm)
         query = replace(
             query,
@@ -182,6 +178,12 @@ class Service:
             degraded=answers.degraded(used.reason, unread=not readable, unranked=unranked),
         )
         return answer
+
+    async def _query(self, request: SearchRequest, arm: ServedArm, *, dim: int, timer: RequestTimer) -> Query:
+        if request.vector is not None:
+            return Query(_unit_vector(request.vector, dim))
+        text, user_id = self._text(request.query or ""), request.user_id if arm.personalised else None
+        return await _encoded(arm.encoder.encode.remote(text, user_id), timer)
 
     def _drawn(self, request: SearchRequest, state: State) -> str:
         """The arm that the traffic split gives to a request."""
@@ -404,8 +406,10 @@ class Service:
             raise invalid("this server does not re-rank: set serve.rerank", "rerank")
         if request.query is None:
             raise invalid("only results of a text can be re-ranked: send query", "rerank")
-        if request.rerank > self._config.rerank.most:
-            raise invalid(f"rerank is {request.rerank}, up to {self._config.rerank.most} are done", "rerank")
+        if request.rerank > self._config.rerank.max_candidates:
+            raise invalid(
+                f"rerank is {request.rerank}, up to {self._config.rerank.max_candidates} are done", "rerank"
+            )
         return request.rerank
 
     def _text(self, text: str) -> str:

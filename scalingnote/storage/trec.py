@@ -10,12 +10,14 @@ from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 
 Qrels = dict[str, dict[str, int]]  # query_id -> doc_id -> relevance
 Run = dict[str, list[tuple[str, float]]]  # query_id -> (doc_id, score), best first
+RUN_ORDER = [("query_id", "ascending"), ("score", "descending"), ("rank", "ascending")]  # columns to sort by
 _ENCODED = "%:"
 
 
@@ -62,17 +64,29 @@ def run_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, str,
 
 
 def ordered_run(rows: pa.Table, name: str) -> Run:
-    """The run of rows of `query_id`, `doc_id`, `score` and `rank`; DataError if a document is there twice."""
-    order = [("query_id", "ascending"), ("score", "descending"), ("rank", "ascending")]
-    columns = rows.sort_by(order).select(["query_id", "doc_id", "score"]).to_pydict()
-    run: dict[str, dict[str, float]] = {}
-    for query_id, doc_id, score in zip(*columns.values(), strict=True):
-        if doc_id in (results := run.setdefault(query_id, {})):
-            raise DataError(
-                f"{name}: document {doc_id!r} stands twice in query {query_id!r}: keep one of them"
-            )
-        results[doc_id] = score
-    return {query_id: list(results.items()) for query_id, results in run.items()}
+    """The run of rows of `query_id`, `doc_id`, `score` and `rank`; DataError as :func:`check_distinct`."""
+    check_distinct(rows, name)
+    return grouped(rows.sort_by(RUN_ORDER))
+
+
+def check_distinct(rows: pa.Table, name: str) -> None:
+    """DataError, with the `name` of the file, if a query has a document twice."""
+    pairs = rows.group_by(["query_id", "doc_id"]).aggregate([([], "count_all")])
+    if twice := pairs.filter(pc.greater(pairs["count_all"], 1)).to_pylist():
+        raise DataError(
+            f"{name}: document {twice[0]['doc_id']!r} stands twice in query {twice[0]['query_id']!r}: "
+            "keep one of them"
+        )
+
+
+def grouped(rows: pa.Table) -> Run:
+    """The run of rows that are in its order."""
+    run: Run = {}
+    for query_id, doc_id, score in zip(
+        *(rows[column].to_pylist() for column in ("query_id", "doc_id", "score")), strict=True
+    ):
+        run.setdefault(query_id, []).append((doc_id, score))
+    return run
 
 
 def _rows(lines: Iterable[bytes], name: str, *, columns: int) -> Iterator[tuple[str, list[str]]]:

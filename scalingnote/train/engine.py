@@ -20,17 +20,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from scalingnote.models.batch import Batch
 from scalingnote.models.cross_encoder import CrossEncoder
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
-from scalingnote.models.weights import compute_dtype, lower_frozen
+from scalingnote.models.weights import compute_dtype
 from scalingnote.train import optimizer
-from scalingnote.train.collectives import average_, rank, world_size
-from scalingnote.train.config import DeepSpeed, Fsdp2, GradCache, Memory, Schedule
+from scalingnote.train.collectives import world_size
+from scalingnote.train.config import GradCache, Memory, Schedule
 
 WHOLE = "whole"  # the layout of states that any number of ranks can read
 
@@ -106,61 +105,6 @@ class Engine:
     def _clip_gradients(self) -> Tensor:
         """Clip to the configured global norm; returns the norm before."""
         raise NotImplementedError
-
-
-class DdpEngine(Engine):
-    """Every rank holds all weights, those that learn in float32; gradients are averaged.
-
-    One process runs plain PyTorch.
-    """
-
-    def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
-        super().__init__(module, schedule=schedule, device=device)
-        lower_frozen(module, self._dtype)  # before a GPU would get twice the bytes
-        module.to(device)
-        self._names = trainable(self.module)
-        self._optimizer = optimizer.make([list(self._names.values())], schedule.optimizer, device=device)
-        self._wrapped: nn.Module = self.module
-        # GradCache runs many backward passes a step, past the wrapper: it averages once, after the last.
-        if world_size() > 1 and schedule.memory.grad_cache is None:
-            self._wrapped = DistributedDataParallel(
-                self.module, forward_sync_buffers=False, gradient_as_bucket_view=True
-            )
-
-    def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """As the base class; the wrapper averages gradients while they are computed."""
-        with self.precision():
-            loss, parts = self._wrapped(batch)
-        return loss, parts
-
-    def weights(self) -> dict[str, Tensor] | None:
-        """As the base class; rank 0 holds them all."""
-        if rank() != 0:
-            return None
-        return {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in self._names.items()}
-
-    def _average(self) -> None:
-        average_([p.grad for p in self._names.values() if p.grad is not None])
-
-    def _clip_gradients(self) -> Tensor:
-        return nn.utils.clip_grad_norm_(self._names.values(), self._clip, foreach=True)
-
-
-def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
-    """Distribute `module` over the ranks by the schedule's strategy; ConfigError if a package is missing."""
-    strategy = schedule.strategy_for(sum(p.numel() for p in trainable(module).values()))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not isinstance(strategy, Fsdp2 | DeepSpeed):
-        return DdpEngine(module, schedule=schedule, device=device)
-    if not dist.is_initialized():  # sharding needs a process group, even of one process
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    # Late: only sharded runs wait for these imports.
-    from scalingnote.train.sharded import Fsdp2Engine, ZeroEngine
-
-    if isinstance(strategy, Fsdp2):
-        return Fsdp2Engine(module, strategy, schedule=schedule, device=device)
-    return ZeroEngine(module, strategy, schedule=schedule, device=device)
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

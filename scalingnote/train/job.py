@@ -33,10 +33,11 @@ from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import join_process_group, mean_over_ranks
 from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, ValidationSchedule
 from scalingnote.train.data import MappedShares, Order, Share, Store
-from scalingnote.train.engine import Engine, autocast, build, load_weights
+from scalingnote.train.engine import Engine, autocast, load_weights
 from scalingnote.train.loop import Tracker, TrainingHistory, Values, build_trackers, events_folder, fit
 from scalingnote.train.objective import StageOne
 from scalingnote.train.prepare import MeanRow, PreparedStore, mean_row, prepare, sparse_query
+from scalingnote.train.strategies import build
 from scalingnote.train.stream import StreamedShares, read_pool, write_stream
 from scalingnote.train.validation import validator
 from scalingnote.train.validation_sample import drawn_documents

@@ -49,14 +49,14 @@ def test_a_bad_document_is_set_aside_with_its_reason(bad, reason):
 def test_long_content_is_cut_and_counted():
     kept, quarantine = take([{**GOOD, "content": "x" * 1_000_000}], max_content_chars=1000)
     assert kept[0]["content"] == "x" * 1000
-    assert quarantine.mended == {"content_truncated": 1}
+    assert quarantine.repaired == {"content_truncated": 1}
     assert not quarantine.rejected
 
 
-def test_characters_that_no_table_carries_are_mended():
+def test_characters_that_no_table_carries_are_replaced():
     kept, quarantine = take([{**GOOD, "title": "a\x00b", "content": json.loads('"half \\ud800 pair"')}])
     assert (kept[0]["title"], kept[0]["content"]) == ("a b", "half \ufffd pair")
-    assert quarantine.mended == {"control_characters_blanked": 1, "lone_surrogates_replaced": 1}
+    assert quarantine.repaired == {"control_characters_blanked": 1, "lone_surrogates_replaced": 1}
     pa.Table.from_pylist(kept)  # Arrow takes it
 
 
@@ -78,7 +78,7 @@ def test_a_feature_that_is_none_loses_its_value_alone():
     assert [row["stock"] for row in kept] == [None, None, 2, None, None, None, None]
     assert [(row["brand"], row["price"]) for row in kept] == [(None, None)] * 6 + [("acme", 1.5)]
     assert not quarantine.rejected
-    assert quarantine.mended == {
+    assert quarantine.repaired == {
         "feature_stock_dropped": 2,
         "feature_brand_dropped": 2,
         "feature_price_dropped": 1,

@@ -75,7 +75,7 @@ def build(config, output, *, each=map):
 
 def facts(artifact):
     info = artifact.manifest.info
-    return artifact.digest, artifact.counts, info["rejected_by_reason"], info["mended"], info["left_out"]
+    return artifact.digest, artifact.counts, info["rejected_by_reason"], info["repaired"], info["left_out"]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

@@ -184,7 +184,7 @@ def test_good_rows_come_out_typed(tmp_path):
     assert (second["user_id"], second["dwell_s"]) == (None, None)
 
 
-def test_documents_are_mended_as_intake_mends_them(tmp_path):
+def test_documents_are_repaired_as_intake_repairs_them(tmp_path):
     rows = [
         {"doc_id": 7, "title": " a\x00b ", "content": "x" * 101},
         {"doc_id": "8", "title": "t", "content": "half \ud800 pair", "group": " "},
@@ -193,8 +193,8 @@ def test_documents_are_mended_as_intake_mends_them(tmp_path):
     quarantine = Quarantine()
     expected = list(row_checks.documents(rows, config=CONFIG, features=pa.schema([]), quarantine=quarantine))
     assert kept.to_pylist() == expected
-    assert dict(tally.mended) == dict(quarantine.mended)
-    assert set(tally.mended) == {
+    assert dict(tally.repaired) == dict(quarantine.repaired)
+    assert set(tally.repaired) == {
         "control_characters_blanked",
         "lone_surrogates_replaced",
         "content_truncated",
@@ -217,7 +217,7 @@ def test_features_keep_their_type_or_are_dropped():
         {"price": 1.5, "stock": 3, "new": True, "maker": None, "absent": None},
         {"price": None, "stock": None, "new": None, "maker": "M", "absent": None},
     ]
-    assert dict(tally.mended) == {"feature_price_dropped": 1, "feature_new_dropped": 1}
+    assert dict(tally.repaired) == {"feature_price_dropped": 1, "feature_new_dropped": 1}
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_tally_counts_all_and_keeps_the_first(tmp_path):
         tally.counts["documents"] += 2
         total.add(json.loads(json.dumps(tally.store(str(tmp_path / f"{number}.arrow")))))
     assert total.rejected == {"documents: no text": 3 * (MAX_EXAMPLES + 5)}
-    assert (total.mended, total.counts) == ({"m": 3}, {"documents": 6})
+    assert (total.repaired, total.counts) == ({"m": 3}, {"documents": 6})
     assert total.table() == read_table(str(tmp_path / "0.arrow"))
     assert total.table().num_rows == MAX_EXAMPLES
     assert len(total.table()["row"][0].as_py()) <= SHOWN_CHARS

@@ -97,7 +97,7 @@ def rows_of(artifact):
 
 
 def info_of(artifact):
-    names = ("rejected_by_reason", "mended", "left_out", "simulated_clicks", "click_model")
+    names = ("rejected_by_reason", "repaired", "left_out", "simulated_clicks", "click_model")
     return artifact.counts, {name: artifact.manifest.info[name] for name in names}
 
 

@@ -19,7 +19,7 @@ from scalingnote.models.config import LookupConfig, Pretrained
 from scalingnote.models.lookup import LookupTower
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.train import engine
+from scalingnote.train import strategies
 from scalingnote.train.config import GradCache, Optimizer, Ranks, Schedule
 from scalingnote.train.engine import cached_backward
 
@@ -160,7 +160,7 @@ def test_chunks_of_a_large_batch_give_the_plain_steps_gradients(teacher, tmp_pat
     for query_rows in (None, 7):
         made, _ = built(teacher, tmp_path, wanted)
         schedule = Schedule(precision="float32", optimizer=Optimizer(), resources=Ranks(workers=1))
-        run = engine.build(
+        run = strategies.build(
             StageTwo(made.train(), DistillLosses()), schedule=schedule, device=torch.device("cpu")
         )
         if query_rows is None:

@@ -15,6 +15,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Pretrained, Scratch, TowerConfig
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.tower import Tower
 
 TEXTS = [row["content"] for row in tiny.document_rows(12)]
@@ -63,7 +64,7 @@ def test_chosen_layers_are_those_of_the_teacher(tmp_path: Path, scratch: Scratch
     # It can be saved and read again, and its config says no more layers than it has.
     made.save(tmp_path / "again")
     assert json.loads((tmp_path / "again/config.json").read_text())["num_hidden_layers"] == 2
-    torch.testing.assert_close(hidden(Tower.load(tmp_path / "again")), hidden(teacher))
+    torch.testing.assert_close(hidden(load_tower(tmp_path / "again")), hidden(teacher))
 
 
 def test_layers_are_spread_evenly_with_the_last_one():

@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from benchmarks import opensearch
 from scalingnote.config import Config
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.export import databases, vectors
@@ -20,74 +18,10 @@ from scalingnote.storage.artifact import Artifact, Draft
 ROWS, DIM = 30, 4
 
 
-class Server(ThreadingHTTPServer):
-    """One index, by the parts of the REST interface that an export uses."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.mapping: dict[str, Any] | None = None
-        self.documents: dict[str, Any] = {}
-        self.requests: list[tuple[str, str]] = []
-        self.refused = ""  # id of a document that is not taken
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def answer(self, value: object, status: int = 200) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def handle_any(self) -> None:
-        text = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        server, asked = self.server, (self.command, self.path.partition("?")[0])
-        server.requests.append(asked)
-        if asked == ("HEAD", "/docs"):
-            self.answer({}, 404 if server.mapping is None else 200)
-        elif asked == ("PUT", "/docs"):
-            server.mapping = json.loads(text)
-            self.answer({"acknowledged": True})
-        elif asked == ("GET", "/docs/_mapping"):
-            self.answer({"docs": server.mapping})
-        elif asked[1] == "/docs/_refresh":
-            self.answer({"_shards": {"failed": 0}})
-        elif asked[1] == "/docs/_count":
-            self.answer({"count": len(server.documents)})
-        elif asked[1] == "/_bulk":
-            self.answer(self.bulk([json.loads(line) for line in text.splitlines()]))
-        else:
-            self.answer({"error": f"unexpected {asked}"}, 400)
-
-    def bulk(self, lines: list[Any]) -> dict[str, Any]:
-        items = []
-        for action, document in zip(lines[::2], lines[1::2], strict=True):
-            name = action["index"]["_id"]
-            assert action["index"]["_index"] == "docs"
-            if name == self.server.refused:
-                items.append({"index": {"_id": name, "status": 400, "error": {"reason": "bad vector"}}})
-                continue
-            self.server.documents[name] = document
-            items.append({"index": {"_id": name, "status": 201}})
-        return {"errors": any("error" in item["index"] for item in items), "items": items}
-
-    do_GET = do_PUT = do_POST = do_HEAD = handle_any  # noqa: N815
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    Thread(target=made.serve_forever, daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+def server() -> Iterator[opensearch.Server]:
+    with opensearch.running("docs") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +41,7 @@ def embeddings(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def test_an_index_is_made_and_filled_by_id(server, embeddings, tmp_path):
-    made = databases.connect("opensearch", f"http://127.0.0.1:{server.server_port}", "docs")
+    made = databases.connect("opensearch", server.url, "docs")
     checkpoint = str(tmp_path / "c.json")
     done = vectors.export(Source(embeddings), made, checkpoint=checkpoint, batch_rows=8, most=20)
     assert (done.written, done.held) == (20, 20)
@@ -130,7 +64,7 @@ def test_an_index_is_made_and_filled_by_id(server, embeddings, tmp_path):
 
 def test_a_document_that_is_refused_is_named_and_nothing_after_it_is_counted(server, embeddings, tmp_path):
     server.refused, checkpoint = "d11", tmp_path / "c.json"
-    made = databases.connect("opensearch", f"http://127.0.0.1:{server.server_port}", "docs")
+    made = databases.connect("opensearch", server.url, "docs")
     with pytest.raises(DataError, match=r"OpenSearch refused document 'd11': .*bad vector"):
         vectors.export(Source(embeddings), made, checkpoint=str(checkpoint), batch_rows=8)
     assert json.loads(checkpoint.read_bytes())["rows"] == 8
@@ -141,7 +75,7 @@ def test_a_document_that_is_refused_is_named_and_nothing_after_it_is_counted(ser
 
 def test_an_index_of_other_vectors_is_refused(server, embeddings, tmp_path):
     server.mapping = {"mappings": {"properties": {"dense": {"type": "knn_vector", "dimension": 7}}}}
-    made = databases.connect("opensearch", f"http://127.0.0.1:{server.server_port}", "docs")
+    made = databases.connect("opensearch", server.url, "docs")
     with pytest.raises(
         ConfigError, match="there with 7 dimensions of 'dense', no 'terms'; the vectors have 4"
     ):

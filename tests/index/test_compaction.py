@@ -113,7 +113,7 @@ def test_a_crash_at_any_write_leaves_a_version_and_its_log(
     built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever write is the last to be done, what is opened next is whole, and compacting goes on."""
-    write_bytes, advance = fs.write_bytes, versions.advance
+    write_bytes, advance = fs.write_bytes, versions.make_current
     for last in itertools.count():
         folder, truth = tmp_path / str(last), dict(TRUTH)
         live = LiveIndex(folder, built.uri)
@@ -128,7 +128,7 @@ def test_a_crash_at_any_write_leaves_a_version_and_its_log(
         killed = False
         with monkeypatch.context() as patch:
             patch.setattr(fs, "write_bytes", until_it_is_killed)
-            patch.setattr(versions, "advance", until_it_is_killed)
+            patch.setattr(versions, "make_current", until_it_is_killed)
             try:
                 compaction.compact(folder)
             except KeyboardInterrupt:
@@ -203,7 +203,7 @@ def test_a_version_that_a_crash_of_the_machine_damaged_is_written_anew(
 ) -> None:
     truth = dict(TRUTH)
     _write(live, truth)
-    _killed(live.folder, versions, "advance")
+    _killed(live.folder, versions, "make_current")
     damage(live.folder / "versions/00001" / name)
     assert versions.current(live.folder).number == 0
     written = compaction.compact(live.folder, keep_versions=1)
@@ -217,7 +217,7 @@ def test_a_damaged_version_outside_the_folder_is_left_to_who_named_it(
     live: LiveIndex, tmp_path: Path
 ) -> None:
     _write(live, dict(TRUTH))
-    _killed(live.folder, versions, "advance", output=f"{tmp_path}/mine")
+    _killed(live.folder, versions, "make_current", output=f"{tmp_path}/mine")
     (tmp_path / "mine/live.json").write_bytes(b"")
     with pytest.raises(ArtifactError, match=r"mine/live.json is damaged: .* delete .*/mine and re-run"):
         compaction.compact(live.folder, output=f"{tmp_path}/mine")

@@ -248,7 +248,7 @@ def test_a_kill_between_any_steps_leaves_every_write_there(
     built = index(f"{tmp_path}/index", [TRUTH])
     steps = (
         (versions, "write_register"),
-        (versions, "sweep"),
+        (versions, "delete_unlisted"),
         (versions.fs, "delete"),
         (Log, "drop"),
         (Log, "rotate"),
@@ -306,7 +306,7 @@ def test_what_a_killed_compaction_left_is_no_version_of_another_base(
         def dies(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(versions, "advance", dies)
+        patch.setattr(versions, "make_current", dies)
         with pytest.raises(KeyboardInterrupt):
             compaction.compact(folder)
     assert (folder / "versions/00002/manifest.json").exists()  # whole, but never current

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from scalingnote.datasets import raw_rows
 from scalingnote.errors import DataError
-from scalingnote.mine.runs import RunFileRanking, cut_runs
+from scalingnote.mine.refresh import RunFileRanking, cut_runs
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -46,7 +46,7 @@ def test_a_document_that_is_there_twice_is_refused(triplets, tmp_path):
     lines = ["q0 Q0 d0 1 2.0 x", "q0 Q0 d0 2 1.0 x"]
     (tmp_path / "run").write_text("\n".join(lines))
     none = pa.array([], pa.string())
-    with pytest.raises(DataError, match="has document 'd0' twice in query 'q0': keep one"):
+    with pytest.raises(DataError, match=r"mine\.runs: document 'd0' stands twice in query 'q0': keep one"):
         cut_runs([str(tmp_path / "run")], triplets, held_out=none, folder=str(tmp_path / "work"), each=map)
     (tmp_path / "run").write_text("q0 Q0 d0 1 nan x")
     with pytest.raises(DataError, match="run, line 1: 'nan' is not a number"):

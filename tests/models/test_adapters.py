@@ -13,9 +13,8 @@ import tiny
 from scalingnote.models import backbone, dual_encoder, tower, weights
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained
-from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.models.dual_encoder import DualEncoder, load_tower
 from scalingnote.models.prompt import DocumentPrompt
-from scalingnote.models.tower import Tower
 
 QUERIES = ["join tensors", "numpy arrays of words", ""]
 LORA = Lora(rank=4, alpha=8.0)
@@ -156,7 +155,7 @@ def test_a_kept_adapter_is_a_backbone_with_its_layers_cut_as_they_were(path: Pat
     stir(made)
     made.save(tmp_path, merge_adapters=False)
     rows = collate(made.prompt.rows(*families.DOCUMENTS), pad=made.pad)
-    torch.testing.assert_close(Tower.load(tmp_path)(rows), made(rows), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(load_tower(tmp_path)(rows), made(rows), atol=1e-4, rtol=1e-4)
     again = tower.build(
         config.model_copy(update={"backbone": Pretrained(path=str(tmp_path), layers=1)}),
         role="document",
@@ -174,7 +173,7 @@ def test_a_scratch_backbone_lies_nowhere_else_and_is_merged(tmp_path: Path):
     stir(made)
     made.save(tmp_path, merge_adapters=False)
     rows = collate(made.prompt.rows(*families.DOCUMENTS), pad=made.pad)
-    torch.testing.assert_close(Tower.load(tmp_path)(rows), made(rows), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(load_tower(tmp_path)(rows), made(rows), atol=1e-4, rtol=1e-4)
 
 
 def test_new_tokens_learn_in_a_table_that_does_not():

@@ -15,7 +15,8 @@ from scalingnote.models.config import Lora, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.frozen import FrozenLinear
 from scalingnote.train.config import Optimizer, Ranks, Schedule, TrainConfig
-from scalingnote.train.engine import Engine, build
+from scalingnote.train.engine import Engine
+from scalingnote.train.strategies import build
 
 BYTES = {"int8": 1.0, "nf4": 0.5}  # of a weight
 ERROR = {"int8": 0.01, "nf4": 0.12}  # of a normal matrix, relative to its norm

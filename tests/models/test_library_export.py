@@ -15,6 +15,7 @@ import tiny
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import library_export, tower
 from scalingnote.models.config import PAPER_PROMPT, Lora
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, SpecialTokens
 
 QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12"]
@@ -69,7 +70,7 @@ def test_a_prompt_is_restored_without_its_model(family: str, tmp_path: Path):
     restored = DocumentPrompt.restore(facts, (folder / "tokenizer.json").read_text())
     fields = [ROWS[name] for name in ("title", "topic", "content")]
     fields[0] = [*fields[0][:3], "too long a title " * 99]
-    read = [restored.rows(*fields), tower.Tower.load(folder).prompt.rows(*fields)]
+    read = [restored.rows(*fields), load_tower(folder).prompt.rows(*fields)]
     assert read[0][:3] == read[1][:3]
     assert str(read[0][3]) == str(read[1][3])  # why it cannot be read, where positions are bounded
 

@@ -23,7 +23,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models import dual_encoder, published_model, published_tower, tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, Scratch, TowerConfig
-from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.models.dual_encoder import DualEncoder, build_tower, load_tower
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.published_tower import LibraryTower
 from scalingnote.models.tower import Tower
@@ -88,7 +88,7 @@ def test_embeddings_are_those_of_sentence_transformers(kind: str, role: publishe
     assert tower.views == (("query",) if role == "query" else ("summary",))
     np.testing.assert_allclose(ours(tower), expected, atol=CLOSE)
     tower.save(tmp_path / "saved")
-    np.testing.assert_allclose(ours(Tower.load(tmp_path / "saved")), expected, atol=CLOSE)
+    np.testing.assert_allclose(ours(load_tower(tmp_path / "saved")), expected, atol=CLOSE)
     np.testing.assert_allclose(theirs(tmp_path / "saved", role), expected, atol=CLOSE)
 
 
@@ -144,7 +144,7 @@ def test_a_module_that_is_not_known_is_run_by_its_library(tmp_path: Path, caplog
     np.testing.assert_allclose(ours(tower), theirs(tmp_path / "odd", "document"), atol=CLOSE)
     tower.save(tmp_path / "saved")
     np.testing.assert_allclose(
-        ours(Tower.load(tmp_path / "saved")), theirs(tmp_path / "odd", "document"), atol=CLOSE
+        ours(load_tower(tmp_path / "saved")), theirs(tmp_path / "odd", "document"), atol=CLOSE
     )
 
 
@@ -211,7 +211,7 @@ def test_adapters_learn_and_what_is_published_stays(tmp_path: Path):
     assert np.abs(learnt - theirs(path, "query")).max() > 0.01
     for name, merge in (("merged", True), ("kept", False)):
         made.save(tmp_path / name, merge_adapters=merge)
-        np.testing.assert_allclose(ours(Tower.load(tmp_path / name)), learnt, atol=CLOSE)
+        np.testing.assert_allclose(ours(load_tower(tmp_path / name)), learnt, atol=CLOSE)
 
 
 def edited(path: Path, name: str, **values: Any) -> None:
@@ -305,7 +305,7 @@ def test_placeholders_in_an_embedding_model_are_a_choice_that_is_asked_for(
         (families.folder(tmp_path / "plain", "bert"), {}, 0),
     ):
         made = TowerConfig(backbone=Pretrained(path=str(path)), max_length=24, **knobs)
-        tower.build(made, role="query", dim=16, tokenizer_json=None, seed=0)
+        build_tower(made, role="query", dim=16, tokenizer_json=None, seed=0)
         assert len(said) == expected
         said.clear()
 
@@ -367,6 +367,6 @@ def test_training_starts_from_the_published_model(tmp_path: Path, lora: Lora | N
 
 def test_a_published_model_has_no_term_weights(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"set document\.pooling to placeholders"):
-        tower.build(
+        build_tower(
             config(folder(tmp_path)), role="document", dim=32, tokenizer_json=None, seed=0, sparse=True
         )

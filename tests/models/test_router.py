@@ -26,6 +26,7 @@ from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import lookup, published_model, published_tower, tower
 from scalingnote.models.card import CardFacts
 from scalingnote.models.config import LookupConfig, Lora, Pretrained, TowerConfig
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.lookup import LookupStart
 from scalingnote.models.lookup_table import frequent_features
 from scalingnote.models.publish import split_reference, write_router
@@ -89,7 +90,7 @@ def check(path: Path, query: Path, document: Path) -> SentenceTransformer:
         encoder = QueryEncoder.load(source, precision="float32")
         np.testing.assert_allclose(asked, unit(encoder.encode_queries(ASKED)), atol=CLOSE)
     answered = model.encode_document(TEXTS)
-    for made in (tower.Tower.load(document), published_tower.open_published(path, "document")):
+    for made in (load_tower(document), published_tower.open_published(path, "document")):
         np.testing.assert_allclose(answered, unit(documents(made)), atol=CLOSE)
     np.testing.assert_array_equal(model.encode(TEXTS), answered)
     assert model.similarity_fn_name == "cosine"
@@ -210,7 +211,7 @@ def test_truncated_embeddings_stay_truncated(tmp_path: Path):
     model = load(tmp_path / "router")
     assert model.encode_query(ASKED).shape[1] == model.encode_document(TEXTS).shape[1] == 8
     found = unit(model.encode_document(TEXTS))
-    np.testing.assert_allclose(found, unit(documents(tower.Tower.load(document))), atol=CLOSE)
+    np.testing.assert_allclose(found, unit(documents(load_tower(document))), atol=CLOSE)
     found = unit(QueryEncoder.load(tmp_path / "router").encode_queries(ASKED))
     np.testing.assert_allclose(model.encode_query(ASKED), found, atol=CLOSE)
 

@@ -15,6 +15,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, TowerConfig
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.prompt import Row
 from scalingnote.models.tower import Tower
 
@@ -77,7 +78,7 @@ def test_a_checkpoint_keeps_the_head_it_comes_with(tmp_path: Path):
     _, terms = made.read(batch)
     torch.testing.assert_close(terms[0], expected(made, rows[0], whole.lm_head.weight), atol=1e-5, rtol=1e-5)
     made.save(tmp_path / "saved")
-    torch.testing.assert_close(Tower.load(tmp_path / "saved").read(batch)[1], terms)
+    torch.testing.assert_close(load_tower(tmp_path / "saved").read(batch)[1], terms)
     assert not build(folder, lora=Lora(rank=2)).sparse.own.weight.requires_grad
 
 
@@ -133,7 +134,7 @@ def test_a_masked_language_model_weighs_terms_by_its_whole_head(tmp_path: Path, 
             expected = torch.log1p(torch.relu(own_logits(model, hidden[inside]))).amax(0)
             torch.testing.assert_close(found[: len(expected)], expected, atol=1e-4, rtol=1e-4)
     made.save(tmp_path / "saved")
-    torch.testing.assert_close(Tower.load(tmp_path / "saved").read(batch)[1], terms)
+    torch.testing.assert_close(load_tower(tmp_path / "saved").read(batch)[1], terms)
 
 
 def test_the_head_of_a_masked_language_model_learns_unless_an_adapter_does(tmp_path: Path):

@@ -15,13 +15,13 @@ import families
 import tiny
 from scalingnote.encode.encoder import by_tokens
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, dual_encoder, token_wise, tower
+from scalingnote.models import backbone, dual_encoder, token_wise
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig, TowerConfig
+from scalingnote.models.dual_encoder import build_tower, load_tower
 from scalingnote.models.lookup_table import Table
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_wise import BLOCKS, TokenWise, block_mask
-from scalingnote.models.tower import Tower
 from scalingnote.train import tokens
 
 QUERIES = ["torch stack", "a", "arrays along a new axis, arrays", "words of a title " * 3]
@@ -156,7 +156,7 @@ def test_every_further_task_has_a_table_behind_its_own_instruction(tmp_path: Pat
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])
 def test_documents_may_be_the_mean_of_their_tokens_too(checkpoint: Path, tmp_path: Path, lora: Lora | None):
     config = families.tower_config(checkpoint, role="document", reads="tokens", lora=lora)
-    made = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
+    made = build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
     rows = made.prompt.rows(*families.DOCUMENTS)
     (title,) = made.prompt.rows(["torch stack"], [""], ["joins"])
     assert title.ids == made.prompt.tokenizer.encode("torch stack joins", add_special_tokens=False).ids
@@ -172,7 +172,7 @@ def test_documents_may_be_the_mean_of_their_tokens_too(checkpoint: Path, tmp_pat
                 assert (embedding == 0).all()
     for merge in (True, False):
         made.save(tmp_path / str(merge), merge_adapters=merge)
-        again = Tower.load(tmp_path / str(merge))
+        again = load_tower(tmp_path / str(merge))
         facts = json.loads((tmp_path / str(merge) / "tower.json").read_text())
         tokens_json = (tmp_path / str(merge) / "tokenizer.json").read_text()
         assert DocumentPrompt.restore(facts, tokens_json).rows(*families.DOCUMENTS) == rows
@@ -206,10 +206,10 @@ def test_tokens_alone_are_of_documents_without_terms():
     config = TowerConfig(backbone=tiny.CAUSAL, reads="tokens")
     for more in ({"role": "query"}, {"role": "document", "sparse": True}):
         with pytest.raises(ConfigError, match="is of documents without term weights"):
-            tower.build(config, dim=8, tokenizer_json=LEARNT, seed=0, **more)
+            build_tower(config, dim=8, tokenizer_json=LEARNT, seed=0, **more)
     both_ways = TowerConfig(backbone=tiny.BIDIRECTIONAL, reads="tokens")
     with pytest.raises(ConfigError, match="needs a causal backbone"):
-        tower.build(both_ways, role="document", dim=8, tokenizer_json=LEARNT, seed=0)
+        build_tower(both_ways, role="document", dim=8, tokenizer_json=LEARNT, seed=0)
     with pytest.raises(ValidationError, match="leave pooling at placeholders"):
         TowerConfig(backbone=Pretrained(path="x"), reads="tokens", pooling="mean")
 

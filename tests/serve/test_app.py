@@ -35,7 +35,7 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
     config = AppArgs.model_validate(application.args).serve
     # The application is not told where Serve listens: only where both say the same does it insist on keys.
     assert (config.host, config.port) == (http.host, http.port)
-    assert http.host in LOOPBACK or (config.api_keys and not config.open)
+    assert http.host in LOOPBACK or (config.api_keys and not config.allow_unauthenticated)
     grpc = schema.grpc_options
     assert config.grpc_port == (grpc.port if grpc.grpc_servicer_functions else None)
     longest = max(config.deadline_s, config.embed_deadline_s, config.live.deadline_s if config.live else 0)
@@ -129,7 +129,7 @@ def test_a_proxy_that_is_slow_to_start_is_waited_for(monkeypatch, caplog):
 
 
 def test_a_command_that_chose_haproxy_is_run_again_without_it(monkeypatch):
-    served: Any = SimpleNamespace(address=None, config=ServeConfig(open=True))
+    served: Any = SimpleNamespace(address=None, config=ServeConfig(allow_unauthenticated=True))
     application: Any = None
     replaced: list[tuple[str, list[str], dict[str, str]]] = []
 
@@ -165,7 +165,7 @@ def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeyp
     keys = str(tmp_path / "keys")
     chosen = [
         bool(serve_config.environment(ServeConfig(**knobs)))
-        for knobs in ({}, {"api_keys": keys}, {"open": True}, {"ingress": "haproxy"})
+        for knobs in ({}, {"api_keys": keys}, {"allow_unauthenticated": True}, {"ingress": "haproxy"})
     ]
     assert chosen == [False, True, True, True]
     assert not serve_config.environment(ServeConfig(api_keys=keys, ingress="python"))
@@ -179,7 +179,7 @@ def test_a_service_that_can_be_reached_has_keys_or_says_it_is_open():
     for knobs in ({"host": "0.0.0.0"}, {"host": "10.0.0.1"}, {"grpc_port": 9000}):
         with pytest.raises(ConfigError, match="api_keys"):
             validate(ServeConfig, knobs, source="serve")
-        ServeConfig(**knobs, open=True)
+        ServeConfig(**knobs, allow_unauthenticated=True)
 
 
 @pytest.mark.parametrize(("text", "reason"), [("", "one key a line"), ("short", "16 characters")])

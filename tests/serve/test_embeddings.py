@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[Client]:
     config = ServeConfig(
-        limits=Limits(max_texts=200, max_text_chars=400), rerank=Rerank(model="a fake", most=3)
+        limits=Limits(max_texts=200, max_text_chars=400), rerank=Rerank(model="a fake", max_candidates=3)
     )
     served = artifacts.find(AppArgs(model=str(folder), serve=config))
     assert isinstance(served, artifacts.ServedTower)
@@ -277,4 +277,4 @@ def test_a_tower_of_one_side_is_served_alone(folder, tmp_path):
     with pytest.raises(ConfigError, match="holds no tower"):
         artifacts.find(AppArgs(model=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"serve\.grpc_port needs an index"):
-        artifacts.find(AppArgs(model=str(folder), serve=ServeConfig(grpc_port=9, open=True)))
+        artifacts.find(AppArgs(model=str(folder), serve=ServeConfig(grpc_port=9, allow_unauthenticated=True)))

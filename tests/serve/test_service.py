@@ -105,7 +105,7 @@ class Reranker:
 
 @pytest.fixture(scope="module")
 def service() -> Service:
-    config = ServeConfig(deadline_s=0.5, rerank=Rerank(model="a fake", most=8))
+    config = ServeConfig(deadline_s=0.5, rerank=Rerank(model="a fake", max_candidates=8))
     version = Version("v1", "nowhere", 20, 1, "")
     groups = [LocalHandle(Shard(number)) for number in range(2)]
     arms = [ServedArm("default", LocalHandle(Encoder()), "fake", personalised=True)]

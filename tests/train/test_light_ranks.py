@@ -15,7 +15,8 @@ import ranks
 from scalingnote.models.config import Lora
 from scalingnote.train.collectives import rank, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.engine import build, cached_backward
+from scalingnote.train.engine import cached_backward
+from scalingnote.train.strategies import build
 
 ROWS = 6
 UNEVEN = (4, 2)

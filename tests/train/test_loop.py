@@ -11,8 +11,8 @@ from scalingnote.errors import TrainingError
 from scalingnote.train import loop
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import Optimizer, Schedule, Validation
-from scalingnote.train.engine import build
 from scalingnote.train.loop import TrainingHistory, fit
+from scalingnote.train.strategies import build
 
 STEPS = 12
 

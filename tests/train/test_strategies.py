@@ -21,8 +21,8 @@ from scalingnote.models.config import Lora
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import gather, rank, shares, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.engine import Cacheable, Engine, build, cached_backward, load_weights
-from scalingnote.train.sharded import ZeroEngine
+from scalingnote.train.engine import Cacheable, Engine, cached_backward, load_weights
+from scalingnote.train.strategies import ZeroEngine, build
 
 ROWS = 12  # of the global batch: divides over 2, 3 and 4 ranks
 STEPS = 2

@@ -32,10 +32,10 @@ from scalingnote.train.config import (
     Validation,
 )
 from scalingnote.train.data import MappedShares, Order, Rows, Store, StoredFile
-from scalingnote.train.engine import build
 from scalingnote.train.loop import fit
 from scalingnote.train.objective import StageOne
 from scalingnote.train.prepare import MeanRow, PreparedStore, prepare
+from scalingnote.train.strategies import build
 from scalingnote.train.stream import Layout, StreamedShares, read_pool, write_stream
 from scalingnote.train.validation_sample import draw_sample, drawn_documents
 

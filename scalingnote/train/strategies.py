@@ -1,4 +1,4 @@
-"""Engines that shard weights over ranks: torch's FSDP2, and ZeRO through DeepSpeed.
+"""Strategies, each an engine: weights whole on every rank (DDP), or sharded by FSDP2 or DeepSpeed's ZeRO.
 
 DeepSpeed is a late import: it is slow, and only ZeroEngine needs it. Its use here differs from the usual one:
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from scalingnote.errors import ConfigError
 from scalingnote.models.frozen import FrozenLinear
@@ -31,6 +32,58 @@ from scalingnote.train import optimizer
 from scalingnote.train.collectives import average_, rank, world_size
 from scalingnote.train.config import DeepSpeed, Fsdp2, Schedule
 from scalingnote.train.engine import Engine, backbones, layers, surrogate, trainable
+
+
+def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
+    """Distribute `module` over the ranks by the schedule's strategy; ConfigError if a package is missing."""
+    strategy = schedule.strategy_for(sum(p.numel() for p in trainable(module).values()))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not isinstance(strategy, Fsdp2 | DeepSpeed):
+        return DdpEngine(module, schedule=schedule, device=device)
+    if not dist.is_initialized():  # sharding needs a process group, even of one process
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if isinstance(strategy, Fsdp2):
+        return Fsdp2Engine(module, strategy, schedule=schedule, device=device)
+    return ZeroEngine(module, strategy, schedule=schedule, device=device)
+
+
+class DdpEngine(Engine):
+    """Every rank holds all weights, those that learn in float32; gradients are averaged.
+
+    One process runs plain PyTorch.
+    """
+
+    def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
+        super().__init__(module, schedule=schedule, device=device)
+        lower_frozen(module, self._dtype)  # before a GPU would get twice the bytes
+        module.to(device)
+        self._names = trainable(self.module)
+        self._optimizer = optimizer.make([list(self._names.values())], schedule.optimizer, device=device)
+        self._wrapped: nn.Module = self.module
+        # GradCache runs many backward passes a step, past the wrapper: it averages once, after the last.
+        if world_size() > 1 and schedule.memory.grad_cache is None:
+            self._wrapped = DistributedDataParallel(
+                self.module, forward_sync_buffers=False, gradient_as_bucket_view=True
+            )
+
+    def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """As the base class; the wrapper averages gradients while they are computed."""
+        with self.precision():
+            loss, parts = self._wrapped(batch)
+        return loss, parts
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """As the base class; rank 0 holds them all."""
+        if rank() != 0:
+            return None
+        return {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in self._names.items()}
+
+    def _average(self) -> None:
+        average_([p.grad for p in self._names.values() if p.grad is not None])
+
+    def _clip_gradients(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self._names.values(), self._clip, foreach=True)
 
 
 class Fsdp2Engine(Engine):
