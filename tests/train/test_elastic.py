@@ -31,15 +31,16 @@ from scalingnote.train import job
 from scalingnote.train.config import DataAccess, Losses, Optimizer, Ranks, TrainConfig
 
 ROWS_PER_PART = 4
-# Of a step at least, by the number of ranks: a run with one rank outlives the arrival of a node.
-STEP_S = {1: 0.5, 2: 0.05}
+# Step at which the first groups of ranks wait until their number changes: rank 0 before it, the others in it.
+# Each makes a checkpoint of its own before, and steps more than that.
+WAITS_AT = {1: 7, 2: 18}
 # Ray's own intervals, of seconds up to a minute, are for clusters of many nodes.
 INTERVALS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "4",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # a wait for the resources of a node that is gone
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2",  # a wait for the resources of a node that is gone
 }
 CONFIG = TrainConfig(
     query=tiny.query_tower(),
@@ -48,7 +49,7 @@ CONFIG = TrainConfig(
     losses=Losses(matryoshka=(8,)),
     optimizer=Optimizer(peak_lr=2e-3),  # at higher rates a rounding of 1e-6 grows to a tenth of the loss
     global_batch=8,
-    epochs=15.0,
+    epochs=3.0,
     precision="float32",
     validation=None,
     checkpoint_every=5,
@@ -66,7 +67,8 @@ def nodes() -> Iterator[Cluster]:
             patch.setenv(name, value)
         path = [str(Path(__file__).parent), str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(path))  # workers import this file
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        head = {"num_cpus": 0, "include_dashboard": False}
+        made = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(2):
             made.add_node(num_cpus=2, num_gpus=1)
         patch.setenv("RAY_ADDRESS", made.address)
@@ -78,7 +80,7 @@ def kill_node(nodes: Cluster) -> None:
     nodes.remove_node(sorted(nodes.worker_nodes, key=lambda node: node.node_id)[-1], allow_graceful=False)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 def test_encoding_goes_on_without_a_node_and_repeats_no_finished_part(nodes: Cluster, tmp_path: Path):
     tiny_towers(tmp_path)
     parts = lambda: len(list(tmp_path.glob("encoded/_work/parts/*.json")))  # noqa: E731
@@ -99,7 +101,7 @@ def test_encoding_goes_on_without_a_node_and_repeats_no_finished_part(nodes: Clu
     )
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 def test_training_goes_on_with_fewer_ranks_and_then_with_more_on_the_same_curve(
     nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -113,7 +115,7 @@ def test_training_goes_on_with_fewer_ranks_and_then_with_more_on_the_same_curve(
         wait_for(lambda: newest_checkpoint(tmp_path) > restarted, process)
         nodes.add_node(num_cpus=2, num_gpus=1)
         assert process.wait(timeout=900) == 0
-    assert [ranks for ranks, _ in itertools.groupby(worlds(tmp_path))] == [2, 1, 2]
+    assert groups(tmp_path) == [2, 1, 2]
     curve = open_artifact(str(tmp_path / "trained"), kind="dual_encoder").read_json("curve.json")
     without_ray(monkeypatch)
     alone = CONFIG.model_copy(update={"resources": Ranks(workers=0), "data": DataAccess(stream="never")})
@@ -134,6 +136,11 @@ def worlds(folder: Path) -> list[int]:
     """The number of ranks that each rank that started was one of."""
     notes = folder / "worlds"
     return [int(line) for line in notes.read_text().split()] if notes.exists() else []
+
+
+def groups(folder: Path) -> list[int]:
+    """The number of ranks, each time that it changed."""
+    return [ranks for ranks, _ in itertools.groupby(worlds(folder))]
 
 
 # --- what a driver does, in a process of its own -----------------------------------------------------------
@@ -168,20 +175,22 @@ class QuickCoordinator(coordinator._AutoscalingCoordinatorActor):
     TICK_INTERVAL_S = 1
 
 
-def slow_worker(settings: dict, *, notes: str):
-    world = ray.train.get_context().get_world_size()
-    with Path(notes).open("a") as file:
-        file.write(f"{world}\n")
+def noted_worker(settings: dict, *, folder: str):
+    context = ray.train.get_context()
+    with (Path(folder) / "worlds").open("a") as file:
+        file.write(f"{context.get_world_size()}\n")
+    waits_at = WAITS_AT.get(len(groups(Path(folder)))) if context.get_world_rank() == 0 else None
     fit = job.fit
 
-    def slow(engine, batch_at, **options):
+    def waiting(engine, batch_at, **options):
         def waited(step: int):
-            time.sleep(STEP_S[world])
+            while step == waits_at:
+                time.sleep(0.1)
             return batch_at(step)
 
         return fit(engine, waited, **options)
 
-    job.fit, job.get_device = slow, lambda: torch.device("cpu")
+    job.fit, job.get_device = waiting, lambda: torch.device("cpu")
     return job._worker(settings)
 
 
@@ -209,7 +218,7 @@ def main(what: str, name: str) -> None:
         launch = job.launch
         job.TorchTrainer = GlooTrainer
         job.launch = lambda worker, *args, **kwargs: launch(
-            partial(slow_worker, notes=str(folder / "worlds")), *args, **kwargs
+            partial(noted_worker, folder=str(folder)), *args, **kwargs
         )
         job.run(CONFIG, **parents(folder), output=str(folder / "trained"))
         return
