@@ -36,6 +36,7 @@ from scalingnote.serve.grpc.servicer import DETAILS
 from scalingnote.serve_config import AppArgs, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
+pytestmark = pytest.mark.timeout(600)  # of a busy machine
 QUERY = "bakoli menura"
 KEY = "a-key-of-sixteen-or-more"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -123,6 +124,7 @@ sys.exit(launch.run(served, app.bind(served)))
     command = [sys.executable, "-c", program]
     root = Path(app.__file__).parents[2]
     traced = {
+        "RAY_worker_niceness": "0",
         "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "scalingnote.serve.telemetry:otlp",
         "RAY_SERVE_TRACING_SAMPLING_RATIO": "0",  # but for requests that ask for it
         "OTEL_EXPORTER_OTLP_ENDPOINT": spans[0],
@@ -174,6 +176,8 @@ def test_what_is_served_is_what_is_searched(url, index, expected):
     status, answer = post(f"{url}/search", query=QUERY, k=5)
     assert (status, found(answer)) == (200, expected(index))
     assert (answer["shards"], answer["shards_answered"]) == (2, 2)
+    status, answer = post(f"{url}/v1/embeddings", model="scalingnote", input=[QUERY])
+    assert (status, len(answer["data"][0]["embedding"])) == (200, DIM)
     with urllib.request.urlopen(
         urllib.request.Request(f"{url}/info", headers={"x-request-id": "mine", **BEARER})
     ) as info:
