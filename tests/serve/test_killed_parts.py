@@ -21,10 +21,11 @@ from ray import serve
 
 from benchmarks import exposure
 from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.errors import ConfigError
 from scalingnote.index.shard import documents_file
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import app, artifacts, launch
-from scalingnote.serve_config import AppArgs
+from scalingnote.serve_config import AppArgs, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
 pytestmark = pytest.mark.timeout(600)  # of a busy machine
@@ -122,6 +123,17 @@ def test_without_keys_it_answers_this_machine_alone(url):
     assert {row["from the network"] for row in rows} <= {"closed", "refused", "harmless"}
     answers = {(row["process"], row["from loopback"], row["from the network"]) for row in rows}
     assert ("ray::ProxyActor", "OPEN", "closed") in answers
+
+
+def test_replicas_that_would_not_fit_are_refused(
+    cluster: None, index: Artifact, query_tower: Artifact
+) -> None:
+    config = ServeConfig(cpus_per_replica=50, searchers_in="replicas", shards_per_searcher=1)
+    served = artifacts.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
+    with pytest.raises(
+        ConfigError, match=r"Gateway asks for 50 CPUs a replica, no node has that; .* \d+ CPUs"
+    ):
+        launch.start(served, app.bind(served))
 
 
 def test_a_killed_aggregator_costs_the_groups_that_are_named(url, index, query_tower, teacher):

@@ -33,7 +33,7 @@ from scalingnote.serve import app, artifacts, launch
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
 from scalingnote.serve.grpc.servicer import DETAILS
-from scalingnote.serve_config import AppArgs, ServeConfig
+from scalingnote.serve_config import AppArgs
 from scalingnote.storage.artifact import Artifact
 
 pytestmark = pytest.mark.timeout(600)  # of a busy machine
@@ -336,14 +336,3 @@ def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_
     other = student(f"{tmp_path}/student", dim=DIM // 2)
     with pytest.raises(ConfigError, match="dim 16, the query tower of 8"):
         artifacts.find(AppArgs(index=index.uri, query_tower=other.uri))
-
-
-def test_replicas_that_would_not_fit_are_refused(
-    cluster: None, index: Artifact, query_tower: Artifact
-) -> None:
-    config = ServeConfig(cpus_per_replica=50, searchers_in="replicas", shards_per_searcher=1)
-    served = artifacts.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
-    with pytest.raises(
-        ConfigError, match=r"Gateway asks for 50 CPUs a replica, no node has that; .* \d+ CPUs"
-    ):
-        launch.start(served, app.bind(served))
