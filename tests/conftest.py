@@ -15,6 +15,7 @@ os.environ.update(
     SCALINGNOTE_PRECISION="float32",  # also where the CPU has tiles for bfloat16: results are compared
     TOKENIZERS_PARALLELISM="false",
     RAY_DEDUP_LOGS="0",
+    RAY_worker_niceness="0",  # at Ray's own 15, its workers rest while the other test process computes
     # Ray's workers inherit the environment their cluster starts with: where a test's object store will be.
     AWS_ENDPOINT_URL=f"http://127.0.0.1:{S3_PORT}",
     AWS_ACCESS_KEY_ID="test",
@@ -60,5 +61,9 @@ def cluster() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait minutes for nodes come first: the other test process works meanwhile."""
-    items.sort(key=lambda item: item.path.name != "test_elastic.py")
+    """Files with the longest timeouts come first: then both test processes end at about the same time."""
+    longest_s = dict.fromkeys((item.path for item in items), 0.0)
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        longest_s[item.path] = max(longest_s[item.path], own.args[0] if own else 0.0)
+    items.sort(key=lambda item: -longest_s[item.path])

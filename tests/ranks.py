@@ -1,6 +1,7 @@
 """Run a function on several ranks, each a process of its own that talks to the others through gloo."""
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -75,6 +76,7 @@ def _enter(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed collects garbage at every start: it need not look through all that is imported
     faulthandler.dump_traceback_later(0.9 * timeout)  # where a rank hangs
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:

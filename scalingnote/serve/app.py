@@ -35,6 +35,7 @@ MAX_ONGOING_REQUESTS = (
     1000  # of a replica: calls wait in its batcher, or are refused by the gateway's admission
 )
 MAX_UNBATCHED = 5  # of a replica without batches: the others wait in Serve's queue
+HEALTH_CHECK_PERIOD_S = 2.0  # a dead replica is replaced after the next check: Ray Serve's own is every 10 s
 
 # Allocations between two runs of the garbage collector. A search allocates some fifty containers and no
 # cycle: at Python's default of 700, the collector takes 1/40 of it.
@@ -340,4 +341,10 @@ def _replicas(
     """A deployment of a class, or of a deployment with other options."""
     deployed: Any = cls if isinstance(cls, Deployment) else deployment(cls)
     placed = placement.options(config, part, num_cpus=cpus, num_gpus=gpus, memory=memory)
-    return deployed.options(num_replicas=replicas, max_ongoing_requests=ongoing, **placed, **named)
+    return deployed.options(
+        num_replicas=replicas,
+        max_ongoing_requests=ongoing,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        **placed,
+        **named,
+    )

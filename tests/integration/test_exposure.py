@@ -1,10 +1,11 @@
-"""A run that trains, and a service without keys, started as from the shell: no listener is an open door."""
+"""A run that trains, started as from the shell: no listener is an open door.
 
-import shutil
+Services are asked the same in tests/serve, where they run anyway.
+"""
+
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from torch.distributed import TCPStore
 
@@ -24,52 +25,22 @@ def network() -> str:
         pytest.skip(str(reason))
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("config"))
-
-
-@pytest.fixture(scope="module")
-def finished(config: Path) -> Path:
-    """The directory of a run that may be served."""
-    folder = config.parent / "finished"
-    knobs = [f"run_dir={folder}", "train.resources.workers=0", "train.epochs=1"]
-    run_here(load(RunConfig, [config], knobs), until="index")
-    return folder
-
-
-def answers(process: psutil.Process, network: str) -> list[exposure.Row]:
-    """Of every listener; a Ray client from the network is asked, too, and finds nothing to connect to."""
-    rows = exposure.examine(process, network, client_s=5)
-    assert {"gcs_server", "raylet", "a Ray client"} <= {row["process"] for row in rows}
-    assert rows[-1]["from the network"] == "closed"
-    return rows
-
-
 @pytest.mark.timeout(600)  # of a busy machine
-def test_a_run_that_trains_opens_no_door(config: Path, finished: Path, network: str, tmp_path: Path):
-    for stage in ("prepare", "planner", "collect"):
-        shutil.copytree(finished / stage, tmp_path / stage)
+def test_a_run_that_trains_opens_no_door(network: str, tmp_path: Path):
+    config = write_config(tmp_path)
     knobs = [f"run_dir={tmp_path}", "train.epochs=100000", "train.checkpoint_every=100000"]
+    run_here(load(RunConfig, [config], knobs), until="collect")
     words = [*COMMAND, "run", str(config), "--only", "train"]
     words += [word for knob in knobs for word in ("--set", knob)]
-    with exposure.running(words, tmp_path, exposure.trains) as process:
-        rows = answers(process, network)
+    quick = {"RAY_worker_niceness": "0"}
+    with exposure.running(words, tmp_path, exposure.trains, ray=quick) as process:
+        rows = exposure.examine(process, network, client_s=5)
+    assert {"gcs_server", "raylet", "a Ray client"} <= {row["process"] for row in rows}
     assert {row["from the network"] for row in rows} == {"closed"}
     # Ranks send each other gradients there; what they meet at is a file.
     silent = [row for row in rows if row["from loopback"] == "silent"]
     assert {row["process"].partition(".")[0] for row in silent} == {"ray::RayTrainWorker"}
     assert not exposure.count(rows, "from loopback", "OPEN")
-
-
-@pytest.mark.timeout(600)
-def test_a_service_without_keys_answers_this_machine_alone(finished: Path, network: str, tmp_path: Path):
-    words = [*COMMAND, "serve", "--run", str(finished), "--set", "serve.port=0"]
-    with exposure.running(words, tmp_path, exposure.serves) as process:
-        rows = answers(process, network)
-    assert {row["from the network"] for row in rows} <= {"closed", "refused", "harmless"}
-    proxies = [row for row in rows if row["from loopback"] == "OPEN"]
-    assert [(row["process"], row["from the network"]) for row in proxies] == [("ray::ProxyActor", "closed")]
 
 
 def test_a_store_that_asks_for_no_token_is_noticed(network: str, monkeypatch: pytest.MonkeyPatch):

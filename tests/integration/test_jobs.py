@@ -18,14 +18,15 @@ from subprocess import CompletedProcess
 
 import psutil
 import pytest
-import ray
 from ray.job_submission import JobSubmissionClient
 
-from scalingnote import cli, pipeline, stages
+from scalingnote import cli, pipeline
 from scalingnote.config import load
 from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import open_artifact
+from tiny_run import run_here
 
+pytestmark = pytest.mark.timeout(600)  # of a busy machine
 ROOT = Path(pipeline.__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
 STAGES = ("prepare", "planner")
@@ -197,14 +198,10 @@ KINDS = ("dataset", "planner")
 
 
 @pytest.fixture(scope="module")
-def in_process(project: Path, head: Head) -> Iterator[dict[str, str]]:
-    ours = not ray.is_initialized()
-    overrides = [f"run_dir={project}/runs/in-process", f"address={head.address}"]
-    config = load(RunConfig, [project / "configs" / "tiny.yaml"], overrides)
-    pipeline.run(config, stages.select(config, until="planner"))
-    yield digests(project, "runs/in-process")
-    if ours:
-        ray.shutdown()
+def in_process(project: Path) -> dict[str, str]:
+    overrides = [f"run_dir={project}/runs/in-process"]
+    run_here(load(RunConfig, [project / "configs" / "tiny.yaml"], overrides), until="planner")
+    return digests(project, "runs/in-process")
 
 
 def test_a_job_without_its_inputs_ends_with_the_stage_to_run(project: Path, head: Head) -> None:
@@ -214,23 +211,6 @@ def test_a_job_without_its_inputs_ends_with_the_stage_to_run(project: Path, head
     assert done.returncode == 2, done.stdout + done.stderr
     assert "run stage 'prepare' first" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-
-
-@of_rays_client
-def test_a_job_builds_what_is_built_in_process(
-    project: Path, head: Head, in_process: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other stage's job is that of :func:`test_a_submission_id_is_used_once`."""
-    shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "jobs" / STAGES[0])
-    done = submit(project, head, STAGES[1], "runs/jobs", patch=monkeypatch)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    # The relative run_dir was pinned: the artifact outlives the job's own directory.
-    artifact = open_artifact(line["uri"], kind=KINDS[1])
-    assert Path(line["uri"]).is_relative_to(project / "runs" / "jobs")
-    assert (line["stage"], line["digest"]) == (STAGES[1], artifact.digest)
-    assert line["counts"] == artifact.counts
-    assert digests(project, "runs/jobs") == in_process
 
 
 @of_rays_client
@@ -287,8 +267,13 @@ def test_a_submission_id_is_used_once(project: Path, head: Head, in_process: dic
     assert second.returncode == 0, second.stderr
     assert "following it" in second.stderr
     assert second.stderr.count("\n") <= 3  # progress lines, but no traceback
-    config = load(RunConfig, [project / "configs" / "tiny.yaml"], [f"run_dir={project}/runs/tiny"])
-    assert pipeline.locate(config, KINDS[0]).digest == in_process[STAGES[0]]
+    line = json.loads(next(line for line in second.stdout.splitlines() if line.startswith("{")))
+    # The relative run_dir was pinned: the artifact outlives the job's own directory.
+    artifact = open_artifact(line["uri"], kind=KINDS[0])
+    assert Path(line["uri"]).is_relative_to(project / "runs" / "tiny")
+    assert (line["stage"], line["digest"]) == (STAGES[0], artifact.digest)
+    assert line["counts"] == artifact.counts
+    assert artifact.digest == in_process[STAGES[0]]
 
 
 SLOW_JOB = """

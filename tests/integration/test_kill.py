@@ -56,22 +56,25 @@ def test_a_killed_driver_loses_and_doubles_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     config = write_config(tmp_path)
-    alone = "train.resources.workers=0"  # where a run trains is not what it learns
-    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}", alone])
+    shorter, alone = "train.epochs=4", "train.resources.workers=0"  # where a run trains is not what it learns
+    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}", shorter, alone])
     expected = run_here(undisturbed, until="train")
 
     run_dir = tmp_path / "killed"
-    killed = load(RunConfig, [config], [f"run_dir={run_dir}"])
+    killed = load(RunConfig, [config], [f"run_dir={run_dir}", shorter, alone])
     for stage in ("prepare", "planner", "collect"):  # their own tests kill them
         shutil.copytree(tmp_path / "undisturbed" / stage, run_dir / stage)
     checkpoints = "train/*/_work/checkpoints/*/checkpoint.json"
-    kill_when(lambda: count(run_dir, checkpoints) >= 1, command(config, run_dir))
+    kill_when(lambda: count(run_dir, checkpoints) >= 1, command(config, run_dir, shorter))
     assert count(run_dir, "train/*/manifest.json") == 0
-    parts = "encode/*/_work/parts/*.json"
-    kill_when(lambda: count(run_dir, parts) >= 3, command(config, run_dir, alone))
-    assert count(run_dir, "encode/*/manifest.json") == 0
     monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)  # off once a driver was here
     caplog.set_level(logging.INFO, logger="scalingnote")
+    run_here(killed, until="train")
+    assert "resuming at step " in caplog.text
+    caplog.clear()
+    parts = "encode/*/_work/parts/*.json"
+    kill_when(lambda: count(run_dir, parts) >= 3, command(config, run_dir, shorter))
+    assert count(run_dir, "encode/*/manifest.json") == 0
     report = run_here(killed)["report"].read_json("report.json")
     assert "train: finished before" in caplog.text
     assert "resuming: " in caplog.text

@@ -51,6 +51,7 @@ def service(
     groups: int = 1,
     writing: WriteHandles | None = None,
     teacher: Any = None,
+    documents: LocalHandle | None = None,
 ) -> Service:
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
     encoder = LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student"))))
@@ -61,4 +62,12 @@ def service(
     ]
     arms = [ServedArm("default", encoder, "torch", False)]
     asked = None if teacher is None else LocalHandle(teacher)
-    return Service(arms, searchers, Versions(catalog, searchers), config, writing=writing, teacher=asked)
+    return Service(
+        arms,
+        searchers,
+        Versions(catalog, searchers),
+        config,
+        writing=writing,
+        teacher=asked,
+        documents=documents,
+    )

@@ -1,13 +1,15 @@
 """A small real index and a query tower of its dimension: what a gateway needs."""
 
 from pathlib import Path
+from typing import Any
 
 import tiny
 from in_process import run_without_ray
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
-from scalingnote.models import tower
+from scalingnote.models import lookup, tower
 from scalingnote.models.backbone import train_tokenizer
+from scalingnote.models.config import LookupConfig
 from scalingnote.storage.artifact import Artifact, Draft
 from synthetic_corpus import Corpus
 
@@ -30,9 +32,22 @@ def built(folder: Path, *, corpus_seed: int = 0, shards: int = 2) -> Artifact:
 
 
 def student(uri: str, *, dim: int = DIM, seed: int = 0) -> Artifact:
+    return _saved(
+        uri, tower.build(tiny.query_tower(), role="query", dim=dim, tokenizer_json=_learnt(), seed=seed)
+    )
+
+
+def table(uri: str, *, seed: int = 0) -> Artifact:
+    """A student that is a table of random rows."""
+    return _saved(uri, lookup.build(LookupConfig(), dim=DIM, tokenizer_json=_learnt(), seed=seed))
+
+
+def _learnt() -> str:
     texts = [row["content"] for row in tiny.document_rows()]
-    learnt = train_tokenizer(texts, vocabulary=tiny.CAUSAL.vocabulary)
+    return train_tokenizer(texts, vocabulary=tiny.CAUSAL.vocabulary)
+
+
+def _saved(uri: str, made: Any) -> Artifact:
     draft = Draft(uri, kind="student", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.query_tower(), role="query", dim=dim, tokenizer_json=learnt, seed=seed)
     made.save(Path(draft.path("query")))
     return draft.commit(counts={})

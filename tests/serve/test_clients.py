@@ -2,17 +2,18 @@
 
 import asyncio
 import importlib.util
-import os
-import subprocess
-import sys
+import socket
+import threading
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
+import uvicorn
+from gateway_here import service
 from numpy import ndarray
 from pair import DIM
 
@@ -21,25 +22,22 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import SearchError
 from scalingnote.models import tower
 from scalingnote.models.backbone import train_tokenizer
-from scalingnote.serve.towers import document_encoder
+from scalingnote.serve import api
+from scalingnote.serve.access import Admission
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.towers import DocumentTower, document_encoder
+from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.artifact import Artifact, Draft
 
-openai = pytest.importorskip("openai")
-pytest.importorskip("langchain_core")
-pytest.importorskip("llama_index.core")
-pytest.importorskip("haystack")
+# Looked for, not imported: both test processes collect this file, one of them runs it.
+for client in ("openai", "langchain_core", "llama_index", "haystack"):
+    if importlib.util.find_spec(client) is None:
+        pytest.skip(f"{client} is not installed", allow_module_level=True)
 
 KEY = "a-key-of-sixteen-or-more"
 MODEL = "scalingnote"
 ROOT = Path(__file__).parents[2]
 TEXTS = ["bakoli menura", "zo", "sitave ba ko"]
-PROGRAM = """
-import sys
-from scalingnote.serve import app, artifacts, launch
-from scalingnote.serve_config import AppArgs
-found = artifacts.find(AppArgs.model_validate({args!r}))
-sys.exit(launch.run(found, app.bind(found)))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,44 +53,21 @@ def document_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def url(
-    index: Artifact,
-    query_tower: Artifact,
-    document_tower: Artifact,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[str]:
-    """A server with keys: gateway and document tower, in a process and a cluster of its own."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(KEY)
-    serve = {
-        "port": 0,
-        "api_keys": str(keys),
-        "encoder_in": "gateway",
-        "document_replicas": 1,
-        "deadline_s": 20,
-    }
-    args = {
-        "index": index.uri,
-        "query_tower": query_tower.uri,
-        "document_tower": document_tower.uri,
-        "serve": {**serve, "ingress": "python"},
-    }
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    process = psutil.Popen(
-        [sys.executable, "-c", PROGRAM.format(args=args)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+def url(index: Artifact, query_tower: Artifact, document_tower: Artifact) -> Iterator[str]:
+    """A gateway with keys and both towers behind a real port; Ray Serve's own is in test_served_index."""
+    config = ServeConfig(deadline_s=20)
+    documents = LocalHandle(DocumentTower((document_tower.uri, "dual_encoder")))
+    admission = Admission(config.limits, frozenset([sha256(KEY.encode()).digest()]))
+    application = api.build(
+        service(index, query_tower, config, documents=documents), config, admission=admission
     )
-    try:
-        yield next(line for line in process.stdout if line.startswith("http://")).split()[0]
-    finally:
-        for member in [*process.children(recursive=True), process] if process.is_running() else []:
-            member.kill()
-        process.wait()
-        process.stdout.close()
+    server = uvicorn.Server(uvicorn.Config(application, port=0, ws="none", log_level="warning"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"  # what connects before it is up waits
+        server.should_exit = True
+        thread.join()
 
 
 def unit(vectors: ndarray) -> ndarray:
@@ -111,6 +86,8 @@ def sides(query_tower: Artifact, document_tower: Artifact) -> dict[str, Any]:
 
 
 def test_openai_s_client_works_with_its_default_settings(url, sides):
+    import openai
+
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
     assert {model.id for model in client.models.list()} >= {MODEL, f"{MODEL}-document"}
     for name, side in ((MODEL, "query"), (f"{MODEL}-query", "query"), (f"{MODEL}-document", "document")):
@@ -131,6 +108,8 @@ def test_openai_s_client_works_with_its_default_settings(url, sides):
 
 
 def test_a_request_may_have_two_thousand_texts(url, sides):
+    import openai
+
     texts = [f"bakoli {number}" for number in range(2048)]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
     rows = client.embeddings.create(model=MODEL, input=texts).data

@@ -3,58 +3,36 @@
 `python -m benchmarks.encode_faults` and `python -m benchmarks.faults` measure the same many times over.
 """
 
-import itertools
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
+import elastic_driver
 import numpy as np
 import pytest
-import ray.train.torch
-import torch
+from elastic_driver import CONFIG, groups, parents, worlds
 from ray.cluster_utils import Cluster
-from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 
 import tiny
 from in_process import without_ray
-from scalingnote import cluster
-from scalingnote.encode import documents, engines
-from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.models import tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.storage.artifact import Draft, open_artifact
 from scalingnote.train import job
-from scalingnote.train.config import DataAccess, Losses, Optimizer, Ranks, TrainConfig
+from scalingnote.train.config import DataAccess, Ranks
 
 ROWS_PER_PART = 4
-# Of a step at least, by the number of ranks: a run with one rank outlives the arrival of a node.
-STEP_S = {1: 0.5, 2: 0.05}
 # Ray's own intervals, of seconds up to a minute, are for clusters of many nodes.
 INTERVALS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "4",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # a wait for the resources of a node that is gone
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "2",  # a wait for the resources of a node that is gone
 }
-CONFIG = TrainConfig(
-    query=tiny.query_tower(),
-    document=tiny.document_tower(),
-    dim=8,
-    losses=Losses(matryoshka=(8,)),
-    optimizer=Optimizer(peak_lr=2e-3),  # at higher rates a rounding of 1e-6 grows to a tenth of the loss
-    global_batch=8,
-    epochs=15.0,
-    precision="float32",
-    validation=None,
-    checkpoint_every=5,
-    data=DataAccess(stream="always"),
-    resources=Ranks(workers=2, min_workers=1, gpus_per_worker=1),
-)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +43,9 @@ def nodes() -> Iterator[Cluster]:
         for name, value in INTERVALS.items():
             patch.setenv(name, value)
         path = [str(Path(__file__).parent), str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))  # workers import this file
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        patch.setenv("PYTHONPATH", os.pathsep.join(path))  # workers import the driver's file
+        head = {"num_cpus": 0, "include_dashboard": False}
+        made = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(2):
             made.add_node(num_cpus=2, num_gpus=1)
         patch.setenv("RAY_ADDRESS", made.address)
@@ -78,7 +57,7 @@ def kill_node(nodes: Cluster) -> None:
     nodes.remove_node(sorted(nodes.worker_nodes, key=lambda node: node.node_id)[-1], allow_graceful=False)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 def test_encoding_goes_on_without_a_node_and_repeats_no_finished_part(nodes: Cluster, tmp_path: Path):
     tiny_towers(tmp_path)
     parts = lambda: len(list(tmp_path.glob("encoded/_work/parts/*.json")))  # noqa: E731
@@ -99,7 +78,7 @@ def test_encoding_goes_on_without_a_node_and_repeats_no_finished_part(nodes: Clu
     )
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 def test_training_goes_on_with_fewer_ranks_and_then_with_more_on_the_same_curve(
     nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -113,7 +92,7 @@ def test_training_goes_on_with_fewer_ranks_and_then_with_more_on_the_same_curve(
         wait_for(lambda: newest_checkpoint(tmp_path) > restarted, process)
         nodes.add_node(num_cpus=2, num_gpus=1)
         assert process.wait(timeout=900) == 0
-    assert [ranks for ranks, _ in itertools.groupby(worlds(tmp_path))] == [2, 1, 2]
+    assert groups(tmp_path) == [2, 1, 2]
     curve = open_artifact(str(tmp_path / "trained"), kind="dual_encoder").read_json("curve.json")
     without_ray(monkeypatch)
     alone = CONFIG.model_copy(update={"resources": Ranks(workers=0), "data": DataAccess(stream="never")})
@@ -130,61 +109,6 @@ def newest_checkpoint(folder: Path) -> int:
     return max((int(path.parent.name.removeprefix("step-")) for path in markers), default=0)
 
 
-def worlds(folder: Path) -> list[int]:
-    """The number of ranks that each rank that started was one of."""
-    notes = folder / "worlds"
-    return [int(line) for line in notes.read_text().split()] if notes.exists() else []
-
-
-# --- what a driver does, in a process of its own -----------------------------------------------------------
-
-
-class CountedEncoder:
-    """Notes each part that it encodes."""
-
-    def __init__(self, towers, token_budget: int, *, notes: str) -> None:
-        self._encoder, self._notes = engines.load_document_encoder(towers, token_budget), notes
-
-    def __getattr__(self, name: str):
-        return getattr(self._encoder, name)
-
-    def encode_with_cost(self, *rows, **options):
-        time.sleep(0.3)
-        with Path(self._notes).open("a") as file:
-            file.write("part\n")
-        return self._encoder.encode_with_cost(*rows, **options)
-
-
-class GlooTrainer(ray.train.torch.TorchTrainer):
-    """Simulated GPUs cannot talk by NCCL, which Ray Train chooses for ranks with GPUs."""
-
-    def __init__(self, *args, torch_config=None, **kwargs) -> None:
-        super().__init__(*args, torch_config=ray.train.torch.TorchConfig(backend="gloo"), **kwargs)
-
-
-class QuickCoordinator(coordinator._AutoscalingCoordinatorActor):
-    """Looks at once for nodes that joined; Ray's own, every 20 seconds."""
-
-    TICK_INTERVAL_S = 1
-
-
-def slow_worker(settings: dict, *, notes: str):
-    world = ray.train.get_context().get_world_size()
-    with Path(notes).open("a") as file:
-        file.write(f"{world}\n")
-    fit = job.fit
-
-    def slow(engine, batch_at, **options):
-        def waited(step: int):
-            time.sleep(STEP_S[world])
-            return batch_at(step)
-
-        return fit(engine, waited, **options)
-
-    job.fit, job.get_device = slow, lambda: torch.device("cpu")
-    return job._worker(settings)
-
-
 def tiny_towers(folder: Path) -> None:
     """A dataset, and a dual encoder that has a document tower alone."""
     tiny.dataset(str(folder / "dataset"), rows_per_part=ROWS_PER_PART)
@@ -195,40 +119,13 @@ def tiny_towers(folder: Path) -> None:
     draft.commit(counts={})
 
 
-def parents(folder: Path) -> dict[str, str]:
-    return {name: str(folder / name) for name in ("dataset", "triplets")}
-
-
-def main(what: str, name: str) -> None:
-    folder = Path(name)
-    cluster.connect()
-    coordinator._AutoscalingCoordinatorActor = QuickCoordinator
-    coordinator.get_or_create_autoscaling_coordinator()
-    if what == "train":
-        job.RESIZE_INTERVAL_S = 2.0
-        launch = job.launch
-        job.TorchTrainer = GlooTrainer
-        job.launch = lambda worker, *args, **kwargs: launch(
-            partial(slow_worker, notes=str(folder / "worlds")), *args, **kwargs
-        )
-        job.run(CONFIG, **parents(folder), output=str(folder / "trained"))
-        return
-    documents.encode_documents(
-        EncodeConfig(token_budget=2048, resources=Fleet(workers=2, gpus_per_worker=1)),
-        str(folder / "dataset"),
-        open_artifact(str(folder / "towers"), kind="dual_encoder"),
-        str(folder / "encoded"),
-        load_encoder=partial(CountedEncoder, notes=str(folder / "calls")),
-    )
-
-
 class Driver:
     """A driver of the cluster; killed at the end of the block if it still runs."""
 
     def __init__(self, what: str, folder: Path) -> None:
         self._log = (folder / f"{what}.log").open("wb")
-        code = f"import test_elastic; test_elastic.main({what!r}, {str(folder)!r})"
-        self._process = subprocess.Popen([sys.executable, "-c", code], stdout=self._log, stderr=self._log)
+        command = [sys.executable, elastic_driver.__file__, what, str(folder)]
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
 
     def __enter__(self) -> subprocess.Popen[bytes]:
         return self._process

@@ -24,7 +24,7 @@ from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, O
 from scalingnote.train.engine import Cacheable, Engine, cached_backward, load_weights
 from scalingnote.train.strategies import ZeroEngine, build
 
-ROWS = 12  # of the global batch: divides over 2, 3 and 4 ranks
+ROWS = 12  # of the global batch: divides over 2 and 3 ranks
 STEPS = 2
 CPU = torch.device("cpu")
 PLAIN, CHECKPOINTED = Memory(), Memory(gradient_checkpointing=True)
@@ -49,6 +49,12 @@ class Pairs:
     documents: Batch
 
 
+@lru_cache
+def tokenizer() -> str:
+    texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
+    return backbone.train_tokenizer(texts, vocabulary=400)
+
+
 class Contrast(Cacheable):
     """In-batch softmax over all ranks with a temperature that learns: all kinds of parameters.
 
@@ -57,8 +63,7 @@ class Contrast(Cacheable):
 
     def __init__(self, *, base: str | None = None) -> None:
         super().__init__()
-        texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
-        learnt = backbone.train_tokenizer(texts, vocabulary=400)
+        learnt = tokenizer()
         adapter = {"lora": Lora(rank=2, base=base) if base else None}
         wide = tiny.CAUSAL.model_copy(update={"hidden": 64, "intermediate": 128} if base else {})
         self.towers = dual_encoder.build(
@@ -205,7 +210,8 @@ STRATEGIES = {
 ONE_BATCH = {
     **{f"{name}, checkpointed": Job(strategy, CHECKPOINTED) for name, strategy in STRATEGIES.items()},
     **{f"{name}, cached": Job(strategy, CACHED) for name, strategy in STRATEGIES.items()},
-    **{f"{name}, lora": Job(STRATEGIES[name], CACHED, base="full") for name in ("ddp", "fsdp2", "zero-3")},
+    **{f"{name}, lora": Job(STRATEGIES[name], CACHED, base="full") for name in ("ddp", "fsdp2")},
+    "zero-3, lora": Job(DeepSpeed(stage=3), base="full"),
     "ddp, int8": Job(Ddp(), base="int8"),
     "ddp, nf4": Job(Ddp(), CACHED, base="nf4"),
     "fsdp2, int8": Job(Fsdp2(), CACHED, base="int8"),
@@ -243,11 +249,10 @@ def test_half_precision_is_nearly_as_good(on_two: dict[str, dict[str, Any]], nam
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", [3, 4])
-def test_more_ranks_equal_one_process(world: int):
+def test_three_ranks_equal_one_process():
     jobs = {name: Job(STRATEGIES[name], CACHED) for name in ("ddp", "fsdp2")}
     jobs |= {f"{name}, plain": Job(STRATEGIES[name]) for name in ("ddp", "fsdp2")}
-    for name, found in ranks.run(train_all, jobs, None, world=world)[0].items():
+    for name, found in ranks.run(train_all, jobs, None, world=3)[0].items():
         compare(found, jobs[name])
 
 

@@ -1,0 +1,147 @@
+"""What the drivers of test_elastic do, each in a process of its own, and what they give to Ray's workers.
+
+A worker imports this file: what it does not need is imported where it is used, seconds for each process.
+"""
+
+import itertools
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import tiny
+from scalingnote.encode.config import EncodeConfig, Fleet
+from scalingnote.storage.artifact import open_artifact
+from scalingnote.train.config import DataAccess, Losses, Optimizer, Ranks, TrainConfig
+
+# Step at which the first groups of ranks wait until their number changes: rank 0 before it, the others in it.
+# Each makes a checkpoint of its own before, and steps more than that.
+WAITS_AT = {1: 7, 2: 18}
+CONFIG = TrainConfig(
+    query=tiny.query_tower(),
+    document=tiny.document_tower(),
+    dim=8,
+    losses=Losses(matryoshka=(8,)),
+    optimizer=Optimizer(peak_lr=2e-3),  # at higher rates a rounding of 1e-6 grows to a tenth of the loss
+    global_batch=8,
+    epochs=3.0,
+    precision="float32",
+    validation=None,
+    checkpoint_every=5,
+    data=DataAccess(stream="always"),
+    resources=Ranks(workers=2, min_workers=1, gpus_per_worker=1),
+)
+
+
+def worlds(folder: Path) -> list[int]:
+    """The number of ranks that each rank that started was one of."""
+    notes = folder / "worlds"
+    return [int(line) for line in notes.read_text().split()] if notes.exists() else []
+
+
+def groups(folder: Path) -> list[int]:
+    """The number of ranks, each time that it changed."""
+    return [ranks for ranks, _ in itertools.groupby(worlds(folder))]
+
+
+class CountedEncoder:
+    """Notes each part that it encodes."""
+
+    def __init__(self, towers, token_budget: int, *, notes: str) -> None:
+        from scalingnote.encode import engines
+
+        self._encoder, self._notes = engines.load_document_encoder(towers, token_budget), notes
+
+    def __getattr__(self, name: str):
+        return getattr(self._encoder, name)
+
+    def encode_with_cost(self, *rows, **options):
+        time.sleep(0.3)
+        with Path(self._notes).open("a") as file:
+            file.write("part\n")
+        return self._encoder.encode_with_cost(*rows, **options)
+
+
+def noted_worker(settings: dict, *, folder: str):
+    import ray.train
+    import torch
+
+    from scalingnote.train import job
+
+    context = ray.train.get_context()
+    with (Path(folder) / "worlds").open("a") as file:
+        file.write(f"{context.get_world_size()}\n")
+    waits_at = WAITS_AT.get(len(groups(Path(folder)))) if context.get_world_rank() == 0 else None
+    fit = job.fit
+
+    def waiting(engine, batch_at, **options):
+        def waited(step: int):
+            while step == waits_at:
+                time.sleep(0.1)
+            return batch_at(step)
+
+        return fit(engine, waited, **options)
+
+    job.fit, job.get_device = waiting, lambda: torch.device("cpu")
+    return job._worker(settings)
+
+
+def parents(folder: Path) -> dict[str, str]:
+    return {name: str(folder / name) for name in ("dataset", "triplets")}
+
+
+def connect() -> None:
+    """Join the cluster; Ray Data and Ray Train look at once for nodes that joined, not every 20 seconds."""
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
+
+    from scalingnote import cluster
+
+    class Quick(coordinator._AutoscalingCoordinatorActor):
+        TICK_INTERVAL_S = 1
+
+    cluster.connect()
+    coordinator._AutoscalingCoordinatorActor = Quick
+    coordinator.get_or_create_autoscaling_coordinator()
+
+
+def train(folder: Path) -> None:
+    import ray.train.torch
+
+    from scalingnote.train import job
+
+    class GlooTrainer(ray.train.torch.TorchTrainer):
+        """Simulated GPUs cannot talk by NCCL, which Ray Train chooses for ranks with GPUs."""
+
+        def __init__(self, *args, torch_config=None, **kwargs) -> None:
+            super().__init__(*args, torch_config=ray.train.torch.TorchConfig(backend="gloo"), **kwargs)
+
+    job.RESIZE_INTERVAL_S = 2.0
+    launch = job.launch
+    job.TorchTrainer = GlooTrainer
+    job.launch = lambda worker, *args, **kwargs: launch(
+        partial(noted_worker, folder=str(folder)), *args, **kwargs
+    )
+    job.run(CONFIG, **parents(folder), output=str(folder / "trained"))
+
+
+def encode(folder: Path) -> None:
+    from scalingnote.encode import documents
+
+    documents.encode_documents(
+        EncodeConfig(token_budget=2048, resources=Fleet(workers=2, gpus_per_worker=1)),
+        str(folder / "dataset"),
+        open_artifact(str(folder / "towers"), kind="dual_encoder"),
+        str(folder / "encoded"),
+        load_encoder=partial(CountedEncoder, notes=str(folder / "calls")),
+    )
+
+
+def main(what: str, folder: str) -> None:
+    connect()
+    {"train": train, "encode": encode}[what](Path(folder))
+
+
+if __name__ == "__main__":
+    from elastic_driver import main  # by its name, under which workers find it
+
+    main(*sys.argv[1:])
