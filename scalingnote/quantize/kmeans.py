@@ -135,10 +135,10 @@ def encode_nearest(
         for start in range(0, len(vectors), BLOCK):
             residual = np.array(vectors[start : start + BLOCK], np.float32)
             for level, codebook in enumerate(codebooks):
-                if level:
-                    residual -= codebooks[level - 1][nearest]
                 nearest: ndarray = faiss.knn(residual, codebook, 1)[1][:, 0]
                 chosen[start : start + BLOCK, level] = nearest
+                if level + 1 < len(codebooks):
+                    residual -= codebook[nearest]
     return chosen
 
 

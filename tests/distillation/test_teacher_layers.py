@@ -15,7 +15,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Pretrained, Scratch, TowerConfig
-from scalingnote.models.dual_encoder import load_tower
+from scalingnote.models.dual_encoder import build_tower, load_tower
 from scalingnote.models.tower import Tower
 
 TEXTS = [row["content"] for row in tiny.document_rows(12)]
@@ -93,12 +93,12 @@ def test_layers_of_a_published_teacher_keep_its_pooling_and_prompt(tmp_path: Pat
     whole = initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "whole", layers=deep)
     assert whole == tuple(range(deep))
     config = TowerConfig(backbone=Pretrained(path=str(tmp_path / "whole")), pooling="auto", max_length=24)
-    made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0).eval()
+    made = build_tower(config, role="query", dim=16, tokenizer_json=None, seed=0).eval()
     assert made.native.prefix == published.PROMPTS["query"]
     batch = collate(made.prompt.rows(TEXTS), pad=made.pad)
     with torch.no_grad():
         torch.testing.assert_close(made(batch), adopted(batch))
     initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "half", layers=1)
     config = config.model_copy(update={"backbone": Pretrained(path=str(tmp_path / "half"))})
-    made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0)
+    made = build_tower(config, role="query", dim=16, tokenizer_json=None, seed=0)
     assert len(made.backbone.encoder.layer) == 1

@@ -67,7 +67,8 @@ def test_a_killed_driver_loses_and_doubles_nothing(
     checkpoints = "train/*/_work/checkpoints/*/checkpoint.json"
     kill_when(lambda: count(run_dir, checkpoints) >= 1, command(config, run_dir, shorter))
     assert count(run_dir, "train/*/manifest.json") == 0
-    monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)  # off once a driver was here
+    logger = logging.getLogger("scalingnote")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])  # a driver stops propagation
     caplog.set_level(logging.INFO, logger="scalingnote")
     run_here(killed, until="train")
     assert "resuming at step " in caplog.text

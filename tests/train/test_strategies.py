@@ -319,12 +319,12 @@ def test_what_cannot_be_had_is_said():
 
 
 def test_deepspeed_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
-    from scalingnote.train import sharded
+    from scalingnote.train import strategies
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     with pytest.raises(ConfigError, match="needs the environment variable DS_ACCELERATOR=cpu"):
-        sharded._import_deepspeed(CPU)
+        strategies._import_deepspeed(CPU)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=r"pip install 'scalingnote\[gpu\]'"):
-        sharded._import_deepspeed(CPU)
+        strategies._import_deepspeed(CPU)
