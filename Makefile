@@ -17,7 +17,7 @@ ifneq ($(wildcard ../shared/data),)
 export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: quickstart quickstart-train compare benchmarks test check image-check readme-check audit format proto lock clean
+.PHONY: quickstart quickstart-train compare benchmarks test test-slow check image-check readme-check audit format proto lock clean
 
 # A published model, its query side distilled into a table, hybrid search.
 quickstart: .venv/installed-quickstart
@@ -36,7 +36,11 @@ benchmarks: .venv/installed-bench
 	$(BIN)/python -m benchmarks.suite --size $(SIZE) --repeat $(REPEAT) $(AGAINST:%=--against %) $(if $(filter-out 0,$(COMMIT_RESULTS)),--commit-results)
 
 test: .venv/installed-dev
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+# Clusters that lose nodes, killed drivers and servers, the wheel in an environment of its own.
+test-slow: .venv/installed-dev
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
@@ -49,7 +53,7 @@ check: .venv/installed-dev
 image-check: .venv/installed-dev
 	$(BIN)/python tests/image_check.py $(CLEAN)
 
-# The README's first commands from the wheel with the real model, over five minutes; `make test` runs them with a small one.
+# The README's first commands from the wheel with the real model, over five minutes; `make test-slow` runs them with a small one.
 readme-check: .venv/installed-dev
 	$(BIN)/python tests/readme_check.py $(CLEAN)
 

@@ -138,6 +138,7 @@ def test_the_wheel_works_without_the_checkout(environment: Path):
     assert "medquad" in listed.stdout, listed.stderr
 
 
+@pytest.mark.slow
 def test_the_first_commands_of_the_readme_run_from_the_wheel(environment: Path, tmp_path: Path):
     """With a small model in place of the README's, and fewer texts; the server has tests of its own."""
     (install, *commands), python = readme_check.first_blocks((ROOT / "README.md").read_text())

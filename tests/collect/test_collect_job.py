@@ -282,6 +282,7 @@ def docs_of(row):
     return [row["positive"], *row["negatives"]]
 
 
+@pytest.mark.slow
 def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(
     cluster, scored, planner, multi_hop, tmp_path
 ):
@@ -334,6 +335,7 @@ def test_a_large_part_is_read_in_shares_of_its_row_groups_and_a_damaged_one_not(
         steps.read_slice(steps.dataset_slices(dataset, "queries")[0], ["n"], damaged)
 
 
+@pytest.mark.slow
 def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, planner, tmp_path):
     wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
     with pytest.raises(ConfigError, match="nothing"):

@@ -14,6 +14,8 @@ from scalingnote.config import load
 from scalingnote.run_config import RunConfig
 from tiny_run import run_here, write_config
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "scalingnote.cli"]
 
 

@@ -26,7 +26,7 @@ from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import open_artifact
 from tiny_run import run_here
 
-pytestmark = pytest.mark.timeout(600)  # of a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
 ROOT = Path(pipeline.__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
 STAGES = ("prepare", "planner")

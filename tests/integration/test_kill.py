@@ -22,6 +22,8 @@ from scalingnote.run_config import RunConfig
 from scalingnote.storage import arrow
 from tiny_run import run_here, write_config
 
+pytestmark = pytest.mark.slow
+
 
 def command(config: Path, run_dir: Path, *overrides: str) -> list[str]:
     """A driver that joins the session's cluster, which outlives it, as clusters do."""

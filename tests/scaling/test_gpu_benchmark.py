@@ -7,6 +7,8 @@ import torch
 
 from benchmarks import gpu, gpu_engines, gpu_index, gpu_queries, gpu_towers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:

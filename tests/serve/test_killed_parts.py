@@ -28,7 +28,7 @@ from scalingnote.serve import app, artifacts, launch
 from scalingnote.serve_config import AppArgs, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
-pytestmark = pytest.mark.timeout(600)  # of a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
 QUERY, K = "bakoli menura", 5
 SHARDS = 3
 ABOVE = [1, 2]  # groups of the aggregator that is killed; the other one has the first

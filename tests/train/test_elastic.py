@@ -24,6 +24,8 @@ from scalingnote.storage.artifact import Draft, open_artifact
 from scalingnote.train import job
 from scalingnote.train.config import DataAccess, Ranks
 
+pytestmark = pytest.mark.slow
+
 ROWS_PER_PART = 4
 # Ray's own intervals, of seconds up to a minute, are for clusters of many nodes.
 INTERVALS = {

@@ -24,6 +24,8 @@ from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, O
 from scalingnote.train.engine import Cacheable, Engine, cached_backward, load_weights
 from scalingnote.train.strategies import ZeroEngine, build
 
+pytestmark = pytest.mark.slow
+
 ROWS = 12  # of the global batch: divides over 2 and 3 ranks
 STEPS = 2
 CPU = torch.device("cpu")
