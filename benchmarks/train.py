@@ -4,9 +4,10 @@
 
 Ours and sentence-transformers' train two towers with random weights on the same triplets with the same loss
 (checked), GradCache, Matryoshka prefixes and AdamW; see train_sides.py. Each side first finds its best chunk
-size. Then rounds alternate, each in a process of its own, and the median counts. Tevatron (0.1.0, what the
-registry has) trains without any of these, and is compared with such a step of ours. Ratios are of processor
-time, which other work on the machine does not stretch; those by the clock stand beside them.
+size, for lengths that differ and for equal ones. Then rounds alternate, each in a process of its own, and the
+median counts. Tevatron (0.1.0, what the registry has) trains without any of these, and is compared with such
+a step of ours. Ratios are of processor time, which other work on the machine does not stretch; those by the
+clock stand beside them.
 
 LoRA towers on one frozen backbone of 512, its layers stored whole, in 8 and in 4 bits: bytes of the layers,
 and the step's processor time.
@@ -40,6 +41,7 @@ SPREADS = {"spread": 0.5, "equal": 0.0}  # of the logarithm of lengths
 # changing sizes leave holes, and the peak tells of those instead of what was in use.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 STEPS = 4  # that are timed, after a first one
+TURNS = 2  # of every setting, while the fastest is looked for
 SAME = 1e-4  # largest relative difference of the two losses
 BASES: tuple[Stored, ...] = ("full", "int8", "nf4")
 BASE_SIZE, BASE_BATCH = Size(layers=2, hidden=512), 32  # matrices that cost more than their unpacking
@@ -61,15 +63,18 @@ def main() -> None:
     for architecture in ("bert", "qwen2"):
         with TemporaryDirectory() as folder:
             save_backbone(Path(folder), architecture, size)
-            best = {side: _tuned(folder, size, side, options) for side in SIDES}
-            speed += [{"backbone": architecture, **row} for row in _rounds(folder, size, best, options)]
+            for lengths in SPREADS:
+                best = {side: _tuned(folder, size, side, lengths, options) for side in SIDES}
+                row = _rounds(folder, size, best, options)
+                speed.append({"backbone": architecture, "lengths": lengths, **row})
     show(f"{options.batch} triplets a step, {size.layers} layers of {size.hidden}", speed)
     with TemporaryDirectory() as folder:
         save_backbone(Path(folder), "bert", size)
         sides: tuple[Side, Side] = ("ours", "tevatron")
-        plain = _rounds(
-            folder, size, {side: Setting(side, options.batch, plain=True) for side in sides}, options
-        )
+        plain = []
+        for lengths, spread in SPREADS.items():
+            settings = {side: Setting(side, options.batch, spread=spread, plain=True) for side in sides}
+            plain.append({"lengths": lengths, **_rounds(folder, size, settings, options)})
     show("A step without GradCache and prefixes (bert), beside Tevatron's", plain)
     os.environ.update(GIVE_BACK)
     with TemporaryDirectory() as folder:
@@ -175,40 +180,29 @@ def _checkpoint(folder: str) -> Row:
     return {"GB": gb, "copy": copy / gb, "write": (both - copy) / gb, "restart": restart / gb}
 
 
-def _tuned(folder: str, size: Size, side: Side, options: Any) -> Setting:
-    """The setting of a side that is fastest."""
-    base = Setting(side, options.batch)
+def _tuned(folder: str, size: Size, side: Side, lengths: str, options: Any) -> Setting:
+    """The setting of a side that is fastest for such lengths, all settings taking turns."""
+    base = Setting(side, options.batch, spread=SPREADS[lengths])
     settings = [replace(base, chunks=(rows, rows)) for rows in CHUNKS if rows <= options.batch]
     if side == "sentence-transformers":
         settings += [replace(base, budget=tokens) for tokens in BUDGETS]
     else:
         settings += [replace(base, chunks=chunks) for chunks in SEPARATE if max(chunks) <= options.batch]
-    found = alone(measure, folder, size, settings, steps=STEPS, threads=options.threads)
-    rates = [figures["samples/cpu s"] for figures in found]
+    found = alone(measure, folder, size, settings * TURNS, steps=STEPS, threads=options.threads)
+    rates = [sum(row["samples/cpu s"] for row in found[at :: len(settings)]) for at in range(len(settings))]
     return settings[rates.index(max(rates))]
 
 
-def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) -> list[Row]:
-    """A row for each spread of lengths: medians over rounds in which ours and the other side take turns."""
-    settings = {
-        side: [replace(setting, spread=spread) for spread in SPREADS.values()]
-        for side, setting in best.items()
-    }
+def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) -> Row:
+    """Medians over rounds in which ours and the other side take turns."""
+    ours, theirs = best.values()
     rounds = [
         {
-            side: alone(measure, folder, size, settings[side], steps=STEPS, threads=options.threads)
-            for side in settings
+            side: alone(measure, folder, size, [best[side]], steps=STEPS, threads=options.threads)[0]
+            for side in best
         }
         for _ in range(options.rounds)
     ]
-    return [
-        {"lengths": lengths, **_medians([{side: found[side][at] for side in best} for found in rounds], best)}
-        for at, lengths in enumerate(SPREADS)
-    ]
-
-
-def _medians(rounds: list[dict[Side, dict[str, float]]], best: dict[Side, Setting]) -> Row:
-    ours, theirs = best.values()
     for found in rounds:
         mine, other = (found[side]["loss"] for side in best)
         if not ours.plain and abs(mine - other) > SAME * abs(other):
