@@ -51,7 +51,7 @@ def main() -> None:
         equal, more = measure_speed(options, folder / "equal", 0.0)
         metrics |= {f"{name}_equal_lengths": value for name, value in equal.items()}
         speeds += more
-        overheads = [alone(overhead, str(folder), size) for size in options.sizes]
+        overheads = [alone(overhead, str(folder / "mixed"), size) for size in options.sizes]
     show("The job with an encoder that does nothing", overheads)
     if len(overheads) > 1:
         logs = np.log([[row["documents"], row["seconds"]] for row in overheads])
