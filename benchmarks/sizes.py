@@ -36,7 +36,7 @@ TRIALS = "--trials {folder}/trials.jsonl --run-dir {folder}/runs"
 TINY = f"{RUNS} --set dataset.max_documents=2000"
 
 BENCHMARKS = (
-    Benchmark("train", "--rounds 1 --largest 256", 8, "", 20),
+    Benchmark("train", "--rounds 1 --largest 256 --batch 32", 4, "", 20),
     Benchmark("teacher", "--rounds 1 --batch 32 --teacher 6 896 14 4864", 0.3, "--rounds 3", 5),
     Benchmark(
         "methods",

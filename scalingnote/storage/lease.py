@@ -30,6 +30,7 @@ class Lease:
     """The right to build an artifact, held until it is released or the object is garbage-collected."""
 
     _held: ClassVar["WeakSet[Lease]"] = WeakSet()
+    _changing: ClassVar = threading.Lock()  # of the set: it must not change while its leases are listed
     _thread: ClassVar = threading.Lock()  # acquired by the first lease: one thread renews all leases
 
     def __init__(self, uri: str) -> None:
@@ -56,9 +57,10 @@ class Lease:
             if seen is None and (holder := _holder(text)) and not _ended(holder):
                 log.info("process %s of %s builds %s: waiting for it", holder["pid"], holder["host"], of)
             seen, since = text, time.monotonic()
-        self._held.add(self)
+        with self._changing:
+            self._held.add(self)
         if self._thread.acquire(blocking=False):
-            threading.Thread(target=_renew_periodically, args=(self._held,), daemon=True).start()
+            threading.Thread(target=_renew_periodically, daemon=True).start()
         return True
 
     @property
@@ -75,8 +77,19 @@ class Lease:
 
     def release(self) -> None:
         """Stop renewing the lease; the caller deletes its file with the work directory."""
-        with self._writing:  # wait for a renewal in progress
+        with self._writing, self._changing:  # wait for a renewal in progress
             self._held.discard(self)
+
+    @classmethod
+    def renew_all(cls) -> None:
+        """Renew every lease that this process holds; a failure is logged."""
+        with cls._changing:
+            held = list(cls._held)
+        for lease in held:
+            try:
+                lease.renew()
+            except Exception as error:  # storage may be unavailable for a while: the next renewal may succeed
+                log.warning("the lease could not be renewed: %s", error)
 
     def _write(self, before: bytes | None) -> bool:
         """Write the next beat where the file holds what it held before."""
@@ -119,15 +132,7 @@ def _ended(holder: dict[str, Any]) -> bool:
         return True
 
 
-def _renew_periodically(held: "WeakSet[Lease]") -> None:
+def _renew_periodically() -> None:
     while True:
         time.sleep(HEARTBEAT_INTERVAL_S)
-        _renew_all(list(held))  # a call, so that no local variable keeps a lease alive during the sleep
-
-
-def _renew_all(held: list[Lease]) -> None:
-    for lease in held:
-        try:
-            lease.renew()
-        except Exception as error:  # storage may be unavailable for a while: the next renewal may succeed
-            log.warning("the lease could not be renewed: %s", error)
+        Lease.renew_all()  # a call, so that no local variable keeps a lease alive during the sleep

@@ -134,7 +134,7 @@ def test_its_holder_shows_that_it_lives_until_the_work_is_done_or_forgotten(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ):
     def beats() -> int:
-        lease._renew_all(list(lease.Lease._held))
+        lease.Lease.renew_all()
         return int(json.loads(Path(uri, "_work/lease").read_bytes())["beats"])
 
     draft = Draft(uri, kind="thing", config=Settings(), parents={})
@@ -144,8 +144,8 @@ def test_its_holder_shows_that_it_lives_until_the_work_is_done_or_forgotten(
     del draft
     before = Path(uri, "_work/lease").read_bytes()
     again = Draft(uri + "-other", kind="thing", config=Settings(), parents={})
-    lease._renew_all(list(lease.Lease._held))
+    lease.Lease.renew_all()
     assert Path(uri, "_work/lease").read_bytes() == before
     again.commit(counts={})
-    lease._renew_all(list(lease.Lease._held))
+    lease.Lease.renew_all()
     assert not Path(uri + "-other", "_work").exists()
