@@ -153,9 +153,8 @@ def activate(folder: str | Path, number: int) -> LiveVersion:
                 f"version {number} of {folder} cannot be activated: records that were written since are gone"
             )
         check(version.open())
-        fs.delete(
-            _default_path(folder, found.last + 1)
-        )  # a killed compaction's draft, based on another version
+        # A killed compaction's draft, based on another version.
+        fs.delete(_default_path(folder, found.last + 1))
         write_register(folder, found.activated(version))
     get_logger("index").info("version %d of %s is current", number, folder)
     return version

@@ -95,8 +95,7 @@ class Gateway(Servicer):
         )
         replica = serve.get_replica_context().replica_id.unique_id
         log = None if config.access_log is None else AccessWriter(config.access_log, replica)
-        admission = Admission(config.limits, read_keys(config.api_keys), is_open=config.allow_unauthenticated)
-        super().__init__(service, admission, RequestObserver(self._metrics, log))
+        super().__init__(service, _admission(config), RequestObserver(self._metrics, log))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the HTTP side of this replica."""
@@ -140,10 +139,7 @@ class TowerGateway:
     ) -> None:
         queries = {} if query is None else {name: _encoder(query)}
         self._embeddings = Embeddings(name, queries, documents, config, reranker=reranker)
-        self._config, self._metrics = config, Metrics()
-        self._admission = Admission(
-            config.limits, read_keys(config.api_keys), is_open=config.allow_unauthenticated
-        )
+        self._config, self._metrics, self._admission = config, Metrics(), _admission(config)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the HTTP side of this replica."""
@@ -160,6 +156,10 @@ class TowerGateway:
 
 def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
     return LocalHandle(ArmEncoder(encoder)) if isinstance(encoder, QueryPathParts) else encoder
+
+
+def _admission(config: ServeConfig) -> Admission:
+    return Admission(config.limits, read_keys(config.api_keys), is_open=config.allow_unauthenticated)
 
 
 def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> LocalHandle:
