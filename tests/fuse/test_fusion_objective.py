@@ -154,6 +154,7 @@ def step(share: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_loss_and_gradients_of_one():
     one = step(ROWS)
     assert all(value is not None for value in one.values())  # an unused parameter would stop DDP

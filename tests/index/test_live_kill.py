@@ -1,8 +1,11 @@
 from pathlib import Path
 
+import pytest
+
 from benchmarks import live_kill
 
 
+@pytest.mark.slow
 def test_a_killed_writer_loses_and_doubles_nothing_acknowledged(tmp_path: Path) -> None:
     """A short history; `python -m benchmarks.live_index` runs long ones."""
     found = live_kill.run(str(tmp_path), seed=3, operations=40, kills=3)

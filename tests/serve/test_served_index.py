@@ -36,7 +36,7 @@ from scalingnote.serve.grpc.servicer import DETAILS
 from scalingnote.serve_config import AppArgs
 from scalingnote.storage.artifact import Artifact
 
-pytestmark = pytest.mark.timeout(600)  # of a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
 QUERY = "bakoli menura"
 KEY = "a-key-of-sixteen-or-more"
 BEARER = {"authorization": f"Bearer {KEY}"}

@@ -18,6 +18,7 @@ from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, O
 from scalingnote.train.engine import cached_backward
 from scalingnote.train.strategies import build
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROWS = 6
 UNEVEN = (4, 2)
 Found = dict[str, Tensor]
@@ -105,7 +106,6 @@ def alone(*, lora: bool) -> dict[str, Any]:
     return train("ddp, cached, lora" if lora else "ddp")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("shares", ["even", "uneven"])
 def test_two_ranks_have_the_gradients_of_one(on_two: tuple[dict[str, Found], Any], shares: str):
     expected = step(range(ROWS), uneven=False)
