@@ -17,6 +17,7 @@ from scalingnote.models.batch import collate
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.flops import model_shape
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.published_model import Role
 from scalingnote.models.published_tower import with_prefix
 from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower
@@ -56,9 +57,18 @@ class Encoder:
         self._shape = model_shape(tower.backbone)
 
     @classmethod
-    def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "Encoder":
-        """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact)."""
-        return cls(load_tower(folder), token_budget=token_budget, precision=precision)
+    def load(
+        cls,
+        folder: Path,
+        role: Role | None = None,
+        *,
+        token_budget: int = 8192,
+        precision: Precision = "auto",
+    ) -> "Encoder":
+        """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact), or, with `role`, of a
+        published model's.
+        """
+        return cls(load_tower(folder, role), token_budget=token_budget, precision=precision)
 
     def with_prefix(self, prefix: str) -> "Encoder":
         """The same encoder with another text before every text; it shares the weights.

@@ -191,14 +191,10 @@ def _torch(
     import torch
 
     from scalingnote.encode.encoder import Encoder
-    from scalingnote.models import published_tower
-    from scalingnote.models.dual_encoder import load_tower
 
     if threads is not None:
         torch.set_num_threads(threads)
-    saved = (folder / "tower.json").exists()
-    tower = load_tower(folder) if saved else published_tower.open_published(folder, "query")
-    encoder = Encoder(tower, token_budget=token_budget, precision=precision)
+    encoder = Encoder.load(folder, "query", token_budget=token_budget, precision=precision)
     if form == "compiled":
         # Padded, because packed batches almost never repeat a shape, and each new shape is compiled.
         encoder.tower.packs = False

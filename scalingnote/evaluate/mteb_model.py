@@ -32,8 +32,7 @@ from scalingnote.errors import ConfigError, DataError
 from scalingnote.evaluate.mteb_prompts import Prompts, prompt_name, task_prompts
 from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.log import get_logger
-from scalingnote.models import published_model, published_tower
-from scalingnote.models.dual_encoder import load_tower
+from scalingnote.models import published_model
 from scalingnote.models.token_wise import TASKS
 from scalingnote.storage import arrow
 
@@ -127,14 +126,9 @@ class MtebModel:
                 "(token_wise), which makes a table for each task"
             )
         if not looked_up and (read.named or template):
-            saved = (folder / "tower.json").exists()
-            own = load_tower(folder) if saved else published_tower.open_published(folder, "query")
-            tower = Encoder(own)
+            tower = Encoder.load(folder, "query")
         tables = {path.name: QueryEncoder.load(path) for path in sorted(folder.glob(f"{TASKS}/*"))}
-        if document is None:
-            encoder = Encoder(published_tower.open_published(folder, "document"))
-        else:
-            encoder = Encoder.load(Path(document))
+        encoder = Encoder.load(folder, "document") if document is None else Encoder.load(Path(document))
         folders = [folder] if document is None else [folder, Path(document)]
         name = name or f"scalingnote/{folder.resolve().name}"
         sides = [*folder.glob("query_*")] if document is None else [folder]

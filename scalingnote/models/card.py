@@ -57,9 +57,8 @@ _DOCUMENT_ENCODER_CODE = (
     "from pathlib import Path",
     "import pyarrow as pa",
     "from scalingnote.encode.encoder import Encoder",
-    "from scalingnote.models import published_tower",
     "",
-    'encoder = Encoder(published_tower.open_published(Path(PATH), "document"))',
+    'encoder = Encoder.load(Path(PATH), "document")',
     'rows = pa.table({"title": ["torch.cat"], "topic": [""], "content": ["joins tensors by an axis"]})',
     'encoder.encode_documents(rows)["summary"]',
 )

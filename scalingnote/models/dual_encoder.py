@@ -224,8 +224,19 @@ def load_query_tower(folder: Path) -> Tower | LookupTower:
     return LookupTower.load(folder) if _facts(folder).get("kind") == "lookup" else load_tower(folder)
 
 
-def load_tower(folder: Path) -> Tower:
-    """Read a saved transformer tower of any kind; ArtifactError if the folder holds none."""
+def load_tower(folder: Path, role: Role | None = None) -> Tower:
+    """Read a saved transformer tower of any kind.
+
+    Args:
+        folder: of a tower that we saved, or, with `role`, of a model that sentence-transformers reads.
+        role: which texts the tower of such a model reads.
+
+    Raises:
+        ArtifactError: the folder holds no tower.
+        ConfigError: as :func:`scalingnote.models.published_tower.open_published`.
+    """
+    if role and not (folder / "tower.json").exists():
+        return published_tower.open_published(folder, role)
     facts = _facts(folder)
     try:
         match facts.get("kind"):

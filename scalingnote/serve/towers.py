@@ -203,10 +203,8 @@ def document_encoder(folder: Path) -> TextEncoder:
         table = QueryEncoder.load(folder)
         return TextEncoder(table.encode_queries, table.encode_ids, table.room)
     from scalingnote.encode.encoder import Encoder
-    from scalingnote.models import published_tower
 
-    saved = (folder / "tower.json").exists()
-    encoder = Encoder.load(folder) if saved else Encoder(published_tower.open_published(folder, "document"))
+    encoder = Encoder.load(folder, "document")
 
     def encode(texts: Sequence[str]) -> ndarray:
         nothing = [""] * len(texts)
