@@ -11,22 +11,16 @@ do not answer.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
-from jaxtyping import Float
-from numpy import ndarray
 
-from scalingnote.errors import SearchError
 from scalingnote.experiment.config import arm_of, unit_of
-from scalingnote.hybrid import Joining
-from scalingnote.index import filters
 from scalingnote.search.query_path import COMPARED, Query
 from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
-from scalingnote.serve import answers, messages
+from scalingnote.serve import bodies, messages
 from scalingnote.serve.access import RefusedError, invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.embeddings import Embeddings
@@ -39,7 +33,6 @@ from scalingnote.serve.versions import Versions
 from scalingnote.serve.writer import DocumentWrites, WriteHandles
 from scalingnote.serve_config import ServeConfig
 
-MAX_FACET_VALUES = 50  # of a field in /info
 CANARY_DEADLINE_S = 30.0  # an exact search is slow
 State = dict[str, Any]  # of a request: its `request_id`, and what telemetry.RequestObserver reads
 T = TypeVar("T")
@@ -132,10 +125,11 @@ class Service:
         arm, timer = self._arm(request.arm or self._drawn(request, state)), self._timer(request.deadline_ms)
         state |= {"search": request, "arm": arm.name}
         version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
-        self._check(version, request.k, where)
-        layout = self.versions.content(version).layout
-        joining = _joining(request.dense_weight, sparse=layout.sparse)
-        reranked = self._rerank_depth(request)
+        content = self.versions.content(version)
+        layout = content.layout
+        bodies.check_search(request.k, where, content.fields, self._config.limits)
+        joining = bodies.joining(request.dense_weight, sparse=layout.sparse)
+        reranked = bodies.rerank_depth(request, self._config.rerank if self._reranker else None)
         query = await self._query(request, arm, dim=layout.dim, timer=timer)
         escalates = self._teacher is not None and _may_escalate(request, query, arm)
         query = replace(
@@ -160,12 +154,12 @@ class Service:
         if reranked and readable:
             found, scores = await self._rerank(request, found, timer)
         timings_ms["rerank"] = timer.step_ms() if reranked else 0.0
-        results = answers.results(found, k=request.k)
+        results = bodies.results(found, k=request.k)
         if request.explain:
-            answers.explain(results, found, scores)
+            bodies.explain(results, found, scores)
         timings_ms["total"] = timer.total_ms()
         unranked = bool(reranked and len(found) and not scores)
-        state["answer"] = answer = answers.response(
+        state["answer"] = answer = bodies.response(
             state,
             arm.name,
             results,
@@ -175,14 +169,15 @@ class Service:
             missing=used.found.missing,
             personalised=query.personalised,
             escalated=used is not first and not used.reason,
-            degraded=answers.degraded(used.reason, unread=not readable, unranked=unranked),
+            degraded=bodies.degraded(used.reason, unread=not readable, unranked=unranked),
         )
         return answer
 
     async def _query(self, request: SearchRequest, arm: ServedArm, *, dim: int, timer: RequestTimer) -> Query:
         if request.vector is not None:
-            return Query(_unit_vector(request.vector, dim))
-        text, user_id = self._text(request.query or ""), request.user_id if arm.personalised else None
+            return Query(bodies.unit_vector(request.vector, dim))
+        text = bodies.text(request.query or "", self._config.limits)
+        user_id = request.user_id if arm.personalised else None
         return await _encoded(arm.encoder.encode.remote(text, user_id), timer)
 
     def _drawn(self, request: SearchRequest, state: State) -> str:
@@ -196,8 +191,9 @@ class Service:
         """Answer ``POST /similar``: the documents nearest to one of the index, without that one."""
         arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
         version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
-        self._check(version, request.k, where)
-        layout = self.versions.content(version).layout
+        content = self.versions.content(version)
+        layout = content.layout
+        bodies.check_search(request.k, where, content.fields, self._config.limits)
         calls = [searcher.vector.remote(version, request.doc_id) for searcher in self._searchers]
         vector = await _from_one(calls, request.doc_id, timer)
         timings_ms = {"encode": timer.step_ms()}
@@ -205,11 +201,9 @@ class Service:
         candidates = await self._candidates(query, timer)
         best = rank(candidates.candidates, k=query.k, joining=DEFAULT_JOINING, layout=layout)
         found, readable = await self.versions.documents.shown(best, timer.left_s())
-        others = [
-            result for result in answers.results(found, k=query.k) if result["doc_id"] != request.doc_id
-        ]
+        others = [result for result in bodies.results(found, k=query.k) if result["doc_id"] != request.doc_id]
         timings_ms |= {"search": timer.step_ms(), "escalate": 0.0, "rerank": 0.0, "total": timer.total_ms()}
-        return answers.response(
+        return bodies.response(
             state,
             arm.name,
             others[: request.k],
@@ -218,7 +212,7 @@ class Service:
             shards=layout.shards,
             missing=candidates.missing,
             personalised=False,
-            degraded=answers.degraded("", unread=not readable, unranked=False),
+            degraded=bodies.degraded("", unread=not readable, unranked=False),
         )
 
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
@@ -228,7 +222,7 @@ class Service:
             raise invalid(
                 f"{len(request.queries)} queries: send up to {self._config.limits.max_batch}", "queries"
             )
-        queries = [self._text(query) for query in request.queries]
+        queries = [bodies.text(query, self._config.limits) for query in request.queries]
         user_id = request.user_id if arm.personalised else None
         encoded = await _encoded(arm.encoder.encode_many.remote(queries, user_id), timer)
         embeddings = [query.embedding[0].tolist() for query in encoded]
@@ -271,7 +265,8 @@ class Service:
         query, found = first.query, first.found
         if not self._teacher.is_uncertain(found.candidates):
             return first
-        embedding = await self._teacher.encode(self._text(request.query or ""), timer.left_s())
+        text = bodies.text(request.query or "", self._config.limits)
+        embedding = await self._teacher.encode(text, timer.left_s())
         if isinstance(embedding, str):
             return replace(first, reason=embedding)
         query = replace(query, embedding=embedding)
@@ -287,7 +282,7 @@ class Service:
 
         Candidates as they are, and no scores, when the cross-encoder does not answer.
         """
-        assert self._reranker is not None  # see _rerank_depth
+        assert self._reranker is not None  # see rerank_depth
         best = found.documents[: request.rerank]
         texts = [" ".join(filter(None, (document["title"], document["snippet"]))) for document in best]
         call = self._reranker.score.remote(request.query, texts)
@@ -325,27 +320,13 @@ class Service:
 
     def info(self) -> messages.Info:
         """Answer ``GET /info``."""
-        active, config = self.versions.active, self._config
-        content = self.versions.content(active.name)
-        return messages.Info(
-            **self.embeddings.info(active.dim).model_dump(),
-            documents=active.documents,
-            index_version=active.name,
-            shards=content.layout.shards,
-            arms=[
-                messages.ArmInfo(name=arm.name, tower=arm.tower, personalised=arm.personalised)
-                for arm in self._arms.values()
-            ],
-            fields={field.name: _field_kind(field.type) for field in content.fields},
-            facets={
-                name: [messages.Facet(value=value, count=count) for value, count in _most_frequent(values)]
-                for name, values in content.facets.items()
-            },
-            sparse=content.layout.sparse,
-            live=config.live is not None,
-            max_k=config.limits.max_k,
-            max_query_chars=config.limits.max_query_chars,
-        )
+        active = self.versions.active
+        arms = [
+            messages.ArmInfo(name=arm.name, tower=arm.tower, personalised=arm.personalised)
+            for arm in self._arms.values()
+        ]
+        tower, content = self.embeddings.info(active.dim), self.versions.content(active.name)
+        return bodies.info(tower, arms, active, content, self._config)
 
     async def health(self) -> messages.Health:
         """Answer ``GET /healthz``: whether encoders and searchers answer."""
@@ -375,7 +356,7 @@ class Service:
             silent=silent,
         )
 
-    # --- checks of requests, parts of responses -------------------------------------------------------
+    # --- arms and deadlines -------------------------------------------------------
 
     def _arm(self, name: str | None) -> ServedArm:
         if name is None:
@@ -388,41 +369,6 @@ class Service:
         """A request may shorten the server's deadline, not extend it."""
         limit_s = self._config.deadline_s
         return RequestTimer(limit_s if deadline_ms is None else min(limit_s, deadline_ms / 1000))
-
-    def _check(self, version: str, k: int, where: filters.Filter | None) -> None:
-        if k > (max_k := self._config.limits.max_k):
-            raise invalid(f"k is {k}, this server gives up to {max_k} results", "k")
-        try:
-            if where:
-                filters.check(where, self.versions.content(version).fields)
-        except SearchError as error:
-            raise invalid(str(error), "filter") from None
-
-    def _rerank_depth(self, request: SearchRequest) -> int:
-        """The number of results to re-rank; 0: none."""
-        if request.rerank is None:
-            return 0
-        if self._reranker is None or self._config.rerank is None:
-            raise invalid("this server does not re-rank: set serve.rerank", "rerank")
-        if request.query is None:
-            raise invalid("only results of a text can be re-ranked: send query", "rerank")
-        if request.rerank > self._config.rerank.max_candidates:
-            raise invalid(
-                f"rerank is {request.rerank}, up to {self._config.rerank.max_candidates} are done", "rerank"
-            )
-        return request.rerank
-
-    def _text(self, text: str) -> str:
-        query, max_chars = text.strip(), self._config.limits.max_query_chars
-        if not query:
-            raise invalid("query is empty: send some text", "query")
-        try:
-            query.encode()
-        except UnicodeEncodeError:  # JSON can spell a lone surrogate, which tokenizers cannot read
-            raise invalid("query is not valid Unicode", "query") from None
-        if len(query) > max_chars:
-            raise invalid(f"query has {len(query)} characters, this server takes up to {max_chars}", "query")
-        return query
 
 
 async def _encoded(call: Awaitable[T], timer: RequestTimer) -> T:
@@ -454,33 +400,3 @@ async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: Request
 def _may_escalate(request: SearchRequest, query: Query, arm: ServedArm) -> bool:
     """Whether the teacher could encode a query: a text, of nobody in particular, of its own documents."""
     return request.query is not None and not query.personalised and arm.version is None
-
-
-def _joining(dense_weight: float | None, *, sparse: bool) -> Joining:
-    if dense_weight is None:
-        return DEFAULT_JOINING
-    if not sparse:
-        raise invalid("dense_weight is given, but the documents of this index have no terms", "dense_weight")
-    return Joining(dense_weight=dense_weight)
-
-
-def _unit_vector(values: Sequence[float], dim: int) -> Float[ndarray, "1 dim"]:
-    """A client's vector as a unit embedding."""
-    if len(values) != dim:
-        raise invalid(f"vector has {len(values)} numbers, the index has embeddings of dim {dim}", "vector")
-    row = np.asarray([values], np.float64)
-    largest = np.abs(row).max()
-    if not largest:
-        raise invalid("vector is all zero: it has no direction", "vector")
-    scaled = row / largest  # or the square of a large number would be infinite
-    return np.asarray(scaled / np.linalg.norm(scaled), np.float32)
-
-
-def _most_frequent(values: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(values.items(), key=lambda item: (-item[1], item[0]))[:MAX_FACET_VALUES]
-
-
-def _field_kind(dtype: pa.DataType) -> Any:
-    if pa.types.is_boolean(dtype):
-        return "boolean"
-    return "number" if pa.types.is_integer(dtype) or pa.types.is_floating(dtype) else "text"
