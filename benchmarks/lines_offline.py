@@ -113,13 +113,16 @@ def collect(r: Report) -> Lines:
 
 
 def encode(r: Report) -> Lines:
-    rate = {row["side"]: f"{row['tokens/s']:,.0f}" for row in r["speeds"]}
-    what = "the whole Ray job, one worker, tokens/s"
-    one, peer = rate["job, 1 worker"], f"sentence-transformers {rate['sentence-transformers']}"
-    yield ratio(r, "tokens_per_s_over_floor", what, one, f"floor: the forward pass alone {rate['floor']}")
-    yield ratio(r, "tokens_per_s_over_sentence_transformers", what, one, peer, bar=1)
-    two = rate["job, 2 workers"]
-    yield ratio(r, "two_workers_over_twice_one", "the same, two workers", two, f"twice one worker: 2 x {one}")
+    for lengths, suffix, bar in (("mixed", "", 1.05), ("equal", "_equal_lengths", 1.0)):
+        rate = {row["side"]: f"{row['tokens/s']:,.0f}" for row in r["speeds"] if row["lengths"] == lengths}
+        what = f"the whole Ray job, one worker, {lengths} lengths, tokens/s"
+        one, peer = rate["job, 1 worker"], f"sentence-transformers {rate['sentence-transformers']}"
+        bare = f"floor: the forward pass alone {rate['floor']}"
+        yield ratio(r, f"tokens_per_s_over_floor{suffix}", what, one, bare, bar=0.9)
+        yield ratio(r, f"tokens_per_s_over_sentence_transformers{suffix}", what, one, peer, bar=bar)
+        two = rate["job, 2 workers"]
+        name = f"two_workers_over_twice_one{suffix}"
+        yield ratio(r, name, f"the same, two workers, {lengths} lengths", two, f"twice one worker: 2 x {one}")
     last = r["overheads"][-1]
     what = f"driver's memory, {last['documents']:,} documents"
     beside = f"{r['overheads'][0]['documents']:,} documents: {r['overheads'][0]['driver MB']:.0f} MB"

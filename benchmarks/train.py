@@ -20,6 +20,8 @@ alone: of two 7B towers with AdamW, 180 GB in all, 5.7 GB on each of 32 ranks.
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.report import alone, arguments, show, write
-from benchmarks.train_sides import Setting, Side, Size, frozen_mb, measure, save_backbone
+from benchmarks.train_sides import Architecture, Setting, Side, Size, frozen_mb, measure, save_backbone
 from scalingnote.models.config import Stored
 
 Row = dict[str, Any]
@@ -58,34 +60,14 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=1024, help="batch whose memory is compared with 32's")
     options = parser.parse_args()
     size = Size(layers=options.layers, hidden=options.hidden)
-
-    speed: list[Row] = []
-    for architecture in ("bert", "qwen2"):
-        with TemporaryDirectory() as folder:
-            save_backbone(Path(folder), architecture, size)
-            for lengths in SPREADS:
-                best = {side: _tuned(folder, size, side, lengths, options) for side in SIDES}
-                row = _rounds(folder, size, best, options)
-                speed.append({"backbone": architecture, "lengths": lengths, **row})
-    show(f"{options.batch} triplets a step, {size.layers} layers of {size.hidden}", speed)
-    with TemporaryDirectory() as folder:
-        save_backbone(Path(folder), "bert", size)
-        sides: tuple[Side, Side] = ("ours", "tevatron")
-        plain = []
-        for lengths, spread in SPREADS.items():
-            settings = {side: Setting(side, options.batch, spread=spread, plain=True) for side in sides}
-            plain.append({"lengths": lengths, **_rounds(folder, size, settings, options)})
-    show("A step without GradCache and prefixes (bert), beside Tevatron's", plain)
+    speed, plain = _speed(size, options), _plain(size, options)
     os.environ.update(GIVE_BACK)
-    with TemporaryDirectory() as folder:
-        save_backbone(Path(folder), "bert", size)
+    with _backbone("bert", size) as folder:
         memory = [
             row for side in SIDES for row in _memory(folder, size, side, (32, options.largest), options)
         ]
     show("Peak memory with chunks of 32 rows (bert)", memory)
-
-    with TemporaryDirectory() as folder:
-        save_backbone(Path(folder), "qwen2", BASE_SIZE)
+    with _backbone("qwen2", BASE_SIZE) as folder:
         bases = _bases(folder, options)
     show(f"LoRA on frozen layers of {BASE_SIZE.hidden}, {BASE_BATCH} triplets a step", bases)
     with TemporaryDirectory() as folder:
@@ -120,6 +102,40 @@ def main() -> None:
         checkpoint=checkpoint,
         size=vars(size),
     )
+
+
+@contextmanager
+def _backbone(architecture: Architecture, size: Size) -> Iterator[str]:
+    """A folder with a backbone of random weights."""
+    with TemporaryDirectory() as folder:
+        save_backbone(Path(folder), architecture, size)
+        yield folder
+
+
+def _speed(size: Size, options: Any) -> list[Row]:
+    """A step of ours over one of sentence-transformers' cached loss, each with its best chunk."""
+    found: list[Row] = []
+    architectures: tuple[Architecture, ...] = ("bert", "qwen2")
+    for architecture in architectures:
+        with _backbone(architecture, size) as folder:
+            for lengths in SPREADS:
+                best = {side: _tuned(folder, size, side, lengths, options) for side in SIDES}
+                row = _rounds(folder, size, best, options)
+                found.append({"backbone": architecture, "lengths": lengths, **row})
+    show(f"{options.batch} triplets a step, {size.layers} layers of {size.hidden}", found)
+    return found
+
+
+def _plain(size: Size, options: Any) -> list[Row]:
+    """A step without GradCache over one of Tevatron's."""
+    sides: tuple[Side, Side] = ("ours", "tevatron")
+    found: list[Row] = []
+    with _backbone("bert", size) as folder:
+        for lengths, spread in SPREADS.items():
+            settings = {side: Setting(side, options.batch, spread=spread, plain=True) for side in sides}
+            found.append({"lengths": lengths, **_rounds(folder, size, settings, options)})
+    show("A step without GradCache and prefixes (bert), beside Tevatron's", found)
+    return found
 
 
 def _bases(folder: str, options: Any) -> list[Row]:

@@ -44,6 +44,7 @@ from scalingnote.train.objective import StageOne
 DIM, DIMS = 128, (16, 32, 64, 128)
 TEMPERATURE, RATE, CLIP, DECAY = 0.05, 1e-4, 1.0, 1e-3
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
+Architecture = Literal["bert", "qwen2"]
 Side = Literal["ours", "sentence-transformers", "tevatron"]
 
 
@@ -75,7 +76,7 @@ class Setting:
     base: Stored | None = None  # of LoRA towers on one backbone; None: all weights of two backbones learn
 
 
-def save_backbone(folder: Path, architecture: Literal["bert", "qwen2"], size: Size) -> None:
+def save_backbone(folder: Path, architecture: Architecture, size: Size) -> None:
     """A backbone with random weights and its tokenizer, as any Hugging Face model is saved."""
     torch.manual_seed(0)
     words = [*SPECIAL, *(f"w{number}" for number in range(size.vocabulary - len(SPECIAL)))]
