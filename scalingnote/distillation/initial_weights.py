@@ -14,12 +14,10 @@ planner segments queries into words, Chinese by its dictionary. A tokenizer find
 splits a text:
 
 * A word between spaces must stand alone (`single_word`), or "art" would be cut out of "heart". It includes
-the
-  space before it, as the pieces it replaces did, or that space would become a token.
+  the space before it, as the pieces it replaces did, or that space would become a token.
 * Han characters stand between other ones, so that rule would never let them match. There the tokenizer takes
-the
-  longest word from the left, which is segmentation by maximum matching: it may divide other words than the
-  planner would, but in the same way in training and in serving.
+  the longest word from the left, which is segmentation by maximum matching: it may divide other words than
+  the planner would, but in the same way in training and in serving.
 """
 
 import json
