@@ -23,6 +23,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.manifest import write_table
 
 DENSE, TERMS = "dense", "terms"
+UNFILTERED = ("title", "content")
 MAX_ID_BYTES = 512  # of a doc_id in Milvus
 NO_TERM = (1 << 32) - 2  # Milvus refuses a sparse vector without an entry; no vocabulary has so many terms
 NO_TERM_WEIGHT = 1e-6
@@ -36,8 +37,10 @@ class Qdrant(Database):
 
     def __init__(self, url: str, collection: str, timeout_s: float | None = None) -> None:
         client = _client("qdrant", "qdrant_client")
-        self._models, self._collection = client.models, collection
-        place = {"url": url, "api_key": os.environ.get("QDRANT_API_KEY")} if "://" in url else {"path": url}
+        self._models, self._collection, self._on_server = client.models, collection, "://" in url
+        place = (
+            {"url": url, "api_key": os.environ.get("QDRANT_API_KEY")} if self._on_server else {"path": url}
+        )
         # The client knows whole seconds.
         self._client = client.QdrantClient(**place, timeout=None if timeout_s is None else ceil(timeout_s))
 
@@ -60,6 +63,11 @@ class Qdrant(Database):
             vectors_config={DENSE: models.VectorParams(size=layout.dim, distance=models.Distance.DOT)},
             sparse_vectors_config={TERMS: models.SparseVectorParams()} if layout.sparse else None,
         )
+        # Without them a server's filters read all points, or are refused (strict mode). The local client has
+        # none.
+        for field in layout.payload if self._on_server else ():
+            if (kind := _payload_kind(field)) is not None:
+                self._client.create_payload_index(self._collection, field.name, kind, wait=True)
 
     def count(self) -> int:
         """Points of the collection."""
@@ -77,6 +85,19 @@ class Qdrant(Database):
         ids = [point_id(doc_id) for doc_id in rows.ids]
         batch = models.Batch(ids=ids, vectors=vectors, payloads=payloads)
         self._client.upsert(self._collection, points=batch, wait=True)
+
+
+def _payload_kind(field: pa.Field) -> str | None:
+    """How Qdrant indexes a column of documents; None of texts that nobody filters by."""
+    if field.name in UNFILTERED:
+        return None
+    if pa.types.is_string(field.type):
+        return "keyword"
+    if pa.types.is_boolean(field.type):
+        return "bool"
+    if pa.types.is_integer(field.type):
+        return "integer"
+    return "float" if pa.types.is_floating(field.type) else None
 
 
 def point_id(doc_id: str) -> str:

@@ -232,6 +232,40 @@ def test_a_client_that_is_not_installed_is_named(monkeypatch):
         databases.connect("milvus", "milvus.db", "docs")
 
 
+def test_columns_that_a_server_filters_by_are_indexed(monkeypatch):
+    indexes = {}
+
+    class Server:
+        def __init__(self, **place: Any) -> None:
+            assert place["url"] == "http://qdrant:6333"
+
+        def collection_exists(self, _: str) -> bool:
+            return False
+
+        def create_collection(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def create_payload_index(self, _: str, name: str, kind: str, *, wait: bool) -> None:
+            indexes[name] = kind
+
+    import qdrant_client
+
+    monkeypatch.setattr(qdrant_client, "QdrantClient", Server)
+    columns = {
+        "title": pa.string(),
+        "topic": pa.string(),
+        "price": pa.float64(),
+        "year": pa.int64(),
+        "new": pa.bool_(),
+        "tags": pa.list_(pa.string()),
+    }
+    databases.connect("qdrant", "http://qdrant:6333", "docs").open(
+        vectors.Layout(DIM, False, pa.schema(columns.items()))
+    )
+    assert indexes == {"topic": "keyword", "price": "float", "year": "integer", "new": "bool"}
+    assert {*indexes.values()} <= {kind.value for kind in qdrant_client.models.PayloadSchemaType}
+
+
 def test_the_command_says_what_it_wrote(artifacts, tmp_path, capsys, monkeypatch):
     from scalingnote.cli import main
 
