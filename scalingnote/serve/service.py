@@ -50,15 +50,6 @@ class ServedArm:
     version: str | None = None  # name of the index version; None: the active one
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A query, and what was found by it."""
-
-    query: Query
-    found: Found
-    reason: str = ""  # why it is not the teacher's
-
-
 class Service:
     """Answers requests by the handles of the deployments.
 
@@ -141,15 +132,16 @@ class Service:
             version=version,
         )
         timings_ms = {"encode": timer.step_ms()}
-        first = _Found(query, await self._candidates(query, timer))
+        used, candidates, reason = query, await self._candidates(query, timer), ""
         timings_ms["search"] = timer.step_ms()
-        used = await self._escalated(request, first, timer) if escalates else first
+        if escalates:
+            used, candidates, reason = await self._escalated(request, query, candidates, timer)
         timings_ms["escalate"] = timer.step_ms() if escalates else 0.0
-        best = rank(used.found.candidates, k=query.k, joining=joining, layout=layout)
+        best = rank(candidates.candidates, k=query.k, joining=joining, layout=layout)
         found, readable = await self.versions.documents.shown(best, timer.left_s())
         timings_ms["search"] = round(timings_ms["search"] + timer.step_ms(), 3)
         if self._on_recall is not None and query.terms is None and random.random() < self._config.canary:
-            self._start_canary(used.query, found)
+            self._start_canary(used, found)
         scores: list[float] = []
         if reranked and readable:
             found, scores = await self._rerank(request, found, timer)
@@ -166,10 +158,10 @@ class Service:
             found,
             timings_ms,
             shards=layout.shards,
-            missing=used.found.missing,
+            missing=candidates.missing,
             personalised=query.personalised,
-            escalated=used is not first and not used.reason,
-            degraded=bodies.degraded(used.reason, unread=not readable, unranked=unranked),
+            escalated=used is not query,
+            degraded=bodies.degraded(reason, unread=not readable, unranked=unranked),
         )
         return answer
 
@@ -256,24 +248,25 @@ class Service:
             raise unavailable(f"{silent}: try again")
         return found
 
-    async def _escalated(self, request: SearchRequest, first: "_Found", timer: RequestTimer) -> "_Found":
-        """What is found by the teacher's embedding where the student is uncertain, else `first`.
+    async def _escalated(
+        self, request: SearchRequest, query: Query, found: Found, timer: RequestTimer
+    ) -> tuple[Query, Found, str]:
+        """The teacher's query and what it finds where the student is uncertain, else those of the student.
 
-        Where the teacher or the second search is not in time, what the student found, with the reason.
+        Where the teacher or the second search is not in time, those of the student, with the reason.
         """
         assert self._teacher is not None
-        query, found = first.query, first.found
         if not self._teacher.is_uncertain(found.candidates):
-            return first
+            return query, found, ""
         text = bodies.text(request.query or "", self._config.limits)
         embedding = await self._teacher.encode(text, timer.left_s())
         if isinstance(embedding, str):
-            return replace(first, reason=embedding)
-        query = replace(query, embedding=embedding)
-        second = await self._fan_out.search(query, timer.left_s())
-        if isinstance(second, Refused) or len(second.missing) > len(found.missing):
-            return replace(first, reason="teacher_late")
-        return _Found(query, second)
+            return query, found, embedding
+        second = replace(query, embedding=embedding)
+        answer = await self._fan_out.search(second, timer.left_s())
+        if isinstance(answer, Refused) or len(answer.missing) > len(found.missing):
+            return query, found, "teacher_late"
+        return second, answer, ""
 
     async def _rerank(
         self, request: SearchRequest, found: Candidates, timer: RequestTimer
