@@ -38,7 +38,7 @@ class _Formatter(logging.Formatter):
         package = record.name.removeprefix(f"{ROOT}.")
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         mark = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        text = f"{clock} {package:<9}{mark}{record.getMessage()}"
+        text = f"{clock} {package:<8} {mark}{record.getMessage()}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text
