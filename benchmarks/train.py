@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="triplets of a step, default: %(default)s")
     parser.add_argument("--hidden", type=int, default=128, help="of the backbones, default: %(default)s")
     parser.add_argument("--layers", type=int, default=2, help="of the backbones, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="of each process, default: %(default)s")
     parser.add_argument("--largest", type=int, default=1024, help="batch whose memory is compared with 32's")
     options = parser.parse_args()
@@ -210,25 +210,24 @@ def _tuned(folder: str, size: Size, side: Side, lengths: str, options: Any) -> S
 
 
 def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) -> Row:
-    """Medians over rounds in which ours and the other side take turns."""
+    """Medians over rounds. The sides of a round follow each other in one process: the machine is the same."""
     ours, theirs = best.values()
-    rounds = [
-        {
-            side: alone(measure, folder, size, [best[side]], steps=STEPS, threads=options.threads)[0]
-            for side in best
-        }
-        for _ in range(options.rounds)
-    ]
-    for found in rounds:
-        mine, other = (found[side]["loss"] for side in best)
+    rounds = []
+    for number in range(options.rounds):
+        sides = [*best] if number % 2 else [*reversed(best)]
+        settings = [best[side] for side in sides]
+        found = alone(measure, folder, size, settings, steps=STEPS, threads=options.threads)
+        rounds.append(dict(zip(sides, found, strict=True)))
+    for one in rounds:
+        mine, other = (one[side]["loss"] for side in best)
         if not ours.plain and abs(mine - other) > SAME * abs(other):
             raise AssertionError(f"the two sides do not compute the same loss: {mine} and {other}")
 
     def ratio(of: str) -> float:
-        return statistics.median(found[ours.side][of] / found[theirs.side][of] for found in rounds)
+        return statistics.median(one[ours.side][of] / one[theirs.side][of] for one in rounds)
 
     def middle(side: Side) -> float:
-        return statistics.median(found[side]["samples/cpu s"] for found in rounds)
+        return statistics.median(one[side]["samples/cpu s"] for one in rounds)
 
     return {
         "ours /cpu s": middle(ours.side),
