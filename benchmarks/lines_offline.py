@@ -12,7 +12,8 @@ def train(r: Report) -> Lines:
         what = f"a step of GradCache, {s['backbone']}, {s['lengths']} lengths, triplets per processor second"
         ours, theirs = number(s["ours /cpu s"]), number(s["theirs /cpu s"])
         metric = f"{peer}_{s['backbone']}_{s['lengths']}"
-        yield ratio(r, metric, what, ours, f"sentence-transformers {theirs}", bar=1)
+        bar = 2 if s["lengths"] == "spread" else 1
+        yield ratio(r, metric, what, ours, f"sentence-transformers {theirs}", bar=bar)
     for s in r.get("plain", ()):
         what = f"a step without GradCache, bert, {s['lengths']} lengths, triplets per processor second"
         ours, theirs = number(s["ours /cpu s"]), number(s["theirs /cpu s"])
@@ -28,6 +29,11 @@ def train(r: Report) -> Lines:
     peak = f"sentence-transformers {theirs['peak MB']:.0f} MB"
     metric = "peak_memory_over_sentence_transformers"
     yield ratio(r, metric, f"the same at batch {last['batch']:,}", f"{last['peak MB']:.0f} MB", peak, bar=1)
+    for base in r.get("bases", ())[1:]:
+        what = f"LoRA on frozen layers stored as {base['base']}, triplets per processor second"
+        whole = f"stored whole {number(r['bases'][0]['samples/cpu s'])}"
+        metric = f"base_{base['base']}_time_over_full"
+        yield ratio(r, metric, what, number(base["samples/cpu s"]), whole)
     if checkpoint := r.get("checkpoint"):
         size = f"{checkpoint['GB']:.1f} GB, a local disk"
         yield value(r, "checkpoint_wait_s_per_gb", "time that training waits for a checkpoint", "s/GB", size)
