@@ -4,8 +4,8 @@
 
 Ours and sentence-transformers' train two towers with random weights on the same triplets with the same loss
 (checked), GradCache, Matryoshka prefixes and AdamW; see train_sides.py. Each side first finds its best chunk
-size, for lengths that differ and for equal ones. Then both take turns in one process, round by round, and the
-median of the rounds' ratios counts: from process to process this machine's speed changes by a tenth. Tevatron
+size, for lengths that differ and for equal ones. Then both take turns in one process, step by step, and the
+median of the steps' ratios counts: within seconds this machine's speed changes by a tenth. Tevatron
 (0.1.0, what the registry has) trains without any of these, and is compared with such a step of ours. Ratios
 are of processor time, which other work on the machine does not stretch; those by the clock stand beside them.
 
@@ -29,7 +29,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.report import alone, arguments, show, write
-from benchmarks.train_sides import Architecture, Setting, Side, Size, frozen_mb, measure, save_backbone
+from benchmarks.train_sides import (
+    Architecture,
+    Setting,
+    Side,
+    Size,
+    frozen_mb,
+    measure,
+    measure_in_turns,
+    save_backbone,
+)
 from scalingnote.models.config import Stored
 
 Row = dict[str, Any]
@@ -43,7 +52,7 @@ SPREADS = {"spread": 0.5, "equal": 0.0}  # of the logarithm of lengths
 # changing sizes leave holes, and the peak tells of those instead of what was in use.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 STEPS = 4  # that are timed, after a first one
-TURNS = 2  # of every setting, while the fastest is looked for
+TRIALS = 7  # steps of every setting, while the fastest is looked for
 SAME = 1e-4  # largest relative difference of the two losses
 BASES: tuple[Stored, ...] = ("full", "int8", "nf4")
 BASE_SIZE, BASE_BATCH = Size(layers=2, hidden=512), 32  # matrices that cost more than their unpacking
@@ -55,7 +64,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="triplets of a step, default: %(default)s")
     parser.add_argument("--hidden", type=int, default=128, help="of the backbones, default: %(default)s")
     parser.add_argument("--layers", type=int, default=2, help="of the backbones, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="of each process, default: %(default)s")
     parser.add_argument("--largest", type=int, default=1024, help="batch whose memory is compared with 32's")
     options = parser.parse_args()
@@ -204,39 +213,38 @@ def _tuned(folder: str, size: Size, side: Side, lengths: str, options: Any) -> S
         settings += [replace(base, budget=tokens) for tokens in BUDGETS]
     else:
         settings += [replace(base, chunks=chunks) for chunks in SEPARATE if max(chunks) <= options.batch]
-    found = alone(measure, folder, size, settings * TURNS, steps=STEPS, threads=options.threads)
-    rates = [sum(row["samples/cpu s"] for row in found[at :: len(settings)]) for at in range(len(settings))]
-    return settings[rates.index(max(rates))]
+    found = alone(measure_in_turns, folder, size, settings, steps=TRIALS, threads=options.threads)
+    seconds = [statistics.median(figures["cpu s"]) for figures in found]
+    return settings[seconds.index(min(seconds))]
 
 
 def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) -> Row:
-    """Medians over rounds, each in a process of its own in which the sides take turns.
-
-    The first turn of either side does not count: what is measured first in a process is a tenth faster.
-    """
+    """Medians over the steps of all rounds, each in a process of its own in which the sides take turns."""
     ours, theirs = best.values()
-    rounds = []
-    for number in range(options.rounds):
-        sides = [*best] if number % 2 else [*reversed(best)]
-        settings = [best[side] for side in sides] * 2
-        found = alone(measure, folder, size, settings, steps=STEPS, threads=options.threads)
-        rounds.append(dict(zip(sides, found[len(sides) :], strict=True)))
-    for one in rounds:
-        mine, other = (one[side]["loss"] for side in best)
-        if not ours.plain and abs(mine - other) > SAME * abs(other):
-            raise AssertionError(f"the two sides do not compute the same loss: {mine} and {other}")
+    rounds = [
+        alone(measure_in_turns, folder, size, [ours, theirs], steps=STEPS, threads=options.threads)
+        for _ in range(options.rounds)
+    ]
+    for mine, other in rounds:
+        if not ours.plain and abs(mine["loss"] - other["loss"]) > SAME * abs(other["loss"]):
+            raise AssertionError(
+                f"the two sides do not compute the same loss: {mine['loss']} and {other['loss']}"
+            )
 
-    def ratio(of: str) -> float:
-        return statistics.median(one[ours.side][of] / one[theirs.side][of] for one in rounds)
+    def ratio(unit: str) -> float:
+        """How often ours does a step in the time of theirs."""
+        pairs = (zip(theirs[unit], ours[unit], strict=True) for ours, theirs in rounds)
+        return float(statistics.median(other / mine for steps in pairs for other, mine in steps))
 
-    def middle(side: Side) -> float:
-        return statistics.median(one[side]["samples/cpu s"] for one in rounds)
+    def middle(place: int) -> float:
+        seconds = statistics.median(second for one in rounds for second in one[place]["cpu s"])
+        return float(ours.batch / seconds)
 
     return {
-        "ours /cpu s": middle(ours.side),
-        "theirs /cpu s": middle(theirs.side),
-        "ratio": ratio("samples/cpu s"),
-        "by the clock": ratio("samples/s"),
+        "ours /cpu s": middle(0),
+        "theirs /cpu s": middle(1),
+        "ratio": ratio("cpu s"),
+        "by the clock": ratio("s"),
         "our chunk": _chunk(ours),
         "their chunk": _chunk(theirs),
     }

@@ -114,9 +114,32 @@ def measure(
     return [_figures(Path(folder), size, setting, steps) for setting in settings]
 
 
-def _figures(folder: Path, size: Size, setting: Setting, steps: int) -> dict[str, float]:
+def measure_in_turns(
+    folder: str, size: Size, settings: Sequence[Setting], *, steps: int, threads: int
+) -> list[dict[str, Any]]:
+    """Of each setting: the loss of a first step, and the seconds of each further one, by clock and processor.
+
+    The settings take turns step by step: what else the machine does falls on all of them alike.
+    """
+    torch.set_num_threads(threads)
+    made = [_step(Path(folder), size, setting) for setting in settings]
+    found: list[dict[str, Any]] = [{"loss": step(0), "s": [], "cpu s": []} for step in made]
+    for number in range(1, steps + 1):
+        for step, figures in zip(made, found, strict=True):
+            wall, cpu = time.perf_counter(), time.process_time()
+            step(number)
+            figures["s"].append(time.perf_counter() - wall)
+            figures["cpu s"].append(time.process_time() - cpu)
+    return found
+
+
+def _step(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
     sides = {"ours": _ours, "sentence-transformers": _theirs, "tevatron": _tevatron}
-    step = sides[setting.side](folder, size, setting)
+    return sides[setting.side](folder, size, setting)
+
+
+def _figures(folder: Path, size: Size, setting: Setting, steps: int) -> dict[str, float]:
+    step = _step(folder, size, setting)
     before = psutil.Process().memory_info().rss
     first = step(0)
     wall, cpu = time.perf_counter(), time.process_time()
