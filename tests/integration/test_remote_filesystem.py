@@ -94,7 +94,7 @@ def requests(bucket: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return answer(self, environ, start)
 
     monkeypatch.setattr(werkzeug_app.DomainDispatcherApplication, "__call__", counted)
-    # Leases, of drafts of other tests too, are renewed every few seconds: those requests are not counted here.
+    # Leases, of drafts of other tests too, are renewed every few seconds: those requests are not counted.
     monkeypatch.setattr(Lease, "renew", lambda self: None)
     return seen
 
