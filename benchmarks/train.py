@@ -148,28 +148,19 @@ def _plain(size: Size, options: Any) -> list[Row]:
 
 
 def _bases(folder: str, options: Any) -> list[Row]:
-    """LoRA steps on a frozen backbone in each format: medians of rounds in which the formats take turns."""
-    settings = {base: [Setting("ours", BASE_BATCH, plain=True, base=base)] for base in BASES}
-    rounds = [
-        {
-            base: alone(measure, folder, BASE_SIZE, settings[base], steps=STEPS, threads=options.threads)[0]
-            for base in BASES
-        }
-        for _ in range(options.rounds)
-    ]
+    """LoRA steps on a frozen backbone in each format; the formats take turns."""
+    settings = [Setting("ours", BASE_BATCH, plain=True, base=base) for base in BASES]
+    rounds = _turns(folder, BASE_SIZE, settings, options)
     sizes = {base: alone(frozen_mb, folder, BASE_SIZE, base) for base in BASES}
-    rates = {base: [found[base]["samples/cpu s"] for found in rounds] for base in BASES}
     return [
         {
             "base": base,
             "MB": sizes[base],
             "MB over full": sizes[base] / sizes["full"],
-            "samples/cpu s": statistics.median(rates[base]),
-            "time over full": statistics.median(
-                full / own for full, own in zip(rates["full"], rates[base], strict=True)
-            ),
+            "samples/cpu s": _rate(rounds, place, BASE_BATCH),
+            "time over full": _time_ratio(rounds, "cpu s", place, BASES.index("full")),
         }
-        for base in BASES
+        for place, base in enumerate(BASES)
     ]
 
 
@@ -219,35 +210,41 @@ def _tuned(folder: str, size: Size, side: Side, lengths: str, options: Any) -> S
 
 
 def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) -> Row:
-    """Medians over the steps of all rounds, each in a process of its own in which the sides take turns."""
+    """Rates of both sides and their ratios: medians over the steps of all rounds."""
     ours, theirs = best.values()
-    rounds = [
-        alone(measure_in_turns, folder, size, [ours, theirs], steps=STEPS, threads=options.threads)
-        for _ in range(options.rounds)
-    ]
+    rounds = _turns(folder, size, [ours, theirs], options)
     for mine, other in rounds:
         if not ours.plain and abs(mine["loss"] - other["loss"]) > SAME * abs(other["loss"]):
             raise AssertionError(
                 f"the two sides do not compute the same loss: {mine['loss']} and {other['loss']}"
             )
-
-    def ratio(unit: str) -> float:
-        """How often ours does a step in the time of theirs."""
-        pairs = (zip(theirs[unit], ours[unit], strict=True) for ours, theirs in rounds)
-        return float(statistics.median(other / mine for steps in pairs for other, mine in steps))
-
-    def middle(place: int) -> float:
-        seconds = statistics.median(second for one in rounds for second in one[place]["cpu s"])
-        return float(ours.batch / seconds)
-
     return {
-        "ours /cpu s": middle(0),
-        "theirs /cpu s": middle(1),
-        "ratio": ratio("cpu s"),
-        "by the clock": ratio("s"),
+        "ours /cpu s": _rate(rounds, 0, ours.batch),
+        "theirs /cpu s": _rate(rounds, 1, theirs.batch),
+        "ratio": _time_ratio(rounds, "cpu s", 1, 0),
+        "by the clock": _time_ratio(rounds, "s", 1, 0),
         "our chunk": _chunk(ours),
         "their chunk": _chunk(theirs),
     }
+
+
+def _turns(folder: str, size: Size, settings: list[Setting], options: Any) -> list[list[Row]]:
+    """Figures of each setting in each round; a round is a process of its own."""
+    return [
+        alone(measure_in_turns, folder, size, settings, steps=STEPS, threads=options.threads)
+        for _ in range(options.rounds)
+    ]
+
+
+def _rate(rounds: list[list[Row]], place: int, batch: int) -> float:
+    """Samples a processor second of the setting at `place`."""
+    return float(batch / statistics.median(second for one in rounds for second in one[place]["cpu s"]))
+
+
+def _time_ratio(rounds: list[list[Row]], unit: str, place: int, other: int) -> float:
+    """The time of a step of one setting over that of the same step of another one."""
+    pairs = (pair for one in rounds for pair in zip(one[place][unit], one[other][unit], strict=True))
+    return float(statistics.median(mine / theirs for mine, theirs in pairs))
 
 
 def _chunk(setting: Setting) -> str:
