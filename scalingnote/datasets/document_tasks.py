@@ -167,7 +167,8 @@ def resume_or_clear(draft: Draft, plan: Sequence[dict[str, Any]]) -> None:
         return
     draft.afresh()
     for file in fs.list_files(draft.work()):
-        if file not in (CLAIM, LEASE):  # without them a second process would start to build the artifact
+        # Without claim and lease another process would start to build. A thread rewrites the lease meanwhile.
+        if file.removesuffix(fs.PENDING) not in (CLAIM, LEASE):
             fs.delete(draft.work(file))
     fs.write_bytes(uri, text)
 

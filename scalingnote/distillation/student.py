@@ -265,5 +265,5 @@ def _copy_teacher_layers(config: DistillConfig, teacher: Artifact, target: str) 
 
 
 def _write_index(folder: str) -> None:
-    listed = {name: size for name, size in fs.list_files(folder).items() if not name.endswith(".pending")}
+    listed = {name: size for name, size in fs.list_files(folder).items() if not name.endswith(fs.PENDING)}
     fs.write_bytes(fs.join(folder, _START_FILE), json.dumps({"files": listed}).encode())

@@ -290,7 +290,7 @@ def read_register(folder: str | Path) -> Register:
 def write_register(folder: str | Path, register: Register) -> None:
     """Replace the register, durably."""
     folder = Path(folder)
-    pending = folder / f"{REGISTER_FILE}.pending"
+    pending = folder / (REGISTER_FILE + fs.PENDING)
     with pending.open("w", encoding="utf-8") as stream:
         json.dump(asdict(register), stream, indent=1)
         stream.flush()

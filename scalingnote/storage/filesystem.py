@@ -4,6 +4,7 @@
 pyarrow; any other scheme is looked up in fsspec. :mod:`scalingnote.storage.usage` counts requests and bytes.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -24,6 +25,7 @@ from scalingnote.storage import object_store, usage
 T = TypeVar("T")
 R = TypeVar("R")
 BLOCK_BYTES = 16 << 20
+PENDING = ".pending"  # ends the name of a file that is being written
 MAX_PARALLEL_FILES = 8  # of a tree or a bucket
 
 
@@ -100,7 +102,7 @@ def write_bytes(uri: str, data: Any) -> None:
         return
     filesystem, path = resolve(uri)
     filesystem.create_dir(path.rsplit("/", 1)[0], recursive=True)
-    pending = f"{path}.pending"
+    pending = path + PENDING
     with filesystem.open_output_stream(pending) as stream:
         stream.write(data)
     filesystem.move(pending, path)
@@ -179,7 +181,8 @@ def delete(uri: str) -> None:
     if kind == pafs.FileType.Directory:
         filesystem.delete_dir(path)
     elif kind == pafs.FileType.File:
-        filesystem.delete_file(path)
+        with contextlib.suppress(FileNotFoundError):  # deleted or renamed by another thread or process
+            filesystem.delete_file(path)
 
 
 def checksum(uri: str) -> str:

@@ -123,6 +123,16 @@ def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, monkeypatch, t
     assert tasks < slices + buckets + slices + 1
 
 
+def test_work_on_other_slices_is_deleted_without_the_lease_and_its_next_version(tmp_path):
+    config = Columns(**write_inputs(tmp_path / "in"))
+    draft = Draft(str(tmp_path / "out"), kind="dataset", config=config, parents={})
+    kept = {"fingerprint", "lease", "lease.pending"}
+    for name in ("lease.pending", "part-0", "tasks/1.json"):
+        fs.write_bytes(draft.work(name), b"data")
+    document_tasks.resume_or_clear(draft, [{"slice": 0}])
+    assert set(fs.list_files(draft.work())) == {*kept, "plan.json"}
+
+
 def test_an_input_that_changed_is_prepared_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_rows, "SLICE_BYTES", 40_000)
     inputs = write_inputs(tmp_path / "in")

@@ -1,6 +1,7 @@
 import os
 from pathlib import Path
 
+import pyarrow.fs as pafs
 import pytest
 
 from scalingnote.storage import filesystem as fs
@@ -32,3 +33,21 @@ def test_a_download_that_breaks_leaves_nothing_behind(
     with pytest.raises(OSError, match="memory://elsewhere/part is gone"):
         fs.download("memory://elsewhere", ["part"], version="1")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_file_that_vanishes_while_it_is_deleted_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Elsewhere(pafs.LocalFileSystem):  # type: ignore[misc]
+        """Another process deletes each file once it was seen."""
+
+        def get_file_info(self, path: str) -> pafs.FileInfo:
+            info = super().get_file_info(path)
+            Path(path).unlink()
+            return info
+
+    part = tmp_path / "part"
+    part.write_bytes(b"data")
+    monkeypatch.setattr(fs, "resolve", lambda uri: (Elsewhere(), uri))
+    fs.delete(str(part))
+    assert not part.exists()
