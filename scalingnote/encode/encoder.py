@@ -169,7 +169,8 @@ class Encoder:
         out = torch.empty(len(rows), len(self.views), self.dim, device=self._device)
         packed, padded = self.tower.packs, 0
         for chosen in by_tokens([len(row.ids) for row in rows], budget=self._budget, packed=packed):
-            batch = collate([rows[i] for i in chosen], pad=self.tower.pad, packed=packed)
+            several = len(chosen) > 1  # a single row, as of a query that arrives alone, has no pads to save
+            batch = collate([rows[i] for i in chosen], pad=self.tower.pad, packed=packed and several)
             padded += batch.ids.numel()
             batch = batch.to(self._device)
             at = torch.from_numpy(chosen).to(self._device, non_blocking=True)
