@@ -13,7 +13,9 @@ slow one is the one that is meant to be.
 """
 
 import asyncio
+import gc
 import json
+import pickle
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ from scalingnote.index.shard import DOCUMENTS, Layout
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve import api
+from scalingnote.serve.app import GC_THRESHOLD
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.fan_out import Aggregator, FanOut, Found, Packed, packed, sizes
 from scalingnote.serve.service import ServedArm, Service
@@ -53,7 +56,7 @@ class Searchers:
     def __init__(self, seconds: list[float], slow: int | None = None, seed: int = 0) -> None:
         self._seconds, self._slow, self._rng = seconds, slow, np.random.default_rng(seed)
 
-    async def search_many(self, group: int, queries: Sequence[Query]) -> Packed:
+    async def search_many(self, group: int, pickled: bytes) -> Packed:
         """Ten documents of a group for each query."""
         await asyncio.sleep(self._rng.choice(self._seconds) * (SLOW if group == self._slow else 1))
         ids = group * K + np.arange(K)
@@ -62,7 +65,10 @@ class Searchers:
         ]
         scores, shards = (ids * 7919 % 1000).astype(np.float32), np.full(K, group)
         return packed(
-            [Found([Candidates(ids, shards, scores, None, rows, searched=1, version="v")]) for _ in queries]
+            [
+                Found([Candidates(ids, shards, scores, None, rows, searched=1, version="v")])
+                for _ in pickle.loads(pickled)
+            ]
         )
 
     async def ping(self) -> bool:
@@ -76,9 +82,9 @@ class Aggregators:
     def __init__(self, searchers: Any, shared: Sequence[Sequence[int]]) -> None:
         self._all = [Aggregator([_Remote(searchers, g) for g in own], own, "off") for own in shared]  # type: ignore[misc]
 
-    async def search_many(self, number: int, queries: Sequence[Query], left_s: float) -> Packed:
+    async def search_many(self, number: int, pickled: bytes, left_s: float) -> Packed:
         """The answers of one of them."""
-        return await self._all[number].search_many(queries, left_s)
+        return await self._all[number].search_many(pickled, left_s)
 
     async def ping(self) -> bool:
         """Answers once the process has started."""
@@ -92,10 +98,10 @@ class _Remote:
         self._actor, self._number, self._aggregates = actor, number, aggregates
         self.search_many = self
 
-    def remote(self, queries: Sequence[Query], left_s: float) -> Any:
+    def remote(self, pickled: bytes, left_s: float) -> Any:
         if self._aggregates:
-            return self._actor.search_many.remote(self._number, queries, left_s)
-        return self._actor.search_many.remote(self._number, queries)
+            return self._actor.search_many.remote(self._number, pickled, left_s)
+        return self._actor.search_many.remote(self._number, pickled)
 
 
 class _Replicas:
@@ -107,12 +113,12 @@ class _Replicas:
         self._rng = np.random.default_rng(group)
         self.search_many = self
 
-    async def remote(self, queries: Sequence[Query], _: float) -> Packed:
+    async def remote(self, pickled: bytes, _: float) -> Packed:
         first = int(self._rng.integers(2))
         chosen = min((first, 1 - first), key=lambda number: self._in_flight[number])
         self._in_flight[chosen] += 1
         try:
-            return await self._replicas[chosen].search_many(self._group, queries)
+            return await self._replicas[chosen].search_many(self._group, pickled)
         finally:
             self._in_flight[chosen] -= 1
 
@@ -138,6 +144,7 @@ def main() -> None:
     parser.add_argument("--crowd", type=int, default=64, help="queries at once under load")
     options = parser.parse_args()
     seconds = scan_seconds()
+    gc.set_threshold(GC_THRESHOLD)
     cluster.connect()
     rows = []
     for groups, most in CASES:

@@ -71,7 +71,7 @@ class Candidates:
     shards: Int[ndarray, " candidates"]
     dense: Float[ndarray, " candidates"]
     sparse: Float[ndarray, " candidates"] | None  # None where the query has no terms
-    documents: Sequence[Mapping[str, Any]]  # empty: not read yet
+    documents: Sequence[Any]  # mappings, or their JSON from another process; empty: not read yet
     searched: int  # number of shards
     version: str = ""  # of the index, where it is served
     scores: Sequence[float] = ()  # of ranked candidates
@@ -137,9 +137,9 @@ def rank(answers: Sequence[Candidates], *, k: int, joining: Joining, layout: Lay
     ids = together.ids.tolist()
     if together.sparse is None:
         # On the path of every search: for a few dozen candidates Python is ten times as fast as numpy.
-        dense = together.dense.tolist()
-        order = sorted(range(len(ids)), key=lambda place: (-dense[place], ids[place]))[:k]
-        return together.take(order, [dense[place] for place in order])
+        columns = zip((-together.dense).tolist(), ids, range(len(ids)), strict=True)
+        best = sorted(columns)[:k]
+        return together.take([place for _, _, place in best], [-negative for negative, _, _ in best])
     depth = max(k, joining.candidates)
     each = [
         HybridCandidates(answer.ids[None], answer.dense[None], answer.sparse[None])  # type: ignore[index]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+from pydantic_core import from_json
 
 from scalingnote.errors import ScalingNoteError
 from scalingnote.index.shard import DOCUMENTS, DocumentStore
@@ -95,7 +96,8 @@ class Documents:
             RefusedError: 503 where the version is no longer kept, or no id can be read either.
         """
         if found.documents or not len(found):
-            return found, True
+            read = [from_json(row) if isinstance(row, bytes) else row for row in found.documents]
+            return replace(found, documents=read), True
         if found.version not in self._uris:
             raise unavailable(f"version {found.version} of the index is no longer kept: try again")
         store = self._stores.get(found.version)

@@ -10,8 +10,9 @@ one (Dean and Barroso, "The Tail at Scale", 2013). The answer names the groups t
 
 import asyncio
 import math
+import pickle
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
@@ -189,7 +190,8 @@ class Target:
                 call.cancel()
 
     async def _send(self, queries: list[Query], left_s: float) -> "Packed":
-        response = self.handle.search_many.remote(queries, left_s)
+        # Pickled here: Ray's pickler, which takes functions and classes too, needs twice as long for queries.
+        response = self.handle.search_many.remote(pickle.dumps(queries), left_s)
         try:
             answers: Packed = await response
             return answers
@@ -257,9 +259,9 @@ class Aggregator:
     def __init__(self, searchers: Sequence[Handle], groups: Sequence[int], hedge_after: float | str) -> None:
         self._fan_out = FanOut(searchers, [[group] for group in groups], hedge_after=hedge_after)
 
-    async def search_many(self, queries: Sequence[Query], left_s: float) -> "Packed":
-        """The candidates of each query that the groups find in the time left."""
-        own_s = AGGREGATOR_SHARE * left_s
+    async def search_many(self, pickled: bytes, left_s: float) -> "Packed":
+        """The candidates of each of the pickled queries that the groups find in the time left."""
+        queries, own_s = pickle.loads(pickled), AGGREGATOR_SHARE * left_s
         return packed(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
 
     async def ping(self) -> bool:
@@ -282,30 +284,6 @@ def merged(answers: Sequence[Candidates], *, k: int) -> Candidates:
 # --- answers between processes -----------------------------------------------------------------------------
 
 
-class Encoded(Mapping[str, Any]):
-    """A document as JSON, parsed on first access: most candidates are not among the best."""
-
-    __slots__ = ("_row", "content")
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-        self._row: dict[str, Any] | None = None
-
-    def _read(self) -> dict[str, Any]:
-        if self._row is None:
-            self._row = from_json(self.content)
-        return self._row
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())
-
-
 @dataclass(frozen=True)
 class Packed:
     """The answers of a call in one buffer: reading a thousand small objects takes longer than the search."""
@@ -315,7 +293,7 @@ class Packed:
     ids: Int[ndarray, " candidates"]
     shards: Int[ndarray, " candidates"]
     scores: Float[ndarray, "two candidates"]  # dense and sparse
-    documents: list[bytes]
+    documents: list[bytes]  # as JSON, which is parsed of the best alone
     missing: dict[int, tuple[int, ...]]  # query -> groups
     refused: dict[int, Refused]  # by query
 
@@ -339,8 +317,8 @@ def packed(answers: Sequence[Answer | None]) -> Packed:
     )
 
 
-def _json(document: Mapping[str, Any]) -> bytes:
-    return document.content if isinstance(document, Encoded) else to_json(document)
+def _json(document: Mapping[str, Any] | bytes) -> bytes:
+    return document if isinstance(document, bytes) else to_json(document)
 
 
 def unpacked(answers: Packed) -> list[Answer | None]:
@@ -350,13 +328,12 @@ def unpacked(answers: Packed) -> list[Answer | None]:
     for query, size, searched, version, is_hybrid in answers.parts:
         own, end = slice(end, end + size), end + size
         dense, sparse = answers.scores[:, own]
-        rows = [Encoded(row) for row in answers.documents[own]]
         part = Candidates(
             answers.ids[own],
             answers.shards[own],
             dense,
             sparse if is_hybrid else None,
-            rows,
+            answers.documents[own],
             searched,
             version,
         )

@@ -9,6 +9,7 @@ opens it, if it is not open yet.
 """
 
 import asyncio
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -221,9 +222,10 @@ class IndexSearcher:
         batcher = self._in_loop if self._is_short(searcher, query) else self._in_thread
         return await batcher((searcher, query))
 
-    async def search_many(self, queries: Sequence[Query], left_s: float) -> Packed:
-        """The candidates of each query, as far as they are found in `left_s` seconds."""
-        found = await gather_in_time([self.search(query) for query in queries], deadline_s=left_s)
+    async def search_many(self, pickled: bytes, left_s: float) -> Packed:
+        """The candidates of each of the pickled queries, as far as they are found in `left_s` seconds."""
+        calls = [self.search(query) for query in pickle.loads(pickled)]
+        found = await gather_in_time(calls, deadline_s=left_s)
         return packed([Found([each]) if isinstance(each, Candidates) else each for each in found])
 
     def _is_short(self, searcher: SearchBackend, query: Query) -> bool:
