@@ -4,9 +4,9 @@
 
 An index of synthetic vectors (32 dimensions, product quantization with 16 bytes, 8-bit vectors kept), opened
 as a searcher in a fresh process with its files mapped. Every code and vector is read before memory is
-counted: proportional set size (Pss), which divides shared pages by the processes that share them, beyond that
-of a process with a small index. *Unreclaimable* is what the kernel cannot drop and read again: anonymous
-memory. Opening is timed with the files in the page cache, and dropped from it (cold).
+counted: proportional set size (Pss) without libraries, which divides shared pages by the processes that
+share them, beyond that of a process with a small index. *Unreclaimable* is what the kernel cannot drop and
+read again: anonymous memory. Opening is timed with the files in the page cache, and dropped from it (cold).
 """
 
 import multiprocessing
@@ -260,12 +260,19 @@ def pss(memory: dict[str, int]) -> int:
 
 
 def memory(process: int | str | None = "self") -> dict[str, int]:
-    """Bytes of a process by the kernel's count."""
-    found = {}
-    for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]:
-        name, size = line.split(":")
-        found[name] = int(size.split()[0]) << 10
-    return {name: found[name] for name in ("Rss", "Pss", "Anonymous")}
+    """Bytes of a process by the kernel's count, without shared libraries.
+
+    What a process pays for a library depends on which other processes have it loaded at that moment.
+    """
+    found = {"Rss": 0, "Pss": 0, "Anonymous": 0}
+    is_library = False
+    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):  # the first line of a mapping: addresses, rights, ..., file
+            is_library = ".so" in line.rpartition("/")[2]
+        elif (key := name[:-1]) in found and not is_library:
+            found[key] += int(rest[0]) << 10
+    return found
 
 
 def extrapolated(rows: list[dict[str, Any]], name: str) -> float:
