@@ -34,7 +34,7 @@ from scalingnote.search.searcher import Candidates
 from scalingnote.serve import api
 from scalingnote.serve.app import GC_THRESHOLD
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.fan_out import Aggregator, FanOut, Found, Packed, packed, sizes
+from scalingnote.serve.fan_out import Aggregator, FanOut, GroupCandidates, Packed, packed, sizes
 from scalingnote.serve.service import ServedArm, Service
 from scalingnote.serve.versions import Catalog, Version, VersionContent, Versions
 from scalingnote.serve_config import FanOutConfig, ServeConfig
@@ -66,7 +66,7 @@ class Searchers:
         scores, shards = (ids * 7919 % 1000).astype(np.float32), np.full(K, group)
         return packed(
             [
-                Found([Candidates(ids, shards, scores, None, rows, searched=1, version="v")])
+                GroupCandidates([Candidates(ids, shards, scores, None, rows, searched=1, version="v")])
                 for _ in pickle.loads(pickled)
             ]
         )
@@ -276,7 +276,7 @@ async def tail_ms(seconds: list[float], hedge_after: str) -> float:
         for _ in range(queries):
             started = time.perf_counter()
             answer = await fan_out.search(query, DEADLINE_S)
-            assert isinstance(answer, Found)
+            assert isinstance(answer, GroupCandidates)
             assert not answer.missing
             found.append(time.perf_counter() - started)
 

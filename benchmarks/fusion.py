@@ -176,7 +176,7 @@ def fuse(
         steps=order.steps(config.epochs),
         schedule=config,
         checkpoints=Checkpoints(f"{folder}/checkpoints", keep=1),
-        room="fuse",
+        section="fuse",
     )
     documents = DocumentFusion(stage.documents, config.document, known["documents"])
     parts = [

@@ -106,7 +106,7 @@ def teacher(config: RunConfig) -> Artifact:
 def load_run(run_dir: str) -> RunConfig:
     """The config of the last run in `run_dir`, wherever that directory lies now."""
     path = fs.join(run_dir, RUN_FILE)
-    if (text := fs.read_if_there(path)) is None:
+    if (text := fs.read_if_exists(path)) is None:
         raise ConfigError(f"no run at {run_dir}: `scalingnote run CONFIG --set run_dir={run_dir}` makes one")
     config = validate(RunConfig, yaml.safe_load(text), source=path)
     return config.model_copy(update={"run_dir": run_dir})

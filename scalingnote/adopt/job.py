@@ -33,7 +33,7 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
     draft = Draft(output, kind="dual_encoder", config=config, parents={})
     if draft.finished:
         return draft.existing()
-    draft.afresh()  # the model at the path may have changed since an interrupted run
+    draft.discard_parts()  # the model at the path may have changed since an interrupted run
     _check_weights(config)
     dims, parameters, weights = {}, 0, {}
     for role in ROLES:

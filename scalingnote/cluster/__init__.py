@@ -1,6 +1,6 @@
 """The connection to Ray, checks of its resources, tasks and actors."""
 
-from scalingnote.cluster.connection import connect, is_private, kept_interrupt_handler
+from scalingnote.cluster.connection import connect, is_private, restored_interrupt_handler
 from scalingnote.cluster.resources import actor_options, check_resources, check_resources_early
 from scalingnote.cluster.tasks import (
     RETRY_OPTIONS,
@@ -26,10 +26,10 @@ __all__ = [
     "error_column",
     "execution_errors",
     "is_private",
-    "kept_interrupt_handler",
     "map_loaded",
     "map_tasks",
     "map_tasks_in_order",
     "map_with_actors",
+    "restored_interrupt_handler",
     "task_result",
 ]

@@ -102,7 +102,7 @@ def _delayed_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_interrupt_handler() -> Iterator[None]:
+def restored_interrupt_handler() -> Iterator[None]:
     """Restore the handler of SIGINT: Ray Train leaves its own, which aborts a controller that has ended.
 
     With it, CTRL-C in a later stage ended the process with exit code 0, or did nothing at all.

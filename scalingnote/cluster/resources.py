@@ -58,10 +58,10 @@ def _missing_resources(resources: Resources, *, beside: int, knob: str) -> str:
     asked = " and ".join(f"{need:g} {key}" for key, need in each.items())
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     # A worker runs on one node: remainders on two nodes do not add up to a third worker.
-    room = [
+    workers_per_node = [
         min(int(node.get(key, 0.0) / need + 1e-9) for key, need in each.items()) for node in nodes if each
     ]
-    if each and not any(room):
+    if each and not any(workers_per_node):
         knobs = " or ".join(f"{knob}.{key.lower()}s_per_worker" for key in each)
         return f"{knob} asks for {asked} a worker, no node has that: lower {knobs}, or add a node that has"
     for key, spare in (("CPU", beside), ("GPU", 0)):
@@ -70,9 +70,9 @@ def _missing_resources(resources: Resources, *, beside: int, knob: str) -> str:
                 f"{knob} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
                 f"lower {knob}.workers or add nodes"
             )
-    if each and sum(room) < workers:
+    if each and sum(workers_per_node) < workers:
         return (
-            f"{knob} asks for {workers} workers of {asked}, the nodes have room for {sum(room)}: "
+            f"{knob} asks for {workers} workers of {asked}, the nodes have room for {sum(workers_per_node)}: "
             f"lower {knob}.workers or add nodes"
         )
     return ""

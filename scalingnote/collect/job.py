@@ -163,7 +163,7 @@ def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConf
         most=steps.MAX_WORDS,
         folder=context.path("rank"),
         each=run.tasks,
-        room="collect",
+        section="collect",
     )
     if not corpus.length:
         raise DataError(
@@ -217,7 +217,7 @@ class _Steps:
             task = cluster.Loaded(partial(_loaded, step, self._context, arguments))
             each = partial(cluster.map_loaded, resources=self._resources)
         work = self._context.work
-        return run_slices(name, task, items, folder=work, each=each, room="collect", unit=unit)
+        return run_slices(name, task, items, folder=work, each=each, section="collect", unit=unit)
 
 
 def _tasks(resources: Resources) -> TaskRunner:

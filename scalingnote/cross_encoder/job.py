@@ -4,7 +4,7 @@
     triplets, documents     ─run_queries─►    query_embeddings: proxies of queries, scores of triplets
     documents               ─run_documents─►  embeddings: proxies of documents beside an empty query
 
-The last two are the artifacts that a dual encoder gives as a teacher, so a student learns from either alike.
+The last two have the form that a dual encoder's have, so a student learns from either kind of teacher.
 
 A query's proxy is that of a pair: it is read beside its first positive, and a generated query beside the
 positive of the query it was made from, which is near (EmbedDistill, sections 4.2 and 4.3).
@@ -72,7 +72,7 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
             "steps": steps,
         },
         schedule=config,
-        room="cross",
+        section="cross",
     )
     return draft.commit(counts={"triplets": rows, "documents": prepared.documents, "steps": steps})
 
@@ -291,7 +291,7 @@ def _order(config: DualPooledConfig, sizes: dict[str, int]) -> Order:
 
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank."""
-    config, rank, world = start_rank(DualPooledConfig, settings, room="cross")
+    config, rank, world = start_rank(DualPooledConfig, settings, section="cross")
 
     def make() -> PairStage:
         model = CrossEncoder(
@@ -323,6 +323,6 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         make=make,
         schedule=config,
         settings=settings,
-        room="cross",
+        section="cross",
         save=lambda whole, folder: whole.model.save(folder / MODEL),
     )

@@ -103,7 +103,7 @@ def write_documents(
     """
     slices = slices_of(source, config)
     context = Context(config, source.features, source.rank, len(slices), draft.work(), draft.uri)
-    do = partial(run_slices, folder=draft.work(), each=each, room="datasets")
+    do = partial(run_slices, folder=draft.work(), each=each, section="datasets")
     checked = do("check", partial(_check, context=context), slices)
     if limit is not None and (rows := sum(record["rows"] for record in checked)) > limit:
         raise DataError(
@@ -165,7 +165,7 @@ def resume_or_clear(draft: Draft, plan: Sequence[dict[str, Any]]) -> None:
     uri = draft.work("plan.json")
     if plan and fs.exists(uri) and fs.read_bytes(uri) == text:
         return
-    draft.afresh()
+    draft.discard_parts()
     for file in fs.list_files(draft.work()):
         # Without claim and lease another process would start to build. A thread rewrites the lease meanwhile.
         if file.removesuffix(fs.PENDING) not in (CLAIM, LEASE):

@@ -207,7 +207,7 @@ def write_supervision(
     """
     buckets = max(-(-input_bytes(source) // BUCKET_BYTES), 2)
     context = Context(config, source.profile, parts, work, output, buckets, supervision.MAX_ROWS)
-    do = partial(run_slices, folder=work, each=each, room="datasets", unit="tasks")
+    do = partial(run_slices, folder=work, each=each, section="datasets", unit="tasks")
     (record,) = do("supervision", partial(write_tables, context=context), [source])
     if record["whole"]:
         quarantine.add(record["quarantine"])

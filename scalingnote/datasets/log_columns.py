@@ -111,7 +111,7 @@ class _ColumnChecker:
         """Count repaired rows, which are kept."""
         count = pc.sum(which).as_py()
         if count:
-            self.tally.mend(what, count)
+            self.tally.add_repaired(what, count)
 
     def text(self, name: str, *, optional: bool = False) -> pa.Array:
         """A column of stripped text; control characters become blanks, null becomes empty if not optional."""

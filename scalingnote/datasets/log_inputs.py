@@ -400,7 +400,7 @@ def _typed_value(value: Any, name: str, kind: Kind, tally: LogTally) -> tuple[An
         return value, None
     if kind == "id":
         return None, f"{name} with control characters"
-    tally.mend("lone_surrogates_replaced")
+    tally.add_repaired("lone_surrogates_replaced")
     return replace_surrogates(value), None
 
 

@@ -84,7 +84,7 @@ def build(config: Logs, draft: Draft, slices: Sequence[LogSlice], *, each: TaskR
     _warn_of_large_buckets(config, slices)
     tally = LogTally()
     work, output = draft.work(), draft.uri
-    run = partial(run_slices, folder=work, each=each, room="datasets")
+    run = partial(run_slices, folder=work, each=each, section="datasets")
     buckets = range(config.parts)
 
     check = partial(check_slice, config=config, work=work)

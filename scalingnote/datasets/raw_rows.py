@@ -368,7 +368,7 @@ class Quarantine:
         self._room[table, reason] -= len(first)
         self._rows += [{"table": table, "row": shown_row(row), "reason": reason} for row in kept]
 
-    def mend(self, what: str, count: int = 1) -> None:
+    def add_repaired(self, what: str, count: int = 1) -> None:
         """Count rows that were kept after a repair."""
         self.repaired[what] += count
 

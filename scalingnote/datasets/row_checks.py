@@ -48,7 +48,7 @@ def documents(
             raise _BadRowError(f"title longer than {config.max_title_chars} characters")
         if len(content) > config.max_content_chars:
             content = content[: config.max_content_chars]
-            quarantine.mend("content_truncated")
+            quarantine.add_repaired("content_truncated")
         sound = {
             "doc_id": doc_id,
             "title": title,
@@ -173,10 +173,10 @@ def _text(row: Row, key: str, quarantine: Quarantine) -> str:
         raise _BadRowError(f"{key} is of type {type(value).__name__}, not text")
     if not is_valid_unicode(value):
         value = replace_surrogates(value)
-        quarantine.mend("lone_surrogates_replaced")
+        quarantine.add_repaired("lone_surrogates_replaced")
     if _CONTROL.search(value):
         value = _CONTROL.sub(" ", value)
-        quarantine.mend("control_characters_blanked")
+        quarantine.add_repaired("control_characters_blanked")
     return value.strip()
 
 
@@ -193,7 +193,7 @@ def _feature(row: Row, field: pa.Field, quarantine: Quarantine) -> Any:
             return typed
     except (_BadRowError, OverflowError, pa.ArrowInvalid, pa.ArrowTypeError):
         pass
-    quarantine.mend(f"feature_{field.name}_dropped")
+    quarantine.add_repaired(f"feature_{field.name}_dropped")
     return None
 
 

@@ -25,7 +25,7 @@ from scalingnote.models.tower import Tower
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.data import Order, Store
-from scalingnote.train.job import Settings, device_of, launch, start_rank, steps_made, train_rank
+from scalingnote.train.job import Settings, device_of, finished_steps, launch, start_rank, train_rank
 from scalingnote.train.validation import INDEXED_VIEW
 
 log = get_logger("distill")
@@ -84,10 +84,10 @@ def run(
             "steps": steps,
         },
         schedule=config,
-        room="distill",
+        section="distill",
     )
     learnt = sizes if config.losses.reads_documents else {"queries": rows}
-    return draft.commit(counts={**learnt, "steps": steps_made(output, planned=steps)})
+    return draft.commit(counts={**learnt, "steps": finished_steps(output, planned=steps)})
 
 
 def _opened(uris: Mapping[str, str | None], kinds: Sequence[str]) -> dict[str, Artifact]:
@@ -160,7 +160,7 @@ def _order(config: DistillConfig, sizes: dict[str, int]) -> Order:
 
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank of stage II."""
-    config, rank, world = start_rank(DistillConfig, settings, room="distill")
+    config, rank, world = start_rank(DistillConfig, settings, section="distill")
     teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")
     store, start = Store.open(settings["store"]), student.read_start(settings["start"])
 
@@ -185,7 +185,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         make=make,
         schedule=config,
         settings=settings,
-        room="distill",
+        section="distill",
         save=_save,
         validation=config.validation,
         validate_with=lambda engine: agreement.validator(

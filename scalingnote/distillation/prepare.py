@@ -91,7 +91,7 @@ def prepare(
         group = 1 if candidates is None else _write_names(candidates, folder=folder, each=each)
         task = partial(_lessons_of_slice, teacher=teacher, prompt=prompt, folder=folder)
         parts = slices(teacher, "embeddings")
-        records = run_slices(LESSONS, task, parts, folder=folder, each=each, room="distill")
+        records = run_slices(LESSONS, task, parts, folder=folder, each=each, section="distill")
         tables = {
             name: [file for record in records for file in named_parts(record[key])]
             for name, key in ((LESSONS, "files"), (VALIDATION, "validation"))
@@ -142,7 +142,7 @@ def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) ->
         parts,
         folder=folder,
         each=each,
-        room="distill",
+        section="distill",
     )
     for table in ("named", "asked"):
         hashes = merge_sorted([read_array(fs.join(folder, _file_name(table, i))) for i in range(len(parts))])
@@ -160,7 +160,7 @@ def _write_candidates(
     each: TaskRunner,
 ) -> tuple[dict[str, list[tuple[str, Part]]], dict[str, Any]]:
     """Tables and facts of a store beside its lessons, of which `lessons` are the records."""
-    run = partial(run_slices, folder=folder, each=each, room="distill")
+    run = partial(run_slices, folder=folder, each=each, section="distill")
     _require_view(sources.embeddings)
     written = run(
         "documents",

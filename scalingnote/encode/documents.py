@@ -266,7 +266,7 @@ def compare_with_base(source: Artifact, base: Artifact, draft: Draft) -> dict[st
         Numbers of documents ``added``, ``changed``, ``deleted`` and ``copied``.
     """
     folder = draft.work("base")
-    run = partial(run_slices, folder=folder, each=cluster.map_tasks, room="encode", unit="tasks")
+    run = partial(run_slices, folder=folder, each=cluster.map_tasks, section="encode", unit="tasks")
     sides = ((base, "embeddings"), (source, "documents"))
     buckets = max(-(-sum(artifact.counts["documents"] for artifact, _ in sides) // MAX_ROWS), 1)
     for artifact, table in sides:

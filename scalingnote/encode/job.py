@@ -108,7 +108,7 @@ def run_queries(
 def write_distinct_queries(triplets: Artifact, folder: str, *, rows_per_piece: int) -> list[Piece]:
     """Write the distinct queries of triplets as pieces, in tasks; a killed run's finished tasks are kept."""
     buckets = bucket_count(triplets)
-    run = partial(run_slices, folder=folder, each=cluster.map_tasks, room="encode", unit="tasks")
+    run = partial(run_slices, folder=folder, each=cluster.map_tasks, section="encode", unit="tasks")
     scatter = partial(scatter_queries, triplets=triplets, folder=folder, buckets=buckets)
     run("scatter", scatter, shuffle.slices(triplets, *TABLES))
     merge = partial(merge_bucket, folder=folder, rows_per_piece=rows_per_piece)

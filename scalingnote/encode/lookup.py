@@ -49,7 +49,7 @@ class LookupEncoder:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = WordTokenizer(tokenizer)
-        self.dim, self.room = table.values.shape[1], table.max_length
+        self.dim, self.max_tokens = table.values.shape[1], table.max_length
         # The plain array behind the memory map: every slice of np.memmap creates another np.memmap.
         self._values, self._scales = np.asarray(table.values), table.scales
         self._weights, self._features = table.token_weights, table.features
@@ -65,11 +65,11 @@ class LookupEncoder:
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
         """Query embeddings, not normalised, of at least one query."""
-        return self._encode(self._tokenizer.ids(queries, self.room))
+        return self._encode(self._tokenizer.ids(queries, self.max_tokens))
 
     def encode_token_ids(self, queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
-        """The same of queries given by their token ids, of which the first `room` are read."""
-        return self._encode([list(ids[: self.room]) for ids in queries])
+        """The same of queries given by their token ids, of which the first `max_tokens` are read."""
+        return self._encode([list(ids[: self.max_tokens]) for ids in queries])
 
     def _encode(self, rows: list[list[int]]) -> Float32[ndarray, "queries dim"]:
         if self._features is not None:
@@ -213,21 +213,21 @@ class WordTokenizer:
         self._first: dict[str, list[int]] = {}  # the first word of a text
         self._words: dict[str, list[int]] = {} if self._space else self._first
 
-    def ids(self, texts: Sequence[str], room: int) -> list[list[int]]:
-        """Return the first `room` token ids of each text, without special tokens."""
+    def ids(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """Return the first `max_tokens` token ids of each text, without special tokens."""
         if self._markers is None:
-            return [ids[:room] for ids in tokenize(self._tokenizer, texts, room)]
+            return [ids[:max_tokens] for ids in tokenize(self._tokenizer, texts, max_tokens)]
         rows: list[list[int]] = []
         others: list[int] = []
         for number, text in enumerate(texts):
-            ids = self._of_words(cut_characters(text, room))
+            ids = self._of_words(cut_characters(text, max_tokens))
             if ids is None:
                 others.append(number)
-            rows.append([] if ids is None else ids[:room])
+            rows.append([] if ids is None else ids[:max_tokens])
         if others:
-            missing = tokenize(self._tokenizer, [texts[number] for number in others], room)
+            missing = tokenize(self._tokenizer, [texts[number] for number in others], max_tokens)
             for number, ids in zip(others, missing, strict=True):
-                rows[number] = ids[:room]
+                rows[number] = ids[:max_tokens]
         return rows
 
     def _of_words(self, text: str) -> list[int] | None:

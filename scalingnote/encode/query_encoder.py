@@ -66,7 +66,14 @@ class QueryEncoder:
     """A query tower, ready to encode."""
 
     def __init__(
-        self, encode: Encode, encode_ids: EncodeIds | None, *, room: int, dim: int, form: str, cache: int = 0
+        self,
+        encode: Encode,
+        encode_ids: EncodeIds | None,
+        *,
+        max_tokens: int,
+        dim: int,
+        form: str,
+        cache: int = 0,
     ) -> None:
         """Wrap the functions of a tower; with `cache` > 0, that many embeddings of texts are cached.
 
@@ -74,12 +81,12 @@ class QueryEncoder:
             encode: embeddings of queries.
             encode_ids: embeddings of queries given by token ids, without special tokens, of the tower's
                 tokenizer, never from the cache; None: the tower reads a query only as text.
-            room: tokens of a query that are read, special ones not counted.
+            max_tokens: tokens of a query that are read, special ones not counted.
             dim: width of the embeddings.
             form: of the tower.
             cache: number of embeddings to cache.
         """
-        self.dim, self.form, self.room = dim, form, room
+        self.dim, self.form, self.max_tokens = dim, form, max_tokens
         self.encode_ids = encode_ids
         self.cache = QueryCache(encode, cache) if cache else None
         self._encode = self.cache.encode if self.cache else encode
@@ -118,7 +125,7 @@ class QueryEncoder:
             return cls(
                 table.encode,
                 table.encode_token_ids,
-                room=table.room,
+                max_tokens=table.max_tokens,
                 dim=table.dim,
                 form=form,
                 cache=cache,
@@ -128,7 +135,12 @@ class QueryEncoder:
         if form in FILES:
             graph = OnnxTower.load(folder, form, threads=threads)
             return cls(
-                graph.encode, graph.encode_token_ids, room=graph.room, dim=graph.dim, form=form, cache=cache
+                graph.encode,
+                graph.encode_token_ids,
+                max_tokens=graph.max_tokens,
+                dim=graph.dim,
+                form=form,
+                cache=cache,
             )
         return _torch(
             folder, form, threads=threads, precision=precision, token_budget=token_budget, cache=cache
@@ -207,7 +219,7 @@ def _torch(
     return QueryEncoder(
         encoder.encode_queries,
         encode_ids if encoder.tower.prompt.takes_ids else None,
-        room=encoder.tower.prompt.room,
+        max_tokens=encoder.tower.prompt.max_tokens,
         dim=encoder.dim,
         form=form,
         cache=cache,

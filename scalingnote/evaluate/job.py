@@ -112,7 +112,7 @@ def run(
 def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Draft) -> dict[str, int]:
     """Retrieve, measure and write all files; returns the artifact's counts."""
     # Everything a user can get wrong is checked before the first query is encoded.
-    each = KeptTasks(draft.work("passes"), cluster.map_tasks)
+    each = RecordedTasks(draft.work("passes"), cluster.map_tasks)
     methods = Methods(config, parents, each)
     baseline = methods.baseline
     test = load_test_set(parents["dataset"], judgements=config.qrels, each=each)
@@ -172,7 +172,7 @@ def _encode(
     queries: Sequence[str],
     *,
     test: TestSet,
-    keep: "KeptTasks",
+    keep: "RecordedTasks",
 ) -> tuple[dict[str, QueryEmbeddings], dict[str, QueryEmbeddings]]:
     """Embeddings of queries by every tower, and the teacher's by split, to compare the student with."""
     config, parents = methods.config, methods.parents
@@ -266,7 +266,7 @@ def _index_section(
     return {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in INDEX_RECALL_AT} | size
 
 
-class KeptTasks:
+class RecordedTasks:
     """Runs tasks that give tables, and keeps each table in a folder: a finished task is never repeated.
 
     Passes are known by their number: a stage makes the same ones in the same order whenever it is repeated.

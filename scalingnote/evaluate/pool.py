@@ -4,7 +4,7 @@
 
 A document is identified by its row, counted over all parts. A task returns only the requested values: its
 memory is bounded by a part, and that of the caller by the queries and their results, for any size of the
-pool. Every task returns a table, so that finished tables can be kept (`job.KeptTasks`).
+pool. Every task returns a table, so that finished tables can be kept (`job.RecordedTasks`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -48,7 +48,7 @@ def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Tas
     Returns the number of clicks that are left out, as they are of test queries. DataError if the dataset has
     no clicks to learn from.
     """
-    run = partial(run_slices, folder=folder, each=each, room="fuse")
+    run = partial(run_slices, folder=folder, each=each, section="fuse")
     if not dataset.table_parts("impressions"):
         raise DataError(
             f"{dataset.uri} has no impressions, which fusion learns from: "

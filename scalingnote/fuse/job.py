@@ -90,7 +90,7 @@ def run(
             "semantic_ids": semantic_ids,
             "steps": steps,
         }
-        launch(_worker, settings, schedule=config, room="fuse")
+        launch(_worker, settings, schedule=config, section="fuse")
         fs.write_bytes(trained, b"")
     counts = {"documents": _fuse(config, corpus, draft), "clicks": clicks, "steps": steps}
     return draft.commit(counts=counts | {"clicks_left_out": facts["left_out"]})
@@ -200,7 +200,7 @@ class FusedParts:
 
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank."""
-    config, rank, world = start_rank(FuseConfig, settings, room="fuse")
+    config, rank, world = start_rank(FuseConfig, settings, section="fuse")
     store = Store.open(settings["store"])
     encodings = prepare.encodings(settings["store"])
     make = partial(_stage, config, settings)
@@ -213,7 +213,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         make=make,
         schedule=config,
         settings=settings,
-        room="fuse",
+        section="fuse",
         save=partial(_save, config=config, encodings=encodings),
     )
 

@@ -140,7 +140,7 @@ def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: Ta
         task = partial(_observe, dataset=dataset, features=features)
         records: list[JsonRecord] = []
         if features:
-            records = run_slices(f"fit-{table}", task, parts, folder=folder, each=each, room="fuse")
+            records = run_slices(f"fit-{table}", task, parts, folder=folder, each=each, section="fuse")
         fitted[table] = fit(features, [record["observed"] for record in records])
     values = {table: dump_encodings(encodings) for table, encodings in fitted.items()}
     fs.write_bytes(fs.join(folder, ENCODINGS), json.dumps(values).encode())
@@ -171,7 +171,7 @@ def finish(
     :func:`read_clicks` left out; more may be left out here.
     """
     if not Store.finished(folder):
-        run = partial(run_slices, folder=folder, each=each, room="fuse")
+        run = partial(run_slices, folder=folder, each=each, section="fuse")
         known = encodings(folder)
         documents = run(
             DOCUMENTS,

@@ -45,7 +45,7 @@ def count_frequencies(
     least: int = 1,
     folder: str,
     each: TaskRunner,
-    room: str,
+    section: str,
 ) -> Frequencies:
     """Count the texts with each word.
 
@@ -57,10 +57,10 @@ def count_frequencies(
         least: texts that a word is in to be kept.
         folder: work directory.
         each: runs the tasks.
-        room: name of the logger.
+        section: name of the logger.
     """
     buckets = max(-(-texts // MAX_BUCKET_TEXTS), 1)
-    do = partial(run_slices, folder=folder, each=each, room=room)
+    do = partial(run_slices, folder=folder, each=each, section=section)
     counted = do("count", partial(_count, read=read, folder=folder, buckets=buckets), slices)
     merged = do(
         "merge",

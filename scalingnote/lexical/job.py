@@ -66,11 +66,11 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
         most=config.max_vocabulary,
         folder=draft.work(),
         each=cluster.map_tasks,
-        room="bm25",
+        section="bm25",
     )
     if not found.length:
         raise DataError(f"{source.uri}: none of {found.texts:,} documents has a word to index")
-    do = partial(run_slices, folder=draft.work(), each=cluster.map_tasks, room="bm25", unit="tasks")
+    do = partial(run_slices, folder=draft.work(), each=cluster.map_tasks, section="bm25", unit="tasks")
     (vocabulary,) = do(
         "vocabulary", partial(_write_vocabulary, config=config, output=draft.uri), [found.words]
     )

@@ -97,7 +97,7 @@ def run(
     counts = Counter(mined=0, kept=0, mixed=0, short=0, triplets=0)
     work = cluster.Loaded(partial(Miner, config, parents, draft.uri, folder, places))
     each = partial(cluster.map_loaded, resources=config.resources.without_gpus())
-    step = partial(run_slices, folder=folder, room="mine")
+    step = partial(run_slices, folder=folder, section="mine")
     records = step("mined", work, [*rows], each=each, unit="triplets", rows=[*rows.values()])
     for name, record in zip(rows, records, strict=True):
         draft.register(name, Part(**record["part"]))
@@ -139,7 +139,7 @@ def _search(
     config: MineConfig, parents: Mapping[str, Artifact], rows: Mapping[str, int], folder: str
 ) -> dict[str, list[Place]]:
     """Search the documents for all queries; returns the places of each part's results."""
-    embeddings, step = parents["embeddings"], partial(run_slices, folder=folder, room="mine")
+    embeddings, step = parents["embeddings"], partial(run_slices, folder=folder, section="mine")
     write = partial(write_pieces, triplets=parents["triplets"], folder=folder)
     sizes = [*rows.values()]
     cut: list[list[Piece]] = step(

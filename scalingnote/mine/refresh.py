@@ -24,7 +24,7 @@ from scalingnote.collect.triplets import draw
 from scalingnote.datasets.file_formats import RUN_ROWS, find_trec_slices, read_run_slice
 from scalingnote.datasets.raw_rows import FileSlice
 from scalingnote.mine.config import MineConfig
-from scalingnote.mine.search import Found, Place, number_queries, rows_between
+from scalingnote.mine.search import BatchNeighbors, Place, number_queries, rows_between
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle, trec
 from scalingnote.storage.artifact import Artifact
@@ -52,7 +52,7 @@ class SearchedRanking:
         starts = [*accumulate((place.queries for place in places), initial=0)]
         for start, place in zip(starts, places, strict=False):
             rows = rows_between(numbers, start, start + place.queries)
-            positives = found_in(batch_folder(self._folder, place.batch)).positives
+            positives = read_neighbors(batch_folder(self._folder, place.batch)).positives
             scores[rows] = positives[place.pair : place.pair + place.pairs]
         rankings = _SearchedRankings(query_ids, places, starts, self._folder)
         return rankings, [None if np.isnan(score) else score for score in scores.tolist()]
@@ -71,7 +71,7 @@ class _SearchedRankings(Mapping[str, RankedDocuments]):
         number = self._number[query_id]
         piece = bisect_right(self._starts, number) - 1
         place = self._places[piece]
-        found = found_in(batch_folder(self._folder, place.batch))
+        found = read_neighbors(batch_folder(self._folder, place.batch))
         line = place.query + number - self._starts[piece]
         rows = found.rows[line][found.rows[line] >= 0]
         at = np.searchsorted(found.documents["row"].to_numpy(), rows)
@@ -86,9 +86,9 @@ class _SearchedRankings(Mapping[str, RankedDocuments]):
 
 
 @lru_cache(maxsize=1)
-def found_in(folder: str) -> Found:
+def read_neighbors(folder: str) -> BatchNeighbors:
     """The results of a batch; those of the last one asked for stay in memory."""
-    return Found.read(folder)
+    return BatchNeighbors.read(folder)
 
 
 def batch_folder(folder: str, batch: int) -> str:
@@ -137,8 +137,8 @@ def cut_runs(
     """
     names = triplets.names("triplets/", ".parquet")
     buckets = min(max(len(names), 1), MAX_BUCKETS)
-    step = partial(run_slices, folder=folder, room="mine", each=each)
-    asked = partial(scatter_asked, triplets=triplets, folder=folder, buckets=buckets)
+    step = partial(run_slices, folder=folder, section="mine", each=each)
+    asked = partial(scatter_mined_queries, triplets=triplets, folder=folder, buckets=buckets)
     step("asked", asked, names, unit="parts")
     slices = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
     lines = partial(scatter_lines, held_out=held_out, folder=folder, buckets=buckets)
@@ -146,7 +146,7 @@ def cut_runs(
     step("join", partial(join_runs, folder=folder), range(buckets), unit="buckets of queries")
 
 
-def scatter_asked(item: tuple[int, str], *, triplets: Artifact, folder: str, buckets: int) -> None:
+def scatter_mined_queries(item: tuple[int, str], *, triplets: Artifact, folder: str, buckets: int) -> None:
     """Write the queries of a part of triplets to buckets."""
     number, name = item
     query_ids = triplets.table(name, columns=["query_id"])["query_id"].unique()

@@ -159,7 +159,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Found:
+class BatchNeighbors:
     """Result of a batch: of each query the best documents, by row over all parts, and scores of the pairs."""
 
     scores: Float[ndarray, "queries k"]
@@ -175,7 +175,7 @@ class Found:
         write_table(fs.join(folder, RANKING), pa.table(columns, names=["scores", "rows"]), use_dictionary=[])
 
     @classmethod
-    def read(cls, folder: str) -> "Found":
+    def read(cls, folder: str) -> "BatchNeighbors":
         """Read what was written."""
         ranking, documents, positives = (
             read_table(fs.join(folder, name)) for name in (RANKING, DOCUMENTS, POSITIVES)
@@ -184,7 +184,9 @@ class Found:
         return cls(scores, rows, documents, positives["score"].to_numpy())
 
 
-def search_shard(batch: Batch, parts: dict[str, int], documents: Documents, config: MineConfig) -> Found:
+def search_shard(
+    batch: Batch, parts: dict[str, int], documents: Documents, config: MineConfig
+) -> BatchNeighbors:
     """Search a batch of queries in a shard.
 
     Args:
@@ -218,7 +220,7 @@ def search_shard(batch: Batch, parts: dict[str, int], documents: Documents, conf
     found = np.unique(best.ids[best.ids >= 0])
     doc_ids = pa.chunked_array([chunk for one in ids for chunk in one.chunks], pa.string())
     names = doc_ids.take(pa.array(np.searchsorted(numbers, found)))
-    return Found(best.scores, best.ids, pa.table({"row": found, "doc_id": names}), positives)
+    return BatchNeighbors(best.scores, best.ids, pa.table({"row": found, "doc_id": names}), positives)
 
 
 def _compare(
@@ -281,13 +283,13 @@ class IndexedShard:
             best.add(chosen, np.where(none, -np.inf, scores), np.where(none, -1, rows[places]))
 
 
-def merge_shards(folders: Sequence[str]) -> Found:
+def merge_shards(folders: Sequence[str]) -> BatchNeighbors:
     """The result of a batch from those of its shards; any order gives the same."""
-    first = Found.read(folders[0])
+    first = BatchNeighbors.read(folders[0])
     best = topk.Best(*first.rows.shape)
     positives = np.full(len(first.positives), np.nan, np.float32)
     for folder in folders:
-        found = Found.read(folder)
+        found = BatchNeighbors.read(folder)
         for block in topk.query_blocks(len(best.ids)):
             best.add(block, found.scores[block], found.rows[block])
         positives = np.where(np.isnan(found.positives), positives, found.positives)
@@ -296,4 +298,4 @@ def merge_shards(folders: Sequence[str]) -> Found:
     for folder in folders:
         documents = read_table(fs.join(folder, DOCUMENTS))
         kept.append(documents.filter(pc.is_in(documents["row"], value_set=rows)))
-    return Found(best.scores, best.ids, pa.concat_tables(kept).sort_by("row"), positives)
+    return BatchNeighbors(best.scores, best.ids, pa.concat_tables(kept).sort_by("row"), positives)

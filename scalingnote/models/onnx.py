@@ -56,7 +56,7 @@ class OnnxTower:
             max_length=facts["max_length"],
             causal=facts["causal"],
         )
-        self.room = self._prompt.room
+        self.max_tokens = self._prompt.max_tokens
         self._session = _session(folder / FILES[form], threads)
 
     @classmethod
@@ -86,7 +86,7 @@ class OnnxTower:
         return self._encode(self._prompt.rows(queries))
 
     def encode_token_ids(self, queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
-        """Return the same of queries given by their token ids, of which the first `room` are read."""
+        """Return the same of queries given by their token ids, of which the first `max_tokens` are read."""
         return self._encode([self._prompt.row(self._prompt.cut(ids)) for ids in queries])
 
     def _encode(self, rows: Sequence[Row]) -> Float32[ndarray, "queries dim"]:

@@ -68,16 +68,16 @@ class QueryPrompt:
         self.tokenizer = tokenizer
         self._head = [] if special.first is None else [special.first]
         self._tail = [] if special.end is None else [special.end]
-        self.room = max_length - len(self._head) - len(self._tail)  # tokens of a query that are read
+        self.max_tokens = max_length - len(self._head) - len(self._tail)  # tokens of a query that are read
         self._causal = causal
 
     def rows(self, queries: Sequence[str]) -> list[Row]:
         """Return one row per query; a long query is truncated before its end token."""
-        return [self.row(self.cut(ids)) for ids in tokenize(self.tokenizer, queries, self.room)]
+        return [self.row(self.cut(ids)) for ids in tokenize(self.tokenizer, queries, self.max_tokens)]
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens of a query that are read."""
-        return ids[: self.room]
+        return ids[: self.max_tokens]
 
     def row(self, ids: Sequence[int]) -> Row:
         """Return the row of a query with these tokens."""
@@ -137,7 +137,9 @@ class DocumentPrompt:
         self._tail = [special.end] if not causal and special.end is not None else []
         fixed = sum(len(piece) for piece in self._pieces if isinstance(piece, list))
         self._fixed = fixed + len(self._head) + len(self._tail) - int(causal)
-        self.room = max_length - self._fixed  # tokens of a content without title and topic that are read
+        self.max_tokens = (
+            max_length - self._fixed
+        )  # tokens of a content without title and topic that are read
         if self._fixed >= max_length:
             raise ConfigError(
                 f"the document prompt alone takes {self._fixed} of max_length={max_length} tokens: "
@@ -180,18 +182,18 @@ class DocumentPrompt:
 
         Content is truncated first, then topic, but neither title nor placeholders.
         """
-        room = self._max_length
+        max_tokens = self._max_length
         fields = {"title": titles, "topic": topics, "content": contents}
         columns = [
-            # A field that is not in the template takes no room from the others.
-            tokenize(self.tokenizer, texts if name in self._pieces else [""] * len(texts), room)
+            # A field that is not in the template takes no tokens from the others.
+            tokenize(self.tokenizer, texts if name in self._pieces else [""] * len(texts), max_tokens)
             for name, texts in fields.items()
         ]
         return [self._row(*ids) for ids in zip(*columns, strict=True)]
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens of a content without title and topic that are read."""
-        return ids[: self.room]
+        return ids[: self.max_tokens]
 
     def row(self, ids: Sequence[int]) -> Row | DataError:
         """Return the row of a document without title and topic whose content has these tokens."""
@@ -271,7 +273,7 @@ class TextPrompt:
                 f"the prompt {prefix!r} alone takes {fixed} of {max_length} tokens: raise max_length or give "
                 "another prefix"
             )
-        self.room = max_length - fixed  # tokens of a text that are read
+        self.max_tokens = max_length - fixed  # tokens of a text that are read
         self.takes_ids = not prefix  # the last token of a prefix may end within the text
         direction = "right" if keeps == "left" else "left"
         self.tokenizer.enable_truncation(max_length, direction=direction)
@@ -291,7 +293,7 @@ class TextPrompt:
         whole = [self._prefix + text for text in texts]
         cut = [self._shorten(text) for text in whole]
         rows = self._encode(cut)
-        # A cut text of long words may have fewer tokens than a row has room for: it is tokenized as a whole.
+        # A cut text of long words may have fewer than `max_tokens` tokens: it is tokenized as a whole.
         again = [
             i for i, ids in enumerate(rows) if len(cut[i]) < len(whole[i]) and len(ids) < self._max_length
         ]
@@ -301,7 +303,7 @@ class TextPrompt:
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens of a text that are read."""
-        return ids[: self.room] if self._keeps == "left" else ids[max(len(ids) - self.room, 0) :]
+        return ids[: self.max_tokens] if self._keeps == "left" else ids[max(len(ids) - self.max_tokens, 0) :]
 
     def row(self, ids: Sequence[int]) -> Row:
         """Return the row of a text with these tokens."""
@@ -309,7 +311,7 @@ class TextPrompt:
         return Row([*self._head, *prefix, *ids, *self._tail] or [self._empty], [0])
 
     def _shorten(self, text: str) -> str:
-        """Cut a long text at a space, since a row has no room for all of its tokens."""
+        """Cut a long text at a space, since a row cannot hold all of its tokens."""
         longest = self._max_length * _USUAL_CHARACTERS_PER_TOKEN
         if self._keeps != "left" or len(text) <= longest:
             return text
@@ -367,18 +369,18 @@ def _placeholder_id(tokenizer: Tokenizer, token: str) -> int:
     return number
 
 
-def tokenize(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> list[list[int]]:
-    """Return the tokens of each text, at least the first `room`, without special tokens."""
-    cut = [cut_characters(text, room) for text in texts]
+def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    """Return the tokens of each text, at least the first `max_tokens`, without special tokens."""
+    cut = [cut_characters(text, max_tokens) for text in texts]
     if len(cut) == 1:
         # A batch releases the GIL: beside a thread that searches, a single query would wait to get it back.
         return [tokenizer.encode(cut[0], add_special_tokens=False).ids]
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(cut, add_special_tokens=False)]
 
 
-def cut_characters(text: str, room: int) -> str:
-    """Return the beginning of a text that has at least `room` tokens, or the whole text."""
-    return text[: room * _MAX_CHARACTERS_PER_TOKEN]
+def cut_characters(text: str, max_tokens: int) -> str:
+    """Return the beginning of a text that has at least `max_tokens` tokens, or the whole text."""
+    return text[: max_tokens * _MAX_CHARACTERS_PER_TOKEN]
 
 
 # --- token rows as Arrow columns: pyarrow and numpy are loaded late, the query path does without them -------

@@ -121,7 +121,7 @@ class TokenWise(TokenReader):
         special = backbone.special
         self._first, self.end = [] if special.first is None else [special.first], _end_token(backbone)
         for text in (config.instruction, *config.tasks.values()):
-            _check_room(len(self._instruction_ids(text)) + 2, backbone)
+            _check_length(len(self._instruction_ids(text)) + 2, backbone)
         self.register_buffer("instruction", self._instruction_ids(config.instruction), persistent=False)
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
@@ -137,8 +137,8 @@ class TokenWise(TokenReader):
         assert padded.mask is not None
         lengths, rows = padded.mask.sum(1), len(padded.ids)
         start = len(self.instruction)
-        room = padded.ids.new_full((rows, 1), self.pad)
-        ids = torch.cat([self.instruction.expand(rows, -1), padded.ids, room], dim=1)
+        place = padded.ids.new_full((rows, 1), self.pad)
+        ids = torch.cat([self.instruction.expand(rows, -1), padded.ids, place], dim=1)
         ends = (start + lengths)[:, None]
         ids = ids.scatter(1, ends, self.end)
         whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
@@ -313,7 +313,7 @@ def build(
     return tower
 
 
-def _check_room(tokens: int, backbone: Backbone) -> None:
+def _check_length(tokens: int, backbone: Backbone) -> None:
     """Raise ConfigError if the instruction and a block exceed the backbone's positions or window."""
     if backbone.max_positions is not None and tokens > backbone.max_positions:
         raise ConfigError(

@@ -105,7 +105,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
         least=config.min_df,
         folder=draft.work(),
         each=partial(cluster.map_tasks_in_order, resources=config.resources),
-        room="planner",
+        section="planner",
     )
     if not found.distinct:
         raise DataError(f"{source.uri}: none of {found.texts:,} {config.corpus} has a word to count")
@@ -186,7 +186,7 @@ def gather_examples(
 
     Training may not see the documents `held_out`.
     """
-    do = partial(run_slices, folder=folder, each=each, room="planner")
+    do = partial(run_slices, folder=folder, each=each, section="planner")
     given: dict[str, Any] = {"config": config, "dataset": dataset, "folder": folder}
     do("queries", partial(_take_queries, **given), slices(dataset, "queries"))
     do("sample", partial(_join_queries, config=config), [folder], unit="samples")

@@ -64,7 +64,9 @@ def run(config: PseudoQueriesConfig, *, dataset: str, triplets: str | None = Non
     documents = source.counts["documents"]
     expected = len(config.mix) * documents if config.count is None else config.count
     buckets = TextBuckets(draft.work(), max(-(-expected // MAX_BUCKET_TEXTS), 1))
-    do = partial(run_slices, folder=draft.work(), each=cluster.map_tasks, room="pseudo_queries", unit="tasks")
+    do = partial(
+        run_slices, folder=draft.work(), each=cluster.map_tasks, section="pseudo_queries", unit="tasks"
+    )
     per_document = None if config.count is None else config.count / max(documents, 1)
     task = partial(scatter_documents, dataset=source, config=config, per_document=per_document, to=buckets)
     drawn = do("draw", task, slices(source, "documents"))

@@ -221,7 +221,7 @@ def _refined(
         return cluster.map_tasks_in_order(threaded, items, config.resources)
 
     keep = partial(_store_sample, source=source, seed=config.seed, folder=folder)
-    held = run_slices("sample", keep, files, folder=folder, each=each, room="quantize", unit="files")
+    held = run_slices("sample", keep, files, folder=folder, each=each, section="quantize", unit="files")
     return kmeans.fit_files(config, held, folder=folder, each=each)
 
 

@@ -356,7 +356,7 @@ def fit_files(
         codebooks.append(centroids)
         if level + 1 < config.levels:
             subtract = partial(_store_residuals, folder=folder, level=level, centroids=centroids)
-            run_slices(f"level-{level + 1}", subtract, rows, folder=folder, each=each, room="quantize")
+            run_slices(f"level-{level + 1}", subtract, rows, folder=folder, each=each, section="quantize")
         fs.delete(_vectors(folder, level))
     return np.stack(codebooks)
 

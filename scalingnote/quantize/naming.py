@@ -266,7 +266,7 @@ def name(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each
     `parts` names the coded parts in corpus order, with their numbers of `rows`.
     """
     pieces = [[(place, parts[place]) for place in group] for group in group_by_size(rows, limit=ROWS)]
-    run = partial(run_slices, folder=fs.join(corpus.work, "naming"), each=each, room="quantize")
+    run = partial(run_slices, folder=fs.join(corpus.work, "naming"), each=each, section="quantize")
     ranges = -(-sum(rows) // ROWS)
     # The names of the steps also name their records: others would not find those of a killed run.
     sample = partial(_sample_keys, corpus=corpus, every=max(1, ROWS // KEYS_PER_RANGE))

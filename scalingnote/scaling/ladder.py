@@ -264,7 +264,7 @@ def markdown(table: pa.Table, report: dict[str, Any]) -> str:
         header = ["parameters", "pairs", "law", "entropy", f"{level} from", "to"]
         rows = [row for point in report["predictions"] for row in _prediction_rows(point)]
         parts += [
-            "## What models not run would reach",
+            "## Predictions for models that were not trained",
             "Intervals are the curve's: a single run scatters around it.",
             reports.markdown(header, rows, text=0),
         ]
@@ -299,7 +299,7 @@ def _prediction_rows(point: dict[str, Any]) -> list[list[str]]:
     """A row per law that applies, or one row that says that none does."""
     size = [f"{point['parameters']:.4g}", f"{point['data']:.4g}"]
     rows = [[*size, kind, *(f"{v:.4g}" for v in values)] for kind, values in point["entropy"].items()]
-    return rows or [[*size, "none tells", "", "", ""]]
+    return rows or [[*size, "none applies", "", "", ""]]
 
 
 def _split(split: dict[str, Any]) -> list[str]:

@@ -184,7 +184,7 @@ class DatabaseSearcher:
 
     def answers(self) -> None:
         """DatabaseError unless the database answers."""
-        with self._asked():
+        with self._database_errors():
             self._collection.count()
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class DatabaseSearcher:
             return self._candidates([_Scored(*hits, []) for hits in found], hybrid=False)
         rows = _rows(terms)
         by_terms = self._sparse(rows, depth, conditions)
-        return self._candidates(self._both(unit, rows, found, by_terms), hybrid=True)
+        return self._candidates(self._hybrid(unit, rows, found, by_terms), hybrid=True)
 
     # --- parts of a search ----------------------------------------------------------------------------
 
@@ -232,12 +232,12 @@ class DatabaseSearcher:
         self, unit: Float[ndarray, "queries dim"], depth: int, where: Conditions, *, exact: bool
     ) -> list[Hits]:
         """The best by vectors. A graph may find too few behind a filter: these queries are asked again."""
-        with self._asked():
+        with self._database_errors():
             found = self._collection.dense(unit, k=depth, where=where, thorough=exact)
         wanted = min(depth, len(self))
         short = [n for n, (ids, _) in enumerate(found) if len(ids) < wanted and not exact]
         if short:
-            with self._asked():
+            with self._database_errors():
                 again = self._collection.dense(unit[short], k=depth, where=where, thorough=True)
             for n, hits in zip(short, again, strict=True):
                 found[n] = max(found[n], hits, key=lambda each: len(each[0]))
@@ -248,13 +248,13 @@ class DatabaseSearcher:
         asked = [n for n, row in enumerate(rows) if row]
         found: list[Hits] = [([], [])] * len(rows)
         if asked:
-            with self._asked():
+            with self._database_errors():
                 answers = self._collection.sparse([rows[n] for n in asked], k=depth, where=where)
             for n, hits in zip(asked, answers, strict=True):
                 found[n] = hits
         return found
 
-    def _both(
+    def _hybrid(
         self,
         unit: Float[ndarray, "queries dim"],
         rows: Sequence[Terms],
@@ -313,11 +313,11 @@ class DatabaseSearcher:
         """What is stored of documents; nothing is asked for none."""
         if not doc_ids:
             return {}
-        with self._asked():
+        with self._database_errors():
             return self._collection.read(doc_ids, part)
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _database_errors(self) -> Iterator[None]:
         """DatabaseError for whatever a client raises: each has its own errors."""
         try:
             yield
@@ -336,7 +336,7 @@ class DatabaseSearcher:
             f"load it with `scalingnote export vectors --run RUN --to {self._name} --url {url} "
             f"--collection {collection}`"
         )
-        with self._asked():
+        with self._database_errors():
             described = self._collection.described()
             if described is None:
                 raise ConfigError(f"there is no {place}: {remedy}")

@@ -41,14 +41,14 @@ log = get_logger()
 
 
 @dataclass(frozen=True)
-class Found:
+class GroupCandidates:
     """Candidates of the groups that answered, and the numbers of the groups that did not."""
 
     candidates: list[Candidates]
     missing: tuple[int, ...] = ()
 
 
-Answer = Found | Refused
+Answer = GroupCandidates | Refused
 
 
 def sizes(groups: int, config: FanOutConfig) -> list[range]:
@@ -99,7 +99,7 @@ class Hedge:
         self._seconds += 1
 
 
-class _Ask:
+class _PendingQuery:
     """A query on its way, and what the targets answered so far."""
 
     def __init__(self, query: Query, end: float, targets: int, loop: asyncio.AbstractEventLoop) -> None:
@@ -129,12 +129,12 @@ class Target:
     def __init__(self, number: int, handle: Handle, groups: Sequence[int], hedge: Hedge) -> None:
         self.groups, self.handle = tuple(groups), handle
         self._number, self._hedge = number, hedge
-        self._waiting: list[_Ask] = []
+        self._waiting: list[_PendingQuery] = []
         self._calls: set[asyncio.Task[None]] = set()
 
-    def add(self, ask: _Ask, loop: asyncio.AbstractEventLoop) -> None:
+    def add(self, pending: _PendingQuery, loop: asyncio.AbstractEventLoop) -> None:
         """Add a query to the next call."""
-        self._waiting.append(ask)
+        self._waiting.append(pending)
         if len(self._waiting) == 1:  # queries of the same turn of the loop share a call
             loop.call_soon(self._start_call)
 
@@ -142,7 +142,7 @@ class Target:
         """Call the target with the queries that wait, unless it has enough calls already."""
         if len(self._calls) >= MAX_CALLS:
             return  # the next one starts when one of them ends
-        waiting = [ask for ask in self._waiting if not ask.done.done()]
+        waiting = [pending for pending in self._waiting if not pending.done.done()]
         batch, self._waiting = waiting[:MAX_QUERIES], waiting[MAX_QUERIES:]
         if batch:
             call = asyncio.create_task(self._call(batch))
@@ -154,21 +154,21 @@ class Target:
         if not call.cancelled():
             self._start_call()
 
-    async def _call(self, batch: Sequence[_Ask]) -> None:
+    async def _call(self, batch: Sequence[_PendingQuery]) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        left_s = max(ask.end for ask in batch) - started
+        left_s = max(pending.end for pending in batch) - started
         answers: Sequence[Answer | None] = [None] * len(batch)
         try:
             async with asyncio.timeout(left_s):
-                answers = unpacked(await self._answered([ask.query for ask in batch], left_s))
+                answers = unpacked(await self._answered([pending.query for pending in batch], left_s))
             self._hedge.observe(self._number, loop.time() - started)
         except TimeoutError:
             log.warning("target %d of the fan-out took longer than %.3gs", self._number, left_s)
         except Exception:  # an error of one group must not cost the results of the others
             log.exception("target %d of the fan-out failed", self._number)
-        for ask, answer in zip(batch, answers, strict=True):
-            ask.put(self._number, answer)
+        for pending, answer in zip(batch, answers, strict=True):
+            pending.put(self._number, answer)
 
     async def _answered(self, queries: list[Query], left_s: float) -> "Packed":
         """The answers of the first call, or of a second one that is faster."""
@@ -227,24 +227,24 @@ class FanOut:
                 return answer
             candidates += [] if answer is None else answer.candidates
             missing += target.groups if answer is None else answer.missing
-        return Found(candidates, tuple(sorted(missing)))
+        return GroupCandidates(candidates, tuple(sorted(missing)))
 
     async def _local(self, query: Query, left_s: float) -> list[Answer | None]:
         """The answers of searchers in this process, which make batches of their own."""
         calls = [target.handle.search.remote(query) for target in self._targets]
         answers = await gather_in_time(calls, deadline_s=left_s)
-        return [Found([each]) if isinstance(each, Candidates) else each for each in answers]
+        return [GroupCandidates([each]) if isinstance(each, Candidates) else each for each in answers]
 
     async def _remote(self, query: Query, left_s: float) -> list[Answer | None]:
         # One future for all targets: a task for each would take longer than the rest of a search.
         loop = asyncio.get_running_loop()
-        ask = _Ask(query, loop.time() + left_s, len(self._targets), loop)
+        pending = _PendingQuery(query, loop.time() + left_s, len(self._targets), loop)
         for target in self._targets:
-            target.add(ask, loop)
+            target.add(pending, loop)
         with suppress(TimeoutError):
             async with asyncio.timeout(left_s):
-                await ask.done
-        return ask.answers
+                await pending.done
+        return pending.answers
 
 
 class Aggregator:
@@ -300,7 +300,7 @@ class Packed:
 
 def packed(answers: Sequence[Answer | None]) -> Packed:
     """Pack the answers to the queries of a call; None where there is none."""
-    found = {n: answer for n, answer in enumerate(answers) if isinstance(answer, Found)}
+    found = {n: answer for n, answer in enumerate(answers) if isinstance(answer, GroupCandidates)}
     pairs = [(n, each) for n, answer in found.items() for each in answer.candidates]
     nothing = np.empty(0, np.float32)
     sparse = [np.zeros(len(each), np.float32) if each.sparse is None else each.sparse for _, each in pairs]
@@ -343,7 +343,7 @@ def unpacked(answers: Packed) -> list[Answer | None]:
         if query in answers.refused:
             found.append(answers.refused[query])
         elif query in candidates or query in answers.missing:
-            found.append(Found(candidates.get(query, []), answers.missing.get(query, ())))
+            found.append(GroupCandidates(candidates.get(query, []), answers.missing.get(query, ())))
         else:
             found.append(None)
     return found

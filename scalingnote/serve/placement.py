@@ -107,7 +107,7 @@ def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
         per_node = deployment._replica_config.max_replicas_per_node
         reason = _misfit(needs, actor.get("label_selector", {}), replicas, per_node, alive)
         if reason:
-            found.append(f"{deployment.name} {reason}; {_shown_nodes(alive)}")
+            found.append(f"{deployment.name} {reason}; {_node_sizes(alive)}")
     if found:
         return found
     return _too_much(together, alive)
@@ -154,7 +154,7 @@ def _too_much(together: Mapping[str, float], nodes: Sequence[Node]) -> list[str]
     return [
         f"the replicas reserve {_amount(name, amount)}, the cluster has {_amount(name, have[name])}: lower "
         f"serve.cpus_per_replica, serve.placement or the numbers of replicas, or add nodes; "
-        f"{_shown_nodes(nodes)}"
+        f"{_node_sizes(nodes)}"
         for name, amount in together.items()
         if amount > have[name] + 1e-6
     ]
@@ -169,7 +169,7 @@ def _has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     return True
 
 
-def _shown_nodes(nodes: Sequence[Node]) -> str:
+def _node_sizes(nodes: Sequence[Node]) -> str:
     """Nodes by size, as in ``2 nodes of 8 CPUs, 61.4 GiB memory``."""
     sizes = Counter(
         ", ".join(

@@ -34,7 +34,7 @@ from scalingnote.search.config import SearchConfig
 from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
-from scalingnote.serve.fan_out import Found, Packed, packed
+from scalingnote.serve.fan_out import GroupCandidates, Packed, packed
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Location, Refused, TextEncoder, TextTower, folder_of
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
@@ -98,7 +98,7 @@ class ArmEncoder(TextTower):
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
         self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=max_batch)
         tower = self._path.encoder
-        encoder = TextEncoder(tower.encode_queries, tower.encode_ids, tower.room)
+        encoder = TextEncoder(tower.encode_queries, tower.encode_ids, tower.max_tokens)
         super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop)
 
     async def encode(self, query: str, user_id: str | None = None) -> Query:
@@ -226,7 +226,7 @@ class IndexSearcher:
         """The candidates of each of the pickled queries, as far as they are found in `left_s` seconds."""
         calls = [self.search(query) for query in pickle.loads(pickled)]
         found = await gather_in_time(calls, deadline_s=left_s)
-        return packed([Found([each]) if isinstance(each, Candidates) else each for each in found])
+        return packed([GroupCandidates([each]) if isinstance(each, Candidates) else each for each in found])
 
     def _is_short(self, searcher: SearchBackend, query: Query) -> bool:
         """Whether a search takes less than a millisecond for sure: vectors only, all in memory."""

@@ -25,7 +25,7 @@ from scalingnote.serve.access import RefusedError, invalid, not_found, unavailab
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.embeddings import Embeddings
 from scalingnote.serve.escalation import Teacher
-from scalingnote.serve.fan_out import FanOut, Found, hedged, sizes
+from scalingnote.serve.fan_out import FanOut, GroupCandidates, hedged, sizes
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
 from scalingnote.serve.telemetry import get_logger, secret
 from scalingnote.serve.towers import Refused
@@ -232,7 +232,7 @@ class Service:
         (document,) = await _from_one(calls, doc_id, self._timer(None))
         return dict(document)
 
-    async def _candidates(self, query: Query, timer: RequestTimer) -> Found:
+    async def _candidates(self, query: Query, timer: RequestTimer) -> GroupCandidates:
         """The candidates of the groups that are in time, and the others' numbers.
 
         503 when no group is in time, 422 when one refuses the query.
@@ -249,8 +249,8 @@ class Service:
         return found
 
     async def _escalated(
-        self, request: SearchRequest, query: Query, found: Found, timer: RequestTimer
-    ) -> tuple[Query, Found, str]:
+        self, request: SearchRequest, query: Query, found: GroupCandidates, timer: RequestTimer
+    ) -> tuple[Query, GroupCandidates, str]:
         """The teacher's query and what it finds where the student is uncertain, else those of the student.
 
         Where the teacher or the second search is not in time, those of the student, with the reason.

@@ -55,7 +55,7 @@ class TextEncoder:
 
     encode: Callable[[Sequence[str]], ndarray]
     encode_ids: Callable[[Sequence[Sequence[int]]], ndarray] | None  # None: by the texts of the ids
-    room: int  # tokens of a text that are read, special ones not counted
+    max_tokens: int  # tokens of a text that are read, special ones not counted
 
 
 class TextTower:
@@ -105,7 +105,7 @@ class TextTower:
         texts = self._tokenizer.decode_batch(rows, skip_special_tokens=False)
         made = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         for number, (row, again) in enumerate(zip(rows, made, strict=True)):
-            if not _is_made_of(row, again.ids):
+            if not _tokenizes_to(row, again.ids):
                 return Refused(f"this model's tokenizer makes the ids of text {number} of no text. {OWN_IDS}")
         by_ids = self._encoder.encode_ids
         found = await (
@@ -149,13 +149,13 @@ class TextTower:
         return [len(row.ids) for row in rows]
 
     def _too_long(self, lengths: Sequence[int], truncate: bool) -> Refused | None:
-        longest, room = max(lengths), self._encoder.room
-        if truncate or longest <= room:
+        longest, max_tokens = max(lengths), self._encoder.max_tokens
+        if truncate or longest <= max_tokens:
             return None
         number = lengths.index(longest)
         return Refused(
-            f"text {number} must have at most {room} tokens, it has {longest}: shorten it, or send truncate: "
-            "true",
+            f"text {number} must have at most {max_tokens} tokens, it has {longest}: shorten it, or send "
+            "truncate: true",
             too_long=True,
         )
 
@@ -173,7 +173,7 @@ def _vectors(encode: Callable[[Any], ndarray], texts: Sequence[Any]) -> Float32[
     return np.asarray(encode(texts), np.float32)
 
 
-def _is_made_of(row: Sequence[int], again: list[int]) -> bool:
+def _tokenizes_to(row: Sequence[int], again: list[int]) -> bool:
     """Whether token ids are those of a text: tokenized once more, they are the same, but for a cut word.
 
     Ids of another tokenizer, of which most are below the size of this one, give a text whose tokens are
@@ -201,7 +201,7 @@ def document_encoder(folder: Path) -> TextEncoder:
         from scalingnote.encode.query_encoder import QueryEncoder
 
         table = QueryEncoder.load(folder)
-        return TextEncoder(table.encode_queries, table.encode_ids, table.room)
+        return TextEncoder(table.encode_queries, table.encode_ids, table.max_tokens)
     from scalingnote.encode.encoder import Encoder
 
     encoder = Encoder.load(folder, "document")
@@ -215,7 +215,7 @@ def document_encoder(folder: Path) -> TextEncoder:
         return encoder.encode_token_ids(rows)[:, encoder.views.index(VIEW)]
 
     prompt = encoder.tower.prompt
-    return TextEncoder(encode, encode_ids if prompt.takes_ids else None, prompt.room)
+    return TextEncoder(encode, encode_ids if prompt.takes_ids else None, prompt.max_tokens)
 
 
 def _is_table_for_both(folder: Path) -> bool:

@@ -112,7 +112,7 @@ class Artifact:
         if name in self._verified or not small or fs.is_local(self.uri):
             return fs.open_input(self.file(name))
         uri = fs.join(self.uri, name)
-        if (data := fs.read_if_there(uri)) is None:
+        if (data := fs.read_if_exists(uri)) is None:
             raise self._missing(uri)
         self._verify(name, hashlib.sha256(data).hexdigest())
         return pa.BufferReader(data)
@@ -264,12 +264,12 @@ class Draft:
                 return
             fs.write_bytes(claim, b"")  # if this process is killed from here on, no run resumes the remains
         if set(files) - {f"{WORK}/{LEASE}"}:
-            self.afresh()
+            self.discard_parts()
             for name in _top(self.work()) - {LEASE, CLAIM}:
                 fs.delete(self.work(name))
         fs.write_bytes(claim, self.fingerprint.encode())
 
-    def afresh(self) -> None:
+    def discard_parts(self) -> None:
         """Delete the parts of an unfinished run; a stage that does not resume would commit them too."""
         for name in _top(self.uri) - {WORK}:
             fs.delete(self.path(name))

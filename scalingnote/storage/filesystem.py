@@ -87,7 +87,7 @@ def read_bytes(uri: str) -> bytes:
         raise DataError(f"no file at {uri}") from None
 
 
-def read_if_there(uri: str) -> bytes | None:
+def read_if_exists(uri: str) -> bytes | None:
     """The content of a file; None if it is missing."""
     try:
         return read_bytes(uri)
@@ -116,7 +116,7 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
     """
     if object_store.holds(uri):
         return object_store.swap(uri, old, new)
-    if read_if_there(uri) != old:
+    if read_if_exists(uri) != old:
         return False
     write_bytes(uri, new)
     return True

@@ -49,7 +49,7 @@ class Lease:
         text: bytes | None = None
         seen, since = text, time.monotonic()
         while not (_is_free(text, unchanged_s=time.monotonic() - since) and self._write(text)):
-            if (text := fs.read_if_there(self._uri)) is not None and done():
+            if (text := fs.read_if_exists(self._uri)) is not None and done():
                 return False
             if text == seen:
                 time.sleep(POLL_INTERVAL_S)
@@ -66,7 +66,7 @@ class Lease:
     @property
     def lost(self) -> bool:
         """Whether another process took the lease after this one had not renewed it in time."""
-        holder = _holder(fs.read_if_there(self._uri))
+        holder = _holder(fs.read_if_exists(self._uri))
         return holder is not None and holder["process"] != _PROCESS
 
     def renew(self) -> None:

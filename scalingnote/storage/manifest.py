@@ -92,7 +92,7 @@ class Manifest:
 def read_manifest(uri: str) -> Manifest | None:
     """The manifest of the artifact at `uri`; None if there is none."""
     path = fs.join(uri, MANIFEST)
-    if (text := fs.read_if_there(path)) is None:
+    if (text := fs.read_if_exists(path)) is None:
         return None
     try:
         values = json.loads(text)
@@ -147,7 +147,7 @@ def digest_of(
 @lru_cache(maxsize=MAX_SHARDS_IN_MEMORY)
 def _read_shard(uri: str, shard: Shard) -> dict[str, Part]:
     path = fs.join(uri, shard.name)
-    if (data := fs.read_if_there(path)) is None:
+    if (data := fs.read_if_exists(path)) is None:
         raise ArtifactError(f"{path} is missing: {uri} was deleted or built anew; run this again")
     if hashlib.sha256(data).hexdigest() != shard.sha256:
         raise ArtifactError(f"{path} is damaged: restore it or delete {uri} and re-run its stage")

@@ -205,7 +205,7 @@ def run_slices(
     *,
     folder: str,
     each: TaskRunner,
-    room: str,
+    section: str,
     unit: str = "slices",
     rows: Sequence[int] | None = None,
 ) -> list[R]:
@@ -217,7 +217,7 @@ def run_slices(
         slices: the work items.
         folder: work directory.
         each: runs the tasks.
-        room: name of the logger.
+        section: name of the logger.
         unit: name of the work items in the log.
         rows: number of each work item's rows, which progress counts; None: it counts work items.
     """
@@ -227,10 +227,10 @@ def run_slices(
     found: dict[int, str | bytes] = dict(zip(done, kept, strict=True))
     todo = [(number, item) for number, item in enumerate(slices) if number not in found]
     if todo and found:
-        get_logger(room).info("resuming: %d of %d %s of %r are done", len(found), len(slices), unit, name)
+        get_logger(section).info("resuming: %d of %d %s of %r are done", len(found), len(slices), unit, name)
     sizes = [1] * len(slices) if rows is None else rows
     left = sum(sizes[number] for number, _ in todo)
-    with Progress(room, total=sum(sizes), done=sum(sizes) - left, unit=f"{unit} ({name})") as progress:
+    with Progress(section, total=sum(sizes), done=sum(sizes) - left, unit=f"{unit} ({name})") as progress:
         for number, record in each(partial(_recorded, task=task, folder=folder), todo) if todo else ():
             found[number] = record
             progress.advance(sizes[number])

@@ -98,9 +98,9 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
             "streamed": streamed is not None,
         },
         schedule=config,
-        room="train",
+        section="train",
     )
-    made = steps_made(output, planned=steps)
+    made = finished_steps(output, planned=steps)
     pairs = made * config.global_batch
     row = streamed or mean_row(Store.open(prepared.store))
     return draft.commit(
@@ -134,7 +134,7 @@ def launch(
     settings: Settings,
     *,
     schedule: Schedule,
-    room: str,
+    section: str,
 ) -> None:
     """Run `worker` on every rank under Ray Train and wait; a dead rank restarts the group.
 
@@ -147,7 +147,7 @@ def launch(
         worker: one rank; calls :func:`start_rank` and :func:`train_rank`.
         settings: of the worker. Ray's own records and the checkpoints go to ``settings["work"]``.
         schedule: resources, strategy and number of restarts.
-        room: config section of the stage, for messages.
+        section: config section of the stage, for messages.
 
     Raises:
         TrainingError: the restarts did not help, or a rank had too little memory.
@@ -155,12 +155,12 @@ def launch(
     fs.delete(fs.join(settings["work"], FATAL))  # of an earlier call, whose cause may be fixed
     resources = schedule.resources
     least = resources.min_workers or resources.workers
-    cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{room}.resources")
+    cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{section}.resources")
     private = resources.workers and cluster.is_private()
     with tempfile.TemporaryDirectory() if private else nullcontext() as folder:
         trainer = _trainer(partial(_noted, worker=worker), settings, schedule, folder)
         try:
-            with cluster.kept_interrupt_handler():
+            with cluster.restored_interrupt_handler():
                 result = trainer.fit()
         except TrainingFailedError as error:
             raise _cause(error, settings, schedule.max_failures) from error
@@ -240,11 +240,11 @@ def _cause(error: TrainingFailedError, settings: Settings, restarts: int) -> Sca
     return TrainingError(f"training failed after {restarts} restarts: {error}")
 
 
-def start_rank(config: type[S], settings: Settings, *, room: str) -> tuple[S, int, int]:
+def start_rank(config: type[S], settings: Settings, *, section: str) -> tuple[S, int, int]:
     """A rank's config, its number and the number of ranks; a worker calls it first."""
     context = ray.train.get_context()
     configure(rank=context.get_world_rank())
-    validated = validate(config, settings["config"], source=room)
+    validated = validate(config, settings["config"], source=section)
     if validated.resources.workers:
         torch.set_num_threads(max(int(validated.resources.cpus_per_worker), 1))
     return validated, context.get_world_rank(), context.get_world_size()
@@ -257,7 +257,7 @@ def train_rank(
     make: Callable[[], M],
     schedule: Schedule,
     settings: Settings,
-    room: str,
+    section: str,
     save: Callable[[M, Path], None],
     validation: ValidationSchedule | None = None,
     validate_with: Callable[[Engine], Callable[[], Values] | None] = lambda engine: None,
@@ -270,7 +270,7 @@ def train_rank(
         make: builds another `stage` from config and seed.
         schedule: of the training.
         settings: of this rank; ``output``, ``work`` and ``steps`` are read.
-        room: config section of the stage, for messages.
+        section: config section of the stage, for messages.
         save: writes the trained module into a folder.
         validation: when to measure, and which weights to keep.
         validate_with: makes the function that measures.
@@ -291,7 +291,7 @@ def train_rank(
             steps=settings["steps"],
             schedule=schedule,
             checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=schedule.keep_checkpoints),
-            room=room,
+            section=section,
             trackers=trackers,
             validation=validation,
             validate=validate_with(engine),
@@ -320,7 +320,7 @@ def _write_result(save: Callable[[Path], None], history: TrainingHistory, output
         fs.write_bytes(fs.join(output, name), json.dumps(value, indent=0).encode())
 
 
-def steps_made(output: str, *, planned: int) -> int:
+def finished_steps(output: str, *, planned: int) -> int:
     """Steps of a run, fewer than planned where validation stopped it: it measures after the last step."""
     measured = json.loads(fs.read_bytes(fs.join(output, "validation.json")))
     return int(measured[-1]["step"]) if measured else planned
@@ -346,7 +346,7 @@ def _plain_error(error: ScalingNoteError) -> dict[str, str]:
 
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank of stage I."""
-    config, rank, world = start_rank(TrainConfig, settings, room="train")
+    config, rank, world = start_rank(TrainConfig, settings, section="train")
 
     def make() -> StageOne:
         towers = dual_encoder.build(
@@ -378,7 +378,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         make=make,
         schedule=config,
         settings=settings,
-        room="train",
+        section="train",
         save=lambda whole, folder: _save(whole, folder, config=config, device=device_of(config)),
         validation=config.validation,
         validate_with=lambda engine: validator(

@@ -76,7 +76,7 @@ def fit(
     steps: int,
     schedule: Schedule,
     checkpoints: Checkpoints,
-    room: str,
+    section: str,
     trackers: Sequence[Tracker] = (),
     validation: ValidationSchedule | None = None,
     validate: Callable[[], Values] | None = None,
@@ -93,7 +93,7 @@ def fit(
         steps: of the whole run.
         schedule: optimizer, seed, intervals.
         checkpoints: of this run.
-        room: name of the stage in the log.
+        section: name of the stage in the log.
         trackers: receive the numbers; on rank 0 only.
         validation: when to measure, and how measurements choose the weights to keep.
         validate: measures; gives the same numbers on all ranks.
@@ -107,24 +107,24 @@ def fit(
     start = restored.step if restored else 0
     history = TrainingHistory(**restored.notes) if restored else TrainingHistory()
     if start:
-        get_logger(room).info("resuming at step %d of %d", start, steps)
+        get_logger(section).info("resuming at step %d of %d", start, steps)
     last = start if _out_of_patience(validation, history) else steps  # a notice may arrive as a run stops
     run = _Run(engine, schedule, checkpoints, history, trackers, validation, validate, notice, steps)
     engine.module.train()
     rows = schedule.global_batch
-    with Progress(room, total=steps * rows, done=start * rows, unit="rows") as progress:
+    with Progress(section, total=steps * rows, done=start * rows, unit="rows") as progress:
         for step, batch in _prefetched(batch_at, start, last):
             values = run.step(step, batch)
             progress.advance(rows, f"loss {values['loss']:.4f}")
             if run.finish_step(step + 1):
-                get_logger(room).info(
+                get_logger(section).info(
                     "stopped after step %d: %d measurements without a better one", step + 1, history.worse
                 )
                 break
     checkpoints.wait()
     if validation is not None and validation.keep == "best" and history.worse:
         checkpoints.restore(engine, best=True)
-        get_logger(room).info("weights of step %s are the best and kept", history.best_step)
+        get_logger(section).info("weights of step %s are the best and kept", history.best_step)
     engine.module.eval()
     return history
 

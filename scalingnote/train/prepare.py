@@ -95,7 +95,7 @@ def _write_store(
 ) -> None:
     of_triplets = slices(triplets, "triplets")
     of_documents = slices(dataset, "documents")
-    run = partial(run_slices, folder=folder, each=each, room="train")
+    run = partial(run_slices, folder=folder, each=each, section="train")
 
     names = run("names", partial(_hashes_of_slice, triplets=triplets, folder=folder), of_triplets)
     group = max(record["group"] for record in names)

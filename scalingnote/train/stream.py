@@ -140,7 +140,7 @@ def _write(
     each: TaskRunner,
 ) -> None:
     rows, documents = Store.files(store, "train"), Store.files(store, "documents")
-    run = partial(run_slices, folder=folder, each=each, room="train")
+    run = partial(run_slices, folder=folder, each=each, section="train")
     chunks = range(layout.chunks)
     run("places", partial(_scatter_places, order=order, layout=layout, files=rows, folder=folder), chunks)
     # Without a task: the pool is small, and stands behind the chunks as one of its own.

@@ -277,7 +277,7 @@ def test_a_tally_counts_all_and_keeps_the_first(tmp_path):
             rows.append_column("task", pa.array([number] * len(rows))),
             np.ones(len(rows), bool),
         )
-        tally.mend("m")
+        tally.add_repaired("m")
         tally.counts["documents"] += 2
         total.add(json.loads(json.dumps(tally.store(str(tmp_path / f"{number}.arrow")))))
     assert total.rejected == {"documents: no text": 3 * (MAX_EXAMPLES + 5)}

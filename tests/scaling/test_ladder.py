@@ -226,7 +226,7 @@ def test_budgets_and_models_to_foretell_are_knobs():
             assert low <= value * 1.001
             assert value <= high * 1.001
     page = ladder.markdown(table, told)
-    assert "## What models not run would reach" in page
+    assert "## Predictions for models that were not trained" in page
     assert len(re.findall(r"^\| +1e\+10 \| +1e\+06 \| +(?:size|joint) \|", page, flags=re.M)) == 2
 
 
@@ -235,7 +235,7 @@ def test_a_ladder_without_a_joint_law_says_which_models_it_cannot_foretell():
     config = validate(LadderConfig, {"predict": [[1e9, 1e7], [1e10, 1e7]], "draws": 10}, source="test")
     told = ladder.law_report(table, ladder.fit_laws(table, config=config), config=config)
     assert [list(point["entropy"]) for point in told["predictions"]] == [["data"], []]
-    assert "none tells" in ladder.markdown(table, told)
+    assert "none applies" in ladder.markdown(table, told)
     assert told["splits"] == []
 
 

@@ -166,7 +166,7 @@ def test_token_ids_of_another_tokenizer_are_refused(client):
     ],
 )
 def test_a_text_that_was_cut_within_a_word_has_other_tokens_at_its_ends(row, again, expected):
-    assert towers._is_made_of(row, again) is expected
+    assert towers._tokenizes_to(row, again) is expected
 
 
 def test_a_text_longer_than_the_tower_reads_is_refused_only_where_truncate_is_false(client, as_query):

@@ -19,7 +19,7 @@ from scalingnote.serve.fan_out import (
     Aggregator,
     Answer,
     FanOut,
-    Found,
+    GroupCandidates,
     Hedge,
     Packed,
     hedged,
@@ -80,7 +80,7 @@ class Replica:
         return packed([self.answer(each) for each in queries])
 
     def answer(self, asked: Query) -> Answer:
-        return Found([of_group(self._group, asked)])
+        return GroupCandidates([of_group(self._group, asked)])
 
 
 def direct(replicas: Sequence[Any], hedge_after: float | str = "off") -> FanOut:
@@ -107,7 +107,7 @@ def tree(replicas: Sequence[Replica], per_aggregator: int) -> tuple[FanOut, list
 
 
 def best(found: Answer, k: int) -> list[tuple[int, float]]:
-    assert isinstance(found, Found)
+    assert isinstance(found, GroupCandidates)
     together = merged(found.candidates, k=k)
     return list(zip(together.ids.tolist(), together.dense.tolist(), strict=True))
 
@@ -143,11 +143,11 @@ def test_candidates_with_terms_go_up_whole():
     class Hybrid(Replica):
         def answer(self, asked: Query) -> Answer:
             c = of_group(self._group, asked)
-            return Found([Candidates(c.ids, c.shards, c.dense, c.dense, c.documents, searched=1)])
+            return GroupCandidates([Candidates(c.ids, c.shards, c.dense, c.dense, c.documents, searched=1)])
 
     through, _ = tree([Hybrid(group) for group in range(6)], 3)
     found = asyncio.run(through.search(query(k=2), 5))
-    assert isinstance(found, Found)
+    assert isinstance(found, GroupCandidates)
     assert [len(each) for each in found.candidates] == [ROWS] * 6
     np.testing.assert_array_equal(found.candidates[2].sparse, found.candidates[2].dense)
 
@@ -167,7 +167,7 @@ def test_queries_that_wait_share_a_call():
 
     answers = asyncio.run(crowd())
     assert [best(found, 3) for found in answers] == [
-        best(Found([of_group(0, query(number))]), 3) for number in range(43)
+        best(GroupCandidates([of_group(0, query(number))]), 3) for number in range(43)
     ]
     assert replica.calls[0] == 3
     assert sum(replica.calls) == 43
@@ -180,7 +180,7 @@ def test_groups_that_are_dead_or_late_are_named():
     replicas[3], replicas[11] = Replica(3, lambda _: -1.0), Replica(11, lambda _: 60.0)
     through, aggregators = tree(replicas, 5)
     found = asyncio.run(through.search(query(), 0.5))
-    assert isinstance(found, Found)
+    assert isinstance(found, GroupCandidates)
     assert found.missing == (3, 11)
     assert sum(each.searched for each in found.candidates) == GROUPS - 2
     assert replicas[11].cancelled == 1  # nobody waits for it any more
@@ -190,13 +190,13 @@ def test_groups_that_are_dead_or_late_are_named():
 
     aggregators[0].remote = dead
     found = asyncio.run(through.search(query(), 0.5))
-    assert isinstance(found, Found)
+    assert isinstance(found, GroupCandidates)
     assert found.missing == (0, 1, 2, 3, 11)
 
 
 def test_a_tree_without_time_has_no_answer():
     through, _ = tree([Replica(group, lambda _: 60.0) for group in range(6)], 3)
-    assert asyncio.run(through.search(query(), 0.05)) == Found([], (0, 1, 2, 3, 4, 5))
+    assert asyncio.run(through.search(query(), 0.05)) == GroupCandidates([], (0, 1, 2, 3, 4, 5))
 
 
 def test_a_refusal_is_an_answer():
@@ -211,17 +211,17 @@ def test_a_refusal_is_an_answer():
 def test_a_second_call_answers_for_one_that_is_stuck():
     stuck = Replica(0, lambda call: 60.0 if call == 1 else 0.0)
     found = asyncio.run(direct([stuck], hedge_after=5.0).search(query(), 5))
-    assert isinstance(found, Found)
+    assert isinstance(found, GroupCandidates)
     assert (found.missing, stuck.calls, stuck.cancelled) == ((), [1, 1], 1)
     dead = Replica(0, lambda call: -1.0 if call == 1 else 0.0)
-    assert isinstance(asyncio.run(direct([dead], hedge_after=5000.0).search(query(), 5)), Found)
+    assert isinstance(asyncio.run(direct([dead], hedge_after=5000.0).search(query(), 5)), GroupCandidates)
     both = Replica(0, lambda _: -1.0)
     found = asyncio.run(direct([both], hedge_after=5.0).search(query(), 5))
-    assert isinstance(found, Found)
+    assert isinstance(found, GroupCandidates)
     assert (found.missing, both.calls) == ((0,), [1, 1])
     off = Replica(0, lambda call: 60.0 if call == 1 else 0.0)
     found = asyncio.run(direct([off]).search(query(), 0.05))
-    assert isinstance(found, Found)
+    assert isinstance(found, GroupCandidates)
     assert (found.missing, off.calls) == ((0,), [1])
 
 

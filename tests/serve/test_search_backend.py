@@ -24,7 +24,7 @@ from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
 from scalingnote.serve import api, artifacts
 from scalingnote.serve.access import Admission
-from scalingnote.serve.fan_out import Found, packed, unpacked
+from scalingnote.serve.fan_out import GroupCandidates, packed, unpacked
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.replicas import IndexSearcher
@@ -182,7 +182,7 @@ def test_a_database_that_is_slow_is_unavailable_at_the_deadline(
 
 
 def test_a_refusal_that_is_temporary_stays_so_between_processes() -> None:
-    answers = [Refused("a"), Found([], (1,)), Refused("b", temporary=True)]
+    answers = [Refused("a"), GroupCandidates([], (1,)), Refused("b", temporary=True)]
     assert unpacked(packed(answers)) == answers
 
 

@@ -21,7 +21,7 @@ from scalingnote.search.searcher import Candidates, Searcher
 from scalingnote.serve import api, app, artifacts, escalation
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.escalation import MAX_SILENT, MIN_MEASURED, Teacher
-from scalingnote.serve.fan_out import Found
+from scalingnote.serve.fan_out import GroupCandidates
 from scalingnote.serve.messages import SearchRequest, SearchResponse
 from scalingnote.serve.replicas import ArmEncoder, QueryPathParts
 from scalingnote.serve.service import ServedArm
@@ -207,8 +207,8 @@ def test_what_the_students_whole_answer_would_lose_by_a_partial_one_is_not_given
         nonlocal calls
         calls += 1
         found = await search(query, left_s)
-        assert isinstance(found, Found)
-        return found if calls == 1 else Found(found.candidates[:1], (1,))
+        assert isinstance(found, GroupCandidates)
+        return found if calls == 1 else GroupCandidates(found.candidates[:1], (1,))
 
     made._fan_out.search = lose_a_group  # type: ignore[method-assign]
     answer = asyncio.run(made.search(SearchRequest(query=QUERIES[0], k=K), {"request_id": "r"}))

@@ -99,7 +99,9 @@ def build(uri: str, *, killed_after: int = SLICES) -> Artifact | None:
         return {"tables": shuffle.write_tables(draft.uri, {f"rows/part-{item[0]:05d}.parquet": table})}
 
     try:
-        records = shuffle.run_slices("make", task, range(SLICES), folder=draft.work(), each=map, room="test")
+        records = shuffle.run_slices(
+            "make", task, range(SLICES), folder=draft.work(), each=map, section="test"
+        )
     except KeyboardInterrupt:
         draft._lease.release()
         return None

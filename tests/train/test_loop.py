@@ -76,7 +76,7 @@ def train(
         steps=STEPS,
         schedule=schedule,
         checkpoints=Checkpoints(str(folder), keep=schedule.keep_checkpoints),
-        room="test",
+        section="test",
         **knobs,
     )
 

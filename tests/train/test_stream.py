@@ -307,7 +307,7 @@ def trained(store: str, checkpoints: str, until: int) -> list[dict]:
             steps=STEPS,
             schedule=schedule,
             checkpoints=saved,
-            room="test",
+            section="test",
         ).curve
     except InterruptedError:
         saved.wait()

@@ -76,7 +76,7 @@ def test_an_elastic_group_has_from_min_workers_to_workers_ranks(
         (Ranks(workers=4, min_workers=4), (4, 4)),
     ):
         schedule = CONFIG.model_copy(update={"global_batch": 24, "resources": ranks})
-        job.launch(lambda _: None, {"work": str(tmp_path)}, schedule=schedule, room="train")
+        job.launch(lambda _: None, {"work": str(tmp_path)}, schedule=schedule, section="train")
         assert (asked["ranks"], asked["needed"]) == expected
 
 
@@ -117,7 +117,7 @@ def test_the_workers_of_a_stage_are_started_again_as_often_as_it_says(
     without_ray(monkeypatch)
     monkeypatch.setattr(job, "TorchTrainer", Failing)
     with pytest.raises(TrainingError, match="training failed after 5 restarts: the node is gone"):
-        job.launch(print, {"work": str(tmp_path)}, schedule=stage(max_failures=5), room="train")
+        job.launch(print, {"work": str(tmp_path)}, schedule=stage(max_failures=5), section="train")
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -148,7 +148,7 @@ def test_a_rank_without_memory_is_not_tried_again(
     def worker(settings: dict[str, Any]) -> dict[str, str] | None:
         return job.train_rank(
             torch.nn.Linear(2, 2), batches, make=lambda: torch.nn.Linear(2, 2), schedule=schedule,
-            settings=settings, room="train", save=lambda *_: None,
+            settings=settings, section="train", save=lambda *_: None,
         )  # fmt: skip
 
     schedule = Schedule(resources=Ranks(workers=0), max_failures=restarts)
@@ -160,7 +160,7 @@ def test_a_rank_without_memory_is_not_tried_again(
     settings = {"output": output, "work": f"{output}/_work", "steps": 3}
     for expected in ([0], [0, 0]):  # the next call of a user tries again, once
         with pytest.raises(TrainingError, match=r"too little memory.*CUDA out of memory"):
-            job.launch(worker, settings, schedule=schedule, room="train")
+            job.launch(worker, settings, schedule=schedule, section="train")
         assert tries == expected
 
 
@@ -205,5 +205,5 @@ def test_ray_trains_interrupt_handler_does_not_outlive_the_training(
     without_ray(monkeypatch)
     monkeypatch.setattr(job, "TorchTrainer", Interrupting)
     before = signal.getsignal(signal.SIGINT)
-    job.launch(print, {"work": str(tmp_path)}, schedule=TrainConfig(), room="train")
+    job.launch(print, {"work": str(tmp_path)}, schedule=TrainConfig(), section="train")
     assert signal.getsignal(signal.SIGINT) is before
