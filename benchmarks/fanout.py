@@ -15,7 +15,6 @@ slow one is the one that is meant to be.
 import asyncio
 import gc
 import json
-import pickle
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from scalingnote.search.searcher import Candidates
 from scalingnote.serve import api
 from scalingnote.serve.app import GC_THRESHOLD
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.fan_out import Aggregator, FanOut, GroupCandidates, Packed, packed, sizes
+from scalingnote.serve.fan_out import Aggregator, FanOut, GroupCandidates, Packed, packed, read_queries, sizes
 from scalingnote.serve.service import ServedArm, Service
 from scalingnote.serve.versions import Catalog, Version, VersionContent, Versions
 from scalingnote.serve_config import FanOutConfig, ServeConfig
@@ -67,7 +66,7 @@ class Searchers:
         return packed(
             [
                 GroupCandidates([Candidates(ids, shards, scores, None, rows, searched=1, version="v")])
-                for _ in pickle.loads(pickled)
+                for _ in read_queries(pickled)
             ]
         )
 

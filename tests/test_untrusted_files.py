@@ -19,7 +19,10 @@ from scalingnote.models import backbone
 
 ROOT = Path(scalingnote.__file__).parents[1]
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-BETWEEN_WORKERS = {"scalingnote/encode/parts.py"}  # of one run: columns that Ray Data hands on
+BETWEEN_WORKERS = {
+    "scalingnote/encode/parts.py",  # of one run: columns that Ray Data hands on
+    "scalingnote/serve/fan_out.py",  # of one application: queries on their way to searchers
+}
 NO_WEIGHTS = {"AutoTokenizer", "AutoConfig", "PreTrainedTokenizerFast"}
 CHECKED_FIRST = {"PeftModel"}  # takes no use_safetensors: see the last test
 READERS = {

@@ -190,8 +190,7 @@ class Target:
                 call.cancel()
 
     async def _send(self, queries: list[Query], left_s: float) -> "Packed":
-        # Pickled here: Ray's pickler, which takes functions and classes too, needs twice as long for queries.
-        response = self.handle.search_many.remote(pickle.dumps(queries), left_s)
+        response = self.handle.search_many.remote(write_queries(queries), left_s)
         try:
             answers: Packed = await response
             return answers
@@ -261,7 +260,7 @@ class Aggregator:
 
     async def search_many(self, pickled: bytes, left_s: float) -> "Packed":
         """The candidates of each of the pickled queries that the groups find in the time left."""
-        queries, own_s = pickle.loads(pickled), AGGREGATOR_SHARE * left_s
+        queries, own_s = read_queries(pickled), AGGREGATOR_SHARE * left_s
         return packed(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
 
     async def ping(self) -> bool:
@@ -281,7 +280,18 @@ def merged(answers: Sequence[Candidates], *, k: int) -> Candidates:
     return found.take(np.lexsort((found.ids, -found.dense))[:k].tolist(), ())
 
 
-# --- answers between processes -----------------------------------------------------------------------------
+# --- queries and answers between processes -----------------------------------------------------------------
+
+
+def write_queries(queries: Sequence[Query]) -> bytes:
+    """The queries of a call, pickled: Ray's pickler, for functions and classes too, takes twice as long."""
+    return pickle.dumps(queries)
+
+
+def read_queries(pickled: bytes) -> Sequence[Query]:
+    """The queries of a call from a gateway or an aggregator of the same application."""
+    queries: Sequence[Query] = pickle.loads(pickled)
+    return queries
 
 
 @dataclass(frozen=True)

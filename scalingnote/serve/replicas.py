@@ -9,7 +9,6 @@ opens it, if it is not open yet.
 """
 
 import asyncio
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from scalingnote.search.config import SearchConfig
 from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
-from scalingnote.serve.fan_out import GroupCandidates, Packed, packed
+from scalingnote.serve.fan_out import GroupCandidates, Packed, packed, read_queries
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Location, Refused, TextEncoder, TextTower, folder_of
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
@@ -224,7 +223,7 @@ class IndexSearcher:
 
     async def search_many(self, pickled: bytes, left_s: float) -> Packed:
         """The candidates of each of the pickled queries, as far as they are found in `left_s` seconds."""
-        calls = [self.search(query) for query in pickle.loads(pickled)]
+        calls = [self.search(query) for query in read_queries(pickled)]
         found = await gather_in_time(calls, deadline_s=left_s)
         return packed([GroupCandidates([each]) if isinstance(each, Candidates) else each for each in found])
 

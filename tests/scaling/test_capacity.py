@@ -115,13 +115,13 @@ def test_more_of_anything_never_costs_less():
 @pytest.mark.parametrize("tower", ["bert-int8", "lookup"])
 def test_query_encoders_are_as_many_as_their_tokens_ask_for(tower: str):
     few, more, many = (
-        plan(query_tokens=tokens, query_tower=tower, qps=1e6).serving["query encoders"]["count"]
+        plan(query_tokens=tokens, query_tower=tower, qps=1e8).serving["query encoders"]["count"]
         for tokens in (4, config.ENCODER_TOKENS.value, 256)
     )
     # At the length that was measured, the rate that was measured.
-    assert more == math.ceil(1e6 / config.ENCODERS[tower].value / config.BUSY.value)
-    assert few == pytest.approx(more * 4 / 12.953125, rel=0.03)
-    assert many == pytest.approx(more * 256 / 12.953125, rel=0.01)
+    assert more == math.ceil(1e8 / config.ENCODERS[tower].value / config.BUSY.value)
+    assert few == pytest.approx(more * 4 / config.ENCODER_TOKENS.value, rel=0.03)
+    assert many == pytest.approx(more * 256 / config.ENCODER_TOKENS.value, rel=0.01)
 
 
 def test_the_recall_chooses_among_what_was_measured():

@@ -86,22 +86,22 @@ def test_two_billion_documents_by_hand():
         spent = scan + (shards - 1) * (1969 - 621) / 3
         cores = memory / 8
         replicas = max(2, ceil(20_000 * spent / 1e6 / 0.6 / shards / cores))
-        call = (2 / 101 - 2 / 346) / 2  # core seconds of a call to a replica
+        call = (2 / 174 - 2 / 403) / 2  # core seconds of a call to a replica
         fan_out = 20_000 * call * (shards - 1) / 0.6
         monthly[memory] = (shards * replicas * cores + fan_out) * (0.03 + 8 * 0.004) * 730
         label = f"{memory:,} GB, {cores:g} cores" + (" (cheapest)" if memory == 1024 else "")
         wanted = [shards, replicas, shards * replicas, spent / shards / 1000, fan_out, monthly[memory]]
         assert figures(SHOWN, label) == pytest.approx(wanted, rel=5e-3), memory
     assert min(monthly.values()) == monthly[1024]
-    # Rates were measured at 12.953125 tokens a query, these have 16.
-    slower = 16 / 12.953125
-    encoders, gateways = ceil(20_000 / 103.6374 * slower / 0.6), ceil(20_000 * 2 / 101 / 0.6)
-    assert (encoders, gateways) == (398, 661)
+    # Rates were measured at 9.6796875 tokens a query, these have 16.
+    slower = 16 / 9.6796875
+    encoders, gateways = ceil(20_000 / 153.6022 * slower / 0.6), ceil(20_000 * 2 / 174 / 0.6)
+    assert (encoders, gateways) == (359, 384)
     core = 0.062 * 730
-    assert figures(SHOWN, "query encoders") == pytest.approx([398, 398 * core], abs=0.5)
-    assert figures(SHOWN, "gateways") == pytest.approx([661, 661 * core], abs=0.5)
-    assert ceil(20_000 / 16645 * slower / 0.6) == 3  # "needs 3 cores"
-    month = 512 * 0.023 + monthly[1024] + (398 + 661) * core
+    assert figures(SHOWN, "query encoders") == pytest.approx([359, 359 * core], abs=0.5)
+    assert figures(SHOWN, "gateways") == pytest.approx([384, 384 * core], abs=0.5)
+    assert ceil(20_000 / 83534 * slower / 0.6) == 1  # "needs one core"
+    month = 512 * 0.023 + monthly[1024] + (359 + 384) * core
     assert figures(SHOWN, "a month")[0] == pytest.approx(month, abs=0.5)
     offline = sum(
         figures(SHOWN, stage)[5] for stage in dict.fromkeys(row["stage"] for row in measured_stages())

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from scalingnote.serve.fan_out import (
     hedged,
     merged,
     packed,
+    read_queries,
     sizes,
 )
 from scalingnote.serve.towers import Refused
@@ -61,7 +61,7 @@ class Replica:
 
     def remote(self, pickled: bytes, left_s: float) -> Any:
         assert left_s > 0
-        queries: list[Query] = pickle.loads(pickled)
+        queries: list[Query] = read_queries(pickled)
         self.calls.append(len(queries))
         return self._answer(queries, self._behave(len(self.calls)))
 
