@@ -27,7 +27,7 @@ def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("resources", "beside", "says"),
+    ("resources", "task_cpus", "says"),
     [
         (Resources(workers=24), 0, ""),
         (Resources(workers=24), 1, r"asks for 25 CPU, the cluster has 24: lower teacher\.resources\.workers"),
@@ -40,14 +40,14 @@ def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]]) -> None:
     ],
 )
 def test_what_no_cluster_of_these_nodes_could_do_is_refused(
-    resources: Resources, beside: int, says: str, monkeypatch: pytest.MonkeyPatch
+    resources: Resources, task_cpus: int, says: str, monkeypatch: pytest.MonkeyPatch
 ):
     of_nodes(monkeypatch, NODES)
     if not says:
-        cluster.check_resources(resources, knob="teacher.resources", beside=beside)
+        cluster.check_resources(resources, knob="teacher.resources", task_cpus=task_cpus)
         return
     with pytest.raises(ConfigError, match=says):
-        cluster.check_resources_early(resources, knob="teacher.resources", beside=beside)
+        cluster.check_resources_early(resources, knob="teacher.resources", task_cpus=task_cpus)
 
 
 def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.MonkeyPatch):

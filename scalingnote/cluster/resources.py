@@ -14,7 +14,7 @@ NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
 log = get_logger("cluster")
 
 
-def check_resources(resources: Resources, *, knob: str, beside: int = 0) -> None:
+def check_resources(resources: Resources, *, knob: str, task_cpus: int = 0) -> None:
     """Refuse, before work is spent, resources that the cluster can never provide.
 
     With SCALINGNOTE_NODES_WAIT_S set, the cluster's autoscaler is asked for the missing nodes first, and they
@@ -23,35 +23,35 @@ def check_resources(resources: Resources, *, knob: str, beside: int = 0) -> None
     Args:
         resources: of the stage.
         knob: where the user set them, for the error message.
-        beside: CPUs of the tasks that run beside the workers.
+        task_cpus: CPUs of the tasks that run at the same time as the workers.
 
     Raises:
         ConfigError: the cluster has too few CPUs or GPUs, or no node is large enough for a worker.
     """
-    if not (lack := _missing_resources(resources, beside=beside, knob=knob)):
+    if not (lack := _missing_resources(resources, task_cpus=task_cpus, knob=knob)):
         return
     if seconds := _nodes_wait():
         log.info("%s; waiting up to %g s for nodes", lack, seconds)
         each = _needs_per_worker(resources)
-        _request_nodes([each] * resources.workers + [{"CPU": 1}] * beside)
+        _request_nodes([each] * resources.workers + [{"CPU": 1}] * task_cpus)
         deadline = time.monotonic() + seconds
         try:
             while lack and time.monotonic() < deadline:
                 time.sleep(NODE_POLL_INTERVAL_S)
-                lack = _missing_resources(resources, beside=beside, knob=knob)
+                lack = _missing_resources(resources, task_cpus=task_cpus, knob=knob)
         finally:
             _request_nodes([])  # or they would be kept for ever
     if lack:
         raise ConfigError(lack)
 
 
-def check_resources_early(resources: Resources, *, knob: str, beside: int = 0) -> None:
+def check_resources_early(resources: Resources, *, knob: str, task_cpus: int = 0) -> None:
     """:func:`check_resources` for a later step: skipped where nodes come on demand, which would wait idle."""
     if not _nodes_wait():
-        check_resources(resources, knob=knob, beside=beside)
+        check_resources(resources, knob=knob, task_cpus=task_cpus)
 
 
-def _missing_resources(resources: Resources, *, beside: int, knob: str) -> str:
+def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> str:
     """What the cluster lacks, as a message for the user; empty if it lacks nothing."""
     have, workers = ray.cluster_resources(), resources.workers
     each = _needs_per_worker(resources) if workers else {}
@@ -64,7 +64,7 @@ def _missing_resources(resources: Resources, *, beside: int, knob: str) -> str:
     if each and not any(workers_per_node):
         knobs = " or ".join(f"{knob}.{key.lower()}s_per_worker" for key in each)
         return f"{knob} asks for {asked} a worker, no node has that: lower {knobs}, or add a node that has"
-    for key, spare in (("CPU", beside), ("GPU", 0)):
+    for key, spare in (("CPU", task_cpus), ("GPU", 0)):
         if (need := workers * each.get(key, 0.0) + spare) > have.get(key, 0.0):
             return (
                 f"{knob} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "

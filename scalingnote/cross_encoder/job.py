@@ -293,7 +293,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank."""
     config, rank, world = start_rank(DualPooledConfig, settings, section="cross")
 
-    def make() -> PairStage:
+    def build_stage() -> PairStage:
         model = CrossEncoder(
             backbones.build(config.backbone, tokenizer_json=settings["tokenizer"], seed=config.seed),
             pooling=config.pooling,
@@ -307,7 +307,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         )
         return PairStage(model, config.losses, temperature=score_temperature(settings["config"]))
 
-    stage, store = make(), Store.open(settings["store"])
+    stage, store = build_stage(), Store.open(settings["store"])
     batches = PairBatches(
         store,
         _order(config, store.facts["sizes"]),
@@ -320,7 +320,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     return train_rank(
         stage,
         batches,
-        make=make,
+        build_stage=build_stage,
         schedule=config,
         settings=settings,
         section="cross",

@@ -164,12 +164,12 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")
     store, start = Store.open(settings["store"]), student.read_start(settings["start"])
 
-    def make() -> StageTwo:
+    def build_stage() -> StageTwo:
         made = student.build_student(config, start, teacher=teacher, dim=store.facts["dim"])
         document = _document_student(config, settings, dim=store.facts["dim"], teacher=teacher)
         return StageTwo(made, config.losses, document)
 
-    stage, packed = make(), config.memory.packing
+    stage, packed = build_stage(), config.memory.packing
     batches = objective.LessonBatches(
         store,
         _order(config, store.facts["sizes"]),
@@ -182,7 +182,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     return train_rank(
         stage,
         batches,
-        make=make,
+        build_stage=build_stage,
         schedule=config,
         settings=settings,
         section="distill",

@@ -93,7 +93,7 @@ def encode_documents(
             f"it gives {list(views)}"
         )
     resources = config.resources
-    cluster.check_resources_early(resources, knob="encode.resources", beside=reader_cpus(resources))
+    cluster.check_resources_early(resources, knob="encode.resources", task_cpus=reader_cpus(resources))
     engines.check_installed(config)
     load_encoder = load_encoder or engines.engine_loader(config)
     source, base = parents["dataset"], parents.get("base")

@@ -82,7 +82,7 @@ def run_queries(
     if draft.finished:
         return draft.existing()
     resources, knob = config.resources, "teacher.resources"
-    cluster.check_resources_early(resources, knob=knob, beside=reader_cpus(resources))
+    cluster.check_resources_early(resources, knob=knob, task_cpus=reader_cpus(resources))
     pieces = []
     if triplets is not None:
         rows_per_piece = config.rows_per_part

@@ -102,7 +102,7 @@ def encode_parts(
         EncodingError: two executions in a row finished no part.
         ConfigError: the cluster lacks the resources.
     """
-    cluster.check_resources(resources, knob=knob, beside=reader_cpus(resources))
+    cluster.check_resources(resources, knob=knob, task_cpus=reader_cpus(resources))
     records = read_records(work, set(rows))
     if records:
         log.info("resuming: %d of %d parts are done", len(records), len(rows))

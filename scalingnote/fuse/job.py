@@ -74,7 +74,7 @@ def run(
         return draft.existing()
     require_origin(parents["semantic_ids"], parents["embeddings"])
     prepare.require_columns(config, parents["dataset"])
-    cluster.check_resources_early(config.writers, beside=reader_cpus(config.writers), knob=WRITERS)
+    cluster.check_resources_early(config.writers, task_cpus=reader_cpus(config.writers), knob=WRITERS)
     cluster.check_resources_early(config.resources, knob="fuse.resources")
     corpus = FusedCorpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
     facts = _prepare(config, corpus, parents["planner"], tower, draft)
@@ -203,14 +203,14 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     config, rank, world = start_rank(FuseConfig, settings, section="fuse")
     store = Store.open(settings["store"])
     encodings = prepare.encodings(settings["store"])
-    make = partial(_stage, config, settings)
+    build_stage = partial(_stage, config, settings)
     batches = ClickBatches(
         store, _order(config, dict(store.facts)), config, **encodings, rank=rank, world=world
     )
     return train_rank(
-        make(),
+        build_stage(),
         batches,
-        make=make,
+        build_stage=build_stage,
         schedule=config,
         settings=settings,
         section="fuse",

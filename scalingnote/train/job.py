@@ -254,7 +254,7 @@ def train_rank(
     stage: M,
     batches: Callable[[int], Any],
     *,
-    make: Callable[[], M],
+    build_stage: Callable[[], M],
     schedule: Schedule,
     settings: Settings,
     section: str,
@@ -267,7 +267,7 @@ def train_rank(
     Args:
         stage: module with the losses.
         batches: this rank's batch of a step.
-        make: builds another `stage` from config and seed.
+        build_stage: builds another `stage` from config and seed.
         schedule: of the training.
         settings: of this rank; ``output``, ``work`` and ``steps`` are read.
         section: config section of the stage, for messages.
@@ -305,7 +305,7 @@ def train_rank(
     weights = engine.weights()
     if weights is not None:
         # The engine's module may be sharded or compiled: the weights go into a fresh one.
-        whole = make()
+        whole = build_stage()
         load_weights(whole, weights)
         _write_result(lambda folder: save(whole.eval(), folder), history, settings["output"])
     ray.train.report({"step": settings["steps"]})
@@ -348,7 +348,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank of stage I."""
     config, rank, world = start_rank(TrainConfig, settings, section="train")
 
-    def make() -> StageOne:
+    def build_stage() -> StageOne:
         towers = dual_encoder.build(
             config.query_tower,
             config.document,
@@ -363,7 +363,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         towers.sparse_query = sparse_query(config, towers.document.prompt.tokenizer)
         return StageOne(towers, config.losses, sparse=config.sparse, align=config.align)
 
-    stage = make()
+    stage = build_stage()
     uri, packed, streamed = settings["store"], config.memory.packing, settings["streamed"]
     pads = (stage.towers.query.pad, stage.towers.document.pad)
     store = Store.open(uri, ["validation"] if streamed else None)
@@ -375,7 +375,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     return train_rank(
         stage,
         TripletBatches(shares, store.facts, pads=pads, packed=packed, steps=settings["steps"]),
-        make=make,
+        build_stage=build_stage,
         schedule=config,
         settings=settings,
         section="train",
