@@ -30,7 +30,7 @@ from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, SlicedRows, Sou
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import CLAIM, LEASE, Artifact, Draft, Part, read_table, write_table
+from scalingnote.storage.artifact import Artifact, Draft, Part, read_table, write_table
 from scalingnote.storage.schema import DOCUMENTS
 from scalingnote.storage.shuffle import (
     JsonRecord,
@@ -166,10 +166,7 @@ def resume_or_clear(draft: Draft, plan: Sequence[dict[str, Any]]) -> None:
     if plan and fs.exists(uri) and fs.read_bytes(uri) == text:
         return
     draft.discard_parts()
-    for file in fs.list_files(draft.work()):
-        # Without claim and lease another process would start to build. A thread rewrites the lease meanwhile.
-        if file.removesuffix(fs.PENDING) not in (CLAIM, LEASE):
-            fs.delete(draft.work(file))
+    draft.discard_work()
     fs.write_bytes(uri, text)
 
 

@@ -121,29 +121,22 @@ class QueryEncoder:
         if form not in available:
             raise ArtifactError(f"{folder} holds no query tower as {form!r}, it holds {', '.join(available)}")
         if form == "lookup":
-            table = LookupEncoder(folder)
-            return cls(
-                table.encode,
-                table.encode_token_ids,
-                max_tokens=table.max_tokens,
-                dim=table.dim,
-                form=form,
-                cache=cache,
-            )
-        from scalingnote.models.onnx import FILES, OnnxTower
+            tower: Any = LookupEncoder(folder)
+        else:
+            from scalingnote.models.onnx import FILES, OnnxTower
 
-        if form in FILES:
-            graph = OnnxTower.load(folder, form, threads=threads)
-            return cls(
-                graph.encode,
-                graph.encode_token_ids,
-                max_tokens=graph.max_tokens,
-                dim=graph.dim,
-                form=form,
-                cache=cache,
-            )
-        return _torch(
-            folder, form, threads=threads, precision=precision, token_budget=token_budget, cache=cache
+            if form not in FILES:
+                return _torch(
+                    folder, form, threads=threads, precision=precision, token_budget=token_budget, cache=cache
+                )
+            tower = OnnxTower.load(folder, form, threads=threads)
+        return cls(
+            tower.encode,
+            tower.encode_token_ids,
+            max_tokens=tower.max_tokens,
+            dim=tower.dim,
+            form=form,
+            cache=cache,
         )
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:

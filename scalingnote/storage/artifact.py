@@ -265,14 +265,19 @@ class Draft:
             fs.write_bytes(claim, b"")  # if this process is killed from here on, no run resumes the remains
         if set(files) - {f"{WORK}/{LEASE}"}:
             self.discard_parts()
-            for name in _top(self.work()) - {LEASE, CLAIM}:
-                fs.delete(self.work(name))
+            self.discard_work()
         fs.write_bytes(claim, self.fingerprint.encode())
 
     def discard_parts(self) -> None:
         """Delete the parts of an unfinished run; a stage that does not resume would commit them too."""
         for name in _top(self.uri) - {WORK}:
             fs.delete(self.path(name))
+
+    def discard_work(self) -> None:
+        """Delete the work but its claim and lease, without which another process would start to build."""
+        for name in _top(self.work()):
+            if name.removesuffix(fs.PENDING) not in (CLAIM, LEASE):  # a thread rewrites the lease meanwhile
+                fs.delete(self.work(name))
 
     def path(self, name: str) -> str:
         """URI of a part."""
