@@ -45,14 +45,18 @@ from tokenizers import Tokenizer
 
 from scalingnote.array_types import Float, Float32, Int, Int64, Shaped
 from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models.prompt import without_limits
 from scalingnote.models.published_model import (
+    IDENTITY,
     LOOKUP_TABLE,
     TABLES,
     Module,
+    dense_settings,
     model_settings,
     read_json,
     read_modules,
     role_prompt,
+    write_json,
 )
 
 MIN_FEATURE_TEXTS = 2  # training texts that a feature must occur in
@@ -69,9 +73,9 @@ class LookupFeatures:
         """`keys` are of :func:`frequent_features`; row `tokens + i` of the table belongs to ``keys[i]``."""
         self.keys, self.tokens = keys, tokens
         self._rows = {key: tokens + row for row, key in enumerate(keys.tolist())}
+        self.are_bigrams: ndarray = keys < tokens * tokens  # the others are end tokens
         # A kind of feature without any row is not looked up.
-        self._bigrams = bool(len(keys)) and int(keys.min()) < tokens * tokens
-        self._ends = bool(len(keys)) and int(keys.max()) >= tokens * tokens
+        self._bigrams, self._ends = bool(self.are_bigrams.any()), not self.are_bigrams.all()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -98,11 +102,7 @@ def frequent_features(
 ) -> Int64[ndarray, " features"]:
     """Return the keys of features in at least :data:`MIN_FEATURE_TEXTS` texts, most frequent first.
 
-    Args:
-        texts: token ids of each text.
-        tokens: size of the vocabulary.
-        bigrams: largest number of pairs.
-        ends: whether end tokens are features.
+    `texts` are token ids, `tokens` the size of the vocabulary, `bigrams` the largest number of pairs.
     """
     pairs: Counter[int] = Counter()
     at_ends: Counter[int] = Counter()
@@ -117,18 +117,10 @@ def frequent_features(
 def start_weights(counts: Int64[ndarray, " tokens"], features: LookupFeatures) -> Float32[ndarray, " rows"]:
     """Return the start weights of rows: smoothed inverse frequencies of tokens, then FEATURE_WEIGHT.
 
-    Args:
-        counts: occurrences of each token in the training texts.
-        features: their rows follow those of the tokens.
+    `counts` are the occurrences of each token in the training texts.
     """
     weights = FREQUENCY_SMOOTHING / (FREQUENCY_SMOOTHING + counts / max(int(counts.sum()), 1))
     return np.concatenate([weights, np.full(len(features), FEATURE_WEIGHT)]).astype(np.float32)
-
-
-def is_bigram(keys: Int64[ndarray, " features"], *, tokens: int) -> ndarray:
-    """Return which features are pairs; the others are end tokens."""
-    pairs: ndarray = keys < tokens * tokens
-    return pairs
 
 
 def _end_keys(ids: Sequence[int], tokens: int) -> list[int]:
@@ -214,7 +206,7 @@ class Table:
             "features": 0 if self.feature_keys is None else len(self.feature_keys),
             "digest_of": {"tokenizer": _sha256(self.tokenizer_json.encode()), **self.made_from},
         }
-        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / "tower.json", facts)
 
     @classmethod
     def read(cls, folder: Path) -> "Table":
@@ -264,18 +256,10 @@ class Table:
 def quantize_rows(
     rows: Float[ndarray, "rows dim"], storage: Storage
 ) -> tuple[Shaped[ndarray, "rows dim"], Float32[ndarray, " rows"] | None]:
-    """Convert rows to the number format in which they are stored.
+    """Return rows in the number format in which they are stored, and of int8 the scale of each row.
 
-    Args:
-        rows: float rows.
-        storage: the number format. int8 scales a row so that its largest magnitude is 127: a value is off by
-            half a scale at most.
-
-    Returns:
-        The stored rows, and of int8 the scale of each row.
-
-    Raises:
-        ConfigError: a finite value is too large for float16.
+    int8 scales a row so that its largest magnitude is 127: a value is off by half a scale at most.
+    ConfigError if a finite value is too large for float16.
     """
     largest, limit = np.abs(rows).max(initial=0.0), float(np.finfo(np.float16).max)
     if storage == "float16" and limit < largest < np.inf:
@@ -309,7 +293,6 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-_IDENTITY = "torch.nn.modules.linear.Identity"
 _NO_TOKEN_LIMIT = 1 << 20  # tokens read of a query if tokenizer.json does not truncate
 
 
@@ -327,13 +310,7 @@ def is_static(table: Table) -> bool:
 
 
 def write_published(table: Table, embedding: Path, dense: Path) -> None:
-    """Write a table as a StaticEmbedding and a Dense module.
-
-    Args:
-        table: one for which :func:`is_static` holds.
-        embedding: folder of StaticEmbedding, made here.
-        dense: folder of Dense, made here.
-    """
+    """Write a table for which :func:`is_static` holds as StaticEmbedding and Dense, two new folders."""
     rows = table.rows(slice(table.tokens))
     if table.token_weights is not None:
         rows = rows * table.token_weights[:, np.newaxis]
@@ -343,8 +320,7 @@ def write_published(table: Table, embedding: Path, dense: Path) -> None:
     save_file({"embedding.weight": rows - empty}, embedding / "model.safetensors")
     (embedding / "tokenizer.json").write_text(_truncating_tokenizer(table), encoding="utf-8")
     dim = len(empty)
-    settings = {"in_features": dim, "out_features": dim, "bias": True, "activation_function": _IDENTITY}
-    (dense / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    write_json(dense / "config.json", dense_settings(dim, dim, bias=True))
     identity = np.eye(dim, dtype=np.float32)
     save_file({"linear.weight": identity, "linear.bias": empty}, dense / "model.safetensors")
 
@@ -352,11 +328,8 @@ def write_published(table: Table, embedding: Path, dense: Path) -> None:
 def read_published(folder: Path) -> PublishedTable | None:
     """Return the table that encodes queries in a published folder.
 
-    Args:
-        folder: a folder with modules.json, of a Router or of one model for both roles.
-
-    Returns:
-        None if queries pass a transformer, or `folder` has no modules.json.
+    `folder` is of a Router, or of one model for both roles. None if queries pass a transformer, or it has no
+    modules.json.
 
     Raises:
         ConfigError: queries have a prompt, or a module behind the table cannot be part of a table.
@@ -405,9 +378,7 @@ def _read_static(folder: Path) -> Table:
     if "weights" in tensors:
         rows = rows * tensors["weights"][:, np.newaxis]
     longest = (tokenizer.truncation or {}).get("max_length", _NO_TOKEN_LIMIT)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return Table(rows, tokenizer.to_str(), longest)
+    return Table(rows, without_limits(tokenizer).to_str(), longest)
 
 
 def _apply_linear(
@@ -418,7 +389,7 @@ def _apply_linear(
         settings = read_json(layer.folder / "config.json") or {}
         if (
             layer.name != "Dense"
-            or settings.get("activation_function") != _IDENTITY
+            or settings.get("activation_function") != IDENTITY
             or "use_residual" in settings
         ):
             raise ConfigError(
