@@ -140,7 +140,9 @@ class Head(nn.Sequential):
     def forward(self, pooled: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
         """Return float32 embeddings; autocast would round them to half precision."""
         with torch.autocast(pooled.device.type, enabled=False):
-            out: Tensor = super().forward(pooled.float())
+            out = pooled.float()
+            for layer in self:
+                out = layer(out)
         return out if self.keep is None else out[..., : self.keep]
 
 
