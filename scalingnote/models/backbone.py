@@ -162,7 +162,7 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
         ConfigError: `path` is no model, lacks weights, has fewer than `layers` layers, or has an architecture
             whose layers cannot be removed.
     """
-    base, settings, tokenizer = _described(path)
+    base, settings, tokenizer = _config_and_tokenizer(path)
     try:
         with _without_load_report():
             model, report = AutoModel.from_pretrained(
@@ -171,7 +171,7 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
                 dtype=torch.float32,
                 use_safetensors=True,  # a pickle may hold code
                 output_loading_info=True,
-                **_without_pooler(settings),
+                **_pooler_arguments(settings),
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a backbone from {base!r}: {error}") from None
@@ -194,16 +194,16 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
 
 def shell(path: str | Path) -> Backbone:
     """Return the backbone at `path` without weights, in milliseconds: its tokenizer, sizes and causality."""
-    _, settings, tokenizer = _described(path)
+    _, settings, tokenizer = _config_and_tokenizer(path)
     tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
     with torch.device("meta"):
-        model = AutoModel.from_config(settings, **_without_pooler(settings))
+        model = AutoModel.from_config(settings, **_pooler_arguments(settings))
     return Backbone(model, tokenizer, causal=is_causal(settings))
 
 
 def output_head(path: str) -> SparseHead:
     """Return the language-model head of the checkpoint at `path`; of one without, its input table's rows."""
-    base, settings, _ = _described(path)
+    base, settings, _ = _config_and_tokenizer(path)
     text = _text_config(settings)
     dense, norm, output, activation = _MASKED_HEADS.get(settings.model_type, ("", "", "lm_head", ""))
     tied = getattr(text, "tie_word_embeddings", True)
@@ -292,7 +292,7 @@ def _from_scratch(config: Scratch, tokenizer_json: str) -> Backbone:
     return Backbone(model, tokenizer, causal=causal)
 
 
-def _described(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
+def _config_and_tokenizer(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
     """Return the path of the weights (that of the base model for an adapter), their config, the tokenizer."""
     try:
         adapter = find_adapter_config_file(str(path))
@@ -331,7 +331,7 @@ def _start_as_first_token(backbone: Backbone, tokens: Sequence[str]) -> None:
         table[backbone.tokenizer.convert_tokens_to_ids(list(tokens))] = table[first].clone()
 
 
-def _without_pooler(settings: Any) -> dict[str, bool]:
+def _pooler_arguments(settings: Any) -> dict[str, bool]:
     """Return arguments that leave out the pooler, whose weights would get no gradients."""
     known: Any = MODEL_MAPPING.get(type(settings), None)
     optional = known is not None and "add_pooling_layer" in inspect.signature(known).parameters

@@ -77,7 +77,7 @@ def tower_card(
     """
     config, role = manifest.config, facts["role"]
     if "losses" not in config:
-        return _adopted_card(manifest, facts)
+        return _published_card(manifest, facts)
     settings = config["student" if "student" in config and role == "query" else role]
     if settings.get("kind") == "token_wise" and settings["backbone"] is None:
         settings = {**settings, **{name: config["document"][name] for name in ("backbone", "lora")}}
@@ -86,7 +86,7 @@ def tower_card(
     training = [
         f"Stage: {stage}",
         f"Backbone: {_backbone(settings) if 'backbone' in settings else 'none'}",
-        *([f"Table: {described_table(facts)}"] if table else []),
+        *([f"Table: {table_description(facts)}"] if table else []),
         f"Losses: {_losses(config)}",
         f"Batch {config['global_batch']}, {config['epochs']:g} epochs, peak learning rate "
         f"{config['optimizer']['peak_lr']:g}, seed {config['seed']}",
@@ -108,7 +108,7 @@ def tower_card(
     return _tower_page((settings.get("backbone") or {}).get("path"), manifest, facts, sections)
 
 
-def _adopted_card(manifest: Manifest, facts: Mapping[str, Any]) -> str:
+def _published_card(manifest: Manifest, facts: Mapping[str, Any]) -> str:
     """Return the card of a published model's tower that was not trained."""
     role, config = facts["role"], manifest.config
     path = config.get("query_path") or config["path"] if role == "query" else config["path"]
@@ -160,7 +160,7 @@ def _tower_use(facts: Mapping[str, Any]) -> list[str]:
             "A query is the mean of its tokens' rows; no model is run:",
             _code(*_QUERY_ENCODER_CODE),
         ]
-    if not facts.get("whole", True):
+    if not facts["whole"]:
         call = 'encode_queries(["..."])' if query else "encode_documents(table)"
         return [
             "This folder holds an adapter and the path of its backbone; this package loads both:",
@@ -274,7 +274,7 @@ def router_card(folder: Path, *, teacher: Path, reference: str | None, facts: Ca
     return "\n\n".join(sections) + "\n"
 
 
-def described_table(tower: Mapping[str, Any]) -> str:
+def table_description(tower: Mapping[str, Any]) -> str:
     """Describe a lookup table in words; `tower` is its tower.json."""
     features = f" and {tower['features']:,} pairs and end tokens" if tower.get("features") else ""
     attention = ", one head of attention over them" if tower["attention"] else ""
@@ -326,9 +326,8 @@ def _router_head(
 def _student(route: Sequence[Module]) -> str:
     first = route[0]
     if first.name == LOOKUP_TABLE:
-        return (
-            f"a lookup table ({described_table(read_json(first.folder / 'tower.json'))}; no transformer runs)"
-        )
+        table = table_description(read_json(first.folder / "tower.json"))
+        return f"a lookup table ({table}; no transformer runs)"
     if first.name in TABLES:
         with safe_open(first.folder / "model.safetensors", "np") as weights:
             rows, dim = weights.get_slice("embedding.weight").get_shape()

@@ -224,18 +224,18 @@ def _weight_of_one(
 
 def _write_modules(folder: Path, modules: Sequence[_Module]) -> None:
     """Write the modules behind the transformer, whose files are in `folder` itself, and their list."""
-    listed = [_listed(0, "", "base.modules.transformer.Transformer")]
+    listed = [_module_entry(0, "", "base.modules.transformer.Transformer")]
     for number, (name, settings, tensors) in enumerate(modules, 1):
         path = folder / f"{number}_{name.rpartition('.')[2]}"
         path.mkdir(exist_ok=True)
         write_json(path / "config.json", settings)
         if tensors:
             save_file(tensors, path / "model.safetensors")
-        listed.append(_listed(number, path.name, name))
+        listed.append(_module_entry(number, path.name, name))
     write_json(folder / "modules.json", listed)
 
 
-def _listed(number: int, path: str, name: str) -> dict[str, Any]:
+def _module_entry(number: int, path: str, name: str) -> dict[str, Any]:
     return {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{name}"}
 
 
