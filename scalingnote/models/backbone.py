@@ -152,11 +152,9 @@ def grow(model: Any, tokens: int) -> None:
 
 
 def load(path: str | Path, *, layers: int | None = None) -> Backbone:
-    """Load a backbone in float32, without the checkpoint's head.
+    """Load a backbone, or its first `layers`, in float32 without the checkpoint's head.
 
-    Args:
-        path: a hub id or folder. A peft adapter gives its base model with the adapter merged.
-        layers: keep only the first layers; None keeps all.
+    `path` is a hub id or folder; that of a peft adapter gives its base model with the adapter merged.
 
     Raises:
         ConfigError: `path` is no model, lacks weights, has fewer than `layers` layers, or has an architecture

@@ -123,7 +123,7 @@ class LookupTower(nn.Module):
             storage: number format of the saved table.
             seed: of the attention.
             features: token pairs and end tokens that have rows.
-            made_from: digests of what the rows were computed from.
+            made_from: as of :class:`Table`.
         """
         super().__init__()
         self.tokenizer, self.max_length, self.dim = without_limits(tokenizer), max_length, table.shape[1]

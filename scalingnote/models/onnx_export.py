@@ -41,14 +41,8 @@ log = get_logger("models")
 def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm = "onnx_int8") -> float:
     """Write the query tower at `folder` as a graph; nothing is written if it fails.
 
-    Args:
-        folder: of the tower.
-        into: where to write; graphs of another form there are kept.
-        queries: real queries, which the graph is checked with.
-        form: number format of the graph.
-
-    Returns:
-        The least cosine of the graph's and the tower's embeddings of `queries`.
+    Graphs of another form in `into` are kept. Returns the least cosine of the graph's and the tower's
+    embeddings of `queries`, real ones.
 
     Raises:
         ConfigError: a package is missing, the tower has no transformer or is too large, or the embeddings

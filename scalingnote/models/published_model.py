@@ -191,11 +191,8 @@ class PublishedModel:
 def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedModel:
     """Read the settings of a published model for one role.
 
-    Args:
-        path: a folder, a hub id, or "package:NAME" (see :func:`local_folder`).
-        role: which texts are encoded.
-        pooling: replaces the files' pooling if not "auto". Of a model without modules.json, "auto" is
-            :func:`usual_pooling`.
+    `path` is as of :func:`local_folder`. A `pooling` other than "auto" replaces that of the files; "auto" is
+    :func:`usual_pooling` of a model without modules.json.
 
     Raises:
         ConfigError: there is no such model, nothing states its pooling, or a file is invalid.

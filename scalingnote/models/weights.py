@@ -263,10 +263,8 @@ def store_base(model: nn.Module, base: Stored) -> None:
     """Store the linear layers of a frozen model in 8 or 4 bits, in place; "full" leaves them as they are.
 
     Trees that share weights are made afterwards, or each gets its own bytes. Embeddings, norms and layers
-    that are no `nn.Linear` (GPT-2's) stay as they are.
-
-    Raises:
-        ConfigError: a package is missing, or the width of a layer is no multiple of NF4_BLOCK.
+    that are no `nn.Linear` (GPT-2's) stay as they are. ConfigError if a package is missing, or the width of a
+    layer is no multiple of NF4_BLOCK.
     """
     if base == "full":
         return
