@@ -159,6 +159,8 @@ class Table:
     feature_keys: Int64[ndarray, " features"] | None = None
     made_from: Mapping[str, str] = field(default_factory=dict)
     """Digests of what the rows were computed from (weights, adapter, instruction...) but the tokenizer."""
+    empty: Float32[ndarray, " dim"] | None = None
+    """Embedding of a query without tokens, where a published table states one; None: :meth:`mean_row`."""
 
     @property
     def tokens(self) -> int:
@@ -171,7 +173,7 @@ class Table:
         return None if self.feature_keys is None else LookupFeatures(self.feature_keys, tokens=self.tokens)
 
     def mean_row(self) -> Float32[ndarray, " dim"]:
-        """Return the embedding of a query without tokens; all rows of tokens are read."""
+        """Return the mean of the rows of tokens, which are all read."""
         mean: ndarray = self.rows(slice(self.tokens)).mean(axis=0)
         return mean
 
@@ -296,14 +298,6 @@ def _sha256(data: bytes) -> str:
 _NO_TOKEN_LIMIT = 1 << 20  # tokens read of a query if tokenizer.json does not truncate
 
 
-@dataclass(frozen=True)
-class PublishedTable:
-    """The lookup table of a folder of sentence-transformers."""
-
-    table: Table
-    empty: Float32[ndarray, " dim"]  # embedding of a query without tokens
-
-
 def is_static(table: Table) -> bool:
     """Return whether StaticEmbedding can represent a table: it has neither attention nor features."""
     return table.attention is None and table.feature_keys is None
@@ -325,7 +319,7 @@ def write_published(table: Table, embedding: Path, dense: Path) -> None:
     save_file({"linear.weight": identity, "linear.bias": empty}, dense / "model.safetensors")
 
 
-def read_published(folder: Path) -> PublishedTable | None:
+def read_published(folder: Path) -> Table | None:
     """Return the table that encodes queries in a published folder.
 
     `folder` is of a Router, or of one model for both roles. None if queries pass a transformer, or it has no
@@ -345,20 +339,19 @@ def read_published(folder: Path) -> PublishedTable | None:
         if layers:
             raise ConfigError(f"{folder} has {layers[0].name} behind a LookupTable: write the folder again")
         table = Table.read(first.folder)
-        empty = table.mean_row()
     else:
         table = _read_static(first.folder)
-        empty = np.zeros(table.values.shape[1], np.float32)
     if layers:
-        rows = np.concatenate([table.rows(), empty[np.newaxis]])
-        rows = _apply_linear(rows, layers)
-        table, empty = replace(table, values=rows[:-1]), rows[-1]
+        assert table.empty is not None  # only a StaticEmbedding has layers behind it
+        rows = _apply_linear(np.concatenate([table.rows(), table.empty[np.newaxis]]), layers)
+        table = replace(table, values=rows[:-1], empty=rows[-1])
     keep = model_settings(folder).get("truncate_dim")
-    if keep is not None and keep < len(empty):
+    if keep is not None and keep < table.values.shape[1]:
         if table.attention is not None:
             raise ConfigError(f"{folder}: attention over whole rows cannot be cut to truncate_dim={keep}")
-        table, empty = replace(table, values=table.values[:, :keep]), empty[:keep]
-    return PublishedTable(table, empty)
+        empty = None if table.empty is None else table.empty[:keep]
+        table = replace(table, values=table.values[:, :keep], empty=empty)
+    return table
 
 
 def _read_static(folder: Path) -> Table:
@@ -378,7 +371,8 @@ def _read_static(folder: Path) -> Table:
     if "weights" in tensors:
         rows = rows * tensors["weights"][:, np.newaxis]
     longest = (tokenizer.truncation or {}).get("max_length", _NO_TOKEN_LIMIT)
-    return Table(rows, without_limits(tokenizer).to_str(), longest)
+    empty = np.zeros(rows.shape[1], np.float32)  # as StaticEmbedding gives it
+    return Table(rows, without_limits(tokenizer).to_str(), longest, empty=empty)
 
 
 def _apply_linear(
