@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from scalingnote.config import Config
 from scalingnote.encode.engines import Cost
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.config import Scratch, TowerConfig
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft
@@ -61,7 +61,7 @@ def towers(uri: str, dataset: Artifact, *, layers: int, hidden: int, max_length:
     config = TowerConfig(backbone=scratch, prompt=PROMPT, max_length=max_length)
     learnt = backbone.train_tokenizer(texts, vocabulary=4000)
     draft = Draft(uri, kind="dual_encoder", config=Made(), parents={})
-    made = tower.build(config, role="document", dim=128, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(config, role="document", dim=128, tokenizer_json=learnt, seed=0)
     made.save(Path(draft.path("document")))
     return draft.commit(counts={})
 

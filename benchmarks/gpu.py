@@ -52,7 +52,6 @@ from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Scratch, Stored
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.flops import PUBLISHED, Shape, backbone_shape
-from scalingnote.models.frozen import store_base
 from scalingnote.models.prompt import Row
 from scalingnote.models.tower import Tower
 from scalingnote.scaling.training_cost import tower_bytes
@@ -163,7 +162,7 @@ def _encode(
 def _train_lora(shape: Shape, device: torch.device, *, base: Stored = "full", **settings: Any) -> Figures:
     lora = Lora(rank=16, base=base)
     first = llm(shape, device)
-    store_base(first.model.requires_grad_(False), base)
+    weights.store_base(first.model.requires_grad_(False), base)
     second = Backbone(weights.share_weights(first.model), first.tokenizer, first.causal)
     towers = DualEncoder(
         random_tower(first, role="query", lora=lora), random_tower(second, role="document", lora=lora)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
-from scalingnote.models import backbone, published_model, tower
+from scalingnote.models import backbone, dual_encoder, published_model
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.config import Lora, Scratch, TowerConfig
 from scalingnote.models.flops import Shape
@@ -58,7 +58,9 @@ def random_tower(made: Backbone, *, role: published_model.Role, lora: Lora | Non
     """A tower around a backbone, where that lies."""
     config = TowerConfig(lora=lora, max_length=min(512, made.max_positions or 512))
     device = next(made.model.parameters()).device
-    return tower.build(config, role=role, dim=DIM, tokenizer_json=None, seed=0, backbone=made).to(device)
+    return dual_encoder.build_tower(
+        config, role=role, dim=DIM, tokenizer_json=None, seed=0, backbone=made
+    ).to(device)
 
 
 def any_tokenizer() -> PreTrainedTokenizerFast:

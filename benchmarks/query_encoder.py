@@ -64,7 +64,7 @@ def build(folder: Path, options: Namespace) -> list[str]:
     """Write the student, its graphs and the table below `folder`; returns the queries to ask."""
     from tokenizers import Tokenizer
 
-    from scalingnote.models import backbone, lookup, onnx, onnx_export, tower
+    from scalingnote.models import backbone, dual_encoder, lookup, onnx, onnx_export
     from scalingnote.models.config import Scratch, TowerConfig
 
     texts, queries = _data()
@@ -78,7 +78,9 @@ def build(folder: Path, options: Namespace) -> list[str]:
         max_positions=64,
     )
     config = TowerConfig(backbone=shape, max_length=32)
-    tower.build(config, role="query", dim=DIM, tokenizer_json=learnt, seed=0).save(folder / "torch")
+    dual_encoder.build_tower(config, role="query", dim=DIM, tokenizer_json=learnt, seed=0).save(
+        folder / "torch"
+    )
     for form in onnx.FILES:
         onnx_export.export_graph(folder / "torch", folder / form, queries=queries[:COMPARED], form=form)
     tokenizer = Tokenizer.from_str(learnt)

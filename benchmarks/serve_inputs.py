@@ -18,7 +18,7 @@ from benchmarks import live_kill, minilm, passages
 from scalingnote.config import Config
 from scalingnote.index import shard
 from scalingnote.index.config import FastScan
-from scalingnote.models import onnx_export, tower
+from scalingnote.models import dual_encoder, onnx_export
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.lookup_table import Table
 from scalingnote.storage.artifact import Artifact, Draft
@@ -106,7 +106,9 @@ def _student(uri: str, documents: int) -> Artifact:
     config = TowerConfig(
         backbone=Pretrained(path=str(minilm.path()), layers=minilm.SMALL_LAYERS), max_length=LENGTH
     )
-    tower.build(config, role="query", dim=DIM, tokenizer_json=None, seed=0).save(Path(draft.path("query")))
+    dual_encoder.build_tower(config, role="query", dim=DIM, tokenizer_json=None, seed=0).save(
+        Path(draft.path("query"))
+    )
     return draft.commit(counts={})
 
 

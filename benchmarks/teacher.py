@@ -29,7 +29,7 @@ from scalingnote.distillation import prepare
 from scalingnote.distillation.config import DistillLosses
 from scalingnote.distillation.objective import Lesson, LessonBatches, StageTwo
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import dual_encoder, tower
+from scalingnote.models import dual_encoder
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TowerConfig
 from scalingnote.storage import arrow
@@ -188,7 +188,7 @@ def _tower(architecture: str, shape: tuple[int, ...], tokenizer: str) -> Any:
         }
     )
     config = TowerConfig(backbone=backbone, max_length=LENGTH)
-    return tower.build(config, role="query", dim=DIM, tokenizer_json=tokenizer, seed=0)
+    return dual_encoder.build_tower(config, role="query", dim=DIM, tokenizer_json=tokenizer, seed=0)
 
 
 def _millions(module: Any) -> float:

@@ -221,9 +221,10 @@ def run_config(
 ) -> "RunConfig":
     """The config of :func:`distill`'s run: a recipe, the model and the texts, which are looked at first."""
     from scalingnote.config import load
+    from scalingnote.datasets.sources import read_texts
     from scalingnote.run_config import RunConfig
 
-    _check_texts(texts)
+    next(iter(read_texts(texts)), None)  # DataError, before work is spent, for texts that no stage could read
     is_model = student not in RECIPES and ("/" in student or ":" in student or Path(student).is_dir())
     if student not in RECIPES and not is_model:
         raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}, or name a model")
@@ -292,13 +293,6 @@ def _check_width(config: "RunConfig") -> None:
             f"the student's hidden states have {width} values, those of {model} {teacher}: a query would "
             "cost more than with the teacher. Choose a narrower student"
         )
-
-
-def _check_texts(texts: str | Path) -> None:
-    """DataError, before work is spent, for texts that no stage could read."""
-    from scalingnote.datasets.sources import read_texts
-
-    next(iter(read_texts(texts)), None)
 
 
 __all__ = [

@@ -53,6 +53,7 @@ class Index:
         from scalingnote import pipeline
         from scalingnote.encode import exports
         from scalingnote.models.sparse_query import SparseQuery
+        from scalingnote.search import query_path
         from scalingnote.search.query_path import QueryPath
         from scalingnote.search.searcher import Searcher
 
@@ -69,7 +70,9 @@ class Index:
         if escalate:
             teacher = QueryEncoder.load(pipeline.teacher(config).directory("query"), "torch")
             self._teacher = QueryPath(teacher, terms)
-            self._threshold = self._tuned(_held_out_queries(config), escalate)
+            queries = _held_out_queries(config)
+            doubts = self._doubts(self.query_path(queries)) if queries else np.empty(0)
+            self._threshold = query_path.threshold(doubts, escalate)
 
     def encode(self, query: str) -> "Query":
         """Embedding and terms of a query: the teacher's embedding where the student is uncertain."""
@@ -117,12 +120,6 @@ class Index:
         for row, best in enumerate(hits):
             scores[row, : len(best)] = [hit.score for hit in best]
         return query_path.doubt(scores)
-
-    def _tuned(self, queries: Sequence[str], share: float) -> float:
-        from scalingnote.search import query_path
-
-        doubts = self._doubts(self.query_path(queries)) if queries else np.empty(0)
-        return query_path.threshold(doubts, share)
 
 
 def agreement(run_dir: str | Path) -> "Agreement":

@@ -131,7 +131,7 @@ def build_student(
     if start.words:
         before = Tokenizer.from_str(backbone.raw_tokenizer.to_str())
         initial_weights.add_words(backbone.raw_tokenizer, start.words)
-        backbones.grow(backbone)
+        backbones.grow(backbone.model, len(backbone.tokenizer))
         table = backbone.model.get_input_embeddings()  # type: ignore[operator]
         initial_weights.initialize_word_rows(
             table.weight, start.words, before=before, after=backbone.raw_tokenizer

@@ -44,7 +44,7 @@ class LookupEncoder:
             ConfigError: its table cannot be read alone (:func:`lookup_table.read_published`).
         """
         published = None if (folder / "tower.json").exists() else read_published(folder)
-        self._table = table = Table.read(folder) if published is None else published.table
+        self._table = table = published or Table.read(folder)
         tokenizer = Tokenizer.from_str(table.tokenizer_json)
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -58,7 +58,7 @@ class LookupEncoder:
         if self._values.dtype == np.float16:
             self._halves, self._unit = self._values.view(np.int16), _WIDENED_SCALE
         self._equal = [np.full(n, self._unit / max(n, 1), np.float32) for n in range(_MAX_CACHED_SHARES)]
-        self._empty: ndarray | None = None if published is None else published.empty
+        self._empty: ndarray | None = table.empty
         self._attention: tuple[ndarray, ndarray] | None = None
         if table.attention is not None:
             self._attention = (table.attention[0] / np.sqrt(np.float32(self.dim)), table.attention[1])

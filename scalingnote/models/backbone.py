@@ -34,6 +34,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models.batch import first_position
 from scalingnote.models.config import Pretrained, Scratch
 from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens
+from scalingnote.models.sparse_head import HeadTransform, SparseHead
 from scalingnote.models.weights import load_adapter
 
 logging.disable_progress_bar()  # one bar per small file would hide our own progress lines
@@ -88,18 +89,14 @@ class Backbone:
         and gets it.
         """
         tokenizer = self.tokenizer
-        end = tokenizer.eos_token_id if self.causal else tokenizer.sep_token_id
+        if self.causal:
+            end, first = tokenizer.eos_token_id, tokenizer.bos_token_id
+            if first == end or tokenizer("").input_ids[:1] != [first]:
+                first = None
+        else:
+            end, first = tokenizer.sep_token_id, tokenizer.cls_token_id
         pad = tokenizer.pad_token_id
-        return SpecialTokens(
-            pad=pad if pad is not None else (end or 0),
-            end=end,
-            first=self._starts_with if self.causal else tokenizer.cls_token_id,
-        )
-
-    @property
-    def _starts_with(self) -> int | None:
-        first, bos = self.tokenizer("").input_ids[:1], self.tokenizer.bos_token_id
-        return bos if bos is not None and first == [bos] and bos != self.tokenizer.eos_token_id else None
+        return SpecialTokens(pad=pad if pad is not None else (end or 0), end=end, first=first)
 
     @property
     def raw_tokenizer(self) -> Tokenizer:
@@ -127,13 +124,8 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int) -> str:
 def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int) -> Backbone:
     """Build a backbone that is ready to train, with the placeholders in its vocabulary.
 
-    Args:
-        config: which model.
-        tokenizer_json: tokenizer of a model from scratch.
-        seed: new weights and new token embeddings depend on it alone.
-
-    Raises:
-        ConfigError: a pretrained path is no model, or a model from scratch has no tokenizer.
+    New weights and new token embeddings depend on `seed` alone. ConfigError if a pretrained path is no model,
+    or a model from scratch has no tokenizer.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -146,30 +138,29 @@ def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int
                 backbone = load(config.path, layers=config.layers)
         new = [token for token in PLACEHOLDERS if token not in backbone.tokenizer.get_vocab()]
         backbone.tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
-        _grow(backbone.model, len(backbone.tokenizer))
+        grow(backbone.model, len(backbone.tokenizer))
         if isinstance(config, Pretrained) and not backbone.causal:
             _start_as_first_token(backbone, new)
     return backbone
 
 
-def grow(backbone: Backbone) -> None:
-    """Add rows to the model's table for new tokens of the tokenizer; the caller sets their values."""
-    with torch.random.fork_rng(devices=[]):
-        _grow(backbone.model, len(backbone.tokenizer))
+def grow(model: Any, tokens: int) -> None:
+    """Add rows to the model's table, up to `tokens`; the caller sets their values."""
+    if tokens > model.get_input_embeddings().num_embeddings:
+        with torch.random.fork_rng(devices=[]):
+            model.resize_token_embeddings(tokens, mean_resizing=False)
 
 
 def load(path: str | Path, *, layers: int | None = None) -> Backbone:
-    """Load a backbone in float32, without the checkpoint's head.
+    """Load a backbone, or its first `layers`, in float32 without the checkpoint's head.
 
-    Args:
-        path: a hub id or folder. A peft adapter gives its base model with the adapter merged.
-        layers: keep only the first layers; None keeps all.
+    `path` is a hub id or folder; that of a peft adapter gives its base model with the adapter merged.
 
     Raises:
         ConfigError: `path` is no model, lacks weights, has fewer than `layers` layers, or has an architecture
             whose layers cannot be removed.
     """
-    base, settings, tokenizer = _described(path)
+    base, settings, tokenizer = _config_and_tokenizer(path)
     try:
         with _without_load_report():
             model, report = AutoModel.from_pretrained(
@@ -178,7 +169,7 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
                 dtype=torch.float32,
                 use_safetensors=True,  # a pickle may hold code
                 output_loading_info=True,
-                **_without_pooler(settings),
+                **_pooler_arguments(settings),
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a backbone from {base!r}: {error}") from None
@@ -188,7 +179,7 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
     if layers is not None:
         _keep_layers(model, layers)
     if base != str(path):
-        _grow(model, len(tokenizer))
+        grow(model, len(tokenizer))
         model = load_adapter(model, path)
     causal = is_causal(settings)
     if not causal:
@@ -201,46 +192,34 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
 
 def shell(path: str | Path) -> Backbone:
     """Return the backbone at `path` without weights, in milliseconds: its tokenizer, sizes and causality."""
-    _, settings, tokenizer = _described(path)
+    _, settings, tokenizer = _config_and_tokenizer(path)
     tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
     with torch.device("meta"):
-        model = AutoModel.from_config(settings, **_without_pooler(settings))
+        model = AutoModel.from_config(settings, **_pooler_arguments(settings))
     return Backbone(model, tokenizer, causal=is_causal(settings))
 
 
-@dataclass(frozen=True)
-class OutputHead:
-    """The language-model head of a checkpoint in float32; what it lacks is None."""
-
-    weight: Tensor | None  # [vocabulary, hidden]; None: it is the input table
-    bias: Tensor | None = None
-    transform: dict[str, Tensor] | None = None  # for sparse_head.HeadTransform, with the next two
-    activation: str = "gelu"
-    eps: float = 1e-12
-
-
-def output_head(path: str) -> OutputHead:
-    """Return the head of the checkpoint at `path`; of one without a head, an OutputHead of None."""
-    base, settings, _ = _described(path)
+def output_head(path: str) -> SparseHead:
+    """Return the language-model head of the checkpoint at `path`; of one without, its input table's rows."""
+    base, settings, _ = _config_and_tokenizer(path)
     text = _text_config(settings)
     dense, norm, output, activation = _MASKED_HEADS.get(settings.model_type, ("", "", "lm_head", ""))
     tied = getattr(text, "tie_word_embeddings", True)
     weight = None if tied else _tensor(base, f"{output}.weight")
-    if not dense:
-        return OutputHead(weight)
     names = [(f"dense.{part}", f"{dense}.{part}") for part in ("weight", "bias")]
     # Checkpoints converted from TensorFlow still call a norm's weight and bias gamma and beta.
     names += [(f"norm.{part}", f"{norm}.{name}") for part, name in _NORM_PARTS]
-    found = {ours: tensor for ours, name in names if (tensor := _tensor(base, name)) is not None}
-    whole = {"dense.weight", "norm.weight"} <= found.keys()
-    biases = (_tensor(base, f"{place}.bias") for place in (output, output.rpartition(".")[0]) if place)
-    return OutputHead(
-        weight,
-        bias=next((bias for bias in biases if bias is not None), None) if whole else None,
-        transform=found if whole else None,
+    found = {ours: tensor for ours, name in names if dense and (tensor := _tensor(base, name)) is not None}
+    if not {"dense.weight", "norm.weight"} <= found.keys():
+        return SparseHead(weight)
+    transform = HeadTransform(
+        found,
         activation=getattr(text, activation) if activation else "gelu",
         eps=next((getattr(text, name) for name in _EPSILONS if hasattr(text, name)), 1e-12),
     )
+    biases = (_tensor(base, f"{place}.bias") for place in (output, output.rpartition(".")[0]) if place)
+    bias = next((bias for bias in biases if bias is not None), None)
+    return SparseHead(weight, transform=transform, bias=bias)
 
 
 def _tensor(base: str, name: str) -> Tensor | None:
@@ -311,7 +290,7 @@ def _from_scratch(config: Scratch, tokenizer_json: str) -> Backbone:
     return Backbone(model, tokenizer, causal=causal)
 
 
-def _described(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
+def _config_and_tokenizer(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
     """Return the path of the weights (that of the base model for an adapter), their config, the tokenizer."""
     try:
         adapter = find_adapter_config_file(str(path))
@@ -337,11 +316,6 @@ def _tokenizer(path: str) -> Any:
     return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
 
 
-def _grow(model: Any, tokens: int) -> None:
-    if tokens > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(tokens, mean_resizing=False)
-
-
 def _start_as_first_token(backbone: Backbone, tokens: Sequence[str]) -> None:
     """Start the placeholders of a pretrained encoder as copies of [CLS], the token that it is pooled at.
 
@@ -355,7 +329,7 @@ def _start_as_first_token(backbone: Backbone, tokens: Sequence[str]) -> None:
         table[backbone.tokenizer.convert_tokens_to_ids(list(tokens))] = table[first].clone()
 
 
-def _without_pooler(settings: Any) -> dict[str, bool]:
+def _pooler_arguments(settings: Any) -> dict[str, bool]:
     """Return arguments that leave out the pooler, whose weights would get no gradients."""
     known: Any = MODEL_MAPPING.get(type(settings), None)
     optional = known is not None and "add_pooling_layer" in inspect.signature(known).parameters

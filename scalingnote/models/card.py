@@ -30,7 +30,6 @@ from scalingnote.models.published_model import (
 from scalingnote.storage.artifact import Manifest
 from scalingnote.version import __version__
 
-_MEGABYTE = 1e6  # bytes
 _NO_TOKEN_LIMIT = 1 << 24  # transformers writes a larger number if no limit is stated
 _SUPPORTED_MODULES = {"Transformer", "Pooling", "Dense", "Normalize", "Dropout", REFERENCED_MODEL}
 _PAPER = "ScalingNote (arXiv 2411.15766)"
@@ -73,32 +72,21 @@ def tower_card(
 ) -> str:
     """Return the card of one tower of an artifact.
 
-    Args:
-        manifest: of the artifact.
-        facts: the tower's tower.json, and `whole`: whether its folder holds a complete model.
-        ancestors: manifests of the artifacts that it was made from, by kind, as far as they still exist.
-        metrics: measured quality, printed as a table.
+    `facts` are the tower's tower.json and `whole`, whether its folder holds a complete model; `ancestors` the
+    manifests of the artifacts that it was made from, by kind, as far as they still exist.
     """
     config, role = manifest.config, facts["role"]
     if "losses" not in config:
-        return _adopted_card(manifest, facts)
+        return _published_card(manifest, facts)
     settings = config["student" if "student" in config and role == "query" else role]
     if settings.get("kind") == "token_wise" and settings["backbone"] is None:
         settings = {**settings, **{name: config["document"][name] for name in ("backbone", "lora")}}
     table = facts.get("kind") == "lookup"
-    base = settings.get("backbone") or {}
-    others = "" if table else "sentence-transformers, "
     stage = "distilled from a teacher query tower" if "student" in config else "contrastive, both towers"
-    head = [
-        *([] if table else ["library_name: sentence-transformers"]),
-        "pipeline_tag: sentence-similarity",
-        *([f"base_model: {json.dumps(base['path'])}"] if base.get("kind") == "pretrained" else []),
-        f"tags: [{others}feature-extraction, dense-retrieval, scalingnote]",
-    ]
     training = [
         f"Stage: {stage}",
         f"Backbone: {_backbone(settings) if 'backbone' in settings else 'none'}",
-        *([f"Table: {described_table(facts)}"] if table else []),
+        *([f"Table: {table_description(facts)}"] if table else []),
         f"Losses: {_losses(config)}",
         f"Batch {config['global_batch']}, {config['epochs']:g} epochs, peak learning rate "
         f"{config['optimizer']['peak_lr']:g}, seed {config['seed']}",
@@ -116,40 +104,40 @@ def tower_card(
     ]
     if metrics:
         sections += ["## Measured", _table(["measure", "value"], metrics.items(), ruler="|---|---|")]
-    return _tower_page(head, manifest, facts, sections)
+    # A backbone from scratch has no path, a lookup table no backbone.
+    return _tower_page((settings.get("backbone") or {}).get("path"), manifest, facts, sections)
 
 
-def _adopted_card(manifest: Manifest, facts: Mapping[str, Any]) -> str:
+def _published_card(manifest: Manifest, facts: Mapping[str, Any]) -> str:
     """Return the card of a published model's tower that was not trained."""
     role, config = facts["role"], manifest.config
     path = config.get("query_path") or config["path"] if role == "query" else config["path"]
     example = '["how to join two tensors"]' if role == "query" else '["Title Text of the document"]'
     weights = manifest.info.get("weights_sha256", {}).get(role, {})
-    head = [
-        "library_name: sentence-transformers",
-        "pipeline_tag: sentence-similarity",
-        f"base_model: {json.dumps(path)}",
-        "tags: [sentence-transformers, feature-extraction, dense-retrieval, scalingnote]",
-    ]
     sections = [
         f"`{path}` as published, without any training by ScalingNote. "
         f"{'Queries' if role == 'query' else 'Documents'} are read up to {facts['max_length']} tokens, after "
         f"the prompt {json.dumps(facts['prompt'], ensure_ascii=False)}.",
         "## Use",
         _code(*_LIBRARY_CODE, f"model.encode_{role}({example})"),
-        *(
-            ["\n".join(f"- `{name}`: sha256 `{digest}`" for name, digest in weights.items())]
-            if weights
-            else []
-        ),
     ]
-    return _tower_page(head, manifest, facts, sections)
+    if weights:
+        sections.append("\n".join(f"- `{name}`: sha256 `{digest}`" for name, digest in weights.items()))
+    return _tower_page(path, manifest, facts, sections)
 
 
 def _tower_page(
-    head: Sequence[str], manifest: Manifest, facts: Mapping[str, Any], sections: Sequence[str]
+    base_model: str | None, manifest: Manifest, facts: Mapping[str, Any], sections: Sequence[str]
 ) -> str:
     """Return YAML head, title, sections and the artifact's digest as one page."""
+    table = facts.get("kind") == "lookup"
+    library = "" if table else "sentence-transformers, "
+    head = [
+        *([] if table else ["library_name: sentence-transformers"]),
+        "pipeline_tag: sentence-similarity",
+        *([f"base_model: {json.dumps(base_model)}"] if base_model else []),
+        f"tags: [{library}feature-extraction, dense-retrieval, scalingnote]",
+    ]
     title = f"# {facts['role'].capitalize()} tower, {facts['dim']} dimensions"
     created = manifest.info.get("created", "at an unknown time")
     digest = f"Artifact digest `{manifest.digest[:16]}`, built {created}."
@@ -172,7 +160,7 @@ def _tower_use(facts: Mapping[str, Any]) -> list[str]:
             "A query is the mean of its tokens' rows; no model is run:",
             _code(*_QUERY_ENCODER_CODE),
         ]
-    if not facts.get("whole", True):
+    if not facts["whole"]:
         call = 'encode_queries(["..."])' if query else "encode_documents(table)"
         return [
             "This folder holds an adapter and the path of its backbone; this package loads both:",
@@ -256,15 +244,13 @@ class CardFacts:
 def router_card(folder: Path, *, teacher: Path, reference: str | None, facts: CardFacts) -> str:
     """Return the card of a folder that :func:`scalingnote.models.publish.write_router` wrote.
 
-    Args:
-        folder: the folder, complete but for its card.
-        teacher: the folder that the modules of documents came from; its card states license and language.
-        reference: the name that the document model is loaded by; None: it was copied.
-        facts: what the folders do not contain.
+    The card in `teacher`, where the modules of documents came from, states license and language; `reference`
+    is the name that the document model is loaded by, None if it was copied.
     """
-    routes: dict[Role, list[Module]] = {
-        role: read_modules(folder, role) or [] for role in ("query", "document")
-    }
+    roles: tuple[Role, ...] = ("query", "document")
+    routes = {role: read_modules(folder, role) or [] for role in roles}
+    columns = [_route_column(folder, role, routes[role], reference) for role in roles]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     name = facts.name or folder.resolve().name
     own_code = any(module.type.startswith("scalingnote.") for route in routes.values() for module in route)
     sections = [
@@ -277,18 +263,18 @@ def router_card(folder: Path, *, teacher: Path, reference: str | None, facts: Ca
         *_library_use(own_code=own_code),
         *_package_use(routes),
         "## The two routes",
-        _routes_table(folder, routes, reference),
+        _table(["", "queries", "documents"], rows, ruler="|---|---|---|"),
     ]
     if facts.agreement:
         sections += ["## Agreement with the teacher", _table(["measure", "value"], facts.agreement.items())]
     if facts.metrics:
-        rows = [(data, *measured) for data, values in facts.metrics.items() for measured in values.items()]
-        sections += ["## Measured", _table(["data", "measure", "value"], rows)]
+        values = [(data, *each) for data, measured in facts.metrics.items() for each in measured.items()]
+        sections += ["## Measured", _table(["data", "measure", "value"], values)]
     sections += ["## How it was made", "\n".join(f"- {line}" for line in _training(facts))]
     return "\n\n".join(sections) + "\n"
 
 
-def described_table(tower: Mapping[str, Any]) -> str:
+def table_description(tower: Mapping[str, Any]) -> str:
     """Describe a lookup table in words; `tower` is its tower.json."""
     features = f" and {tower['features']:,} pairs and end tokens" if tower.get("features") else ""
     attention = ", one head of attention over them" if tower["attention"] else ""
@@ -302,7 +288,9 @@ def _router_head(
     reference: str | None,
     facts: CardFacts,
 ) -> ModelCardData:
+    # A reference that is no folder is a hub id, perhaps with a revision.
     is_folder = reference is not None and Path(reference).is_dir()
+    hub_id = reference.partition("@")[0] if reference and not is_folder else None
     readme = (Path(reference) if reference and is_folder else teacher) / "README.md"
     stated: Mapping[str, Any] = (metadata_load(readme) or {}) if readme.exists() else {}
     tags = ["sentence-transformers", "sentence-similarity", "feature-extraction", "dense-retrieval"]
@@ -321,8 +309,6 @@ def _router_head(
         for data, values in facts.metrics.items()
         for measure, value in values.items()
     ]
-    # A reference that is no folder is a hub id, perhaps with a revision.
-    hub_id = reference.partition("@")[0] if reference and not is_folder else None
     base = facts.base_model or hub_id
     return ModelCardData(
         language=facts.language or stated.get("language"),
@@ -340,9 +326,8 @@ def _router_head(
 def _student(route: Sequence[Module]) -> str:
     first = route[0]
     if first.name == LOOKUP_TABLE:
-        return (
-            f"a lookup table ({described_table(read_json(first.folder / 'tower.json'))}; no transformer runs)"
-        )
+        table = table_description(read_json(first.folder / "tower.json"))
+        return f"a lookup table ({table}; no transformer runs)"
     if first.name in TABLES:
         with safe_open(first.folder / "model.safetensors", "np") as weights:
             rows, dim = weights.get_slice("embedding.weight").get_shape()
@@ -384,21 +369,14 @@ def _package_use(routes: Mapping[Role, Sequence[Module]]) -> list[str]:
     return sections
 
 
-def _routes_table(folder: Path, routes: Mapping[Role, Sequence[Module]], reference: str | None) -> str:
-    query = _route_column(folder, "query", routes["query"], None)
-    document = _route_column(folder, "document", routes["document"], reference)
-    rows = [(name, value, document[name]) for name, value in query.items()]
-    return _table(["", "queries", "documents"], rows, ruler="|---|---|---|")
-
-
 def _route_column(folder: Path, role: Role, route: Sequence[Module], reference: str | None) -> dict[str, str]:
-    """Return one column of the table of routes; a referenced model has no size."""
+    """Return one column of the table of routes; a referenced document model has no size."""
     own = [module for module in route if module.folder.is_relative_to(folder) and module.folder != folder]
     size = sum(path.stat().st_size for module in own for path in module.folder.rglob("*") if path.is_file())
     prompt = role_prompt(folder, role)
     return {
         "modules": ", ".join(module.name.rpartition(".")[2] for module in route),
-        "size": f"{size / _MEGABYTE:,.1f} MB" if reference is None else f"`{reference}`, not copied",
+        "size": f"`{reference}`, not copied" if reference and role == "document" else f"{size / 1e6:,.1f} MB",
         "tokens read": _token_limit(route[0].folder),
         "prompt": f"`{prompt}`" if prompt else "none",
     }

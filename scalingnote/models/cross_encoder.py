@@ -11,7 +11,6 @@ query is a query-independent embedding. The proxy of an empty segment is zero wi
 meaning.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,8 +28,9 @@ from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Attention, Batch, attention_arguments, choose_attention
-from scalingnote.models.heads import Projection, draw_weights
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, without_limits
+from scalingnote.models.published_model import read_json, write_json
+from scalingnote.models.tower import Projection, draw_weights
 
 FACTS = "cross_encoder.json"
 _CHUNK_TOKENS = 2048  # of the logits [tokens, vocabulary] that are in memory at a time
@@ -57,7 +57,7 @@ class CrossEncoder(nn.Module):
 
         Args:
             backbone: a bidirectional model with [CLS] and [SEP] tokens.
-            pooling: how proxies are pooled (see the module's docstring).
+            pooling: of the proxies (see the module's docstring).
             dim: width of the proxies; None: that of the states, without projections.
             query_length: tokens of a query, with [CLS] and [SEP].
             document_length: tokens of a document, counted likewise.
@@ -86,9 +86,7 @@ class CrossEncoder(nn.Module):
         self._typed = getattr(backbone.model.config, "type_vocab_size", 0) > 1
         self.query, self.document = (_projection(backbone.hidden, dim, seed=seed + i) for i in range(2))
         self.decoder = _decoder(backbone.model) if reconstruct else None
-        tokens = backbone.raw_tokenizer
-        tokens.no_padding()
-        tokens.no_truncation()
+        tokens = without_limits(backbone.raw_tokenizer)
         self.query_prompt = QueryPrompt(tokens, backbone.special, max_length=query_length, causal=False)
         self.document_prompt = DocumentPrompt(
             tokens,
@@ -181,15 +179,14 @@ class CrossEncoder(nn.Module):
             "template": self._template,
             "special": asdict(self._special),
         }
-        (folder / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / FACTS, facts)
 
     @classmethod
     def load(cls, folder: Path) -> "CrossEncoder":
         """Read a folder written by :meth:`save`; ArtifactError when it is not one."""
-        try:
-            facts = json.loads((folder / FACTS).read_text())
-        except FileNotFoundError:
-            raise ArtifactError(f"{folder} is not a cross-encoder: {FACTS} is missing") from None
+        facts = read_json(folder / FACTS)
+        if facts is None:
+            raise ArtifactError(f"{folder} is not a cross-encoder: {FACTS} is missing")
         backbone = backbones.load(folder)
         backbone.causal = False
         del facts["special"]

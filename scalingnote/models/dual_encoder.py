@@ -4,27 +4,30 @@ A saved dual encoder has the folders ``query``, ``document``, and ``sparse_query
 """
 
 import copy
-import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models import lookup, published_tower, token_wise, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
-from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
-from scalingnote.models.frozen import store_base
+from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupTower
-from scalingnote.models.published_model import Role
+from scalingnote.models.prompt import PLACEHOLDERS
+from scalingnote.models.published_model import Role, read_json
+from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.models.token_wise import TokenWise
-from scalingnote.models.tower import Tower
-from scalingnote.models.weights import share_weights
+from scalingnote.models.token_wise import TokenDocumentTower, TokenWise
+from scalingnote.models.tower import Tower, start_projection
+from scalingnote.models.weights import add_adapter, share_weights, store_base
+
+log = get_logger("models")
 
 QueryConfig = TowerConfig | LookupConfig | TokenWiseConfig
 
@@ -79,11 +82,11 @@ def build(
     sparse: bool = False,
     document_seed: int | None = None,
 ) -> DualEncoder:
-    """Build both towers, ready to train.
+    """Build the towers of two configs, ready to train.
 
     Args:
-        query: the query tower.
-        document: the document tower.
+        query: of the query tower.
+        document: of the document tower.
         dim: width of the embeddings.
         tokenizers: tokenizer JSON by "query" and "document", of the towers that start from scratch.
         seed: of new weights.
@@ -96,57 +99,67 @@ def build(
     Raises:
         ConfigError: the configs do not fit together, or a model cannot be loaded.
     """
-    query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
-    query_tower = partial(build_query_tower, query, dim=dim, seed=seed)
-    # A pretrained tower draws its projection alone, which both must share to stay comparable.
-    from_scratch = isinstance(document.backbone, Scratch)
-    of_document = document_seed if from_scratch and document_seed is not None else seed
-    document_tower = partial(build_tower, document, role="document", dim=dim, seed=of_document, sparse=sparse)
-    if share_backbone:
-        assert query_json == document_json
-        assert isinstance(query, TokenWiseConfig)
-        if document.attention == "flash_attention_2":
-            raise ConfigError(
-                "flash_attention_2 takes no mask of blocks: leave document.attention at auto, or give the "
-                "token_wise query tower a backbone of its own"
-            )
-        built = document_tower(tokenizer_json=document_json)
-        # Each tower changes the padding and truncation of its tokenizer: both need their own.
-        shared = Backbone(built.backbone, copy.deepcopy(built.tokenizer), built.causal)
-        return DualEncoder(query_tower(tokenizer_json=None, backbone=shared, adapter="document"), built)
-    if not (share_base and query_json == document_json and shares_base(query, document)):
-        return DualEncoder(
-            query_tower(tokenizer_json=query_json), document_tower(tokenizer_json=document_json)
+    if share_backbone and document.attention == "flash_attention_2":
+        raise ConfigError(
+            "flash_attention_2 takes no mask of blocks: leave document.attention at auto, or give the "
+            "token_wise query tower a backbone of its own"
         )
-    if document.pooling == "placeholders":
-        first = backbones.build(document.backbone, tokenizer_json=document_json, seed=seed)
-    else:
-        first = published_tower.backbone_of(document, "document")
-    assert document.lora is not None
-    store_base(first.model, document.lora.base)
-    second = Backbone(share_weights(first.model), copy.deepcopy(first.tokenizer), first.causal)
-    return DualEncoder(
-        query_tower(tokenizer_json=None, backbone=first),
-        document_tower(tokenizer_json=None, backbone=second),
+    query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
+    query_backbone = document_backbone = adapter = None
+    may_share = share_base and not share_backbone and query_json == document_json
+    if may_share and _have_one_base(query, document):
+        query_backbone, document_backbone = _shared_base(document, tokenizer_json=document_json, seed=seed)
+    # A pretrained tower draws its projection alone, which both must share to stay comparable.
+    own_seed = document_seed if isinstance(document.backbone, Scratch) else None
+    made = build_tower(
+        document,
+        role="document",
+        dim=dim,
+        tokenizer_json=document_json,
+        seed=seed if own_seed is None else own_seed,
+        backbone=document_backbone,
+        sparse=sparse,
+    )
+    if share_backbone:
+        query_backbone = _with_own_tokenizer(made.backbone, made.tokenizer, made.causal)
+        adapter = "document"
+    query_tower = build_query_tower(
+        query, dim=dim, tokenizer_json=query_json, seed=seed, backbone=query_backbone, adapter=adapter
+    )
+    return DualEncoder(query_tower, made)
+
+
+def _have_one_base(query: QueryConfig, document: TowerConfig) -> bool:
+    """Return whether two towers can share a frozen backbone: equal and equally stored, both with adapters."""
+    if isinstance(query, LookupConfig) or query.lora is None or document.lora is None:
+        return False
+    # The table of a tower with placeholders has rows for them, a published model's has none.
+    has_placeholders = isinstance(query, TokenWiseConfig) or query.pooling == "placeholders"
+    return (
+        has_placeholders == (document.pooling == "placeholders")
+        and query.lora.base == document.lora.base
+        and query.backbone == document.backbone
     )
 
 
-def shares_base(query: QueryConfig, document: TowerConfig) -> bool:
-    """Return whether two towers can share a frozen backbone: equal and equally stored, both with adapters."""
-    if isinstance(query, LookupConfig):
-        return False
-    poolings = [
-        tower.pooling if isinstance(tower, TowerConfig) else "placeholders" for tower in (query, document)
-    ]
-    if poolings.count("placeholders") == 1:  # its table has rows for placeholders, the other's has none
-        return False
-    if query.lora is None or document.lora is None or query.lora.base != document.lora.base:
-        return False
-    return query.backbone == document.backbone
+def _shared_base(config: TowerConfig, *, tokenizer_json: str | None, seed: int) -> tuple[Backbone, Backbone]:
+    """Return two backbones of a document tower's config with adapters, over the same frozen weights."""
+    if config.pooling == "placeholders":
+        base = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
+    else:
+        base = published_tower.backbone_of(config, published_tower.model_of(config, "document"))
+    assert config.lora is not None
+    store_base(base.model, config.lora.base)
+    return base, _with_own_tokenizer(share_weights(base.model), base.tokenizer, base.causal)
+
+
+def _with_own_tokenizer(model: nn.Module, tokenizer: PreTrainedTokenizerFast, causal: bool) -> Backbone:
+    """Return a second backbone: each tower changes padding and truncation of its tokenizer."""
+    return Backbone(model, copy.deepcopy(tokenizer), causal)
 
 
 def build_query_tower(
-    config: TowerConfig | LookupConfig | TokenWiseConfig,
+    config: QueryConfig,
     *,
     dim: int,
     tokenizer_json: str | None,
@@ -154,25 +167,18 @@ def build_query_tower(
     backbone: Backbone | None = None,
     adapter: str | None = None,
 ) -> Tower | LookupTower | TokenWise:
-    """Build a query tower of any kind, ready to train.
+    """Build a query tower of any kind, ready to train; arguments and errors as of :func:`build_tower`.
 
-    Args:
-        config: its class determines the kind of tower.
-        dim: width of the embeddings.
-        tokenizer_json: tokenizer of a tower from scratch.
-        seed: of new weights.
-        backbone: used instead of the config's; a lookup tower has none.
-        adapter: name of the adapter that `backbone` already has.
-
-    Raises:
-        ConfigError: something that the kind of tower needs is missing.
+    A lookup tower takes no `backbone`; a token_wise one whose config has none needs it.
     """
     if isinstance(config, LookupConfig):
         return lookup.build(config, dim=dim, tokenizer_json=tokenizer_json, seed=seed)
     parts: dict[str, Any] = {"tokenizer_json": tokenizer_json, "backbone": backbone, "adapter": adapter}
-    if isinstance(config, TokenWiseConfig):
-        return token_wise.build(config, dim=dim, seed=seed, **parts)
-    return build_tower(config, role="query", dim=dim, seed=seed, **parts)
+    if isinstance(config, TowerConfig):
+        return build_tower(config, role="query", dim=dim, seed=seed, **parts)
+    made = TokenWise(_start_backbone(config, "query", seed=seed, **parts), config, dim=dim)
+    start_projection(made.projection, config, seed=seed)
+    return made
 
 
 def build_tower(
@@ -186,7 +192,7 @@ def build_tower(
     sparse: bool = False,
     adapter: str | None = None,
 ) -> Tower:
-    """Build a transformer tower of any kind that is ready to train.
+    """Build a transformer tower of any kind, ready to train.
 
     Args:
         config: the tower. Two towers of one config and seed start from the same backbone weights.
@@ -197,7 +203,7 @@ def build_tower(
         backbone: used instead of the config's.
         sparse: whether the tower gets a sparse head: the checkpoint's own language-model head, with the
             transform of a masked language model, or the rows of the input table.
-        adapter: name of the adapter that `backbone` already has.
+        adapter: name of the adapter that `backbone` already has; it gets no other.
 
     Raises:
         ConfigError: the parts do not fit together, or a model cannot be loaded.
@@ -208,36 +214,83 @@ def build_tower(
         return published_tower.build(
             config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter
         )
-    parts: dict[str, Any] = {"tokenizer_json": tokenizer_json, "backbone": backbone, "adapter": adapter}
-    if config.reads == "tokens":
-        if role == "query" or sparse:
-            raise ConfigError(
-                "reads=tokens is of documents without term weights: set query.kind to token_wise, and leave "
-                "train.sparse out"
-            )
-        return token_wise.build_documents(config, dim=dim, seed=seed, **parts)
-    return tower.build(config, role=role, dim=dim, seed=seed, sparse=sparse, **parts)
+    reads_tokens = config.reads == "tokens"
+    if reads_tokens and (role == "query" or sparse):
+        raise ConfigError(
+            "reads=tokens is of documents without term weights: set query.kind to token_wise, and leave "
+            "train.sparse out"
+        )
+    _warn_of_embedding_model(config, role)
+    backbone = _start_backbone(
+        config, role, tokenizer_json=tokenizer_json, seed=seed, backbone=backbone, adapter=adapter
+    )
+    made: Tower
+    if reads_tokens:
+        made = TokenDocumentTower(backbone, config, dim=dim, adapter=adapter)
+    else:
+        head = _sparse_head(config) if sparse else None
+        made = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
+    start_projection(made.projection, config, seed=seed)
+    return made
+
+
+def _start_backbone(
+    config: TowerConfig | TokenWiseConfig,
+    role: Role,
+    *,
+    tokenizer_json: str | None,
+    seed: int,
+    backbone: Backbone | None,
+    adapter: str | None,
+) -> Backbone:
+    """Return `backbone`, else the config's, with the adapter that the config asks for."""
+    if backbone is None:
+        assert config.backbone is not None, "this tower is built on the document tower's backbone"
+        backbone = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
+    if config.lora is not None and adapter is None:
+        # Queries contain no placeholders, so their new rows would have nothing to learn from.
+        ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
+        tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
+        add_adapter(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
+    return backbone
+
+
+def _warn_of_embedding_model(config: TowerConfig, role: Role) -> None:
+    """Warn of files of sentence-transformers in the backbone's folder that placeholders replace unasked."""
+    source = config.backbone
+    if "pooling" in config.model_fields_set or not isinstance(source, Pretrained):
+        return
+    if (Path(source.path) / "modules.json").exists():
+        log.warning(
+            "%s is an embedding model with its own pooling and prompts, which placeholders replace: set "
+            "train.%s.pooling to auto to start from what it learnt, or to placeholders if that is meant",
+            source.path,
+            role,
+        )
+
+
+def _sparse_head(config: TowerConfig) -> SparseHead:
+    source = config.backbone
+    head = backbones.output_head(source.path) if isinstance(source, Pretrained) else SparseHead(None)
+    return head.requires_grad_(config.lora is None)  # LoRA trains no head
 
 
 def load_query_tower(folder: Path) -> Tower | LookupTower:
     """Read a saved query tower of any kind; ArtifactError if the folder holds none."""
-    return LookupTower.load(folder) if _facts(folder).get("kind") == "lookup" else load_tower(folder)
+    is_table = (read_json(folder / "tower.json") or {}).get("kind") == "lookup"
+    return LookupTower.load(folder) if is_table else load_tower(folder)
 
 
 def load_tower(folder: Path, role: Role | None = None) -> Tower:
-    """Read a saved transformer tower of any kind.
+    """Read a saved transformer tower of any kind, or, with `role`, a model that sentence-transformers reads.
 
-    Args:
-        folder: of a tower that we saved, or, with `role`, of a model that sentence-transformers reads.
-        role: which texts the tower of such a model reads.
-
-    Raises:
-        ArtifactError: the folder holds no tower.
-        ConfigError: as :func:`scalingnote.models.published_tower.open_published`.
+    ArtifactError if the folder holds no tower; ConfigError as :func:`published_tower.open_published`.
     """
-    if role and not (folder / "tower.json").exists():
+    facts = read_json(folder / "tower.json")
+    if facts is None and role:
         return published_tower.open_published(folder, role)
-    facts = _facts(folder)
+    if facts is None:
+        raise ArtifactError(f"{folder} is not a tower: {folder / 'tower.json'} is missing")
     try:
         match facts.get("kind"):
             case "native":
@@ -250,10 +303,3 @@ def load_tower(folder: Path, role: Role | None = None) -> Tower:
                 return tower.load(folder, facts)
     except FileNotFoundError as error:
         raise ArtifactError(f"{folder} is not a tower: {error.filename or error} is missing") from None
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / "tower.json").read_text())  # type: ignore[no-any-return]
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{folder} is not a tower: {error.filename} is missing") from None

@@ -123,12 +123,8 @@ def adapter_parameters(shape: Shape, lora: Lora) -> int:
 def backbone_shape(backbone: Pretrained | Scratch) -> Shape:
     """Return the shape of a tower's backbone without downloading it.
 
-    Args:
-        backbone: its config. For a pretrained one, config.json is looked for in its folder, then in Hugging
-            Face's cache, then the shape in :data:`PUBLISHED`.
-
-    Raises:
-        ConfigError: the shape is in none of these places, or the architecture is not supported.
+    Of a pretrained one, config.json is looked for in its folder, then in Hugging Face's cache, then the shape
+    in :data:`PUBLISHED`. ConfigError if it is in none of them, or the architecture is not supported.
     """
     if isinstance(backbone, Scratch):
         size = (backbone.layers, backbone.hidden, backbone.heads, backbone.heads, backbone.intermediate)
@@ -147,14 +143,9 @@ def model_shape(model: Any) -> Shape | None:
 
 
 def settings_shape(settings: Mapping[str, Any], *, source: str) -> Shape:
-    """Return the shape that a Hugging Face ``config.json`` describes.
+    """Return the shape that the content of a Hugging Face ``config.json`` describes.
 
-    Args:
-        settings: content of the file.
-        source: where it is from, for error messages.
-
-    Raises:
-        ConfigError: a number is missing, or the architecture is not supported.
+    ConfigError, which names the `source`, if a number is missing or the architecture is not supported.
     """
     kind = settings.get("model_type")
     try:
@@ -300,16 +291,10 @@ def row(
     checkpointing: bool = False,
     grad_cache: bool = False,
 ) -> Work:
-    """Return the work of training on one row of one tower.
+    """Return the work of training on one row of `tokens` tokens.
 
-    Args:
-        shape: of the backbone.
-        tokens: of the row.
-        pooled: number of states that are projected.
-        dim: width of the embeddings.
-        lora: adapters, if only these are trained.
-        checkpointing: whether layers are recomputed in the backward pass.
-        grad_cache: whether the row is encoded twice.
+    `pooled` states are projected to `dim`. With `lora` only adapters are trained, with `checkpointing` layers
+    are recomputed in the backward pass, with `grad_cache` the row is encoded twice.
     """
     linear, attention = _linear(shape, tokens), _attention(shape, tokens)
     adapters = 2 * tokens * adapter_parameters(shape, lora) if lora else 0.0
@@ -324,14 +309,10 @@ def row(
 
 
 def loss(*, rows: int, columns: int, views: int, prefixes: tuple[int, ...], bidirectional: bool) -> Work:
-    """Return the work of the scores of a global batch.
+    """Return the work of the scores of a global batch of `rows` queries.
 
-    Args:
-        rows: queries of the batch.
-        columns: candidates per query that the batch adds: its positive and its negatives.
-        views: embeddings per document.
-        prefixes: Matryoshka dimensions, each scored.
-        bidirectional: whether positives are also scored against all queries.
+    `columns` are the candidates that a query adds, its positive and its negatives; `views` the embeddings of
+    a document; `prefixes` the Matryoshka dimensions. `bidirectional` scores positives for all queries too.
     """
     pairs = rows * rows * (columns + (1 if bidirectional else 0))
     once = 2.0 * views * sum(prefixes) * pairs

@@ -1,74 +1,24 @@
-"""From hidden states to embeddings: pooling, projections and a published model's layers.
+"""From the hidden states of a published model to embeddings: pooling, dense layers, normalisation.
 
-    pooling      flat [tokens, hidden], lengths [rows]    -> [rows, width]
-    Projection   [..., hidden]                            -> [..., dim]        W, no bias
-    Head         pooled [rows, width] -> dense layers, activations, normalisation -> [rows, dim]
-    RowAttention rows [lines, tokens, dim]                -> the same, of a lookup table
+    pool   flat [tokens, hidden], lengths [rows]    -> [rows, width]
+    Head   pooled [rows, width] -> dense layers, activations, normalisation -> [rows, dim]
 
 All results are computed in float32, for any format of the weights.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int
-from numpy import ndarray
+from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalingnote.errors import ConfigError
-from scalingnote.models.config import Start
 from scalingnote.models.published_model import Step
-
-
-class Projection(nn.Linear):
-    """The linear map W without bias from pooled states to embeddings (ScalingNote, Eq. 3, 4, 14).
-
-    The result is float32 for any format of the weight, because losses compare small differences. The
-    weight is cast in this forward pass and not by the caller: ZeRO-3 gathers it for this pass only.
-    """
-
-    def __init__(self, hidden: int, dim: int) -> None:
-        super().__init__(hidden, dim, bias=False)
-
-    def forward(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
-        """Return float32 embeddings. Callers disable autocast, which would round them to half precision."""
-        return F.linear(states.float(), self.weight.float())
-
-
-def start_projection(layer: Projection, start: Start, *, pretrained: bool, seed: int) -> None:
-    """Set the weight that training starts from, in place.
-
-    The states of a pretrained backbone have a meaning, which a random square matrix would lose: they start as
-    they are. "none" is the identity, which learns nothing: states are embeddings, as LightRetriever's are.
-
-    Raises:
-        ConfigError: `start` is "none", and embeddings are not as wide as states.
-    """
-    square = layer.in_features == layer.out_features
-    if start == "none" and not square:
-        raise ConfigError(
-            f"projection=none needs embeddings as wide as the backbone's states: set train.dim to "
-            f"{layer.in_features}, found {layer.out_features}"
-        )
-    if start == "none" or (start == "auto" and pretrained and square):
-        nn.init.eye_(layer.weight)
-        layer.requires_grad_(start != "none")
-    else:
-        draw_weights(layer, seed)
-
-
-def draw_weights(layer: nn.Linear, seed: int) -> None:
-    """Draw the weight from N(0, 1 / in_features) with `seed` alone, so that other layers have no effect."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        layer.weight.normal_(0.0, layer.in_features**-0.5, generator=generator)
 
 
 def pool(
@@ -80,12 +30,9 @@ def pool(
 ) -> Float[Tensor, "rows width"]:
     """Pool the states of each row, as sentence-transformers' Pooling does; sums are in float32.
 
-    Args:
-        states: hidden states of all rows end to end, without padding.
-        lengths: number of tokens of each row.
-        modes: names of :data:`scalingnote.models.published_model.MODES`. Results of several modes are
-            concatenated: width = modes x hidden.
-        skip: tokens at the start of each row, those of its prefix, that all modes but "last" ignore.
+    Rows are end to end, without padding. Results of several `modes`, names of
+    :data:`scalingnote.models.published_model.MODES`, are concatenated: width = modes x hidden. All modes but
+    "last" ignore the first `skip` tokens of each row, those of its prefix.
     """
     ends = lengths.cumsum(0)
     starts = ends - lengths
@@ -191,29 +138,17 @@ class Head(nn.Sequential):
             self.dim = min(self.dim, keep)
 
     def forward(self, pooled: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
-        """Return float32 embeddings. Callers disable autocast, which would round them to half precision."""
-        out = pooled.float()
-        for layer in self:
-            out = layer(out)
+        """Return float32 embeddings; autocast would round them to half precision."""
+        with torch.autocast(pooled.device.type, enabled=False):
+            out = pooled.float()
+            for layer in self:
+                out = layer(out)
         return out if self.keep is None else out[..., : self.keep]
 
 
 def read_head(steps: Sequence[Step], *, hidden: int, keep: int | None = None) -> Head:
     """Read the head of a published model; ConfigError if a dense layer's files are missing or mismatched."""
     return Head([_read_layer(step) for step in steps], hidden=hidden, keep=keep)
-
-
-def random_dense(hidden: int, dim: int, *, seed: int) -> Dense:
-    """Return a dense layer without bias and activation, with random weights."""
-    settings = {
-        "in_features": hidden,
-        "out_features": dim,
-        "bias": False,
-        "activation_function": "torch.nn.modules.linear.Identity",
-    }
-    dense = Dense(settings)
-    draw_weights(dense, seed)
-    return dense
 
 
 def _read_layer(step: Step) -> nn.Module:
@@ -234,35 +169,3 @@ def _read_layer(step: Step) -> nn.Module:
     except RuntimeError as error:
         raise ConfigError(f"{path} does not hold the weights of its config.json: {error}") from None
     return dense
-
-
-class RowAttention(nn.Module):
-    """One head of attention over rows: rows + softmax(rows A rows^T / sqrt(dim)) rows B.
-
-    A is the product of the query and key matrices, B of the value and output matrices; B starts at 0. The
-    result depends on which tokens occur together, not on their order.
-    """
-
-    def __init__(self, dim: int, *, seed: int) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.score, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(2))
-        nn.init.zeros_(self.out.weight)
-
-    def forward(
-        self, rows: Float[Tensor, "lines tokens dim"], mask: Tensor
-    ) -> Float[Tensor, "lines tokens dim"]:
-        """Return the rows with attention added; `mask` is false at pads, which no token attends to."""
-        scores = self.score(rows) @ rows.transpose(1, 2) / math.sqrt(rows.shape[-1])
-        shares = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min).softmax(-1)
-        return rows + self.out(shares @ rows)  # type: ignore[no-any-return]
-
-    def matrices(self) -> Float32[ndarray, "2 dim dim"]:
-        """Return A and B, which rows are multiplied by from the right."""
-        return np.stack([layer.weight.detach().cpu().numpy().T for layer in (self.score, self.out)])
-
-    def copy(self, matrices: Float32[ndarray, "2 dim dim"]) -> None:
-        """Copy the result of :meth:`matrices` of another head."""
-        for layer, matrix in zip((self.score, self.out), matrices, strict=True):
-            layer.weight.data.copy_(torch.from_numpy(matrix.T.copy()))

@@ -10,7 +10,7 @@ template's last field. The rest of the template is added by the tokenizer's post
 shortens the content and never the prompt.
 """
 
-import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,17 @@ from transformers import PreTrainedTokenizerFast
 
 from scalingnote.models.heads import Dense, Head
 from scalingnote.models.prompt import FIELDS, PLACEHOLDERS, DocumentPrompt, Row, SpecialTokens, plain, split
-from scalingnote.models.published_model import MODES, PublishedModel, Role
+from scalingnote.models.published_model import MODES, PublishedModel, Role, dense_settings, write_json
 
+_LIBRARY_RELEASE = "6.2.0"  # of sentence-transformers, whose file format is written
+_POOLING = "sentence_transformer.modules.pooling.Pooling"
+_DENSE = "base.modules.dense.Dense"
+_TEXT_TRANSFORMER = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+}
+_Module = tuple[str, dict[str, Any], dict[str, Tensor]]  # class, settings, tensors
 BOUNDARY = "␞"  # U+241E; no control character: some tokenizers drop those before they split
 
 
@@ -81,12 +90,8 @@ def export_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Return a copy of `tokenizer` whose post-processor adds what our prompts add around a text.
 
-    Args:
-        template: document template; texts are then documents in their layout. None: texts are queries.
-        tokenizer: the tower's tokenizer.
-        special: ids around a text.
-        causal: whether the tower's backbone is causal.
-        max_length: tokens of a text with those added.
+    With the `template` of documents, texts are documents in their layout; without one they are queries.
+    `max_length` counts the tokens that are added.
     """
     raw = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     before = [] if special.first is None else [special.first]
@@ -138,9 +143,6 @@ def _halves(template: str, *, causal: bool) -> tuple[list[str], list[str]]:
     return pieces[:end], pieces[end:]
 
 
-_LIBRARY_RELEASE = "6.2.0"  # of sentence-transformers, whose file format is written
-
-
 def write_trained(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -149,45 +151,30 @@ def write_trained(
     template: str | None,
     causal: bool,
 ) -> None:
-    """Add sentence-transformers' files to a folder with a trained tower's model.
+    """Add sentence-transformers' files to a folder with a trained tower's model and tokenizer.
 
-    Args:
-        folder: of the model; the tokenizer is saved there already.
-        tokenizer: from :func:`export_tokenizer`.
-        projection: weight of the tower's projection.
-        template: of a document tower; None: a query tower.
-        causal: whether the backbone is causal.
+    `tokenizer` is that of :func:`export_tokenizer`; `template` is of a document tower, None of a query tower.
     """
     dim, hidden = projection.shape
-    modules = ["base.modules.transformer.Transformer"]
+    modules: list[_Module] = []
     pooling = "lasttoken" if causal else "cls"
     if template is not None and not causal:
         # The state at a placeholder in the middle of the row: a weighted mean with one weight that is not 0.
         pooling = "mean"
-        modules.append("sentence_transformer.modules.word_weights.WordWeights")
-        _write_module(folder, modules, *_weight_of_one(indexed_placeholder(template), tokenizer))
-    modules.append("sentence_transformer.modules.pooling.Pooling")
-    _write_module(folder, modules, {"embedding_dimension": hidden, "pooling_mode": pooling}, {})
-    modules.append("base.modules.dense.Dense")
-    settings = {
-        "in_features": hidden,
-        "out_features": dim,
-        "bias": False,
-        "activation_function": "torch.nn.modules.linear.Identity",
-    }
-    _write_module(folder, modules, settings, {"linear.weight": projection.detach().contiguous()})
+        weights = _weight_of_one(indexed_placeholder(template), tokenizer)
+        modules.append(("sentence_transformer.modules.word_weights.WordWeights", *weights))
+    weight = {"linear.weight": projection.detach().contiguous()}
+    modules += [
+        (_POOLING, {"embedding_dimension": hidden, "pooling_mode": pooling}, {}),
+        (_DENSE, dense_settings(hidden, dim), weight),
+    ]
     _write_modules(folder, modules)
-    write_json(
-        folder / "sentence_bert_config.json",
-        {
-            "transformer_task": "feature-extraction",
-            "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
-            "module_output_name": "token_embeddings",
-            # Loads tokenizer.json unchanged. By the type of the model, Qwen2's splits would replace ours.
-            "processor_kwargs": {"tokenizer_type": "modernbert"},
-            "unpad_inputs": False if pooling == "mean" else None,  # word weights read padded rows only
-        },
-    )
+    settings = {
+        # Loads tokenizer.json unchanged. By the type of the model, Qwen2's splits would replace ours.
+        "processor_kwargs": {"tokenizer_type": "modernbert"},
+        "unpad_inputs": False if pooling == "mean" else None,  # word weights read padded rows only
+    }
+    write_json(folder / "sentence_bert_config.json", {**_TEXT_TRANSFORMER, **settings})
     # `encode_document(text)` reads the text as the content of a document without a title.
     prompt = "" if template is None else document_layout(template, causal=causal)
     prompt = prompt.format(title="", topic="", content="") if prompt.endswith("{content}") else ""
@@ -202,35 +189,23 @@ def write_published(
     They contain the model's own settings for this role. The prompt is stored for both roles, so that
     `encode`, `encode_query` and `encode_document` read a text in the same way.
     """
-    modules = ["base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling"]
     names = [MODES[mode] for mode in model.pooling]
     pooling = {
         "embedding_dimension": layers.hidden // len(names),
         "pooling_mode": names[0] if len(names) == 1 else names,
         "include_prompt": model.include_prompt,
     }
-    _write_module(folder, modules, pooling, {})
+    modules: list[_Module] = [(_POOLING, pooling, {})]
     for layer in layers:
         if isinstance(layer, Dense):
-            modules.append("base.modules.dense.Dense")
-            _write_module(folder, modules, layer.settings, layer.tensors())
+            modules.append((_DENSE, layer.settings, layer.tensors()))
         else:
-            modules.append("base.modules.normalize.Normalize")
-            _write_module(folder, modules, {}, {})
+            modules.append(("base.modules.normalize.Normalize", {}, {}))
     _write_modules(folder, modules)
-    write_json(
-        folder / "sentence_bert_config.json",
-        {
-            "transformer_task": "feature-extraction",
-            "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
-            "module_output_name": "token_embeddings",
-            "max_seq_length": max_length,
-            "do_lower_case": model.lower_case,
-            **(
-                {"processor_kwargs": {"tokenizer_type": model.tokenizer_type}} if model.tokenizer_type else {}
-            ),
-        },
-    )
+    settings: dict[str, Any] = {"max_seq_length": max_length, "do_lower_case": model.lower_case}
+    if model.tokenizer_type:
+        settings["processor_kwargs"] = {"tokenizer_type": model.tokenizer_type}
+    write_json(folder / "sentence_bert_config.json", {**_TEXT_TRANSFORMER, **settings})
     named = {"query": model.prefix, "document": model.prefix}
     default = role if model.prefix else None
     write_settings(folder, named, default=default, truncate_dim=layers.keep)
@@ -247,12 +222,21 @@ def _weight_of_one(
     return settings, {"emb_layer.weight": weights}
 
 
-def _write_modules(folder: Path, modules: list[str]) -> None:
-    listed = [
-        {"idx": i, "name": str(i), "path": _module_path(i, name), "type": f"sentence_transformers.{name}"}
-        for i, name in enumerate(modules)
-    ]
+def _write_modules(folder: Path, modules: Sequence[_Module]) -> None:
+    """Write the modules behind the transformer, whose files are in `folder` itself, and their list."""
+    listed = [_module_entry(0, "", "base.modules.transformer.Transformer")]
+    for number, (name, settings, tensors) in enumerate(modules, 1):
+        path = folder / f"{number}_{name.rpartition('.')[2]}"
+        path.mkdir(exist_ok=True)
+        write_json(path / "config.json", settings)
+        if tensors:
+            save_file(tensors, path / "model.safetensors")
+        listed.append(_module_entry(number, path.name, name))
     write_json(folder / "modules.json", listed)
+
+
+def _module_entry(number: int, path: str, name: str) -> dict[str, Any]:
+    return {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{name}"}
 
 
 def write_settings(
@@ -260,11 +244,7 @@ def write_settings(
 ) -> None:
     """Write config_sentence_transformers.json. The similarity of our models is the cosine.
 
-    Args:
-        folder: of modules.json.
-        prompts: prefix of texts by the name of the prompt.
-        default: name of the prompt that `encode` uses; None: it uses none.
-        truncate_dim: dimensions kept of an embedding; None: all.
+    `default` is the name of the prompt that `encode` uses; `truncate_dim` the dimensions kept, None all.
     """
     settings: dict[str, Any] = {
         "__version__": {
@@ -280,23 +260,3 @@ def write_settings(
     if truncate_dim is not None:
         settings["truncate_dim"] = truncate_dim
     write_json(folder / "config_sentence_transformers.json", settings)
-
-
-def _write_module(
-    folder: Path, modules: list[str], settings: dict[str, Any], tensors: dict[str, Tensor]
-) -> None:
-    """Write settings and tensors of the last of `modules` to its folder."""
-    path = folder / _module_path(len(modules) - 1, modules[-1])
-    path.mkdir(exist_ok=True)
-    write_json(path / "config.json", settings)
-    if tensors:
-        save_file(tensors, path / "model.safetensors")
-
-
-def _module_path(number: int, name: str) -> str:
-    return f"{number}_{name.rpartition('.')[2]}" if number else ""
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file of settings."""
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -10,6 +10,7 @@ Every option starts without effect: attention adds 0, rows of features are 0, an
 weights are given. A query without tokens gets the mean of the token rows. On disk it is a :class:`Table`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,8 @@ from torch.nn import functional as F
 from scalingnote.errors import ConfigError
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig
-from scalingnote.models.heads import RowAttention
-from scalingnote.models.lookup_table import LookupFeatures, Storage, Table, is_bigram, quantize_rows
-from scalingnote.models.prompt import Row, tokenize
+from scalingnote.models.lookup_table import LookupFeatures, Storage, Table, quantize_rows
+from scalingnote.models.prompt import Row, tokenize, without_limits
 
 # Learning rates under RowAdam relative to token rows (docs/guides/distil.md); pairs are many and rare.
 BIGRAM_RATE = 0.25
@@ -62,6 +62,38 @@ class LookupPrompt:
         return [Row(ids, [0]) for ids in rows]
 
 
+class RowAttention(nn.Module):
+    """One head of attention over rows: rows + softmax(rows A rows^T / sqrt(dim)) rows B.
+
+    A is the product of the query and key matrices, B of the value and output matrices; B starts at 0. The
+    result depends on which tokens occur together, not on their order.
+    """
+
+    def __init__(self, dim: int, *, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.score, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        nn.init.zeros_(self.out.weight)
+
+    def forward(
+        self, rows: Float[Tensor, "lines tokens dim"], mask: Tensor
+    ) -> Float[Tensor, "lines tokens dim"]:
+        """Return the rows with attention added; `mask` is false at pads, which no token attends to."""
+        scores = self.score(rows) @ rows.transpose(1, 2) / math.sqrt(rows.shape[-1])
+        shares = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min).softmax(-1)
+        return rows + self.out(shares @ rows)  # type: ignore[no-any-return]
+
+    def matrices(self) -> Float32[ndarray, "2 dim dim"]:
+        """Return A and B, which rows are multiplied by from the right."""
+        return np.stack([layer.weight.detach().cpu().numpy().T for layer in (self.score, self.out)])
+
+    def copy(self, matrices: Float32[ndarray, "2 dim dim"]) -> None:
+        """Copy the result of :meth:`matrices` of another head."""
+        for layer, matrix in zip((self.score, self.out), matrices, strict=True):
+            layer.weight.data.copy_(torch.from_numpy(matrix.T.copy()))
+
+
 class LookupTower(nn.Module):
     """A query tower whose only weights are a table of rows."""
 
@@ -80,7 +112,7 @@ class LookupTower(nn.Module):
         features: LookupFeatures | None = None,
         made_from: Mapping[str, str] | None = None,
     ) -> None:
-        """Make a tower of a table.
+        """Make a tower of a table; ConfigError if `tokenizer` has more tokens than it has rows.
 
         Args:
             table: a row for each token, then for each feature.
@@ -91,15 +123,10 @@ class LookupTower(nn.Module):
             storage: number format of the saved table.
             seed: of the attention.
             features: token pairs and end tokens that have rows.
-            made_from: digests of what the rows were computed from.
-
-        Raises:
-            ConfigError: the tokenizer has more tokens than the table has rows.
+            made_from: as of :class:`Table`.
         """
         super().__init__()
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        self.tokenizer, self.max_length, self.dim = tokenizer, max_length, table.shape[1]
+        self.tokenizer, self.max_length, self.dim = without_limits(tokenizer), max_length, table.shape[1]
         self.prompt = LookupPrompt(tokenizer, max_length=max_length, features=features)
         self._features = features
         self.tokens = len(table) - (0 if features is None else len(features))
@@ -110,14 +137,14 @@ class LookupTower(nn.Module):
             )
         self._storage, self.made_from = storage, dict(made_from or {})
         self.table = nn.Parameter(table.detach().float().clone())
-        # Logarithms, so that weights stay positive and their sum is a valid divisor.
-        learned = weighting == "learned"
-        self.log_weights = nn.Parameter(torch.zeros(len(table))) if learned else None
-        if features is not None:  # read by train/strategies/row_adam.py
-            pairs = torch.from_numpy(is_bigram(features.keys, tokens=self.tokens))
+        if features is not None:  # read by train/optimizer.py
+            pairs = torch.from_numpy(features.are_bigrams)
             rates = torch.cat([torch.ones(self.tokens), torch.where(pairs, BIGRAM_RATE, END_RATE)])
             self.table.row_rates = rates  # type: ignore[attr-defined]
-        if self.log_weights is not None:
+        self.log_weights: nn.Parameter | None = None
+        if weighting == "learned":
+            # Logarithms, so that weights stay positive and their sum is a valid divisor.
+            self.log_weights = nn.Parameter(torch.zeros(len(table)))
             self.log_weights.row_rates = torch.full((len(table),), WEIGHT_RATE)  # type: ignore[attr-defined]
         self.attention = RowAttention(self.dim, seed=seed) if attention else None
 
@@ -221,12 +248,7 @@ def build(
 ) -> LookupTower:
     """Build a tower that is ready to train; rows of tokens are random, those of features 0.
 
-    Args:
-        config: options of the tower.
-        dim: width of the rows.
-        tokenizer_json: its tokenizer; ConfigError if there is none.
-        seed: of the rows and of attention.
-        start: features and start weights; None: no features, equal weights.
+    Without `start` it has no features and equal weights. ConfigError without a tokenizer.
     """
     if tokenizer_json is None:
         raise ConfigError("a lookup tower needs a tokenizer trained on the corpus, or its teacher's")

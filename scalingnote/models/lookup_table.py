@@ -45,14 +45,18 @@ from tokenizers import Tokenizer
 
 from scalingnote.array_types import Float, Float32, Int, Int64, Shaped
 from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models.prompt import without_limits
 from scalingnote.models.published_model import (
+    IDENTITY,
     LOOKUP_TABLE,
     TABLES,
     Module,
+    dense_settings,
     model_settings,
     read_json,
     read_modules,
     role_prompt,
+    write_json,
 )
 
 MIN_FEATURE_TEXTS = 2  # training texts that a feature must occur in
@@ -69,9 +73,9 @@ class LookupFeatures:
         """`keys` are of :func:`frequent_features`; row `tokens + i` of the table belongs to ``keys[i]``."""
         self.keys, self.tokens = keys, tokens
         self._rows = {key: tokens + row for row, key in enumerate(keys.tolist())}
+        self.are_bigrams: ndarray = keys < tokens * tokens  # the others are end tokens
         # A kind of feature without any row is not looked up.
-        self._bigrams = bool(len(keys)) and int(keys.min()) < tokens * tokens
-        self._ends = bool(len(keys)) and int(keys.max()) >= tokens * tokens
+        self._bigrams, self._ends = bool(self.are_bigrams.any()), not self.are_bigrams.all()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -98,11 +102,7 @@ def frequent_features(
 ) -> Int64[ndarray, " features"]:
     """Return the keys of features in at least :data:`MIN_FEATURE_TEXTS` texts, most frequent first.
 
-    Args:
-        texts: token ids of each text.
-        tokens: size of the vocabulary.
-        bigrams: largest number of pairs.
-        ends: whether end tokens are features.
+    `texts` are token ids, `tokens` the size of the vocabulary, `bigrams` the largest number of pairs.
     """
     pairs: Counter[int] = Counter()
     at_ends: Counter[int] = Counter()
@@ -117,18 +117,10 @@ def frequent_features(
 def start_weights(counts: Int64[ndarray, " tokens"], features: LookupFeatures) -> Float32[ndarray, " rows"]:
     """Return the start weights of rows: smoothed inverse frequencies of tokens, then FEATURE_WEIGHT.
 
-    Args:
-        counts: occurrences of each token in the training texts.
-        features: their rows follow those of the tokens.
+    `counts` are the occurrences of each token in the training texts.
     """
     weights = FREQUENCY_SMOOTHING / (FREQUENCY_SMOOTHING + counts / max(int(counts.sum()), 1))
     return np.concatenate([weights, np.full(len(features), FEATURE_WEIGHT)]).astype(np.float32)
-
-
-def is_bigram(keys: Int64[ndarray, " features"], *, tokens: int) -> ndarray:
-    """Return which features are pairs; the others are end tokens."""
-    pairs: ndarray = keys < tokens * tokens
-    return pairs
 
 
 def _end_keys(ids: Sequence[int], tokens: int) -> list[int]:
@@ -167,6 +159,8 @@ class Table:
     feature_keys: Int64[ndarray, " features"] | None = None
     made_from: Mapping[str, str] = field(default_factory=dict)
     """Digests of what the rows were computed from (weights, adapter, instruction...) but the tokenizer."""
+    empty: Float32[ndarray, " dim"] | None = None
+    """Embedding of a query without tokens, where a published table states one; None: :meth:`mean_row`."""
 
     @property
     def tokens(self) -> int:
@@ -179,7 +173,7 @@ class Table:
         return None if self.feature_keys is None else LookupFeatures(self.feature_keys, tokens=self.tokens)
 
     def mean_row(self) -> Float32[ndarray, " dim"]:
-        """Return the embedding of a query without tokens; all rows of tokens are read."""
+        """Return the mean of the rows of tokens, which are all read."""
         mean: ndarray = self.rows(slice(self.tokens)).mean(axis=0)
         return mean
 
@@ -214,7 +208,7 @@ class Table:
             "features": 0 if self.feature_keys is None else len(self.feature_keys),
             "digest_of": {"tokenizer": _sha256(self.tokenizer_json.encode()), **self.made_from},
         }
-        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / "tower.json", facts)
 
     @classmethod
     def read(cls, folder: Path) -> "Table":
@@ -264,18 +258,10 @@ class Table:
 def quantize_rows(
     rows: Float[ndarray, "rows dim"], storage: Storage
 ) -> tuple[Shaped[ndarray, "rows dim"], Float32[ndarray, " rows"] | None]:
-    """Convert rows to the number format in which they are stored.
+    """Return rows in the number format in which they are stored, and of int8 the scale of each row.
 
-    Args:
-        rows: float rows.
-        storage: the number format. int8 scales a row so that its largest magnitude is 127: a value is off by
-            half a scale at most.
-
-    Returns:
-        The stored rows, and of int8 the scale of each row.
-
-    Raises:
-        ConfigError: a finite value is too large for float16.
+    int8 scales a row so that its largest magnitude is 127: a value is off by half a scale at most.
+    ConfigError if a finite value is too large for float16.
     """
     largest, limit = np.abs(rows).max(initial=0.0), float(np.finfo(np.float16).max)
     if storage == "float16" and limit < largest < np.inf:
@@ -309,16 +295,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-_IDENTITY = "torch.nn.modules.linear.Identity"
 _NO_TOKEN_LIMIT = 1 << 20  # tokens read of a query if tokenizer.json does not truncate
-
-
-@dataclass(frozen=True)
-class PublishedTable:
-    """The lookup table of a folder of sentence-transformers."""
-
-    table: Table
-    empty: Float32[ndarray, " dim"]  # embedding of a query without tokens
 
 
 def is_static(table: Table) -> bool:
@@ -327,13 +304,7 @@ def is_static(table: Table) -> bool:
 
 
 def write_published(table: Table, embedding: Path, dense: Path) -> None:
-    """Write a table as a StaticEmbedding and a Dense module.
-
-    Args:
-        table: one for which :func:`is_static` holds.
-        embedding: folder of StaticEmbedding, made here.
-        dense: folder of Dense, made here.
-    """
+    """Write a table for which :func:`is_static` holds as StaticEmbedding and Dense, two new folders."""
     rows = table.rows(slice(table.tokens))
     if table.token_weights is not None:
         rows = rows * table.token_weights[:, np.newaxis]
@@ -343,20 +314,16 @@ def write_published(table: Table, embedding: Path, dense: Path) -> None:
     save_file({"embedding.weight": rows - empty}, embedding / "model.safetensors")
     (embedding / "tokenizer.json").write_text(_truncating_tokenizer(table), encoding="utf-8")
     dim = len(empty)
-    settings = {"in_features": dim, "out_features": dim, "bias": True, "activation_function": _IDENTITY}
-    (dense / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    write_json(dense / "config.json", dense_settings(dim, dim, bias=True))
     identity = np.eye(dim, dtype=np.float32)
     save_file({"linear.weight": identity, "linear.bias": empty}, dense / "model.safetensors")
 
 
-def read_published(folder: Path) -> PublishedTable | None:
+def read_published(folder: Path) -> Table | None:
     """Return the table that encodes queries in a published folder.
 
-    Args:
-        folder: a folder with modules.json, of a Router or of one model for both roles.
-
-    Returns:
-        None if queries pass a transformer, or `folder` has no modules.json.
+    `folder` is of a Router, or of one model for both roles. None if queries pass a transformer, or it has no
+    modules.json.
 
     Raises:
         ConfigError: queries have a prompt, or a module behind the table cannot be part of a table.
@@ -372,20 +339,19 @@ def read_published(folder: Path) -> PublishedTable | None:
         if layers:
             raise ConfigError(f"{folder} has {layers[0].name} behind a LookupTable: write the folder again")
         table = Table.read(first.folder)
-        empty = table.mean_row()
     else:
         table = _read_static(first.folder)
-        empty = np.zeros(table.values.shape[1], np.float32)
     if layers:
-        rows = np.concatenate([table.rows(), empty[np.newaxis]])
-        rows = _apply_linear(rows, layers)
-        table, empty = replace(table, values=rows[:-1]), rows[-1]
+        assert table.empty is not None  # only a StaticEmbedding has layers behind it
+        rows = _apply_linear(np.concatenate([table.rows(), table.empty[np.newaxis]]), layers)
+        table = replace(table, values=rows[:-1], empty=rows[-1])
     keep = model_settings(folder).get("truncate_dim")
-    if keep is not None and keep < len(empty):
+    if keep is not None and keep < table.values.shape[1]:
         if table.attention is not None:
             raise ConfigError(f"{folder}: attention over whole rows cannot be cut to truncate_dim={keep}")
-        table, empty = replace(table, values=table.values[:, :keep]), empty[:keep]
-    return PublishedTable(table, empty)
+        empty = None if table.empty is None else table.empty[:keep]
+        table = replace(table, values=table.values[:, :keep], empty=empty)
+    return table
 
 
 def _read_static(folder: Path) -> Table:
@@ -405,9 +371,8 @@ def _read_static(folder: Path) -> Table:
     if "weights" in tensors:
         rows = rows * tensors["weights"][:, np.newaxis]
     longest = (tokenizer.truncation or {}).get("max_length", _NO_TOKEN_LIMIT)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return Table(rows, tokenizer.to_str(), longest)
+    empty = np.zeros(rows.shape[1], np.float32)  # as StaticEmbedding gives it
+    return Table(rows, without_limits(tokenizer).to_str(), longest, empty=empty)
 
 
 def _apply_linear(
@@ -418,7 +383,7 @@ def _apply_linear(
         settings = read_json(layer.folder / "config.json") or {}
         if (
             layer.name != "Dense"
-            or settings.get("activation_function") != _IDENTITY
+            or settings.get("activation_function") != IDENTITY
             or "use_residual" in settings
         ):
             raise ConfigError(

@@ -23,7 +23,7 @@ from numpy import ndarray
 from tokenizers import Tokenizer
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models.prompt import QueryPrompt, Row, SpecialTokens
+from scalingnote.models.prompt import QueryPrompt, Row, SpecialTokens, without_limits
 
 OnnxForm = Literal["onnx", "onnx_int8"]
 FILES: dict[OnnxForm, str] = {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}
@@ -47,11 +47,9 @@ class OnnxTower:
             self._expected = np.load(folder / "golden.npy", allow_pickle=False)
         except FileNotFoundError as error:
             raise ArtifactError(f"{folder} holds no {form} tower: {error.filename} is missing") from None
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
         self.dim, self._pad = int(facts["dim"]), int(facts["pad"])
         self._prompt = QueryPrompt(
-            tokenizer,
+            without_limits(tokenizer),
             SpecialTokens(pad=self._pad, end=facts["end"], first=facts["first"]),
             max_length=facts["max_length"],
             causal=facts["causal"],
@@ -63,13 +61,8 @@ class OnnxTower:
     def load(cls, folder: Path, form: OnnxForm, *, threads: int | None = None) -> "OnnxTower":
         """Read a folder written by :func:`export_graph` and check the graph.
 
-        Args:
-            folder: of the graph.
-            form: which of its graphs.
-            threads: of a query; None: OMP_NUM_THREADS, else one per core.
-
-        Raises:
-            ArtifactError: the folder has no such graph, or a golden query gets another embedding.
+        A query takes OMP_NUM_THREADS without `threads`, else one per core. ArtifactError if the folder has no
+        such graph, or a golden query gets another embedding.
         """
         tower = cls(folder, form, threads=threads)
         least = tower.agreement(limit=_GOLDEN_AT_LOAD)

@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from scalingnote.models.batch import collate, first_position
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.onnx import FILES, MIN_COSINE, OnnxForm, OnnxTower, require
 from scalingnote.models.prompt import QueryPrompt
+from scalingnote.models.published_model import write_json
 from scalingnote.models.tower import Tower
 
 _MAX_GRAPH_BYTES = 1 << 31  # the limit of a protobuf message
@@ -39,14 +41,8 @@ log = get_logger("models")
 def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm = "onnx_int8") -> float:
     """Write the query tower at `folder` as a graph; nothing is written if it fails.
 
-    Args:
-        folder: of the tower.
-        into: where to write; graphs of another form there are kept.
-        queries: real queries, which the graph is checked with.
-        form: number format of the graph.
-
-    Returns:
-        The least cosine of the graph's and the tower's embeddings of `queries`.
+    Graphs of another form in `into` are kept. Returns the least cosine of the graph's and the tower's
+    embeddings of `queries`, real ones.
 
     Raises:
         ConfigError: a package is missing, the tower has no transformer or is too large, or the embeddings
@@ -126,28 +122,22 @@ def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
 
 
 def _write_references(tower: Tower, folder: Path, queries: Sequence[str]) -> None:
-    """Write the files beside the graph: settings, golden queries and the tower's embeddings of them.
+    """Write ``onnx.json``, and golden queries with the tower's embeddings of them.
 
-    Args:
-        tower: a query tower.
-        folder: where to write ``onnx.json``, ``golden.json`` and ``golden.npy``.
-        queries: golden queries. Their embeddings are computed in float32, one query at a time, so that they
-            contain no effect of padding.
+    They are computed in float32, one query at a time, so that they contain no effect of padding.
     """
     settings = {
         "dim": tower.dim,
         "max_length": tower.config.max_length,
         "causal": tower.causal,
-        "pad": tower.special.pad,
-        "end": tower.special.end,
-        "first": tower.special.first,
+        **asdict(tower.special),
     }
     assert isinstance(tower.prompt, QueryPrompt)
     rows = tower.prompt.rows(queries)
     with torch.inference_mode():
         expected = torch.cat([tower(collate([row], pad=tower.pad))[:, 0] for row in rows]).numpy()
-    (folder / "onnx.json").write_text(json.dumps(settings, indent=1) + "\n")
-    (folder / "golden.json").write_text(json.dumps(list(queries), indent=1, ensure_ascii=False) + "\n")
+    write_json(folder / "onnx.json", settings)
+    write_json(folder / "golden.json", list(queries))
     np.save(folder / "golden.npy", expected, allow_pickle=False)
 
 
@@ -190,8 +180,7 @@ class QueryGraph(nn.Module):
         self._by_layer = "sliding_attention" in (getattr(settings, "layer_types", None) or ())
         self._window: int | None = getattr(settings, "sliding_window", None)
         self._shift = first_position(self.backbone)
-        self._reduced = not self._causal and _is_bert(self.backbone)
-        if self._reduced:
+        if not self._causal and _is_bert(self.backbone):
             layers: Any = self.backbone.encoder.layer
             layers[-1] = FirstPosition(layers[-1])
 

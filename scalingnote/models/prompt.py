@@ -129,7 +129,12 @@ class DocumentPrompt:
             if piece in FIELDS:
                 self._pieces.append(piece[1:-1])
             elif piece in PLACEHOLDERS:
-                self._pieces.append([_placeholder_id(tokenizer, piece)])
+                number = tokenizer.token_to_id(piece)
+                if number is None:
+                    raise ConfigError(
+                        f"the tokenizer has no token {piece}; towers add it when they are built"
+                    )
+                self._pieces.append([number])
             else:
                 self._pieces.append(tokenizer.encode(piece, add_special_tokens=False).ids)
         self._placeholders = [piece in PLACEHOLDERS for piece in pieces]
@@ -137,9 +142,8 @@ class DocumentPrompt:
         self._tail = [special.end] if not causal and special.end is not None else []
         fixed = sum(len(piece) for piece in self._pieces if isinstance(piece, list))
         self._fixed = fixed + len(self._head) + len(self._tail) - int(causal)
-        self.max_tokens = (
-            max_length - self._fixed
-        )  # tokens of a content without title and topic that are read
+        # Tokens that are read of a content without title and topic.
+        self.max_tokens = max_length - self._fixed
         if self._fixed >= max_length:
             raise ConfigError(
                 f"the document prompt alone takes {self._fixed} of max_length={max_length} tokens: "
@@ -157,11 +161,8 @@ class DocumentPrompt:
             raise ArtifactError(
                 "this tower was saved by an earlier version: re-run the stage that trained it"
             )
-        tokenizer = Tokenizer.from_str(tokenizer_json)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
         return cls(
-            tokenizer,
+            without_limits(Tokenizer.from_str(tokenizer_json)),
             SpecialTokens(**facts["special"]),
             template=facts["prompt"],
             max_length=facts["max_length"],
@@ -228,9 +229,7 @@ class TokenDocuments(DocumentPrompt):
     views, width = ("summary",), 1
 
     def __init__(self, tokenizer: Tokenizer, *, max_length: int) -> None:
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        self.tokenizer, self._max_length = tokenizer, max_length
+        self.tokenizer, self._max_length = without_limits(tokenizer), max_length
 
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
@@ -250,22 +249,15 @@ class TextPrompt:
     def __init__(
         self, tokenizer: Tokenizer, *, prefix: str, max_length: int, keeps: str = "left", empty: int = 0
     ) -> None:
-        """Make the prompt of a published tower.
+        """Copy `tokenizer`, with its post-processor; ConfigError if the prefix alone fills `max_length`.
 
-        Args:
-            tokenizer: with its post-processor; it is copied.
-            prefix: text before every text.
-            max_length: tokens of a row.
-            keeps: side of a long text that is read, "left" or "right".
-            empty: token of a row that has no other, such as that of an empty text without special tokens.
-
-        Raises:
-            ConfigError: the prefix alone fills `max_length`.
+        `keeps` is the side of a long text that is read, "left" or "right"; `empty` the token of a row that
+        has no other, such as that of an empty text without special tokens.
         """
-        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        self.tokenizer.no_padding()
+        self.tokenizer = without_limits(Tokenizer.from_str(tokenizer.to_str()))
         self._prefix, self._max_length, self._keeps, self._empty = prefix, max_length, keeps, empty
-        self.tokenizer.no_truncation()
+        # The arguments that make this prompt again.
+        self.facts = {"prefix": prefix, "max_length": max_length, "keeps": keeps, "empty": empty}
         self._head, self._tail = self._special_tokens()
         fixed = len(self.tokenizer.encode(prefix).ids)
         if fixed >= max_length:
@@ -278,27 +270,15 @@ class TextPrompt:
         direction = "right" if keeps == "left" else "left"
         self.tokenizer.enable_truncation(max_length, direction=direction)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Arguments that make this prompt again, without the tokenizer."""
-        return {
-            "prefix": self._prefix,
-            "max_length": self._max_length,
-            "keeps": self._keeps,
-            "empty": self._empty,
-        }
-
     def texts(self, texts: Sequence[str]) -> list[Row]:
         """Return one row per text. Its position is not used: pooling reads all states of a row."""
         whole = [self._prefix + text for text in texts]
         cut = [self._shorten(text) for text in whole]
-        rows = self._encode(cut)
-        # A cut text of long words may have fewer than `max_tokens` tokens: it is tokenized as a whole.
-        again = [
-            i for i, ids in enumerate(rows) if len(cut[i]) < len(whole[i]) and len(ids) < self._max_length
-        ]
-        for i, ids in zip(again, self._encode([whole[i] for i in again]), strict=True):
-            rows[i] = ids
+        rows = _encode(self.tokenizer, cut, special=True)
+        for i, text in enumerate(whole):
+            # A cut text of long words may have fewer than `max_tokens` tokens: it is tokenized as a whole.
+            if len(cut[i]) < len(text) and len(rows[i]) < self._max_length:
+                rows[i] = self.tokenizer.encode(text).ids
         return [Row(ids or [self._empty], [0]) for ids in rows]
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
@@ -317,11 +297,6 @@ class TextPrompt:
             return text
         end = text.rfind(" ", 0, longest)
         return text[:end] if end > 0 else text
-
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        if len(texts) == 1:  # as in `tokenize`
-            return [self.tokenizer.encode(texts[0]).ids]
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """Return the special tokens before and after a text, from the row of the text "a"."""
@@ -362,20 +337,23 @@ def plain(piece: str) -> str:
     return piece.replace("{{", "{").replace("}}", "}")
 
 
-def _placeholder_id(tokenizer: Tokenizer, token: str) -> int:
-    number: int | None = tokenizer.token_to_id(token)
-    if number is None:
-        raise ConfigError(f"the tokenizer has no token {token}; towers add it when they are built")
-    return number
+def without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    """Turn off padding and truncation of `tokenizer`, and return it."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
     """Return the tokens of each text, at least the first `max_tokens`, without special tokens."""
-    cut = [cut_characters(text, max_tokens) for text in texts]
-    if len(cut) == 1:
+    return _encode(tokenizer, [cut_characters(text, max_tokens) for text in texts], special=False)
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list[list[int]]:
+    if len(texts) == 1:
         # A batch releases the GIL: beside a thread that searches, a single query would wait to get it back.
-        return [tokenizer.encode(cut[0], add_special_tokens=False).ids]
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(cut, add_special_tokens=False)]
+        return [tokenizer.encode(texts[0], add_special_tokens=special).ids]
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
 
 def cut_characters(text: str, max_tokens: int) -> str:

@@ -77,20 +77,22 @@ def write_router(
             f"the query tower gives embeddings of {dims['query']} dimensions, the document tower of "
             f"{dims['document']}: both routes need the same"
         )
-    query_modules = [] if _is_table(query) else _modules(query, "query")
+    # All checks come before the first file is removed or written.
+    is_table = _tower_settings(query).get("kind") == "lookup"
+    query_modules = [] if is_table else _modules(query, "query")
     document_modules = _modules(document, "document")
     if document_reference is not None:
         _check_reference(document_reference, document)
     _clear(folder)
-    types = {
-        "query": _copy(query, query_modules, folder, "query")
-        if query_modules
-        else _write_table(query, folder),
-        "document": _copy(document, document_modules, folder, "document")
-        if document_reference is None
-        else _write_reference(document_reference, document, folder),
-    }
-    _write_lists(folder, types)
+    if is_table:
+        query_types = _write_table(query, folder)
+    else:
+        query_types = _copy(query, query_modules, folder, "query")
+    if document_reference is None:
+        document_types = _copy(document, document_modules, folder, "document")
+    else:
+        document_types = _write_reference(document_reference, document, folder)
+    _write_lists(folder, {"query": query_types, "document": document_types})
     dim = next(iter(dims.values()), None)
     library_export.write_settings(
         folder,
@@ -110,12 +112,13 @@ def split_reference(reference: str) -> tuple[str, str | None]:
     return model, revision or None
 
 
-def _is_table(folder: Path) -> bool:
-    return (published_model.read_json(folder / "tower.json") or {}).get("kind") == "lookup"
+def _tower_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of tower.json; empty for a published model."""
+    return published_model.read_json(folder / "tower.json") or {}
 
 
 def _side(folder: Path, role: Role) -> _Side:
-    tower: dict[str, Any] = published_model.read_json(folder / "tower.json") or {}
+    tower = _tower_settings(folder)
     if tower.get("role", role) != role:
         raise ConfigError(f"{folder} holds a {tower['role']} tower, not a {role} tower")
     if tower.get("kind") == "lookup":
@@ -178,7 +181,7 @@ def _check_reference(reference: str, document: Path) -> None:
     model, _ = split_reference(reference)
     if not Path(model).is_dir():
         return
-    referenced, taught = (
+    referenced, expected = (
         [
             module.name
             for module in published_model.read_modules(folder, "document") or ()
@@ -186,10 +189,10 @@ def _check_reference(reference: str, document: Path) -> None:
         ]
         for folder in (Path(model), document)
     )
-    if referenced != taught:
+    if referenced != expected:
         raise ConfigError(
             f"{model} has the modules {', '.join(referenced) or 'none'}, the document tower {document} has "
-            f"{', '.join(taught)}: write a copy, without document_reference"
+            f"{', '.join(expected)}: write a copy, without document_reference"
         )
 
 
@@ -217,11 +220,11 @@ def _write_table(source: Path, folder: Path) -> dict[str, str]:
 
 def _write_reference(reference: str, document: Path, folder: Path) -> dict[str, str]:
     model, revision = split_reference(reference)
-    tower: dict[str, Any] = published_model.read_json(document / "tower.json") or {}
     name = "document_0_ReferencedModel"
     (folder / name).mkdir()
-    named = {"model": model, "revision": revision, "max_seq_length": tower.get("max_length")}
-    library_export.write_json(folder / name / "config.json", named)
+    max_length = _tower_settings(document).get("max_length")
+    named = {"model": model, "revision": revision, "max_seq_length": max_length}
+    published_model.write_json(folder / name / "config.json", named)
     return {name: REFERENCED_MODEL}
 
 
@@ -243,10 +246,10 @@ def _copy(source: Path, modules: Sequence[Module], folder: Path, role: Role) -> 
 
 
 def _write_lists(folder: Path, types: dict[str, dict[str, str]]) -> None:
-    library_export.write_json(
+    published_model.write_json(
         folder / "router_config.json",
         {
-            "types": {name: each for route in types.values() for name, each in route.items()},
+            "types": {**types["query"], **types["document"]},
             "structure": {role: [*route] for role, route in types.items()},
             "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
         },
@@ -255,24 +258,16 @@ def _write_lists(folder: Path, types: dict[str, dict[str, str]]) -> None:
         {"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.router.Router"},
         {"idx": 1, "name": "1", "path": "1_Normalize", "type": f"{_BASE}.normalize.Normalize"},
     ]
-    library_export.write_json(folder / "modules.json", modules)
+    published_model.write_json(folder / "modules.json", modules)
     (folder / "1_Normalize").mkdir(exist_ok=True)
-    library_export.write_json(folder / "1_Normalize" / "config.json", {})
+    published_model.write_json(folder / "1_Normalize" / "config.json", {})
 
 
 def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:
-    """Copy every tower of an artifact, with a model card, to a folder of its own.
+    """Copy every tower of an artifact, a dual encoder or a student, below `folder`, with a model card.
 
-    Args:
-        artifact: a dual encoder or a student.
-        folder: the towers are copied below it.
-        metrics: measured quality, printed in the cards.
-
-    Returns:
-        The towers' folders, readable by transformers, sentence-transformers and this package.
-
-    Raises:
-        ArtifactError: `artifact` holds no tower.
+    The cards print `metrics`. Returns the towers' folders, which transformers, sentence-transformers and this
+    package read. ArtifactError if `artifact` holds no tower.
     """
     names = [name.split("/")[0] for name in artifact.names(suffix="/tower.json")]
     if not names:

@@ -27,6 +27,7 @@ STATIC_EMBEDDING = "StaticEmbedding"
 LOOKUP_TABLE = "scalingnote.models.library_modules.LookupTable"
 REFERENCED_MODEL = "scalingnote.models.library_modules.ReferencedModel"
 TABLES = (STATIC_EMBEDDING, LOOKUP_TABLE)  # first modules that need no transformer
+IDENTITY = "torch.nn.modules.linear.Identity"  # activation of a linear Dense module
 PACKAGED = "package:"  # prefix of the path of a model in a Python package
 MODES = {
     "cls": "cls",
@@ -74,17 +75,9 @@ class Module:
 
 
 def read_modules(folder: Path, role: Role) -> list[Module] | None:
-    """Return the modules that texts of `role` pass, in order.
+    """Return the modules that texts of `role` pass, in order; None if `folder` has no modules.json.
 
-    Args:
-        folder: a local folder of a model.
-        role: selects the route if the first module is a Router.
-
-    Returns:
-        None if `folder` has no modules.json.
-
-    Raises:
-        ConfigError: a file is not as sentence-transformers writes it, or the Router has no route for `role`.
+    ConfigError if a file is not as sentence-transformers writes it, or a Router has no route for `role`.
     """
     listed = read_json(folder / "modules.json")
     if listed is None:
@@ -126,6 +119,16 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file of settings."""
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def dense_settings(width: int, dim: int, *, bias: bool = False) -> dict[str, Any]:
+    """Return config.json of a Dense module from `width` to `dim` dimensions without an activation."""
+    return {"in_features": width, "out_features": dim, "bias": bias, "activation_function": IDENTITY}
 
 
 def _module(folder: Path, listed: Mapping[str, Any]) -> Module:
@@ -188,11 +191,8 @@ class PublishedModel:
 def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedModel:
     """Read the settings of a published model for one role.
 
-    Args:
-        path: a folder, a hub id, or "package:NAME" (see :func:`local_folder`).
-        role: which texts are encoded.
-        pooling: replaces the files' pooling if not "auto". Of a model without modules.json, "auto" is
-            :func:`usual_pooling`.
+    `path` is as of :func:`local_folder`. A `pooling` other than "auto" replaces that of the files; "auto" is
+    :func:`usual_pooling` of a model without modules.json.
 
     Raises:
         ConfigError: there is no such model, nothing states its pooling, or a file is invalid.
@@ -221,10 +221,8 @@ def usual_pooling(folder: Path) -> str:
 
     As sentence-transformers does with such a folder: the last token of a causal model, which alone has seen
     all others, and the mean of an encoder. An encoder whose config names the pooling of its own classifier
-    (ModernBERT's does) was trained with that one.
-
-    Raises:
-        ConfigError: the folder holds no config of a transformer, or that of an encoder and a decoder.
+    (ModernBERT's does) was trained with that one. ConfigError if the folder holds no config of a transformer,
+    or that of an encoder and a decoder.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -239,10 +237,8 @@ def usual_pooling(folder: Path) -> str:
             f"pooling to one of {', '.join(MODES)}, as its model card says"
         )
     decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    both_ways = settings.get("is_causal") is False or settings.get("use_bidirectional_attention") in (
-        True,
-        "all",
-    )
+    flag = settings.get("use_bidirectional_attention")
+    both_ways = settings.get("is_causal") is False or flag in (True, "all")
     if (decoder or settings.get("is_decoder")) and not both_ways:
         return "last"
     named = settings.get("classifier_pooling")
@@ -263,13 +259,8 @@ def _packaged(name: str) -> Path:
 def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
     """Return the folder of a model, downloaded from the hub if necessary.
 
-    Args:
-        path: a folder, a hub id, or "package:NAME": the folder `model` of an installed Python package, for
-            machines that cannot reach the hub.
-        revision: of the model on the hub.
-
-    Raises:
-        ConfigError: there is neither such a folder nor such a model.
+    `path` is a folder, a hub id, or "package:NAME": the folder `model` of an installed Python package, for
+    machines that cannot reach the hub. ConfigError if there is neither such a folder nor such a model.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -291,12 +282,21 @@ def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
 
 def _of_modules(folder: Path, modules: Sequence[Module], role: Role) -> PublishedModel:
     unknown: list[str] = []
-    if modules and modules[0].name == REFERENCED_MODEL:
+    first = modules[0].name if modules else "nothing"
+    if first == REFERENCED_MODEL:
         model = _referenced(modules[0].folder, role)
-    elif modules and modules[0].name == "Transformer":
+    elif first == "Transformer":
         model, unknown = _transformer(PublishedModel(folder, modules[0].folder, ()))
+    elif first in TABLES:
+        raise ConfigError(
+            f"the {role} role of {folder} is a table ({first.rpartition('.')[2]}), not a transformer: "
+            "QueryEncoder.load of scalingnote.encode.query_encoder reads it"
+        )
     else:
-        raise ConfigError(_unsupported_first_module(folder, modules, role))
+        raise ConfigError(
+            f"{folder / 'modules.json'} begins with {first} for the {role} role: scalingnote reads models "
+            "that begin with a Transformer"
+        )
     steps = [*model.steps]
     for module in modules[1:]:
         settings = read_json(module.folder / "config.json") or {}
@@ -329,20 +329,6 @@ def _referenced(place: Path, role: Role) -> PublishedModel:
             f"{model.unknown} of {named['model']!r} is not known to scalingnote: read that model itself"
         )
     return replace(model, max_length=named.get("max_seq_length") or model.max_length)
-
-
-def _unsupported_first_module(folder: Path, modules: Sequence[Module], role: Role) -> str:
-    """Return the error message for a model whose first module is not a Transformer."""
-    first = modules[0].name if modules else "nothing"
-    if first in TABLES:
-        return (
-            f"the {role} role of {folder} is a table ({first.rpartition('.')[2]}), not a transformer: "
-            "QueryEncoder.load of scalingnote.encode.query_encoder reads it"
-        )
-    return (
-        f"{folder / 'modules.json'} begins with {first} for the {role} role: scalingnote reads models "
-        "that begin with a Transformer"
-    )
 
 
 def _transformer(model: PublishedModel) -> tuple[PublishedModel, list[str]]:

@@ -11,7 +11,6 @@ sentence-transformers folder with the same settings and a ``tower.json``.
 """
 
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ from scalingnote.models import library_export, published_model
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Pretrained, TowerConfig
-from scalingnote.models.heads import Head, Normalise, pool, random_dense, read_head
+from scalingnote.models.heads import Dense, Head, Normalise, pool, read_head
 from scalingnote.models.prompt import TextDocuments, TextQueries
-from scalingnote.models.published_model import PublishedModel, Role, Step
-from scalingnote.models.tower import Tower
+from scalingnote.models.published_model import PublishedModel, Role, Step, dense_settings, write_json
+from scalingnote.models.tower import Tower, draw_weights
 from scalingnote.models.weights import add_adapter
 
 log = get_logger("models")
@@ -53,16 +52,7 @@ class PublishedTower(Tower):
         role: Role,
         adapter: str | None = None,
     ) -> None:
-        """Build a tower on `backbone`; ConfigError if it reads fewer tokens than `config.max_length`.
-
-        Args:
-            backbone: the model's transformer and tokenizer.
-            config: lengths, attention and adapters.
-            model: settings from the published files.
-            layers: the model's layers behind pooling.
-            role: which texts the tower reads.
-            adapter: name of the tower's LoRA weights in the backbone; None: the role.
-        """
+        """Build a tower as :class:`Tower`; `layers` are those of `model` behind pooling."""
         nn.Module.__init__(self)
         self._set_backbone(backbone, config, role=role, adapter=adapter)
         self.projection, self.sparse, self.native, self.dim = layers, None, model, layers.dim
@@ -76,7 +66,7 @@ class PublishedTower(Tower):
         # The mask stays, unlike in our own causal towers: some published decoders attend both ways.
         states = batch.flatten(self._hidden_states(batch, causal=False))
         pooled = pool(states, batch.row_lengths, self.native.pooling, skip=self._skip)
-        return self._project(pooled[:, None])[order], None
+        return self.projection(pooled[:, None])[order], None
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
         """Write the tower's folder, which sentence-transformers reads like the published model.
@@ -90,11 +80,7 @@ class PublishedTower(Tower):
         )
         facts = {
             "kind": "native",
-            "role": self.role,
-            "dim": self.dim,
-            "causal": self.causal,
-            "views": list(self.views),
-            "max_length": self.config.max_length,
+            **self._facts,
             "prompt": self.native.prefix,
             "pooling": list(self.native.pooling),
             "normalised": any(isinstance(layer, Normalise) for layer in self.projection),
@@ -102,7 +88,7 @@ class PublishedTower(Tower):
             "layers": None if base_config is None else base_config.layers,
             "sparse": None,
         }
-        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / "tower.json", facts)
 
 
 def build(
@@ -114,15 +100,9 @@ def build(
     backbone: Backbone | None = None,
     adapter: str | None = None,
 ) -> Tower:
-    """Build the tower of a published model, ready to train.
+    """Build the tower of a published model, whose settings `config` overrides, ready to train.
 
-    Args:
-        config: names the model and overrides its settings.
-        role: which texts the tower reads.
-        dim: width of the other tower's embeddings; None: the model's own.
-        seed: of a new projection and of adapters.
-        backbone: the model's transformer, if it is already loaded.
-        adapter: name of the adapter that `backbone` already has.
+    Arguments as of :func:`scalingnote.models.dual_encoder.build_tower`; a `dim` of None is the model's own.
 
     Raises:
         ConfigError: the model's width is not `dim`, a setting is missing, or only sentence-transformers can
@@ -134,8 +114,7 @@ def build(
             f"{model.unknown} of {model.source} is not known to scalingnote, so the model cannot be trained: "
             "the stage adopt encodes with it"
         )
-    assert isinstance(config.backbone, Pretrained)
-    backbone = backbone or _backbone(model, layers=config.backbone.layers)
+    backbone = backbone or backbone_of(config, model)
     backbone.tokenizer = tokenizer_of(model)
     layers = _head(config, model, hidden=backbone.hidden, dim=dim, seed=seed)
     if dim is not None and layers.dim != dim:
@@ -171,12 +150,6 @@ def model_of(config: TowerConfig, role: Role) -> PublishedModel:
     return replace(model, steps=steps, prefix=prefix)
 
 
-def backbone_of(config: TowerConfig, role: Role) -> Backbone:
-    """Load the transformer of a published model, for towers that share it; ConfigError as :func:`build`."""
-    assert isinstance(config.backbone, Pretrained)
-    return _backbone(model_of(config, role), layers=config.backbone.layers)
-
-
 def load(folder: Path, facts: dict[str, Any]) -> Tower:
     """Read a folder written by :meth:`PublishedTower.save`; `facts` is its tower.json."""
     role: Role = facts["role"]
@@ -193,12 +166,8 @@ def load(folder: Path, facts: dict[str, Any]) -> Tower:
 def open_published(folder: Path, role: Role) -> Tower:
     """Load one role of a published model, ready to encode. A folder that we saved is read by :func:`load`.
 
-    Args:
-        folder: a folder that sentence-transformers reads, of a Router or of one model for both roles.
-        role: which texts the tower reads.
-
-    Raises:
-        ConfigError: as :func:`build`, or no file states how many tokens the model reads.
+    `folder` is of a Router, or of one model for both roles. ConfigError as :func:`build`, and if no file
+    states how many tokens the model reads.
     """
     tokens = token_limit(published_model.read(folder, role))
     config = TowerConfig(backbone=Pretrained(path=str(folder)), pooling="auto", max_length=tokens)
@@ -208,8 +177,7 @@ def open_published(folder: Path, role: Role) -> Tower:
 def with_prefix(tower: Tower, prefix: str) -> Tower:
     """Return a published tower that reads `prefix` before every text; it shares the weights of `tower`.
 
-    Raises:
-        ConfigError: the tower is not that of a published model, or the prefix alone fills its length.
+    ConfigError if the tower is not that of a published model, or the prefix alone fills its length.
     """
     if not isinstance(tower, PublishedTower | LibraryTower):
         raise ConfigError(
@@ -280,12 +248,14 @@ def prefix_length(tokenizer: Any, prefix: str) -> int:
     return len(ids) - bool(ids and ids[-1] in tokenizer.all_special_ids)
 
 
-def _backbone(model: PublishedModel, *, layers: int | None) -> Backbone:
+def backbone_of(config: TowerConfig, model: PublishedModel) -> Backbone:
+    """Load the transformer of a published model; ConfigError if its weights are not in safetensors."""
+    assert isinstance(config.backbone, Pretrained)
     if not any(model.folder.glob("*.safetensors")):
         raise ConfigError(
             f"{model.folder} has no safetensors: other weights are not read, so convert them first"
         )
-    return backbones.load(model.folder, layers=layers)
+    return backbones.load(model.folder, layers=config.backbone.layers)
 
 
 def _head(config: TowerConfig, model: PublishedModel, *, hidden: int, dim: int | None, seed: int) -> Head:
@@ -294,11 +264,9 @@ def _head(config: TowerConfig, model: PublishedModel, *, hidden: int, dim: int |
         return read_head(model.steps, hidden=hidden, keep=model.truncate_dim)
     if dim is None:
         raise ConfigError("projection=random makes embeddings of any width: give dim")
-    first = random_dense(hidden, dim, seed=seed)
+    first = Dense(dense_settings(hidden, dim))
+    draw_weights(first, seed)
     return Head([first, *read_head(model.steps, hidden=dim)], hidden=hidden)
-
-
-log = get_logger("models")
 
 
 class LibraryTower(Tower):
@@ -356,14 +324,14 @@ class LibraryTower(Tower):
             "text": self.prompt.facts,
             "sparse": None,
         }
-        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / "tower.json", facts)
         if not (folder / "tokenizer.json").exists():
             self.tokenizer.save_pretrained(folder)  # the modules of a Router have their own
 
     @classmethod
     def load(cls, folder: Path) -> "LibraryTower":
         """Read a folder written by :meth:`save`."""
-        facts = json.loads((folder / "tower.json").read_text())
+        facts = published_model.read_json(folder / "tower.json")
         model = published_model.read(folder, facts["role"])
         return cls(model, role=facts["role"], max_length=facts["max_length"]).eval()
 

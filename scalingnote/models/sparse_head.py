@@ -127,13 +127,8 @@ def project_then_max(
 ) -> Float[Tensor, "rows vocabulary"]:
     """Return the maximum of each logit over a row's places, at least in float32; -inf for no places.
 
-    Among equal logits the first place wins and alone gets the gradient.
-
-    Args:
-        hidden: states of all rows end to end.
-        places: indices into `hidden`; -1 is no token.
-        weight: rows of the language-model head.
-        max_logits: size of the chunks in which logits are computed.
+    `places` are indices into `hidden`, -1 is no token. Among equal logits the first place wins and alone gets
+    the gradient. Logits are computed in chunks of at most `max_logits`.
     """
     out: Tensor = _ProjectThenMax.apply(hidden, places, weight, max_logits)  # type: ignore[no-untyped-call]
     return out

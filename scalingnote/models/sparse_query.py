@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from scalingnote.bm25 import terms
 from scalingnote.errors import ArtifactError
-from scalingnote.models.prompt import tokenize
+from scalingnote.models.prompt import tokenize, without_limits
 
 SETTINGS = "sparse_query.json"
 Weighting = Literal["counts", "binary"]
@@ -58,9 +58,7 @@ class SparseQuery:
             lowercase: whether texts are lower-cased first; the analyzer always does so.
             analysis: what splits a text into terms.
         """
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        self._tokenizer, self._max_length = tokenizer, max_length
+        self._tokenizer, self._max_length = without_limits(tokenizer), max_length
         self._weighting, self._lowercase, self._analysis = weighting, lowercase, analysis
 
     @property

@@ -10,7 +10,6 @@ many per line, and encoding the whole vocabulary gives the table that is saved: 
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from scalingnote.errors import ConfigError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention, first_position
-from scalingnote.models.config import Pretrained, TokenWiseConfig, TowerConfig
-from scalingnote.models.heads import Projection, start_projection
+from scalingnote.models.config import TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupPrompt, LookupTower, from_table
-from scalingnote.models.prompt import TokenDocuments
-from scalingnote.models.tower import Tower, start_backbone
-from scalingnote.models.weights import add_adapter
+from scalingnote.models.prompt import TokenDocuments, without_limits
+from scalingnote.models.published_model import write_json
+from scalingnote.models.tower import Projection, Tower
 
 BLOCKS = 32  # per line: 64 tokens, about twice an instruction, so that the instruction costs little
 TOKEN_DOCUMENTS = "token_documents"  # kind of a saved tower that reads the tokens of documents alone
@@ -80,7 +78,8 @@ class TokenReader(nn.Module):
             attention_mask=self._mask(start, blocks),
             position_ids=positions + first_position(self.backbone),
         )
-        return self._project(states[:, start + 1 :: 2].flatten(0, 1)[: len(ids)])
+        ends = states[:, start + 1 :: 2].flatten(0, 1)[: len(ids)]
+        return self.projection(ends)  # type: ignore[no-any-return]
 
     def _mask(self, instruction: int, blocks: int) -> Tensor:
         """Return the block mask in the form of the backbone's attention: boolean, or added to the scores."""
@@ -97,11 +96,6 @@ class TokenReader(nn.Module):
     ) -> Float[Tensor, "lines tokens hidden"]:
         return self.backbone(input_ids=ids, use_cache=False, **kwargs).last_hidden_state  # type: ignore[no-any-return]
 
-    def _project(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
-        # Autocast would round the embeddings, and losses compare small differences.
-        with torch.autocast(states.device.type, enabled=False):
-            return self.projection(states)  # type: ignore[no-any-return]
-
 
 class TokenWise(TokenReader):
     """The query tower during training; :meth:`save` writes a lookup table without the model."""
@@ -114,9 +108,7 @@ class TokenWise(TokenReader):
         self.projection = Projection(backbone.hidden, dim)
         self.config, self.dim, self.pad = config, dim, backbone.special.pad
         choose_attention(backbone.model, config.attention)
-        tokens = backbone.raw_tokenizer
-        tokens.no_padding()
-        tokens.no_truncation()
+        tokens = without_limits(backbone.raw_tokenizer)
         self.prompt = LookupPrompt(tokens, max_length=config.max_length)
         special = backbone.special
         self._first, self.end = [] if special.first is None else [special.first], _end_token(backbone)
@@ -143,7 +135,8 @@ class TokenWise(TokenReader):
         ids = ids.scatter(1, ends, self.end)
         whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
         states = self._states(ids, **attention_arguments(self.backbone, whole, causal=True))
-        return self._project(states[torch.arange(rows, device=ids.device)[:, None], ends])
+        last = states[torch.arange(rows, device=ids.device)[:, None], ends]
+        return self.projection(last)  # type: ignore[no-any-return]
 
     def _instruction_ids(self, text: str) -> Int[Tensor, " instruction"]:
         ids = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
@@ -222,17 +215,13 @@ class TokenDocumentTower(TokenReader, Tower):
         save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
         facts = {
             "kind": TOKEN_DOCUMENTS,
-            "role": self.role,
-            "dim": self.dim,
-            "causal": self.causal,
-            "views": list(self.views),
-            "max_length": self.config.max_length,
+            **self._facts,
             "prompt": "",
             "tokens": {"max_length": self.config.max_length},
             "layers": None if base_config is None else base_config.layers,
             "sparse": None,
         }
-        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / "tower.json", facts)
 
 
 def load_documents(folder: Path, facts: Mapping[str, Any]) -> TokenDocumentTower:
@@ -243,25 +232,6 @@ def load_documents(folder: Path, facts: Mapping[str, Any]) -> TokenDocumentTower
     with torch.no_grad():
         tower.projection.weight.copy_(load_file(folder / "projection.safetensors")["weight"])
     return tower.eval()
-
-
-def build_documents(
-    config: TowerConfig,
-    *,
-    dim: int,
-    tokenizer_json: str | None,
-    seed: int,
-    backbone: Backbone | None = None,
-    adapter: str | None = None,
-) -> TokenDocumentTower:
-    """Build a document tower of a config with reads=tokens, ready to train; arguments as of :func:`build`."""
-    backbone = start_backbone(
-        config, role="document", tokenizer_json=tokenizer_json, seed=seed, backbone=backbone, adapter=adapter
-    )
-    tower = TokenDocumentTower(backbone, config, dim=dim, adapter=adapter)
-    pretrained = isinstance(config.backbone, Pretrained)
-    start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
-    return tower
 
 
 def _end_token(backbone: Backbone) -> int:
@@ -285,32 +255,6 @@ def block_mask(
     place = torch.arange(len(block), device=device)
     related = (block == _INSTRUCTION) | (block[:, None] == block)
     return related & (place[:, None] >= place)
-
-
-def build(
-    config: TokenWiseConfig,
-    *,
-    dim: int,
-    tokenizer_json: str | None,
-    seed: int,
-    backbone: Backbone | None = None,
-    adapter: str | None = None,
-) -> TokenWise:
-    """Build a tower that is ready to train, on `backbone` if given, else on the config's.
-
-    A `backbone` that already has `adapter` gets no other.
-    """
-    if backbone is None:
-        assert config.backbone is not None, (
-            "a token_wise tower without a backbone of its own needs the document tower's"
-        )
-        backbone = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
-    if config.lora is not None and adapter is None:
-        add_adapter(backbone.model, config.lora, name="query", tokens=[], seed=seed)
-    tower = TokenWise(backbone, config, dim=dim)
-    pretrained = isinstance(config.backbone, Pretrained)
-    start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
-    return tower
 
 
 def _check_length(tokens: int, backbone: Backbone) -> None:

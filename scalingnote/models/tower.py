@@ -11,7 +11,6 @@ A saved tower is a folder with the Hugging Face model and tokenizer, ``projectio
 ``tower.json`` (role, prompt, lengths). Nothing else is needed to encode with it.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
@@ -28,14 +28,59 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models import library_export
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention
-from scalingnote.models.config import Pretrained, TowerConfig
-from scalingnote.models.heads import Projection, start_projection
-from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt
-from scalingnote.models.published_model import Role
-from scalingnote.models.sparse_head import HeadTransform, SparseHead
-from scalingnote.models.weights import add_adapter, merged_state, save_adapter
+from scalingnote.models.config import Pretrained, TokenWiseConfig, TowerConfig
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, without_limits
+from scalingnote.models.published_model import Role, write_json
+from scalingnote.models.sparse_head import SparseHead
+from scalingnote.models.weights import merged_state, save_adapter
 
 log = get_logger("models")
+
+
+class Projection(nn.Linear):
+    """The linear map W without bias from pooled states to embeddings (ScalingNote, Eq. 3, 4, 14).
+
+    The result is float32 for any format of the weight, because losses compare small differences. The
+    weight is cast in this forward pass and not by the caller: ZeRO-3 gathers it for this pass only.
+    """
+
+    def __init__(self, hidden: int, dim: int) -> None:
+        super().__init__(hidden, dim, bias=False)
+
+    def forward(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
+        """Return float32 embeddings; autocast would round them to half precision."""
+        with torch.autocast(states.device.type, enabled=False):
+            return F.linear(states.float(), self.weight.float())
+
+
+def start_projection(layer: Projection, config: TowerConfig | TokenWiseConfig, *, seed: int) -> None:
+    """Set the weight that training starts from, in place.
+
+    The states of a pretrained backbone have a meaning, which a random square matrix would lose: they start as
+    they are. "none" is the identity, which learns nothing: states are embeddings, as LightRetriever's are.
+
+    Raises:
+        ConfigError: the projection is "none", and embeddings are not as wide as states.
+    """
+    start, pretrained = config.projection, isinstance(config.backbone, Pretrained)
+    square = layer.in_features == layer.out_features
+    if start == "none" and not square:
+        raise ConfigError(
+            f"projection=none needs embeddings as wide as the backbone's states: set train.dim to "
+            f"{layer.in_features}, found {layer.out_features}"
+        )
+    if start == "none" or (start == "auto" and pretrained and square):
+        nn.init.eye_(layer.weight)
+        layer.requires_grad_(start != "none")
+    else:
+        draw_weights(layer, seed)
+
+
+def draw_weights(layer: nn.Linear, seed: int) -> None:
+    """Draw the weight from N(0, 1 / in_features) with `seed` alone, so that other layers have no effect."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        layer.weight.normal_(0.0, layer.in_features**-0.5, generator=generator)
 
 
 class Tower(nn.Module):
@@ -51,26 +96,16 @@ class Tower(nn.Module):
         sparse: SparseHead | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Build a tower on `backbone`.
+        """Build a tower on `backbone`; ConfigError if it reads fewer tokens than `config.max_length`.
 
-        Args:
-            backbone: transformer and tokenizer; the tower takes them over.
-            config: prompt, lengths and attention of the tower.
-            role: which texts the tower reads.
-            dim: width of the embeddings.
-            sparse: computes term weights of documents; None: the tower has none.
-            adapter: name of the tower's LoRA weights in the backbone; None: the role.
-
-        Raises:
-            ConfigError: `config.max_length` exceeds what the backbone reads.
+        `sparse` computes term weights of documents; `adapter` is the name of the tower's LoRA weights in the
+        backbone, None the role.
         """
         super().__init__()
         self._set_backbone(backbone, config, role=role, adapter=adapter)
         self.projection, self.sparse, self.dim = Projection(backbone.hidden, dim), sparse, dim
         self.special, self.pad = backbone.special, backbone.special.pad
-        tokens = backbone.raw_tokenizer
-        tokens.no_padding()
-        tokens.no_truncation()
+        tokens = without_limits(backbone.raw_tokenizer)
         library_export.split_at_boundary(tokens)
         self.prompt: QueryPrompt | DocumentPrompt
         if role == "query":
@@ -128,7 +163,7 @@ class Tower(nn.Module):
         batch, order = batch.for_model(pad=self.pad, packed=self.packs)
         hidden = self._hidden_states(batch, causal=self.causal).flatten(0, 1)
         first = _row_starts(batch)[:, None]
-        embeddings = self._project(hidden[first + batch.positions[:, : len(self.views)]][order])
+        embeddings = self.projection(hidden[first + batch.positions[:, : len(self.views)]][order])
         if not terms:
             return embeddings, None
         assert self.sparse is not None, "this tower has no sparse head"
@@ -155,19 +190,11 @@ class Tower(nn.Module):
         table = self.backbone.get_input_embeddings()  # type: ignore[operator]
         return getattr(table, "table", table).weight  # type: ignore[no-any-return]
 
-    def _project(self, pooled: Float[Tensor, "rows views hidden"]) -> Float[Tensor, "rows views dim"]:
-        # Autocast would round the embeddings, and losses compare small differences.
-        with torch.autocast(pooled.device.type, enabled=False):
-            return self.projection(pooled)  # type: ignore[no-any-return]
-
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
         """Write the tower's folder, readable by :func:`load`.
 
-        Args:
-            folder: created if missing.
-            merge_adapters: whether LoRA updates are merged into the weights. If not, the folder holds the
-                adapter and the path of its backbone. Adapters of a backbone from scratch are always merged,
-                since its weights are stored nowhere else.
+        Without `merge_adapters` it holds the adapter and the path of its backbone, but not with a backbone
+        from scratch, whose weights are stored nowhere else.
         """
         base_config = self._save_backbone(folder, merge_adapters=merge_adapters)
         self._save_tokenizer(folder, whole=base_config is None)
@@ -176,11 +203,7 @@ class Tower(nn.Module):
         if head:
             save_file(head, folder / "sparse_head.safetensors")
         facts = {
-            "role": self.role,
-            "dim": self.dim,
-            "causal": self.causal,
-            "views": list(self.views),
-            "max_length": self.config.max_length,
+            **self._facts,
             "prompt": self.config.prompt,
             "special": asdict(self.special),
             "max_positions": self._max_positions,
@@ -188,7 +211,18 @@ class Tower(nn.Module):
             "sparse": None if self.sparse is None else ("own" if head else "tied"),
             "sparse_transform": None if self.sparse is None else self.sparse.facts,
         }
-        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / "tower.json", facts)
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """What tower.json says of every tower that this package runs."""
+        return {
+            "role": self.role,
+            "dim": self.dim,
+            "causal": self.causal,
+            "views": list(self.views),
+            "max_length": self.config.max_length,
+        }
 
     def _save_backbone(
         self, folder: Path, *, merge_adapters: bool, base: str | None = None
@@ -243,79 +277,6 @@ def load(folder: Path, facts: Mapping[str, Any]) -> Tower:
     with torch.no_grad():
         tower.projection.weight.copy_(weight)
     return tower.eval()
-
-
-def build(
-    config: TowerConfig,
-    *,
-    role: Role,
-    dim: int,
-    tokenizer_json: str | None,
-    seed: int,
-    backbone: Backbone | None = None,
-    sparse: bool = False,
-    adapter: str | None = None,
-) -> Tower:
-    """Build a tower that pools at placeholders, ready to train.
-
-    Arguments as of :func:`scalingnote.models.dual_encoder.build_tower`, which builds the other kinds too.
-    """
-    backbone = start_backbone(
-        config, role=role, tokenizer_json=tokenizer_json, seed=seed, backbone=backbone, adapter=adapter
-    )
-    head = _sparse_head(config) if sparse else None
-    tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
-    pretrained = isinstance(config.backbone, Pretrained)
-    start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
-    return tower
-
-
-def start_backbone(
-    config: TowerConfig,
-    *,
-    role: Role,
-    tokenizer_json: str | None,
-    seed: int,
-    backbone: Backbone | None,
-    adapter: str | None,
-) -> Backbone:
-    """Return `backbone`, else the config's, with the adapter that the config asks for.
-
-    A `backbone` that already has `adapter` gets no other.
-    """
-    if "pooling" not in config.model_fields_set and _is_embedding_model(config):
-        log.warning(
-            "%s is an embedding model with its own pooling and prompts, which placeholders replace: set "
-            "train.%s.pooling to auto to start from what it learnt, or to placeholders if that is meant",
-            config.backbone.path,  # type: ignore[union-attr]
-            role,
-        )
-    backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
-    if config.lora is not None and adapter is None:
-        # Queries contain no placeholders, so their new rows would have nothing to learn from.
-        ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
-        tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
-        add_adapter(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
-    return backbone
-
-
-def _is_embedding_model(config: TowerConfig) -> bool:
-    """Whether the backbone's folder has files of sentence-transformers."""
-    source = config.backbone
-    return isinstance(source, Pretrained) and (Path(source.path) / "modules.json").exists()
-
-
-def _sparse_head(config: TowerConfig) -> SparseHead:
-    source = config.backbone
-    if not isinstance(source, Pretrained):
-        return SparseHead(None)
-    found = backbones.output_head(source.path)
-    transform = None
-    if found.transform is not None:
-        transform = HeadTransform(found.transform, activation=found.activation, eps=found.eps)
-    head = SparseHead(found.weight, transform=transform, bias=found.bias)
-    head.requires_grad_(config.lora is None)  # LoRA trains no head
-    return head
 
 
 def _row_starts(batch: Batch) -> Int[Tensor, " rows"]:

@@ -1,7 +1,12 @@
 """How weights are stored: the number format of matrix products, and low-rank adapters on frozen weights.
 
 Products are in bfloat16 if the hardware is faster with it, else in float32. Adapters (LoRA, DoRA) come from
-peft, which functions import when they run: it is slow to import, and few runs need it.
+peft, which functions import when they run: it is slow to import, and few runs need it. Linear layers below
+adapters may be stored in 8 or 4 bits; what is trained, merged and published is then the unpacked weight:
+
+    int8   a row is a scale times integers of at most 127
+    nf4    NF4_BLOCK weights of a row are a scale times 16 quantiles of the normal distribution, packed by
+           bitsandbytes (Dettmers et al. 2023, QLoRA, section 3)
 
 Two towers can share one backbone. They are then two module trees over the same frozen tensors, each with its
 own adapter. So the active adapter is never switched: not between the towers of a step, not in the second pass
@@ -18,18 +23,20 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.utils.hub import cached_file
 
 from scalingnote.errors import ConfigError
-from scalingnote.models.config import Lora
-from scalingnote.models.frozen import FrozenLinear, store_base
+from scalingnote.models.config import Lora, Stored
 
 Precision = Literal["auto", "float32", "bfloat16"]
 MEASURED_SIZE = 768  # of square matrices on a CPU
 MIN_CPU_SPEEDUP = 1.5  # of bfloat16 products over float32, for `auto` to choose bfloat16 on a CPU
+NF4_BLOCK = 64  # weights that share a scale
+_ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -104,9 +111,6 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 * threads / best
 
 
-_WEIGHTS = "adapter_model.safetensors"
-
-
 def share_weights(model: nn.Module) -> nn.Module:
     """Return a copy of the module tree over the same tensors, so that weights are in memory once.
 
@@ -119,7 +123,7 @@ def share_weights(model: nn.Module) -> nn.Module:
 def add_adapter(model: nn.Module, lora: Lora, *, name: str, tokens: Sequence[int], seed: int) -> None:
     """Freeze `model`, add adapter `name` to it, and make the embeddings of `tokens` trainable.
 
-    Linear layers are stored as `lora.base` says, see :mod:`scalingnote.models.frozen`.
+    Linear layers are stored as `lora.base` says, see :func:`store_base`.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -231,7 +235,7 @@ def save_adapter(model: nn.Module, folder: Path, *, name: str, base: str) -> Non
     settings.save_pretrained(folder)
     save_file(
         {f"base_model.model.{key}": value.detach().contiguous() for key, value in weights.items()},
-        folder / _WEIGHTS,
+        folder / _ADAPTER_FILE,
         {"format": "pt"},
     )
 
@@ -243,11 +247,118 @@ def load_adapter(model: nn.Module, path: str | Path) -> nn.Module:
     """
     from peft import PeftModel
 
-    if cached_file(str(path), _WEIGHTS, _raise_exceptions_for_missing_entries=False) is None:
-        raise ConfigError(f"{str(path)!r} has no {_WEIGHTS}: save the adapter again, pickles are not read")
+    if cached_file(str(path), _ADAPTER_FILE, _raise_exceptions_for_missing_entries=False) is None:
+        raise ConfigError(
+            f"{str(path)!r} has no {_ADAPTER_FILE}: save the adapter again, pickles are not read"
+        )
     with warnings.catch_warnings():
         # peft 0.21 still asks transformers 5.23 by the old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         adapted: Any = PeftModel.from_pretrained(model, str(path))
     merged_model: nn.Module = adapted.merge_and_unload(safe_merge=True)
     return merged_model
+
+
+def store_base(model: nn.Module, base: Stored) -> None:
+    """Store the linear layers of a frozen model in 8 or 4 bits, in place; "full" leaves them as they are.
+
+    Trees that share weights are made afterwards, or each gets its own bytes. Embeddings, norms and layers
+    that are no `nn.Linear` (GPT-2's) stay as they are. ConfigError if a package is missing, or the width of a
+    layer is no multiple of NF4_BLOCK.
+    """
+    if base == "full":
+        return
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear:
+            model.set_submodule(name, FrozenLinear(layer, base))
+
+
+class FrozenLinear(nn.Linear):
+    """A frozen linear layer whose weight is stored in 8 or 4 bits and unpacked for each product.
+
+    The backward pass unpacks again, so no more than one unpacked weight is in memory. Products are in the
+    dtype of the input, or of autocast.
+    """
+
+    def __init__(self, layer: nn.Linear, base: Stored) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would make a weight in float32
+        self.in_features, self.out_features, self.base = layer.in_features, layer.out_features, base
+        packed, scales = _pack(layer.weight.detach().float(), base)
+        # Both with a row for each output, so that fsdp2 shards them.
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product, as a linear layer with the unpacked weight does."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        product: Tensor = _FrozenProduct.apply(input, self.weight, self.scales, self.base)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def unpacked(self) -> nn.Linear:
+        """Return the layer with its weight in float32."""
+        layer = nn.Linear(
+            self.in_features, self.out_features, bias=self.bias is not None, device=self.weight.device
+        )
+        layer.weight.data = _unpack(self.weight, self.scales, self.base, torch.float32)
+        if self.bias is not None:
+            layer.bias.data = self.bias.detach().float()
+        return layer
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """A product with a packed weight; only the input gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, packed: Tensor, scales: Tensor, base: Stored) -> Tensor:
+        ctx.save_for_backward(packed, scales)
+        ctx.base = base
+        return F.linear(input, _unpack(packed, scales, base, input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        packed, scales = ctx.saved_tensors
+        return gradient @ _unpack(packed, scales, ctx.base, gradient.dtype), None, None, None
+
+
+def _pack(
+    weight: Float[Tensor, "out wide"], base: Stored
+) -> tuple[Int[Tensor, "out packed"] | UInt8[Tensor, "out packed"], Float[Tensor, "out blocks"]]:
+    """Return a weight's bytes, int8 or two nf4 numbers each, and the scales of its rows or blocks."""
+    if base == "int8":
+        scales = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        scales = scales.bfloat16()
+        return (weight / scales.float()).round().clamp(-127, 127).to(torch.int8), scales
+    rows, width = weight.shape
+    if width % NF4_BLOCK:
+        raise ConfigError(f"lora.base: nf4 needs widths that {NF4_BLOCK} divides, found {width}: choose int8")
+    packed, state = _four_bits().quantize_4bit(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
+    return packed.view(rows, -1), state.absmax.view(rows, -1).bfloat16()
+
+
+def _unpack(packed: Tensor, scales: Tensor, base: Stored, dtype: torch.dtype) -> Float[Tensor, "out wide"]:
+    """Return the weight that :func:`_pack` packed, in `dtype`."""
+    if base == "int8":
+        return packed.to(dtype).mul_(scales)
+    functions = _four_bits()
+    state = functions.QuantState(
+        absmax=scales.float().flatten(),
+        shape=torch.Size((len(packed), 2 * packed.shape[1])),
+        dtype=dtype,
+        blocksize=NF4_BLOCK,
+        quant_type="nf4",
+    )
+    return functions.dequantize_4bit(packed.view(-1, 1), state)  # type: ignore[no-any-return]
+
+
+def _four_bits() -> Any:
+    """Return bitsandbytes' functions; ConfigError without the package."""
+    try:
+        from bitsandbytes import functional
+    except ImportError as error:
+        raise ConfigError(
+            f"lora.base: nf4 needs bitsandbytes ({error}): pip install bitsandbytes, or choose int8"
+        ) from None
+    return functional

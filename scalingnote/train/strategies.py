@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scalingnote.errors import ConfigError
-from scalingnote.models.frozen import FrozenLinear
 from scalingnote.models.tower import Tower
-from scalingnote.models.weights import lower_frozen
+from scalingnote.models.weights import FrozenLinear, lower_frozen
 from scalingnote.train import optimizer
 from scalingnote.train.collectives import average_, rank, world_size
 from scalingnote.train.config import DeepSpeed, Fsdp2, Schedule

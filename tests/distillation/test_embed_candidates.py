@@ -15,7 +15,7 @@ from scalingnote.distillation.prepare import CandidateSources, prepare
 from scalingnote.encode import job as encode
 from scalingnote.encode.config import EncodeConfig, Fleet, TeacherConfig
 from scalingnote.errors import ConfigError, TrainingError
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
@@ -27,14 +27,14 @@ LEARNT = backbone.train_tokenizer(TEXTS, vocabulary=400)
 
 
 def query_student() -> Tower:
-    return tower.build(
+    return dual_encoder.build_tower(
         tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=8, tokenizer_json=LEARNT, seed=0
     )
 
 
 def document_student() -> Tower:
     config = tiny.document_tower(tiny.BIDIRECTIONAL)
-    return tower.build(config, role="document", dim=8, tokenizer_json=LEARNT, seed=1)
+    return dual_encoder.build_tower(config, role="document", dim=8, tokenizer_json=LEARNT, seed=1)
 
 
 def numbered(rows: int) -> np.ndarray:

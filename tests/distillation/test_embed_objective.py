@@ -13,7 +13,7 @@ import ranks
 import tiny
 from scalingnote.distillation.config import DistillConfig, DistillLosses
 from scalingnote.distillation.objective import Lesson, LessonCandidates, StageTwo
-from scalingnote.models import backbone, batch, tower
+from scalingnote.models import backbone, batch, dual_encoder
 from scalingnote.train.config import GradCache
 from scalingnote.train.engine import Cacheable, Engine, cached_backward, surrogate
 
@@ -31,13 +31,13 @@ Found = dict[str, Tensor]
 
 def stage(losses: DistillLosses, *, symmetric: bool, uneven: bool = False) -> StageTwo:
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-    student = tower.build(
+    student = dual_encoder.build_tower(
         tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=DIM, tokenizer_json=learnt, seed=0
     )
     document = None
     if symmetric:
         config = tiny.document_tower(tiny.BIDIRECTIONAL)
-        document = tower.build(config, role="document", dim=DIM, tokenizer_json=learnt, seed=1)
+        document = dual_encoder.build_tower(config, role="document", dim=DIM, tokenizer_json=learnt, seed=1)
     return StageTwo(student, losses, document, uneven=uneven)
 
 

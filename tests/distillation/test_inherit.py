@@ -5,7 +5,7 @@ from torch import nn
 
 import tiny
 from scalingnote.distillation.initial_weights import fit_width, inherit_token_embeddings
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.prompt import PLACEHOLDERS
 
 
@@ -36,9 +36,9 @@ def test_only_rows_the_teacher_has_are_filled(tokens: torch.Tensor):
 
 def test_a_student_on_its_teachers_tokenizer_reads_the_same_tokens():
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-    teacher = tower.build(tiny.query_tower(), role="query", dim=8, tokenizer_json=learnt, seed=0)
+    teacher = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=8, tokenizer_json=learnt, seed=0)
     inherited = teacher.tokenizer.backend_tokenizer.to_str()
-    student = tower.build(
+    student = dual_encoder.build_tower(
         tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=8, tokenizer_json=inherited, seed=1
     )
     assert student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()

@@ -10,7 +10,7 @@ from scalingnote.distillation.config import DistillLosses
 from scalingnote.distillation.objective import LessonBatches, StageTwo
 from scalingnote.distillation.prepare import prepare
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
@@ -22,7 +22,7 @@ STUDENT = tiny.query_tower(tiny.BIDIRECTIONAL)
 
 
 def student() -> Tower:
-    return tower.build(STUDENT, role="query", dim=8, tokenizer_json=LEARNT, seed=0)
+    return dual_encoder.build_tower(STUDENT, role="query", dim=8, tokenizer_json=LEARNT, seed=0)
 
 
 def embedded(uri: str, teacher: np.ndarray) -> Artifact:

@@ -13,7 +13,7 @@ from scalingnote.distillation import student
 from scalingnote.distillation.config import DistillConfig, DistillLosses, NewVocabulary
 from scalingnote.distillation.objective import Lesson, StageTwo
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import backbone, dual_encoder, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig, Pretrained
 from scalingnote.models.lookup import LookupTower
@@ -36,7 +36,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     folder = tmp_path_factory.mktemp("teacher")
     draft = Draft(str(folder / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
     config = tiny.query_tower(tiny.CAUSAL.model_copy(update={"layers": 3}))
-    made = tower.build(config, role="query", dim=DIM, tokenizer_json=LEARNT, seed=1).eval()
+    made = dual_encoder.build_tower(config, role="query", dim=DIM, tokenizer_json=LEARNT, seed=1).eval()
     made.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
     encoder = Encoder.load(towers.directory("query"))

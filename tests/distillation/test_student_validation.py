@@ -13,7 +13,7 @@ from scalingnote.distillation import agreement, job
 from scalingnote.distillation.config import DistillConfig, DistillLosses, StudentValidation
 from scalingnote.encode import job as encode
 from scalingnote.encode.config import Fleet, TeacherConfig
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupTower
@@ -38,7 +38,7 @@ def query_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifac
     pseudo = draft.commit(counts={"queries": len(rows)})
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
     draft = Draft(str(tmp_path / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
     made.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
     return encode.run_queries(

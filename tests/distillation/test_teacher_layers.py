@@ -12,7 +12,7 @@ from scalingnote.adopt import job as adopt
 from scalingnote.adopt.config import AdoptConfig
 from scalingnote.distillation import initial_weights
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Pretrained, Scratch, TowerConfig
 from scalingnote.models.dual_encoder import build_tower, load_tower
@@ -24,14 +24,14 @@ LEARNT = backbone.train_tokenizer(TEXTS, vocabulary=400)
 
 def saved(folder: Path, scratch: Scratch, *, deep: int = 4) -> Tower:
     config = tiny.query_tower(scratch.model_copy(update={"layers": deep}))
-    made = tower.build(config, role="query", dim=8, tokenizer_json=LEARNT, seed=3).eval()
+    made = dual_encoder.build_tower(config, role="query", dim=8, tokenizer_json=LEARNT, seed=3).eval()
     made.save(folder)
     return made
 
 
 def student(folder: Path) -> Tower:
     config = tiny.query_tower().model_copy(update={"backbone": Pretrained(path=str(folder))})
-    return tower.build(config, role="query", dim=8, tokenizer_json=None, seed=0).eval()
+    return dual_encoder.build_tower(config, role="query", dim=8, tokenizer_json=None, seed=0).eval()
 
 
 def hidden(made: Tower) -> torch.Tensor:

@@ -15,7 +15,7 @@ from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.engines import load_document_encoder
 from scalingnote.errors import ArtifactError, EncodingError
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -32,7 +32,9 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
         config=tiny.Nothing(),
         parents={},
     )
-    made = tower.build(tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=0
+    )
     made.save(Path(draft.path("document")))
     return draft.commit(counts={})
 

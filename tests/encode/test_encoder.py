@@ -9,7 +9,7 @@ import torch
 import tiny
 from scalingnote.encode.encoder import Encoder, by_tokens
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow
@@ -19,7 +19,9 @@ from scalingnote.storage import arrow
 def document() -> Tower:
     texts = [row["content"] for row in tiny.document_rows()]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
-    return tower.build(tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=0)
+    return dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=0
+    )
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget():

@@ -24,7 +24,7 @@ from scalingnote.config import validate
 from scalingnote.encode import documents, engines, parts
 from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, published_model, published_tower, tower
+from scalingnote.models import backbone, dual_encoder, published_model, published_tower
 from scalingnote.models.publish import write_router
 from scalingnote.storage import arrow, schema
 from scalingnote.storage import filesystem as fs
@@ -62,7 +62,9 @@ def towers(name: str, folder: Path, *, sparse: bool = False) -> Artifact:
         learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
         scratch = tiny.CAUSAL if name == "causal" else tiny.BIDIRECTIONAL
         config = tiny.document_tower().model_copy(update={"backbone": scratch, "prompt": PROMPT})
-        tower.build(config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=sparse).save(place)
+        dual_encoder.build_tower(
+            config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=sparse
+        ).save(place)
     else:
         source: Any = MINILM
         if name != "all-MiniLM-L6-v2":

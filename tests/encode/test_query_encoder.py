@@ -16,7 +16,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.lookup import _WIDENED_SCALE, LookupEncoder, _widened
 from scalingnote.encode.query_encoder import QueryCache, QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import backbone, lookup, onnx, onnx_export, tower
+from scalingnote.models import backbone, dual_encoder, lookup, onnx, onnx_export
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupStart, LookupTower
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A transformer in all its forms at once."""
     path = tmp_path_factory.mktemp("forms")
     config = tiny.query_tower(tiny.BIDIRECTIONAL)
-    tower.build(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0).save(path)
+    dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0).save(path)
     for form in ("onnx", "onnx_int8"):
         onnx_export.export_graph(path, path.parent / form, queries=QUERIES, form=form)
         for file in (path.parent / form).iterdir():
@@ -162,7 +162,9 @@ def test_a_form_that_is_not_there_is_answered_with_those_that_are(folder: Path, 
 
 
 def test_a_document_tower_is_refused(tmp_path: Path):
-    made = tower.build(tiny.document_tower(), role="document", dim=16, tokenizer_json=LEARNT, seed=0)
+    made = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=16, tokenizer_json=LEARNT, seed=0
+    )
     made.save(tmp_path)
     with pytest.raises(ConfigError, match="cannot encode queries"):
         QueryEncoder.load(tmp_path)
@@ -210,7 +212,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     path = tmp_path_factory.mktemp("student")
     draft = Draft(str(path / "artifact"), kind="student", config=tiny.Nothing(), parents={})
     config = tiny.query_tower(tiny.BIDIRECTIONAL)
-    made = tower.build(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0)
+    made = dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0)
     made.save(path / "artifact" / "query")
     return draft.commit(counts={})
 

@@ -13,7 +13,7 @@ from in_process import without_ray
 from scalingnote.encode import job
 from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Draft
@@ -37,7 +37,7 @@ def test_generated_queries_teach_unless_their_source_is_for_validation(tmp_path,
     texts = [" ".join(row.values()) for row in tiny.document_rows()]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
     draft = Draft(str(tmp_path / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
     made.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
 

@@ -27,7 +27,7 @@ from scalingnote.evaluate import job, retrieval_methods, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
 from scalingnote.evaluate.report import comparison_table, lineage, merge_artifacts
 from scalingnote.evaluate.test_set import QueryEmbeddings
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Draft
 from trec_files import read_qrels, read_run
@@ -69,7 +69,9 @@ def world(tmp_path_factory):
     made = {"dataset": dataset}
     for seed, kind in enumerate(("dual_encoder", "student")):
         draft = Draft(str(root / kind), kind=kind, config=tiny.Nothing(), parents={"dataset": dataset})
-        built = tower.build(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=tokenizer, seed=seed)
+        built = dual_encoder.build_tower(
+            tiny.query_tower(), role="query", dim=DIM, tokenizer_json=tokenizer, seed=seed
+        )
         built.save(Path(draft.path("query")))
         made[kind] = draft.commit(counts={})
 

@@ -20,7 +20,7 @@ from scalingnote.evaluate import mteb_model
 from scalingnote.evaluate.measures import measure
 from scalingnote.evaluate.mteb_model import MtebModel, MtebSearch
 from scalingnote.evaluate.mteb_prompts import Prompts, prompt_name
-from scalingnote.models import backbone, lookup, published_tower, token_wise, tower
+from scalingnote.models import backbone, dual_encoder, lookup, published_tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig, TokenWiseConfig
 from scalingnote.models.publish import write_router
@@ -37,7 +37,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("towers")
     tokenizer = backbone.train_tokenizer([" ".join(row.values()) for row in ROWS], vocabulary=300)
     for role, config in (("query", tiny.query_tower()), ("document", tiny.document_tower())):
-        tower.build(config, role=role, dim=DIM, tokenizer_json=tokenizer, seed=1).save(root / role)
+        dual_encoder.build_tower(config, role=role, dim=DIM, tokenizer_json=tokenizer, seed=1).save(
+            root / role
+        )
     return {role: root / role for role in ("query", "document")}
 
 
@@ -171,7 +173,7 @@ def test_towers_read_the_prompt_of_a_task(tmp_path):
 def test_a_token_wise_tower_has_a_table_for_each_task_and_tables_read_no_prompt(folders, tmp_path):
     learnt = backbone.train_tokenizer([" ".join(row.values()) for row in ROWS], vocabulary=400)
     config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, tasks={"SciFact": "Given a claim: "})
-    made = token_wise.build(config, dim=DIM, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_query_tower(config, dim=DIM, tokenizer_json=learnt, seed=0)
     made.save(tmp_path / "query")
     model = MtebModel.load(tmp_path / "query", folders["document"])
     texts = [row["text"] for row in QUERIES]

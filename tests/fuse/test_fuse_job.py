@@ -24,7 +24,7 @@ from scalingnote.fuse.fusion import DocumentFusion, QueryFusion
 from scalingnote.fuse.impressions import SCHEMA, training_rows
 from scalingnote.fuse.prepare import FusedCorpus, read_part
 from scalingnote.index.job import _require_same_origin
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.planner.planner import WORD_COUNTS
 from scalingnote.quantize.kmeans import encode_nearest, fit
 from scalingnote.quantize.semantic_id import assign_suffixes, to_table
@@ -113,7 +113,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     titles = [row["title"] for row in tiny.document_rows(DOCUMENTS)]
     draft = Draft(f"{base}/tower", kind="dual_encoder", config=tiny.Nothing(), parents={"dataset": source})
     learnt = backbone.train_tokenizer(titles, vocabulary=300)
-    made = tower.build(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=learnt, seed=0)
     made.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
     draft = Draft(f"{base}/planner", kind="planner", config=tiny.Nothing(), parents={"dataset": source})

@@ -27,7 +27,7 @@ from scalingnote.fuse.networks import DocumentNetwork, SemanticIds
 from scalingnote.ingest import job
 from scalingnote.ingest.config import IngestConfig
 from scalingnote.ingest.job import DocumentFlow
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.quantize import kmeans
 from scalingnote.run_config import RunConfig
 from scalingnote.storage import arrow
@@ -45,7 +45,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
     dataset = tiny.dataset(str(folder / "dataset"), count=COUNT)
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     draft = Draft(str(folder / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.document_tower(), role="document", dim=DIM, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=DIM, tokenizer_json=learnt, seed=0
+    )
     made.save(Path(draft.path("document")))
     towers = draft.commit(counts={})
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ from numpy import ndarray
 import tiny
 from scalingnote.losses import info_nce, margin_loss, prefixes, qkd
 from scalingnote.models import backbone as backbones
-from scalingnote.models import batch, tower
+from scalingnote.models import batch, dual_encoder
 from scalingnote.models.batch import Batch
 from scalingnote.train.candidates import Triplets, gather_candidates
 from scalingnote.train.config import Losses, TeacherScores
@@ -43,7 +43,7 @@ def unit(*arrays: ndarray) -> list[torch.Tensor]:
 def test_equations_1_to_4_13_and_14_project_the_states_at_a_rows_positions(role, backbone, views, held_in):
     learnt = backbones.train_tokenizer(["some words to learn from"], vocabulary=400)
     config = tiny.query_tower(backbone) if role == "query" else tiny.document_tower(backbone)
-    made = tower.build(config, role=role, dim=5, tokenizer_json=learnt, seed=0).eval()
+    made = dual_encoder.build_tower(config, role=role, dim=5, tokenizer_json=learnt, seed=0).eval()
     rows = made.prompt.rows(*([["words", "some words to learn"]] * (1 if role == "query" else 3)))
     made.projection.to(held_in)  # what is rounded is the weight, not the embeddings
     found = made(batch.collate(rows, pad=made.pad)).detach().numpy()

@@ -15,7 +15,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.mine import job
 from scalingnote.mine.config import MineConfig
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -31,7 +31,7 @@ def parents(tmp_path_factory) -> dict[str, Artifact]:
     texts = [" ".join(row.values()) for row in tiny.document_rows()]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
     draft = Draft(str(root / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=learnt, seed=0)
     made.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
 

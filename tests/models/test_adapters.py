@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 import families
 import tiny
-from scalingnote.models import backbone, dual_encoder, tower, weights
+from scalingnote.models import backbone, dual_encoder, weights
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained
 from scalingnote.models.dual_encoder import DualEncoder, load_tower
@@ -151,12 +151,12 @@ def test_a_merged_tower_is_a_folder_for_transformers(path: Path, tmp_path: Path)
 def test_a_kept_adapter_is_a_backbone_with_its_layers_cut_as_they_were(path: Path, tmp_path: Path):
     config = families.tower_config(path, role="document", lora=LORA)
     config = config.model_copy(update={"backbone": Pretrained(path=str(path), layers=1)})
-    made = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
+    made = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
     stir(made)
     made.save(tmp_path, merge_adapters=False)
     rows = collate(made.prompt.rows(*families.DOCUMENTS), pad=made.pad)
     torch.testing.assert_close(load_tower(tmp_path)(rows), made(rows), atol=1e-4, rtol=1e-4)
-    again = tower.build(
+    again = dual_encoder.build_tower(
         config.model_copy(update={"backbone": Pretrained(path=str(tmp_path), layers=1)}),
         role="document",
         dim=16,
@@ -169,7 +169,7 @@ def test_a_kept_adapter_is_a_backbone_with_its_layers_cut_as_they_were(path: Pat
 def test_a_scratch_backbone_lies_nowhere_else_and_is_merged(tmp_path: Path):
     learnt = families.tokenizer().backend_tokenizer.to_str()
     config = tiny.document_tower().model_copy(update={"lora": LORA})
-    made = tower.build(config, role="document", dim=16, tokenizer_json=learnt, seed=0).eval()
+    made = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=learnt, seed=0).eval()
     stir(made)
     made.save(tmp_path, merge_adapters=False)
     rows = collate(made.prompt.rows(*families.DOCUMENTS), pad=made.pad)

@@ -9,11 +9,11 @@ from torch import nn
 
 import families
 from scalingnote.errors import ConfigError
-from scalingnote.models import dual_encoder, frozen
+from scalingnote.models import dual_encoder, weights
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.frozen import FrozenLinear
+from scalingnote.models.weights import FrozenLinear
 from scalingnote.train.config import Optimizer, Ranks, Schedule, TrainConfig
 from scalingnote.train.engine import Engine
 from scalingnote.train.strategies import build
@@ -36,7 +36,7 @@ def test_a_packed_weight_is_close_and_small(base: str):
     assert (found.weight - whole.weight).norm() < ERROR[base] * whole.weight.norm()
     assert torch.equal(found.bias, whole.bias)
     assert packed.weight.nbytes == BYTES[base] * whole.weight.numel()
-    assert packed.scales.nbytes == 2 * whole.weight.numel() / (128 if base == "int8" else frozen.NF4_BLOCK)
+    assert packed.scales.nbytes == 2 * whole.weight.numel() / (128 if base == "int8" else weights.NF4_BLOCK)
 
 
 @pytest.mark.parametrize("base", BYTES)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import families
 import tiny
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import library_export, tower
+from scalingnote.models import dual_encoder, library_export
 from scalingnote.models.config import PAPER_PROMPT, Lora
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, SpecialTokens
@@ -35,7 +35,7 @@ PROMPTS = {
 def saved(path: Path, family: str, role: str, **more: object) -> Path:
     base = families.folder(path / "base", family, positions=400 if more else 64)
     config = families.tower_config(base, role=role).model_copy(update=more)
-    tower.build(config, role=role, dim=16, tokenizer_json=None, seed=0).save(path / role)
+    dual_encoder.build_tower(config, role=role, dim=16, tokenizer_json=None, seed=0).save(path / role)
     return path / role
 
 
@@ -99,7 +99,7 @@ def test_a_text_alone_is_the_content_of_a_document_without_title(family: str, tm
 def test_merged_towers_are_exported_and_kept_adapters_are_not(tmp_path: Path):
     path = families.folder(tmp_path / "base", "qwen2")
     config = families.tower_config(path, role="document", lora=Lora(rank=2))
-    made = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0)
+    made = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0)
     for name, parameter in made.named_parameters():
         if "lora_B" in name or name.endswith(".rows"):
             parameter.data += 0.3

@@ -12,7 +12,7 @@ import families
 import tiny
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import backbone, dual_encoder, onnx, onnx_export, tower
+from scalingnote.models import backbone, dual_encoder, onnx, onnx_export
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.onnx import OnnxTower
 
@@ -28,7 +28,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("towers")
     for name, scratch in (("bert", tiny.BIDIRECTIONAL), ("qwen2", tiny.CAUSAL)):
         config = tiny.query_tower(scratch)
-        made = tower.build(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0)
+        made = dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0)
         made.save(folder / name)
     return folder
 
@@ -43,7 +43,7 @@ def graph(towers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", KINDS)
 def test_a_graph_gives_the_towers_embeddings(family: str, tmp_path: Path):
     config = families.tower_config(families.folder(tmp_path / "base", family), role="query")
-    made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0)
+    made = dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=None, seed=0)
     made.save(tmp_path / "query")
     expected = Encoder(made, precision="float32").encode_queries(QUERIES)
     least = onnx_export.export_graph(tmp_path / "query", tmp_path / "graph", queries=QUERIES, form="onnx")

@@ -9,7 +9,7 @@ from torch import Tensor
 import families
 import tiny
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, batch, tower
+from scalingnote.models import backbone, batch, dual_encoder
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.prompt import Row
 from scalingnote.models.tower import Tower
@@ -19,7 +19,7 @@ from scalingnote.models.tower import Tower
 def document(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tower:
     path = families.folder(tmp_path_factory.mktemp(request.param), request.param, padding_side="left")
     config = families.tower_config(path, role="document")
-    return tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0)
+    return dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0)
 
 
 def rows_of(made: Tower) -> list[Row]:
@@ -128,7 +128,7 @@ def test_on_a_cpu_rows_of_one_length_are_a_batch_without_pads(document: Tower):
 def test_a_tower_that_cannot_pack_pads_the_rows_itself():
     learnt = families.tokenizer().backend_tokenizer.to_str()
     config = tiny.document_tower().model_copy(update={"attention": "eager"})
-    made = tower.build(config, role="document", dim=16, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=learnt, seed=0)
     assert not made.packs
     rows = rows_of(made)
     packed = made(collate(rows, pad=made.pad, packed=True))

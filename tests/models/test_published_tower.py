@@ -20,7 +20,7 @@ import families
 from published import CONTENTS, PROMPTS, QUERIES, TEXTS, TITLES, folder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
-from scalingnote.models import dual_encoder, published_model, published_tower, tower
+from scalingnote.models import dual_encoder, published_model, published_tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, Scratch, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder, build_tower, load_tower
@@ -298,7 +298,7 @@ def test_placeholders_in_an_embedding_model_are_a_choice_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     said: list[str] = []
-    monkeypatch.setattr(tower.log, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(dual_encoder.log, "warning", lambda text, *values: said.append(text % values))
     for path, knobs, expected in (
         (folder(tmp_path / "said"), {}, 1),
         (folder(tmp_path / "meant"), {"pooling": "placeholders"}, 0),

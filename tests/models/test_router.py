@@ -23,7 +23,7 @@ from published import CONTENTS, HIDDEN, PROMPTS, QUERIES, TEXTS, TITLES, folder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import lookup, published_model, published_tower, tower
+from scalingnote.models import dual_encoder, lookup, published_model, published_tower
 from scalingnote.models.card import CardFacts
 from scalingnote.models.config import LookupConfig, Lora, Pretrained, TowerConfig
 from scalingnote.models.dual_encoder import load_tower
@@ -189,7 +189,7 @@ def test_towers_that_scalingnote_trained_are_routes_too(tmp_path: Path):
     base = families.folder(tmp_path / "base", "bert")
     for role in ("query", "document"):
         config = families.tower_config(base, role=role)
-        tower.build(config, role=role, dim=16, tokenizer_json=None, seed=0).save(tmp_path / role)
+        dual_encoder.build_tower(config, role=role, dim=16, tokenizer_json=None, seed=0).save(tmp_path / role)
     write_router(tmp_path / "query", tmp_path / "document", tmp_path / "router")
     model = load(tmp_path / "router")
     ours = Encoder.load(tmp_path / "query", precision="float32").encode_queries(ASKED)

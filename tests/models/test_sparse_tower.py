@@ -12,7 +12,7 @@ from transformers import AutoModelForMaskedLM, DistilBertConfig, LlamaForCausalL
 import families
 import tiny
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, TowerConfig
 from scalingnote.models.dual_encoder import load_tower
@@ -29,7 +29,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def build(path: Path, **more) -> Tower:
     config = TowerConfig(backbone=Pretrained(path=str(path)), max_length=40, prompt=PROMPT, **more)
-    return tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0, sparse=True).eval()
+    return dual_encoder.build_tower(
+        config, role="document", dim=16, tokenizer_json=None, seed=0, sparse=True
+    ).eval()
 
 
 def expected(made: Tower, row: Row, weight: torch.Tensor) -> torch.Tensor:
@@ -170,7 +172,9 @@ def test_an_old_checkpoint_calls_its_norm_gamma_and_beta(tmp_path: Path):
 def test_a_saved_tower_encodes_its_strongest_terms(tmp_path: Path):
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     config = tiny.document_tower()
-    made = tower.build(config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=True)
+    made = dual_encoder.build_tower(
+        config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=True
+    )
     made.save(tmp_path)
     encoder = Encoder.load(tmp_path, token_budget=100, precision="float32")
     documents = tiny.document_rows(7)

@@ -15,7 +15,7 @@ import families
 import tiny
 from scalingnote.encode.encoder import by_tokens
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, dual_encoder, token_wise
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig, TowerConfig
 from scalingnote.models.dual_encoder import build_tower, load_tower
@@ -37,14 +37,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def build(path: Path, **knobs) -> TokenWise:
     config = TokenWiseConfig(backbone=Pretrained(path=str(path)), max_length=16, **knobs)
-    return token_wise.build(config, dim=16, tokenizer_json=None, seed=0).eval()
+    return dual_encoder.build_query_tower(config, dim=16, tokenizer_json=None, seed=0).eval()
 
 
 @pytest.fixture(scope="module")
 def scratch() -> TokenWise:
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32")
-    return token_wise.build(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+    return dual_encoder.build_query_tower(config, dim=8, tokenizer_json=learnt, seed=0).eval()
 
 
 def alone(made: TokenWise, token: int) -> torch.Tensor:
@@ -136,13 +136,13 @@ def test_every_further_task_has_a_table_behind_its_own_instruction(tmp_path: Pat
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     tasks = {"SciFact": "Given a claim: ", "NFCorpus": "of medicine "}
     config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32", tasks=tasks)
-    made = token_wise.build(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+    made = dual_encoder.build_query_tower(config, dim=8, tokenizer_json=learnt, seed=0).eval()
     made.save(tmp_path)
     assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["NFCorpus", "SciFact"]
     found = {"own": Table.read(tmp_path)} | {name: Table.read(tmp_path / "tasks" / name) for name in tasks}
     for name, text in {"own": config.instruction, **tasks}.items():
         alone_with = config.model_copy(update={"instruction": text, "tasks": {}})
-        other = token_wise.build(alone_with, dim=8, tokenizer_json=learnt, seed=0).eval()
+        other = dual_encoder.build_query_tower(alone_with, dim=8, tokenizer_json=learnt, seed=0).eval()
         np.testing.assert_allclose(found[name].rows(), other.table(text), atol=1e-6)
         assert found[name].made_from == other._digests(text)
     assert np.abs(found["SciFact"].rows() - found["NFCorpus"].rows()).max() > 1e-3
@@ -150,7 +150,7 @@ def test_every_further_task_has_a_table_behind_its_own_instruction(tmp_path: Pat
         TokenWiseConfig(tasks={"../up": "x"})
     too_long = config.model_copy(update={"tasks": {"x": "long " * 40}})
     with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
-        token_wise.build(too_long, dim=8, tokenizer_json=learnt, seed=0)
+        dual_encoder.build_query_tower(too_long, dim=8, tokenizer_json=learnt, seed=0)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])
@@ -228,7 +228,7 @@ def test_a_table_names_what_it_was_made_from():
 
     def digests(seed: int = 0, **knobs) -> dict[str, str]:
         config = TokenWiseConfig(backbone=tiny.CAUSAL, **knobs)
-        made = token_wise.build(config, dim=8, tokenizer_json=learnt, seed=seed)
+        made = dual_encoder.build_query_tower(config, dim=8, tokenizer_json=learnt, seed=seed)
         return made._digests(made.config.instruction)
 
     first = digests()
@@ -262,10 +262,10 @@ def test_what_cannot_read_blocks_is_refused(tmp_path: Path):
     learnt = backbone.train_tokenizer(["a few words"], vocabulary=400)
     both_ways = TokenWiseConfig(backbone=tiny.BIDIRECTIONAL)
     with pytest.raises(ConfigError, match="needs a causal backbone"):
-        token_wise.build(both_ways, dim=8, tokenizer_json=learnt, seed=0)
+        dual_encoder.build_query_tower(both_ways, dim=8, tokenizer_json=learnt, seed=0)
     too_long = TokenWiseConfig(backbone=tiny.CAUSAL, instruction="long " * 40)
     with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
-        token_wise.build(too_long, dim=8, tokenizer_json=learnt, seed=0)
+        dual_encoder.build_query_tower(too_long, dim=8, tokenizer_json=learnt, seed=0)
     folder = families.folder(tmp_path, "mistral")
     with pytest.raises(ConfigError, match="layers of the backbone see 8: shorten it"):
         build(folder, instruction="longer than a window")

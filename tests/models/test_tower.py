@@ -10,7 +10,7 @@ from transformers import AlbertConfig, AutoModel, DistilBertConfig, GPT2Config, 
 import families
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import backbone, dual_encoder, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Pretrained, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.dual_encoder import load_tower
@@ -30,7 +30,7 @@ def tokenizer_json() -> str:
 def build(tokenizer_json: str, scratch: Scratch, role: str, **more: object) -> Tower:
     config = tiny.query_tower(scratch) if role == "query" else tiny.document_tower(scratch)
     config = config.model_copy(update=more)
-    return tower.build(config, role=role, dim=16, tokenizer_json=tokenizer_json, seed=0).eval()
+    return dual_encoder.build_tower(config, role=role, dim=16, tokenizer_json=tokenizer_json, seed=0).eval()
 
 
 @pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
@@ -88,7 +88,7 @@ def test_any_hugging_face_folder_is_a_backbone(tokenizer_json: str, tmp_path: Pa
     config = TowerConfig(
         backbone=Pretrained(path=str(tmp_path), layers=2), max_length=40, prompt=tiny.SHORT_PROMPT
     )
-    loaded = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
+    loaded = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
     assert loaded.causal == (scratch.architecture == "qwen2")
     assert loaded.backbone.config.num_hidden_layers == 2
     assert loaded(collate(loaded.prompt.rows(*DOCUMENTS), pad=loaded.pad)).shape == (2, 3, 16)
@@ -99,7 +99,7 @@ def test_a_tower_of_the_first_layers_is_saved_and_read_again(tmp_path: Path, fam
     path = families.folder(tmp_path / "base", family)
     config = families.tower_config(path, role="document")
     config = config.model_copy(update={"backbone": Pretrained(path=str(path), layers=1)})
-    made = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
+    made = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
     made.save(tmp_path / "tower")
     again = load_tower(tmp_path / "tower")
     assert again.backbone.config.num_hidden_layers == 1
@@ -180,7 +180,7 @@ def test_states_as_wide_as_embeddings_start_as_they_are(tmp_path: Path, family: 
 
     def start(role: str, dim: int, **more: Any) -> torch.Tensor:
         config = families.tower_config(folder, role=role, **more)
-        made = tower.build(config, role=role, dim=dim, tokenizer_json=None, seed=3)
+        made = dual_encoder.build_tower(config, role=role, dim=dim, tokenizer_json=None, seed=3)
         assert made.projection.weight.requires_grad == (more.get("projection") != "none")
         return made.projection.weight.detach()
 
@@ -196,7 +196,7 @@ def test_states_as_wide_as_embeddings_start_as_they_are(tmp_path: Path, family: 
 def test_a_projection_of_a_model_from_scratch_stays_random(tokenizer_json: str):
     config = tiny.query_tower()
     dim = config.backbone.hidden
-    made = tower.build(config, role="query", dim=dim, tokenizer_json=tokenizer_json, seed=0)
+    made = dual_encoder.build_tower(config, role="query", dim=dim, tokenizer_json=tokenizer_json, seed=0)
     assert (made.projection.weight - torch.eye(dim)).abs().max() > 0.1
 
 
@@ -245,7 +245,7 @@ def test_a_decoder_whose_tokenizer_starts_texts_gets_its_first_token(tmp_path: P
     )
     tokenizer.save_pretrained(path)
     config = families.tower_config(path, role="query")
-    made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0)
+    made = dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=None, seed=0)
     made.save(tmp_path / "tower")
     for one in (made, load_tower(tmp_path / "tower")):
         (row,) = one.prompt.rows(["words"])

@@ -7,7 +7,7 @@ import tiny
 from in_process import run_without_ray
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
-from scalingnote.models import lookup, tower
+from scalingnote.models import dual_encoder, lookup
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig
 from scalingnote.storage.artifact import Artifact, Draft
@@ -33,7 +33,10 @@ def built(folder: Path, *, corpus_seed: int = 0, shards: int = 2) -> Artifact:
 
 def student(uri: str, *, dim: int = DIM, seed: int = 0) -> Artifact:
     return _saved(
-        uri, tower.build(tiny.query_tower(), role="query", dim=dim, tokenizer_json=_learnt(), seed=seed)
+        uri,
+        dual_encoder.build_tower(
+            tiny.query_tower(), role="query", dim=dim, tokenizer_json=_learnt(), seed=seed
+        ),
     )
 
 

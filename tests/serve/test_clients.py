@@ -20,7 +20,7 @@ from pair import DIM
 import tiny
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import SearchError
-from scalingnote.models import tower
+from scalingnote.models import dual_encoder
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.serve import api
 from scalingnote.serve.access import Admission
@@ -47,7 +47,9 @@ def document_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     )
     uri = f"{tmp_path_factory.mktemp('document')}/tower"
     draft = Draft(uri, kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.document_tower(), role="document", dim=DIM, tokenizer_json=learnt, seed=3)
+    made = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=DIM, tokenizer_json=learnt, seed=3
+    )
     made.save(Path(draft.path("document")))
     return draft.commit(counts={})
 

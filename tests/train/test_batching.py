@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from scalingnote.errors import DataError, TrainingError
-from scalingnote.models import batch, tower
+from scalingnote.models import batch, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.prompt import Row
 from scalingnote.storage import schema
@@ -97,7 +97,7 @@ def read(batch: batch.Batch) -> list[Row]:
 
 def test_a_batch_equals_tokenising_its_triplets_directly(prepared: PreparedStore):
     made = {
-        role: tower.build(
+        role: dual_encoder.build_tower(
             getattr(CONFIG, role), role=role, dim=8, tokenizer_json=prepared.tokenizers[role], seed=0
         )
         for role in ("query", "document")

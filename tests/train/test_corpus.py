@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.config import Lora, Pretrained, TowerConfig
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import hash_of
@@ -20,7 +20,7 @@ LEARNT = backbone.train_tokenizer([row["content"] for row in DOCUMENTS], vocabul
 @pytest.mark.parametrize("architecture", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
 def test_a_prompt_without_weights_reads_as_its_tower(architecture, tmp_path: Path):
     config = tiny.document_tower(architecture)
-    made = tower.build(config, role="document", dim=8, tokenizer_json=LEARNT, seed=0)
+    made = dual_encoder.build_tower(config, role="document", dim=8, tokenizer_json=LEARNT, seed=0)
     expected = made.prompt.rows(*COLUMNS)
     assert tokens.build_prompt(config, role="document", tokenizer_json=LEARNT).rows(*COLUMNS) == expected
     made.save(tmp_path)

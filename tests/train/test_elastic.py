@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 
 import tiny
 from in_process import without_ray
-from scalingnote.models import tower
+from scalingnote.models import dual_encoder
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.storage.artifact import Draft, open_artifact
 from scalingnote.train import job
@@ -116,7 +116,9 @@ def tiny_towers(folder: Path) -> None:
     tiny.dataset(str(folder / "dataset"), rows_per_part=ROWS_PER_PART)
     learnt = train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     draft = Draft(str(folder / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.document_tower(), role="document", dim=8, tokenizer_json=learnt, seed=0)
+    made = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=8, tokenizer_json=learnt, seed=0
+    )
     made.save(Path(draft.path("document")))
     draft.commit(counts={})
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ranks
 import tiny
-from scalingnote.models import backbone, batch, tower
+from scalingnote.models import backbone, batch, dual_encoder
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.collectives import Shares, gather, shares
@@ -26,8 +26,10 @@ Found = dict[str, Tensor]
 def stage(*, uneven: bool) -> StageOne:
     texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
-    query = tower.build(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
-    document = tower.build(tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=1)
+    query = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
+    document = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=1
+    )
     losses = Losses(matryoshka=(4, 16), learn_temperature=True, teacher=TeacherScores())
     return StageOne(DualEncoder(query, document), losses, uneven=uneven)
 

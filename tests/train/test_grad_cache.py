@@ -12,7 +12,7 @@ import ranks
 import tiny
 from scalingnote.distillation.config import DistillLosses
 from scalingnote.distillation.objective import Lesson, StageTwo
-from scalingnote.models import backbone, batch, tower
+from scalingnote.models import backbone, batch, dual_encoder
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses
@@ -41,10 +41,10 @@ class PlainEngine(Engine):
 def stage(*, uneven: bool = False) -> StageOne:
     """Encoders with dropout, and a temperature that learns."""
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-    query = tower.build(
+    query = dual_encoder.build_tower(
         tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=8, tokenizer_json=learnt, seed=0
     )
-    document = tower.build(
+    document = dual_encoder.build_tower(
         tiny.document_tower(tiny.BIDIRECTIONAL), role="document", dim=8, tokenizer_json=learnt, seed=1
     )
     losses = Losses(matryoshka=(4, 8), learn_temperature=True)

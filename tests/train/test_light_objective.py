@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import light
 import tiny
 from scalingnote.losses import false_negative_documents
-from scalingnote.models import tower
+from scalingnote.models import dual_encoder
 from scalingnote.models.config import LookupConfig, Lora, TokenWiseConfig, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.lookup import LookupTower
@@ -128,7 +128,7 @@ def test_binary_queries_count_a_term_once():
 
 def test_a_transformer_query_tower_teaches_its_own_sparse_side():
     made = light.stage()
-    query = tower.build(
+    query = dual_encoder.build_tower(
         TowerConfig(backbone=tiny.CAUSAL, max_length=16),
         role="query",
         dim=light.DIM,

@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from scalingnote.errors import ConfigError, TrainingError
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import Batch
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train.candidates import Triplets
@@ -22,8 +22,10 @@ EMPTY = Batch(*(torch.zeros(1, 1, dtype=torch.long) for _ in range(3)))
 @cache
 def towers() -> DualEncoder:
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-    query = tower.build(tiny.query_tower(), role="query", dim=8, tokenizer_json=learnt, seed=0)
-    document = tower.build(tiny.document_tower(), role="document", dim=8, tokenizer_json=learnt, seed=1)
+    query = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=8, tokenizer_json=learnt, seed=0)
+    document = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=8, tokenizer_json=learnt, seed=1
+    )
     return DualEncoder(query, document)
 
 
@@ -156,7 +158,7 @@ def test_what_cannot_be_learnt_from_is_refused():
         StageOne(towers(), Losses(view_weights={"title": 0, "content": 0, "summary": 0}))
     config = tiny.document_tower().model_copy(update={"prompt": "{title} {content} [EMB]"})
     learnt = backbone.train_tokenizer(["a few words"], vocabulary=400)
-    one_view = tower.build(config, role="document", dim=8, tokenizer_json=learnt, seed=0)
+    one_view = dual_encoder.build_tower(config, role="document", dim=8, tokenizer_json=learnt, seed=0)
     with pytest.raises(ConfigError, match="view_weights names title, but the document prompt gives summary"):
         StageOne(DualEncoder(towers().query, one_view), Losses(view_weights={"title": 0.5}))
     embeddings, triplets = drawn()
