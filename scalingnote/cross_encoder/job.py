@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 from scalingnote import cluster
-from scalingnote.config import dump, validate
+from scalingnote.config import validate
 from scalingnote.cross_encoder.config import DualPooledConfig, score_temperature
 from scalingnote.cross_encoder.pairs import PairBatches, PairEncoder, PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
@@ -64,7 +64,6 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
     launch(
         _worker,
         {
-            "config": dump(config),
             "output": output,
             "work": draft.work(),
             "store": prepared.store,
@@ -291,7 +290,7 @@ def _order(config: DualPooledConfig, sizes: dict[str, int]) -> Order:
 
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank."""
-    config, rank, world = start_rank(DualPooledConfig, settings, section="cross")
+    config, rank, world = start_rank(DualPooledConfig, settings)
 
     def build_stage() -> PairStage:
         model = CrossEncoder(
@@ -323,6 +322,5 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         build_stage=build_stage,
         schedule=config,
         settings=settings,
-        section="cross",
         save=lambda whole, folder: whole.model.save(folder / MODEL),
     )

@@ -114,7 +114,7 @@ class Checkpoints:
         """
         self.wait()
         self._barrier()
-        info = self.best() if best else self.newest()
+        info = next((found for found in self._newest_first() if found.best or not best), None)
         if info is None:
             return None
         uri = fs.join(self.uri, _name(info.step))
@@ -123,25 +123,18 @@ class Checkpoints:
                 f"{uri} was written as {info.layout!r}, this run reads {target.layout!r}: resume it with "
                 "the same strategy and number of workers, or delete it to start again"
             )
+        # Any number of ranks reads all files of the layout WHOLE; else each reads its own.
+        own = "" if info.layout == WHOLE else f"shard-{rank() + 1:05d}-"
         state = target.state()
-        reader = _ShardReader(uri, self._files_of_rank(info))
+        reader = _ShardReader(uri, [name for name in info.files if name.startswith(own)])
         with self._without_dcp_warning():
             load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         target.restored(state)
         return info
 
-    def _files_of_rank(self, info: CheckpointInfo) -> list[str]:
-        """All files of the layout WHOLE, which any number of ranks reads; else the shard of this rank."""
-        own = f"shard-{rank() + 1:05d}-"
-        return [name for name in info.files if info.layout == WHOLE or name.startswith(own)]
-
-    def newest(self) -> CheckpointInfo | None:
-        """The complete checkpoint of the latest step."""
-        return next((f for f in map(self._complete, reversed(self._folders())) if f), None)
-
-    def best(self) -> CheckpointInfo | None:
-        """The latest checkpoint that was the best when it was written."""
-        return next((f for f in map(self._complete, reversed(self._folders())) if f and f.best), None)
+    def _newest_first(self) -> Iterator[CheckpointInfo]:
+        """The complete checkpoints."""
+        return filter(None, map(self._complete, reversed(self._folders())))
 
     def _write(self, state: Any, uri: str, marker: dict[str, Any]) -> None:
         """Every rank writes its shards; when all are there, rank 0 writes the marker."""
@@ -164,9 +157,9 @@ class Checkpoints:
         save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
     def _prune(self) -> None:
-        best = self.best()
+        best = next((_name(found.step) for found in self._newest_first() if found.best), None)
         for name in self._folders()[: -self._keep]:
-            if best is None or name != _name(best.step):
+            if name != best:
                 fs.delete(fs.join(self.uri, name))
 
     def _folders(self) -> list[str]:

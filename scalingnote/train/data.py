@@ -11,12 +11,8 @@ part has rows, or as its ratio requires. The draws from a part follow one permut
 across epochs, so a large part with a small ratio is read whole before a row repeats.
 """
 
-import fcntl
-import hashlib
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,24 +34,6 @@ ABSENT = -1  # in place of a document's row number, where a row has fewer negati
 _FEISTEL_ROUNDS = 12
 _SLOTS, _PART, _WINDOW = range(3)  # purpose of a permutation, part of its key: equal keys would correlate
 LengthOf = Callable[[Int64[ndarray, " rows"]], ndarray]
-
-
-def local_copy(uri: str, files: list[str], *, version: str) -> Path:
-    """A local folder with `files` of `uri`: itself when local, else a copy that processes of a machine share.
-
-    The first process that asks for a file copies it; the others wait.
-    """
-    with _machine_lock(uri) if "://" in uri else nullcontext():
-        return fs.download(uri, files, version=version)
-
-
-@contextmanager
-def _machine_lock(uri: str) -> Iterator[None]:
-    """One process of this machine at a time."""
-    name = f"scalingnote-{hashlib.sha256(uri.encode()).hexdigest()[:24]}.lock"
-    with (Path(tempfile.gettempdir()) / name).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 class Rows:
@@ -155,7 +133,7 @@ class Store:
         kept = {table: index["tables"][table] for table in tables or index["tables"]}
         names = [name for files in kept.values() for name, *_ in files]
         # The index holds the sums of all files: a store of other contents is another version.
-        folder = local_copy(uri, names, version=json.dumps(index, sort_keys=True))
+        folder = fs.download(uri, names, version=json.dumps(index, sort_keys=True))
         return cls(
             {table: Rows([folder / name for name, *_ in files]) for table, files in kept.items()},
             index["facts"],

@@ -12,7 +12,7 @@ Gradients equal those of a plain backward pass over the same chunks, dropout inc
 Scaling deep contrastive learning batch size under memory limited setup.)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from scalingnote.errors import ConfigError
 from scalingnote.models.batch import Batch
 from scalingnote.models.cross_encoder import CrossEncoder
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import compute_dtype
-from scalingnote.train import optimizer
 from scalingnote.train.collectives import world_size
-from scalingnote.train.config import GradCache, Memory, Schedule
+from scalingnote.train.config import GradCache, Memory, Optimizer, Schedule
 
 WHOLE = "whole"  # the layout of states that any number of ranks can read
 
@@ -79,20 +79,20 @@ class Engine:
     def step(self, lr: float) -> Tensor:
         """Clip, step, clear the gradients; returns their global norm before clipping."""
         norm = self._clip_gradients()
-        optimizer.set_learning_rate(self._optimizer, lr)
+        set_learning_rate(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint must hold, by name; this rank's shards, alive: read or fill them in place."""
-        optimizer.initialize_state(self._optimizer)
+        initialize_state(self._optimizer)
         weights = {name: value.detach() for name, value in self._names.items()}
-        return weights | optimizer.named_state(self._optimizer, self._names)
+        return weights | named_state(self._optimizer, self._names)
 
     def restored(self, state: Mapping[str, Tensor]) -> None:
         """Must be called after the tensors of :meth:`state` were filled from a checkpoint."""
-        optimizer.restore_scalars(self._optimizer, self._names, state)
+        restore_scalars(self._optimizer, self._names, state)
 
     def weights(self) -> dict[str, Tensor] | None:
         """Trained parameters, whole, in float32, on the CPU of rank 0; None on other ranks."""
@@ -158,6 +158,133 @@ def surrogate(embeddings: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tens
     """A scalar whose gradients with regard to `embeddings` are `gradients`."""
     products = [(one.float() * grad).sum() for one, grad in zip(embeddings, gradients, strict=True)]
     return torch.stack(products).sum()
+
+
+# --- optimizers: AdamW with float32 or 8-bit moments, or RowAdam -------------------------------------------
+
+
+def make_optimizer(
+    groups: Iterable[Sequence[Tensor]], settings: Optimizer, *, device: torch.device
+) -> torch.optim.Optimizer:
+    """An optimizer over groups of parameters. ConfigError when 8-bit moments are not available."""
+    knobs: dict[str, Any] = {
+        "lr": settings.peak_lr,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    filled = [{"params": list(group)} for group in groups if group]
+    if settings.kind == "row_adam":
+        return RowAdam(filled, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps)
+    if settings.kind == "adamw":
+        return torch.optim.AdamW(filled, fused=True, **knobs)
+    if device.type != "cuda":
+        raise ConfigError(f"optimizer.kind=adamw_8bit needs a GPU, found {device}: choose adamw")
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError:
+        raise ConfigError(
+            "optimizer.kind=adamw_8bit needs bitsandbytes: pip install bitsandbytes, or choose adamw"
+        ) from None
+    return AdamW8bit(filled, **knobs)  # type: ignore[no-any-return]
+
+
+def initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's state, as its first step would, by a step of length 0 on zero gradients."""
+    if optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """State of the parameters in `names`, as ``{name}.{moment}``; after :func:`initialize_state`."""
+    return {
+        f"{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(value)
+        for name, parameter in names.items()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def restore_scalars(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> None:
+    """Copy plain numbers of a filled :func:`named_state` back: bitsandbytes counts its steps in one."""
+    for name, parameter in names.items():
+        own = optimizer.state[parameter]
+        for key, value in own.items():
+            if not isinstance(value, Tensor):
+                own[key] = type(value)(state[f"{name}.{key}"].item())
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Set the learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+class RowAdam(torch.optim.Optimizer):
+    """Adam over rows (the first dimension) that have a gradient, for lookup tables; of a vector, over values.
+
+    A row changes only in steps whose batch contains its token. Adam changes every row in every step, by
+    moments that decay slowly after the row's last gradient, so the row of a rare token would move ten times
+    too far. Here the moments of a row decay at its next gradient, by the number of steps since the last one.
+
+    An attribute `row_rates` [rows] of a parameter holds factors of its learning rate.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        """`groups` as torch's optimizers take them."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move the rows that have a gradient."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group)
+
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["last"] = torch.zeros(len(parameter), device=parameter.device)
+        state["step"] += 1
+        rows = (gradient if gradient.dim() == 1 else gradient.flatten(1).any(1)).nonzero()[:, 0]
+        if not len(rows):
+            return
+        (first, second), step = group["betas"], float(state["step"])
+        shape = (-1, *[1] * (parameter.dim() - 1))
+        passed = (step - state["last"][rows]).reshape(shape)
+        own = gradient[rows]
+        mean = state["exp_avg"][rows] * first**passed + (1 - first) * own
+        square = state["exp_avg_sq"][rows] * second**passed + (1 - second) * own * own
+        state["exp_avg"][rows], state["exp_avg_sq"][rows], state["last"][rows] = mean, square, step
+        moved = mean / (1 - first**step) / ((square / (1 - second**step)).sqrt() + group["eps"])
+        rates = getattr(parameter, "row_rates", None)
+        if rates is not None:
+            moved *= rates.to(moved.device)[rows].reshape(shape)
+        parameter[rows] -= group["lr"] * moved
 
 
 # --- GradCache ---------------------------------------------------------------------------------------------

@@ -36,11 +36,10 @@ from scalingnote.train.data import MappedShares, Order, Share, Store
 from scalingnote.train.engine import Engine, autocast, load_weights
 from scalingnote.train.loop import Tracker, TrainingHistory, Values, build_trackers, events_folder, fit
 from scalingnote.train.objective import StageOne
-from scalingnote.train.prepare import MeanRow, PreparedStore, mean_row, prepare, sparse_query
+from scalingnote.train.prepare import PreparedStore, mean_tokens, prepare, sparse_query
 from scalingnote.train.strategies import build
 from scalingnote.train.stream import StreamedShares, read_pool, write_stream
-from scalingnote.train.validation import validator
-from scalingnote.train.validation_sample import drawn_documents
+from scalingnote.train.validation import drawn_documents, validator
 
 log = get_logger("train")
 FATAL = "fatal.json"  # in the work folder: an error that a restart cannot fix
@@ -89,7 +88,6 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     launch(
         _worker,
         {
-            "config": dump(config),
             "output": output,
             "work": draft.work(),
             "store": prepared.store,
@@ -102,17 +100,22 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     )
     made = finished_steps(output, planned=steps)
     pairs = made * config.global_batch
-    row = streamed or mean_row(Store.open(prepared.store))
+    query_tokens, document_tokens = streamed or mean_tokens(Store.open(prepared.store))
     return draft.commit(
-        counts={"triplets": rows, "documents": prepared.documents, "steps": made, "pairs": pairs}
-        | {"query_tokens": round(pairs * row.query_tokens)}
-        | {"document_tokens": round(pairs * row.document_tokens)}
-        | {"documents_per_pair": row.documents}
+        counts={
+            "triplets": rows,
+            "documents": prepared.documents,
+            "steps": made,
+            "pairs": pairs,
+            "query_tokens": round(pairs * query_tokens),
+            "document_tokens": round(pairs * document_tokens),
+            "documents_per_pair": prepared.group,
+        }
     )
 
 
-def _stream(config: TrainConfig, prepared: PreparedStore, steps: int) -> MeanRow | None:
-    """Write the stream of a run if it has one; returns the mean of its rows, or None without a stream."""
+def _stream(config: TrainConfig, prepared: PreparedStore, steps: int) -> tuple[float, float] | None:
+    """Write the stream of a run if it has one; returns :func:`mean_tokens` of its rows, or None without."""
     data, store, order = config.data, prepared.store, _order(config, prepared.sizes)
     size = sum(file.bytes for table in ("train", "documents") for file in Store.files(store, table)) / 1e9
     large = "://" in store and size > data.copy_limit_gb and not order.sorts
@@ -126,7 +129,7 @@ def _stream(config: TrainConfig, prepared: PreparedStore, steps: int) -> MeanRow
     )
     log.info("%.1f GB of rows are streamed, of a store of %.1f GB", totals["bytes"] / 1e9, size)
     rows = steps * config.global_batch
-    return MeanRow(totals["query_tokens"] / rows, totals["document_tokens"] / rows, prepared.group)
+    return totals["query_tokens"] / rows, totals["document_tokens"] / rows
 
 
 def launch(
@@ -145,9 +148,10 @@ def launch(
 
     Args:
         worker: one rank; calls :func:`start_rank` and :func:`train_rank`.
-        settings: of the worker. Ray's own records and the checkpoints go to ``settings["work"]``.
-        schedule: resources, strategy and number of restarts.
-        section: config section of the stage, for messages.
+        settings: of the worker, which also gets config and section. Ray's own records and the checkpoints go
+            to ``settings["work"]``.
+        schedule: the config of the stage.
+        section: its name, for messages.
 
     Raises:
         TrainingError: the restarts did not help, or a rank had too little memory.
@@ -158,6 +162,7 @@ def launch(
     cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{section}.resources")
     private = resources.workers and cluster.is_private()
     with tempfile.TemporaryDirectory() if private else nullcontext() as folder:
+        settings = {**settings, "config": dump(schedule), "section": section}
         trainer = _trainer(partial(_noted, worker=worker), settings, schedule, folder)
         try:
             with cluster.restored_interrupt_handler():
@@ -240,11 +245,11 @@ def _cause(error: TrainingFailedError, settings: Settings, restarts: int) -> Sca
     return TrainingError(f"training failed after {restarts} restarts: {error}")
 
 
-def start_rank(config: type[S], settings: Settings, *, section: str) -> tuple[S, int, int]:
+def start_rank(config: type[S], settings: Settings) -> tuple[S, int, int]:
     """A rank's config, its number and the number of ranks; a worker calls it first."""
     context = ray.train.get_context()
     configure(rank=context.get_world_rank())
-    validated = validate(config, settings["config"], source=section)
+    validated = validate(config, settings["config"], source=settings["section"])
     if validated.resources.workers:
         torch.set_num_threads(max(int(validated.resources.cpus_per_worker), 1))
     return validated, context.get_world_rank(), context.get_world_size()
@@ -257,7 +262,6 @@ def train_rank(
     build_stage: Callable[[], M],
     schedule: Schedule,
     settings: Settings,
-    section: str,
     save: Callable[[M, Path], None],
     validation: ValidationSchedule | None = None,
     validate_with: Callable[[Engine], Callable[[], Values] | None] = lambda engine: None,
@@ -269,8 +273,7 @@ def train_rank(
         batches: this rank's batch of a step.
         build_stage: builds another `stage` from config and seed.
         schedule: of the training.
-        settings: of this rank; ``output``, ``work`` and ``steps`` are read.
-        section: config section of the stage, for messages.
+        settings: of this rank; ``output``, ``work``, ``steps`` and ``section`` are read.
         save: writes the trained module into a folder.
         validation: when to measure, and which weights to keep.
         validate_with: makes the function that measures.
@@ -291,7 +294,7 @@ def train_rank(
             steps=settings["steps"],
             schedule=schedule,
             checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=schedule.keep_checkpoints),
-            section=section,
+            section=settings["section"],
             trackers=trackers,
             validation=validation,
             validate=validate_with(engine),
@@ -346,7 +349,7 @@ def _plain_error(error: ScalingNoteError) -> dict[str, str]:
 
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank of stage I."""
-    config, rank, world = start_rank(TrainConfig, settings, section="train")
+    config, rank, world = start_rank(TrainConfig, settings)
 
     def build_stage() -> StageOne:
         towers = dual_encoder.build(
@@ -378,7 +381,6 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         build_stage=build_stage,
         schedule=config,
         settings=settings,
-        section="train",
         save=lambda whole, folder: _save(whole, folder, config=config, device=device_of(config)),
         validation=config.validation,
         validate_with=lambda engine: validator(

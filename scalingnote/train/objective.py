@@ -56,12 +56,9 @@ class StageOne(Cacheable):
         *,
         sparse: Sparse | None = None,
         align: Align | None = None,
-        uneven: bool = False,
     ) -> None:
-        """`uneven`: ranks may have different numbers of rows, which costs an exchange at every step."""
         super().__init__()
-        self.towers, self._losses, self._uneven = towers, losses, uneven
-        self._sparse, self._align = sparse, align
+        self.towers, self._losses, self._sparse, self._align = towers, losses, sparse, align
         self.temperature = Temperature(losses.temperature) if losses.learn_temperature else None
         self._view_weights = _view_weights(towers.document.views, losses.view_weights)
 
@@ -113,7 +110,7 @@ class StageOne(Cacheable):
     def _loss_of_queries(
         self, embeddings: dict[str, Tensor], triplets: Triplets, temperature: float | Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        gathered = gather_candidates(triplets, embeddings["document"], self._losses, uneven=self._uneven)
+        gathered = gather_candidates(triplets, embeddings["document"], self._losses)
         queries = embeddings["query"][:, 0]
         knobs: dict[str, Any] = {"temperature": temperature, "view_weights": self._view_weights}
         parts = dense_loss(queries, gathered, self._losses, **knobs)
@@ -150,7 +147,6 @@ class StageOne(Cacheable):
         scores = sparse_scores(
             terms,
             triplets.terms,
-            share=gathered.share,
             columns=gathered.columns,
             binary=sparse.query == "binary",
         )
@@ -160,9 +156,9 @@ class StageOne(Cacheable):
                 scores,
                 positives=gathered.positives,
                 ignore=gathered.ignored_documents,
-                weights=gathered.weights,
+                weights=gathered.triplets.weights,
             ),
-            "flops": flops(mean_term_weights(terms, gathered.present, share=gathered.share)),
+            "flops": flops(mean_term_weights(terms, gathered.present)),
         }
         ramp = 1.0 if triplets.progress is None else quadratic_ramp(triplets.progress, sparse.ramp)
         loss = sparse.weight * parts["sparse"] + sparse.flops * ramp * parts["flops"]
@@ -171,7 +167,7 @@ class StageOne(Cacheable):
             widest = max(self._losses.matryoshka)
             teacher = candidate_log_probabilities(teacher_queries, gathered, widest, view, temperature)
             parts["sparse_align"] = align_scores(
-                scores, teacher=teacher, weights=gathered.weights, absent=gathered.absent
+                scores, teacher=teacher, weights=gathered.triplets.weights, absent=gathered.absent
             )
             loss = loss + self._align.weight * parts["sparse_align"]
         own = gathered.present.T.flatten()
@@ -199,8 +195,8 @@ def dense_loss(
     Returns:
         ``contrastive``, ``margin`` and, where the config has one, ``teacher``: sums over views and prefixes.
     """
-    all_queries = gather(queries, gathered.share) if losses.bidirectional else queries
-    rows: dict[str, Any] = {"weights": gathered.weights}
+    all_queries = gather(queries) if losses.bidirectional else queries
+    rows: dict[str, Any] = {"weights": gathered.triplets.weights}
     softmax: dict[str, Any] = {"positives": gathered.positives, "temperature": temperature, **rows}
     contrastive = margin = teacher = torch.zeros((), device=queries.device)
     for prefix_weight, (q, all_q, groups, candidates) in prefixes(
@@ -280,7 +276,7 @@ def dense_alignment(
                 candidates,
                 teacher=teacher,
                 temperature=temperature,
-                weights=gathered.weights,
+                weights=gathered.triplets.weights,
                 absent=gathered.absent,
             )
             total = total + weight * view_weight * loss

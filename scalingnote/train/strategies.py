@@ -28,10 +28,20 @@ from scalingnote.errors import ConfigError
 from scalingnote.models.frozen import FrozenLinear
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import lower_frozen
-from scalingnote.train import optimizer
 from scalingnote.train.collectives import average_, rank, world_size
 from scalingnote.train.config import DeepSpeed, Fsdp2, Schedule
-from scalingnote.train.engine import Engine, backbones, layers, surrogate, trainable
+from scalingnote.train.engine import (
+    Engine,
+    backbones,
+    initialize_state,
+    layers,
+    make_optimizer,
+    named_state,
+    restore_scalars,
+    set_learning_rate,
+    surrogate,
+    trainable,
+)
 
 
 def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
@@ -59,7 +69,7 @@ class DdpEngine(Engine):
         lower_frozen(module, self._dtype)  # before a GPU would get twice the bytes
         module.to(device)
         self._names = trainable(self.module)
-        self._optimizer = optimizer.make([list(self._names.values())], schedule.optimizer, device=device)
+        self._optimizer = make_optimizer([list(self._names.values())], schedule.optimizer, device=device)
         self._wrapped: nn.Module = self.module
         # GradCache runs many backward passes a step, past the wrapper: it averages once, after the last.
         if world_size() > 1 and schedule.memory.grad_cache is None:
@@ -125,7 +135,7 @@ class Fsdp2Engine(Engine):
         sharded = [p for p in self._names.values() if isinstance(p, DTensor)]
         self._whole = [p for p in self._names.values() if not isinstance(p, DTensor)]
         # Two groups: a fused step takes tensors of one kind.
-        self._optimizer = optimizer.make([sharded, self._whole], schedule.optimizer, device=device)
+        self._optimizer = make_optimizer([sharded, self._whole], schedule.optimizer, device=device)
 
     def backward(self, loss: Tensor) -> None:
         """As the base class; shards are reduced during the pass, whole parameters after it."""
@@ -149,18 +159,19 @@ class Fsdp2Engine(Engine):
 
     def _clip_gradients(self) -> Tensor:
         """The norm is over all ranks' shards and, counted once, what every rank holds."""
-        gradients = [p.grad for p in self._names.values() if p.grad is not None]
         squares = torch.zeros(2, device=self._device)  # of whole gradients, of shards
-        for gradient in gradients:
-            square = optimizer.local_part(gradient).float().square().sum()
-            squares[int(isinstance(gradient, DTensor))] += square.to(self._device)
+        gradients: list[Tensor] = []  # this rank's parts of them
+        for parameter in self._names.values():
+            if parameter.grad is not None:
+                sharded = isinstance(parameter.grad, DTensor)
+                gradients.append(parameter.grad.to_local() if sharded else parameter.grad)
+                squares[int(sharded)] += gradients[-1].float().square().sum().to(self._device)
         if world_size() > 1:
             dist.all_reduce(squares[1:])
         norm = squares.sum().sqrt()
         factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
-            own = optimizer.local_part(gradient)
-            own.mul_(factor.to(own.device))
+            gradient.mul_(factor.to(gradient.device))
         return norm
 
 
@@ -187,7 +198,7 @@ class ZeroEngine(Engine):
         state_device = torch.device("cpu") if config.offload_optimizer else device
 
         def make(parameters: Any) -> torch.optim.Optimizer:
-            return optimizer.make([list(parameters)], schedule.optimizer, device=state_device)
+            return make_optimizer([list(parameters)], schedule.optimizer, device=state_device)
 
         if config.stage == 3:
             # The head reads a table that another module owns: DeepSpeed must gather it there too.
@@ -220,7 +231,7 @@ class ZeroEngine(Engine):
 
     def step(self, lr: float) -> Tensor:
         """As the base class, on this rank's partition; DeepSpeed clips."""
-        optimizer.set_learning_rate(self._engine.optimizer, lr)
+        set_learning_rate(self._engine.optimizer, lr)
         self._engine.step()
         if self._cached:
             self._clear_gradients()
@@ -233,16 +244,16 @@ class ZeroEngine(Engine):
         zero = self._engine.optimizer
         if self._stage == 3:  # its AdamW knows its parameters only while it steps
             zero._set_fp32_optimizer_param_groups()
-        optimizer.initialize_state(zero.optimizer)
+        initialize_state(zero.optimizer)
         if self._stage == 3:
             zero._clear_fp32_optimizer_param_groups()
-        return weights | optimizer.named_state(zero.optimizer, names)
+        return weights | named_state(zero.optimizer, names)
 
     def restored(self, state: Mapping[str, Tensor]) -> None:
         """As the base class; weights in the compute dtype are copied from the partitions."""
         names = {f"rank-{rank()}.{number}": part for number, part in enumerate(self._partitions())}
         zero = self._engine.optimizer
-        optimizer.restore_scalars(zero.optimizer, names, state)
+        restore_scalars(zero.optimizer, names, state)
         if self._stage < 3:
             zero.update_lp_params()
             return

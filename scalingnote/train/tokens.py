@@ -29,6 +29,7 @@ from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_wise import TokenDocumentTower, TokenWise
 from scalingnote.models.tower import Tower
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.data import ABSENT, one_chunk
@@ -233,7 +234,7 @@ def triplet_columns(
     coded = pc.dictionary_encode(triplets["query_id"].combine_chunks())
     columns = {
         "query": pa.array(query_number(coded.dictionary)).take(coded.indices),
-        "documents": pa.FixedSizeListArray.from_arrays(pa.array(documents.reshape(-1)), group),
+        "documents": arrow.to_arrow(documents),
         "known": _known(coded, documents[:, 0], answers, wanted, place).take(coded.indices),
         "weight": triplets["weight"].combine_chunks().cast(pa.float32()),
         "scores": _scores(triplets, group),
@@ -292,7 +293,7 @@ def _places(
     return np.repeat(np.arange(len(lengths)), lengths), column
 
 
-def _scores(triplets: pa.Table, group: int) -> pa.FixedSizeListArray:
+def _scores(triplets: pa.Table, group: int) -> pa.Array:
     """A ranking model's scores of each row's documents; NaN where it gave none, or not for all of them."""
     out = np.full((len(triplets), group), np.nan, dtype=np.float32)
     if "scores" in triplets.column_names:
@@ -306,7 +307,7 @@ def _scores(triplets: pa.Table, group: int) -> pa.FixedSizeListArray:
         places = _places(lengths)
         out[places] = pc.fill_null(pc.list_flatten(triplets["scores"]), np.nan).to_numpy()
         out[np.unique(places[0][np.isnan(out[places])])] = np.nan
-    return pa.FixedSizeListArray.from_arrays(pa.array(out.reshape(-1)), group)
+    return arrow.to_arrow(out)
 
 
 def _known(
