@@ -13,7 +13,7 @@ from scalingnote.models.batch import collate
 from scalingnote.models.prompt import Row
 from scalingnote.storage import schema
 from scalingnote.storage import shuffle as sliced
-from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.train import prepare as preparing
 from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.config import Batching, Losses, TrainConfig
