@@ -116,13 +116,9 @@ def false_negative_documents(
     Such a candidate is the row's positive again, another known positive, or the positive of another row with
     the same query. The row's own positive is masked too; the loss takes it out of the mask.
 
-    Args:
-        query_ids: of this rank's rows, integers.
-        positive_ids: document of each row.
-        known: further documents known to answer the query, padded with -1.
-        all_query_ids: of the rows of all ranks.
-        candidate_ids: of all candidates. The first are the positives of all rows, ordered like
-            `all_query_ids`.
+    `query_ids`, `positive_ids` and `known` positives, padded with -1, are of this rank's rows,
+    `all_query_ids` of those of all ranks. The first candidates are the positives of all rows, in the order of
+    `all_query_ids`.
     """
     mask = positive_ids[:, None] == candidate_ids
     # One known positive at a time: all at once would take `known` times the memory.
@@ -377,15 +373,12 @@ def flops(means: Float[Tensor, " vocabulary"]) -> Float[Tensor, ""]:
     return means.square().sum()
 
 
-def quadratic_ramp(progress: float | Float[Tensor, ""], share: float) -> float | Float[Tensor, ""]:
+def quadratic_ramp(progress: Float[Tensor, ""], share: float) -> float | Float[Tensor, ""]:
     """Factor of a regulariser: grows as a square from 0 to 1 over the first `share` of a run, then stays.
 
     `progress` is the part of the run that is done. Term weights must be learnt before they are penalised.
     """
-    if not share:
-        return 1.0
-    done = progress / share
-    return done.clamp(max=1.0).square() if isinstance(done, Tensor) else min(done, 1.0) ** 2
+    return (progress / share).clamp(max=1.0).square() if share else 1.0
 
 
 # --- helpers ---------------------------------------------------------------------------------------------

@@ -81,12 +81,7 @@ def run_queries(
 ) -> Artifact:
     """Embed training queries, also generated ones, and score the documents of every triplet.
 
-    Args:
-        config: of the encoding.
-        dataset: URI of the documents.
-        triplets: URI; their queries are read.
-        cross_encoder: URI of the teacher.
-        output: URI of the query embeddings.
+    All arguments but `config` are URIs; `output` is that of the query embeddings.
     """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),

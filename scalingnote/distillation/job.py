@@ -232,10 +232,7 @@ class StudentStart:
 def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> StudentStart:
     """Write the start of a student to `folder`, or find it there. To be called once, before any rank starts.
 
-    Args:
-        config: of the student.
-        teacher: the artifact with the embeddings of queries.
-        folder: must belong to both.
+    The folder must belong to this config and this teacher, the artifact with the embeddings of queries.
     """
     if not fs.exists(fs.join(folder, _START_FILE)):
         if config.start == "teacher":

@@ -71,12 +71,8 @@ def prepare(
 ) -> dict[str, int]:
     """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
 
-    Args:
-        teacher: the artifact with the embeddings of queries.
-        prompt: of the student.
-        folder: must belong to this teacher, this student and these candidates.
-        candidates: for losses over documents.
-        each: runs the tasks; on Ray, `cluster.map_tasks`.
+    The folder must belong to this teacher, whose embeddings of queries are read, this student, whose prompt
+    is given, and these candidates, for losses over documents.
 
     Returns:
         Training rows by part, as :class:`Order` takes them.

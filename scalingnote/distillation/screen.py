@@ -2,12 +2,8 @@
 
     texts -> pseudo-queries -> teacher: embeddings Y [n, dim], of unit length
                             -> token shares X [n, tokens], sparse
-    table W [tokens, dim]: ridge regression on the pseudo-queries of 80 % of the documents
+    table W [tokens, dim]: argmin |X W - Y|^2 + ridge |W|^2 over the pseudo-queries of 80 % of the documents
     held-out pseudo-queries: cosine of table and teacher, share of the teacher's top 10 that the table finds
-
-X [texts, tokens]   sparse: each token's share of its text
-Y [texts, dim]      the teacher's embeddings
-W [tokens, dim]     argmin |X W - Y|^2 + ridge |W|^2
 
 A table that is trained on more texts is better than this one. The numbers compare teachers on one set of
 texts, and cannot be compared between sets.
@@ -142,8 +138,7 @@ def draw_texts(documents: Iterable[Row], config: ScreenConfig) -> TextSplit:
 def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTeacher:
     """Encode the texts with a teacher as published, fit its table, and compare the two.
 
-    Raises:
-        ConfigError: the model cannot be read.
+    ConfigError where the model cannot be read.
     """
     start = time.perf_counter()
     teacher = Encoder(open_tower(AdoptConfig(path=model), "query"))
@@ -151,7 +146,6 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
     tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
     table = RidgeTable.fit(tokens, train, ridge=config.ridge)
     embeddings = table.embed(held_out_tokens)
-    sample = texts.held_out
     return ScreenedTeacher(
         model=model,
         overlap=neighbour_overlap(held_out, embeddings, train, k=NEIGHBOURS),
@@ -159,9 +153,11 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
         dimensions=train.shape[1],
         parameters=sum(parameter.numel() for parameter in teacher.tower.parameters()),
         tokens=len(table.rows),
-        teacher_ms=median_ms(lambda text: teacher.encode_queries([text]), sample, count=TEACHER_QUERIES),
+        teacher_ms=median_ms(
+            lambda text: teacher.encode_queries([text]), texts.held_out, count=TEACHER_QUERIES
+        ),
         table_ms=median_ms(
-            lambda text: table.embed_one(token_ids(teacher, [text])[0]), sample, count=TABLE_QUERIES
+            lambda text: table.embed_one(token_ids(teacher, [text])[0]), texts.held_out, count=TABLE_QUERIES
         ),
         seconds=time.perf_counter() - start,
     )
@@ -217,13 +213,7 @@ class RidgeTable:
     def fit(
         cls, texts: Sequence[Sequence[int]], targets: Float[ndarray, "texts dim"], *, ridge: float
     ) -> "RidgeTable":
-        """The ridge regression from token shares to unit embeddings.
-
-        Args:
-            texts: token ids of each text, at least one each.
-            targets: the teacher's embeddings of them.
-            ridge: weight of the squared norm of the vectors.
-        """
+        """The ridge regression from the token shares of texts, of at least one token each, to `targets`."""
         seen = np.unique(np.concatenate([np.asarray(ids) for ids in texts]))
         columns = np.full(int(seen[-1]) + 1, -1)
         columns[seen] = np.arange(len(seen))

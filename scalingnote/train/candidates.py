@@ -58,16 +58,10 @@ class Triplets(TensorRecord):
 
 
 class TripletBatches:
-    """Triplets of any step, for one rank.
+    """Triplets of any step, for one rank: a function of the step number alone.
 
-    A batch is a function of the step number alone: a resumed run, or a restarted worker, sees the same rows.
-
-    Args:
-        share_of: this rank's rows of a step, from a mapped store or a stream.
-        facts: of the store that :func:`scalingnote.train.prepare.prepare` wrote.
-        pads: pad tokens of the query and the document tower.
-        packed: rows lie one after the other, without padding.
-        steps: of the whole run; from it follows how much of the run is done.
+    `share_of` gives this rank's rows of a step, from a mapped store or a stream; `facts` are those of the
+    store, `pads` the pad tokens of the query and the document tower, `steps` those of the whole run.
     """
 
     def __init__(
@@ -133,11 +127,8 @@ def gather_candidates(
 ) -> GatheredCandidates:
     """Gather positives and negatives of all ranks, with masks of the absent ones and of false negatives.
 
-    Args:
-        triplets: of this rank.
-        documents: embeddings of this rank's documents, in the order of `triplets.documents`.
-        losses: whether negatives are gathered too (`denominator`), and whether false negatives are masked
-            (`mask_known`).
+    `documents` are the embeddings of this rank's documents, in the order of `triplets.documents`; `losses`
+    say whether negatives are gathered too, and whether false negatives are masked.
     """
     size = len(triplets.query_ids)
     groups = documents.unflatten(0, (-1, size)).transpose(0, 1)
@@ -200,11 +191,9 @@ def sparse_scores(
     Each rank scores its own documents for the queries of all ranks, and the scores are gathered: gathering
     term weights would move a vocabulary's worth of numbers for each document.
 
-    Args:
-        documents: term weights of this rank's documents: all positives, all first negatives, and so on.
-        queries: terms with repetition, padded with -1, equally wide on all ranks.
-        columns: of a group that are candidates.
-        binary: a term counts once, however often it occurs in the query.
+    `documents` are all positives, all first negatives, and so on; the first `columns` of these are
+    candidates. `queries` are terms with repetition, padded with -1, equally wide on all ranks. If `binary`, a
+    term counts once, however often it occurs in the query.
     """
     size = len(queries)
     all_queries = gather(queries)

@@ -83,13 +83,10 @@ class Checkpoints:
         self._barrier()
 
     def save(self, step: int, source: Engine, notes: dict[str, Any], *, best: bool = False) -> None:
-        """Begin to write the checkpoint of `step`, after the one before it is written.
+        """Begin to write the checkpoint after `step` steps, when the one before it is written.
 
-        Args:
-            step: steps done.
-            source: its :meth:`~scalingnote.train.engine.Engine.state` is copied before this returns.
-            notes: to be returned by :meth:`restore`.
-            best: replaces the best checkpoint so far.
+        The state of `source` is copied before this returns; `notes` are returned by :meth:`restore`. A `best`
+        checkpoint replaces the best one so far.
         """
         self.wait()
         uri = fs.join(self.uri, _name(step))

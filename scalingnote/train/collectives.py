@@ -102,17 +102,9 @@ def join_process_group(rank: int, world: int, store: str, backend: str, timeout_
     """Connect the `world` ranks of one machine without a port that the network reaches.
 
     Ray Train's own process group uses torch's TCP store, which listens on every interface and asks for no
-    token. Here ranks connect through a file that only this user can read, and Gloo and NCCL listen on
-    loopback.
-
-    Args:
-        rank: number of this process.
-        world: number of processes, all on this machine.
-        store: path of a file that does not exist yet.
-        backend: of torch.distributed.
-        timeout_s: of every collective.
-
-    An interface that the user has set for Gloo or NCCL is kept.
+    token. Here ranks connect through the file `store`, which does not exist yet and only this user can read,
+    and Gloo and NCCL listen on loopback, unless the user has set an interface for them. `timeout_s` is that
+    of every collective.
     """
     loopback = _loopback_interface()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

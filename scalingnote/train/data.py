@@ -187,15 +187,9 @@ def _mapped(path: Path) -> pa.Table:
 class Order:
     """The rows of every step's global batch.
 
-    Args:
-        sizes: rows of each part (``click/one``), in the order in which rows are numbered.
-        global_batch: rows of a step, over all ranks.
-        seed: of all permutations.
-        batching: ratios of parts, batches of one part or mixed, window of sorting by length.
-
-    Raises:
-        DataError: fewer rows than one global batch.
-        ConfigError: ratios that do not fit the parts, or a part too small for one batch in an epoch.
+    `sizes` are the rows of each part (``click/one``), in the order in which rows are numbered. DataError for
+    fewer rows than one global batch; ConfigError for ratios that do not fit the parts, or a part too small
+    for one batch in an epoch.
     """
 
     def __init__(

@@ -320,23 +320,18 @@ class Cacheable(nn.Module):
 def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[Tensor, dict[str, Tensor]]:
     """Forward and backward pass of one step through the module of `engine`; returns loss and parts.
 
-    Ranks run equally many chunks: those with fewer rows encode one of theirs again, with gradient 0, since
-    sharded weights are gathered by all ranks together.
-
-    Args:
-        engine: its `module` is :class:`Cacheable`.
-        batch: this rank's rows.
-        config: rows of a chunk.
+    The module is :class:`Cacheable`. Ranks run equally many chunks: those with fewer rows encode one of
+    theirs again, with gradient 0, since sharded weights are gathered by all ranks together.
     """
     module = cast(Cacheable, engine.module)
     chunks = _chunks(module.inputs(batch), config)
-    states: list[_RandomState] = []
+    states = []
     pieces: dict[str, list[Tensor]] = {}
     # Autocast caches the weights that it has cast. It is left and entered again between the passes, or the
     # second pass would use those of the first, which have no graph.
     with torch.no_grad(), engine.precision():
         for chunk in chunks:
-            states.append(_RandomState())
+            states.append(_random_state())
             for name, piece in module.encode(chunk.name, chunk.rows).items():
                 if not chunk.spare:
                     pieces.setdefault(name, []).append(piece.float())
@@ -345,7 +340,7 @@ def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[T
         loss, parts = module.loss(leaves, batch)
     gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     for chunk, state in zip(chunks, states, strict=True):
-        with state.replayed(), engine.precision():
+        with _replayed(*state), engine.precision():
             embeddings = module.encode(chunk.name, chunk.rows)
         own = [gradients[name][chunk.start : chunk.stop] for name in embeddings]
         if chunk.spare:
@@ -390,18 +385,16 @@ def _rounds(inputs: dict[str, Batch | None], sizes: dict[str, int]) -> list[int]
     return cast(list[int], largest.tolist())
 
 
-class _RandomState:
-    """The state of the random generators that dropout draws from, at the time it is created."""
+def _random_state() -> tuple[Tensor, Tensor | None]:
+    """The state of the random generators that dropout draws from, on the CPU and on a GPU if there is one."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Draw the same numbers again; afterwards the generators are in the state they had before."""
-        with torch.random.fork_rng([torch.cuda.current_device()] if self._cuda is not None else []):
-            torch.set_rng_state(self._cpu)
-            if self._cuda is not None:
-                torch.cuda.set_rng_state(self._cuda)
-            yield
+@contextmanager
+def _replayed(cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
+    """Draw the same numbers again; afterwards the generators are in the state they had before."""
+    with torch.random.fork_rng([] if cuda is None else [torch.cuda.current_device()]):
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        yield

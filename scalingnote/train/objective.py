@@ -68,12 +68,10 @@ class StageOne(Cacheable):
         return rows if self.temperature is None else rows | {"temperature": None}
 
     def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
-        """Embeddings of some rows, in float32, or the temperature.
+        """``query`` [rows, 1, dim], ``document`` [rows, views, dim], in float32, or ``temperature`` [1].
 
-        Returns:
-            ``query`` [rows, 1, dim], and ``whole_query`` of the same shape where the backbone of a token_wise
-            tower also reads the whole text; ``document`` [rows, views, dim], and ``terms`` [rows, vocabulary]
-            with a sparse head; ``temperature`` [1].
+        With ``query`` also ``whole_query`` of its shape, where the backbone of a token_wise tower also reads
+        the whole text; with ``document`` also ``terms`` [rows, vocabulary], of a sparse head.
         """
         if rows is None:
             assert self.temperature is not None
@@ -185,15 +183,8 @@ def dense_loss(
 ) -> dict[str, Float[Tensor, ""]]:
     """L_con (Eq. 8), L_hard (Eq. 11) and the teacher's loss of this rank's queries, not yet weighted.
 
-    Args:
-        queries: of this rank.
-        gathered: its candidates.
-        losses: which losses, and their prefixes.
-        temperature: of the softmax over candidates.
-        view_weights: factor of each view of the documents. A view of weight 0 costs nothing.
-
-    Returns:
-        ``contrastive``, ``margin`` and, where the config has one, ``teacher``: sums over views and prefixes.
+    Returns ``contrastive``, ``margin`` and, where the config has one, ``teacher``: sums over prefixes and
+    over the views of the documents, by `view_weights`. A view of weight 0 costs nothing.
     """
     all_queries = gather(queries) if losses.bidirectional else queries
     rows: dict[str, Any] = {"weights": gathered.triplets.weights}

@@ -239,25 +239,23 @@ class ZeroEngine(Engine):
 
     def state(self) -> dict[str, Tensor]:
         """As the base class: this rank's float32 partitions and their moments."""
-        names = {f"rank-{rank()}.{number}": part for number, part in enumerate(self._partitions())}
-        weights = {name: part.detach() for name, part in names.items()}
-        zero = self._engine.optimizer
+        partitions, zero = self._partitions(), self._engine.optimizer
+        weights = {name: part.detach() for name, part in partitions.items()}
         if self._stage == 3:  # its AdamW knows its parameters only while it steps
             zero._set_fp32_optimizer_param_groups()
         initialize_state(zero.optimizer)
         if self._stage == 3:
             zero._clear_fp32_optimizer_param_groups()
-        return weights | named_state(zero.optimizer, names)
+        return weights | named_state(zero.optimizer, partitions)
 
     def restored(self, state: Mapping[str, Tensor]) -> None:
         """As the base class; weights in the compute dtype are copied from the partitions."""
-        names = {f"rank-{rank()}.{number}": part for number, part in enumerate(self._partitions())}
-        zero = self._engine.optimizer
-        restore_scalars(zero.optimizer, names, state)
+        partitions, zero = self._partitions(), self._engine.optimizer
+        restore_scalars(zero.optimizer, partitions, state)
         if self._stage < 3:
             zero.update_lp_params()
             return
-        for own, low in zip(self._partitions(), zero.fp16_partitioned_groups_flat, strict=True):
+        for own, low in zip(partitions.values(), zero.fp16_partitioned_groups_flat, strict=True):
             low.data.copy_(own.data)
         if zero.persistent_parameters:  # small ones, whole on every rank
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
@@ -269,7 +267,8 @@ class ZeroEngine(Engine):
         for name, parameter in self._names.items():
             whole = full(parameter)
             if rank() == 0:
-                weights[name] = whole.detach().reshape(_shape(parameter)).float().cpu().clone()
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                weights[name] = whole.detach().reshape(shape).float().cpu().clone()
         return weights if rank() == 0 else None
 
     def _clear_gradients(self) -> None:
@@ -284,15 +283,17 @@ class ZeroEngine(Engine):
             if buffer is not None:
                 buffer.zero_()
 
-    def _partitions(self) -> list[Tensor]:
-        """Stages 1 and 2 share an optimizer class, but stage 1 in bfloat16 has one of its own."""
+    def _partitions(self) -> dict[str, Tensor]:
+        """This rank's float32 partitions, by the names that they have in a checkpoint."""
         zero = self._engine.optimizer
+        # Of stage 3, of stages 1 and 2, and of stage 1 in bfloat16, which has an optimizer class of its own.
         names = (
             "fp32_partitioned_groups_flat",
             "single_partition_of_fp32_groups",
             "fp32_groups_flat_partition",
         )
-        return list(next(getattr(zero, name) for name in names if hasattr(zero, name)))
+        parts = next(getattr(zero, name) for name in names if hasattr(zero, name))
+        return {f"rank-{rank()}.{number}": part for number, part in enumerate(parts)}
 
 
 class _FunctionRunner(nn.Module):
@@ -355,10 +356,6 @@ def _settings(config: DeepSpeed, schedule: Schedule, *, low: bool) -> dict[str, 
         "communication_data_type": "fp32",
         "steps_per_print": 1 << 62,
     }
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _tied_heads(module: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:

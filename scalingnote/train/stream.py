@@ -105,19 +105,9 @@ def write_stream(
 ) -> dict[str, int]:
     """Write the stream of a run beside its finished store, or find it there.
 
-    Args:
-        store: URI of the store.
-        order: of the rows; must not sort by length.
-        steps: of the run.
-        batch: rows of a step.
-        pool: documents of the validation sample.
-        each: runs the tasks; on Ray, `cluster.map_tasks`.
-
-    Returns:
-        Tokens of all queries and of all documents of the run, and the bytes of the stream.
-
-    Raises:
-        ConfigError: batches are sorted by length, for which no task holds all lengths.
+    `batch` is the number of rows of each of the `steps`, `pool` the documents of the validation sample.
+    Returns ``query_tokens`` and ``document_tokens`` of all rows of the run, and the ``bytes`` of the stream.
+    ConfigError where batches are sorted by length, for which no task holds all lengths.
     """
     if order.sorts:
         raise ConfigError(

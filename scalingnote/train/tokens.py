@@ -107,14 +107,8 @@ def build_prompt(
 ) -> QueryPrompt | DocumentPrompt | LookupPrompt:
     """The prompt by which a tower of this config reads a text, without drawing or loading weights.
 
-    Args:
-        config: of the tower.
-        role: query or document.
-        tokenizer_json: of a tower that starts from scratch.
-        sparse: the tower has a sparse head.
-
-    Raises:
-        ConfigError: as for the tower itself.
+    `tokenizer_json` is that of a tower from scratch; `sparse`: it has a sparse head. ConfigError as for the
+    tower.
     """
     if isinstance(config, LookupConfig):
         assert tokenizer_json is not None

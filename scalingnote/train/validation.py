@@ -61,8 +61,7 @@ def validator(
         views: of the document tower.
         pads: pad tokens of the query and the document tower.
         packed: rows lie one after the other, without padding.
-        temperature: of the contrastive entropy. It stays the same when the losses learn one, so that the
-            numbers of all steps can be compared.
+        temperature: of the contrastive entropy; not a learnt one, so that all steps can be compared.
         device: of the towers.
         seed: of the sample.
         pool: its documents, where the store's are not at hand.
