@@ -37,7 +37,7 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.config import TrainConfig
 from scalingnote.train.data import Order, Store
-from scalingnote.train.job import Settings, launch, start_rank, train_rank
+from scalingnote.train.job import Failure, Settings, launch, start_rank, train_rank
 from scalingnote.train.prepare import prepare, read_array
 from scalingnote.train.tokens import MISSING, row_numbers
 
@@ -92,16 +92,16 @@ def run_queries(
     if draft.finished:
         return draft.existing()
     source, teacher = parents["triplets"], parents["cross_encoder"]
+    trained = validate(DualPooledConfig, teacher.manifest.config, source=teacher.uri)
     # Documents are read by number, as in training: the pairs of a part name them in any order.
     prepared = prepare(
-        as_stage_one(_teacher_config(teacher), backbone=Pretrained(path=str(teacher.directory(MODEL)))),
+        as_stage_one(trained, backbone=Pretrained(path=str(teacher.directory(MODEL)))),
         dataset=parents["dataset"],
         triplets=source,
         folder=draft.work("data"),
         each=cluster.map_tasks,
     )
-    names = source.table_parts("triplets")
-    counted = source.rows_of(names)
+    counted = source.rows_of(source.table_parts("triplets"))
     rows = {
         name.replace("triplets/", folder, 1): count
         for folder in ("embeddings/", "scores/")
@@ -113,7 +113,8 @@ def run_queries(
         triplets=source,
         store=prepared.store,
         config=config,
-        teacher={next(iter(rows)): draft.path("teacher")},
+        vocabulary_part=next(iter(rows)),
+        vocabulary_folder=draft.path("teacher"),
     )
     steps = Steps(read_nothing, encoder)
     records = write_parts(
@@ -159,9 +160,12 @@ class PairQueryParts:
         triplets: Artifact,
         store: str,
         config: TeacherConfig,
-        teacher: dict[str, str],
+        vocabulary_part: str,
+        vocabulary_folder: str,
     ) -> None:
-        self._triplets, self._beside, self._teacher = triplets, config.beside, teacher
+        """The worker that encodes `vocabulary_part` also writes the teacher's vocabulary."""
+        self._triplets, self._beside = triplets, config.beside
+        self._vocabulary_part, self._vocabulary_folder = vocabulary_part, vocabulary_folder
         self._encoder = _pair_encoder(cross_encoder, config.token_budget)
         self._documents = Store.open(store)["documents"]
         self._named, self._place = (
@@ -182,8 +186,8 @@ class PairQueryParts:
         rows = self._encoder.model.query_prompt.rows(queries["query"].to_pylist())
         embeddings = self._encoder.queries(rows, documents or [None] * len(rows))
         cost = self._encoder.cost
-        if name in self._teacher:
-            self._write_vocabulary(self._teacher[name])
+        if name == self._vocabulary_part:
+            self._write_vocabulary(self._vocabulary_folder)
         out = queries.drop_columns(["positive"]).append_column(
             schema.embedding_field("embedding", self._encoder.dim), arrow.to_arrow(embeddings)
         )
@@ -265,10 +269,6 @@ def distinct_queries(triplets: pa.Table, generated: pa.Table | None) -> pa.Table
     return pa.concat_tables([own.cast(QUERIES), further.filter(pc.invert(held_out))])
 
 
-def _teacher_config(teacher: Artifact) -> DualPooledConfig:
-    return validate(DualPooledConfig, teacher.manifest.config, source=teacher.uri)
-
-
 def as_stage_one(config: DualPooledConfig, *, backbone: Backbone | None = None) -> TrainConfig:
     """The stage I config that prepares tokens of queries and documents, which are then read as pairs."""
     backbone = backbone or config.backbone
@@ -283,7 +283,7 @@ def _order(config: DualPooledConfig, sizes: dict[str, int]) -> Order:
     return Order(sizes, global_batch=config.global_batch, seed=config.seed)
 
 
-def _worker(settings: Settings) -> dict[str, str] | None:
+def _worker(settings: Settings) -> Failure | None:
     """One rank."""
     config, rank, world = start_rank(DualPooledConfig, settings)
 

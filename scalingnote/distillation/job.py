@@ -44,7 +44,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.data import Order, Store
-from scalingnote.train.job import Settings, device_of, finished_steps, launch, start_rank, train_rank
+from scalingnote.train.job import Failure, Settings, device_of, finished_steps, launch, start_rank, train_rank
 from scalingnote.train.validation import INDEXED_VIEW
 
 log = get_logger("distill")
@@ -113,7 +113,7 @@ def run(
     return draft.commit(counts={**learnt, "steps": finished_steps(output, planned=steps)})
 
 
-def _worker(settings: Settings) -> dict[str, str] | None:
+def _worker(settings: Settings) -> Failure | None:
     """One rank of stage II."""
     config, rank, world = start_rank(DistillConfig, settings)
     teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")

@@ -10,9 +10,8 @@ texts, and cannot be compared between sets.
 """
 
 import dataclasses
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from scalingnote.adopt.config import AdoptConfig
 from scalingnote.adopt.job import open_tower
 from scalingnote.datasets.raw_rows import Row
 from scalingnote.datasets.splits import subset
-from scalingnote.distillation.agreement import neighbour_overlap
+from scalingnote.distillation.agreement import median_ms, neighbour_overlap
 from scalingnote.distillation.config import ScreenConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError, ScalingNoteError
@@ -42,7 +41,7 @@ from scalingnote.storage.shuffle import hash_of
 log = get_logger("distill")
 NEIGHBOURS = 10  # of the teacher, which the table should find
 MIN_TEXTS = 100  # distinct pseudo-queries; a fit on fewer is meaningless
-TEACHER_QUERIES, TABLE_QUERIES, WARM_UP_QUERIES = 50, 200, 3  # for the median of times
+TEACHER_QUERIES, TABLE_QUERIES = 50, 200  # at most, for the median of times
 
 
 @dataclass(frozen=True)
@@ -153,11 +152,9 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
         dimensions=train.shape[1],
         parameters=sum(parameter.numel() for parameter in teacher.tower.parameters()),
         tokens=len(table.rows),
-        teacher_ms=median_ms(
-            lambda text: teacher.encode_queries([text]), texts.held_out, count=TEACHER_QUERIES
-        ),
+        teacher_ms=median_ms(lambda text: teacher.encode_queries([text]), texts.held_out[:TEACHER_QUERIES]),
         table_ms=median_ms(
-            lambda text: table.embed_one(token_ids(teacher, [text])[0]), texts.held_out, count=TABLE_QUERIES
+            lambda text: table.embed_one(token_ids(teacher, [text])[0]), texts.held_out[:TABLE_QUERIES]
         ),
         seconds=time.perf_counter() - start,
     )
@@ -167,19 +164,6 @@ def token_ids(teacher: Encoder, texts: Sequence[str]) -> list[list[int]]:
     """Tokens as the teacher reads them, its prompt and special tokens included: their rows are a constant."""
     prompt: Any = teacher.tower.prompt
     return [row.ids for row in prompt.rows(texts)]
-
-
-def median_ms(function: Callable[[str], object], texts: Sequence[str], *, count: int) -> float:
-    """Milliseconds of a call, one text at a time; texts are repeated where there are fewer."""
-    repeated = [texts[number % len(texts)] for number in range(count)]
-    for text in repeated[:WARM_UP_QUERIES]:
-        function(text)
-    times = []
-    for text in repeated:
-        start = time.perf_counter()
-        function(text)
-        times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times)
 
 
 def as_table(screened: Sequence[ScreenedTeacher]) -> str:

@@ -205,19 +205,17 @@ class _StoredChunk:
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """A block of the chunk; the rows of its first dimension are read as one range."""
-        if not self.shape:
-            return self._rows(0, 1).reshape(())
-        block = self._rows(offsets[0], lengths[0])
-        slices = tuple(slice(at, at + n) for at, n in zip(offsets[1:], lengths[1:], strict=True))
-        return block[(slice(None), *slices)]
-
-    def _rows(self, first: int, count: int) -> Tensor:
         row = self.shape[1:]
-        size = prod(row) * self.dtype.itemsize
-        if not count * size:
-            return torch.empty((count, *row), dtype=self.dtype)
-        data = bytearray(fs.read_range(self.uri, self.start + first * size, count * size))
-        return torch.frombuffer(data, dtype=self.dtype).reshape(count, *row)
+        first, count = (offsets[0], lengths[0]) if self.shape else (0, 1)
+        block = torch.empty((count, *row), dtype=self.dtype)
+        if block.nbytes:
+            size = prod(row) * self.dtype.itemsize
+            data = bytearray(fs.read_range(self.uri, self.start + first * size, block.nbytes))
+            block = torch.frombuffer(data, dtype=self.dtype).reshape(block.shape)
+        if not self.shape:
+            return block.reshape(())
+        further = (slice(at, at + n) for at, n in zip(offsets[1:], lengths[1:], strict=True))
+        return block[(slice(None), *further)]
 
 
 class _ShardReader(FileSystemReader):
@@ -237,26 +235,23 @@ class _ShardReader(FileSystemReader):
 
     def read_metadata(self) -> Metadata:
         """Shape and place of every piece of every tensor, from the files' headers."""
-        chunks: dict[MetadataIndex, _StoredChunk] = {}
-        tensors: dict[str, TensorStorageMetadata] = {}
         with ThreadPoolExecutor(PARALLEL_READS) as pool:
             headers = list(pool.map(_header, self._uris))
+        chunks: dict[MetadataIndex, _StoredChunk] = {}
+        tensors: dict[str, TensorStorageMetadata] = {}
         for uri, (header, end) in zip(self._uris, headers, strict=True):
             offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
             for name, about in header.items():
-                shape, dtype = tuple(about["shape"]), _getdtype(about["dtype"])
-                offset = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(shape)
-                index = MetadataIndex(name, offset)
-                chunks[index] = _StoredChunk(uri, end + about["data_offsets"][0], dtype, shape)
-                piece = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
-                ends = [at + n for at, n in zip(offset, shape, strict=True)]
-                if name in tensors:
-                    tensors[name].chunks.append(piece)
-                    ends = [max(pair) for pair in zip(ends, tensors[name].size, strict=True)]
-                    tensors[name].size = torch.Size(ends)
-                else:
-                    properties = TensorProperties(dtype=dtype)
-                    tensors[name] = TensorStorageMetadata(properties, torch.Size(ends), [piece])
+                shape, dtype = torch.Size(about["shape"]), _getdtype(about["dtype"])
+                offset = torch.Size(offsets[name]["saved_offsets"] if name in offsets else [0] * len(shape))
+                start = end + about["data_offsets"][0]
+                chunks[MetadataIndex(name, offset)] = _StoredChunk(uri, start, dtype, shape)
+                tensor = tensors.setdefault(
+                    name, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+                )
+                tensor.chunks.append(ChunkStorageMetadata(offset, shape))
+                ends = map(sum, zip(offset, shape, strict=True))
+                tensor.size = torch.Size(map(max, zip(ends, tensor.size, strict=True)))
         about_load = StorageMeta(load_id=self.load_id)
         return Metadata(state_dict_metadata=tensors, storage_data=chunks, storage_meta=about_load)  # type: ignore[arg-type]
 

@@ -47,6 +47,8 @@ RESIZE_INTERVAL_S = 60.0  # between looks for nodes that joined; a change restar
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Schedule)
 Settings = dict[str, Any]  # of a rank: plain values, sent by the driver
+Failure = dict[str, str]  # an error as plain values: kind and text
+Worker = Callable[[Settings], Failure | None]  # runs a rank
 
 
 @dataclass
@@ -132,13 +134,7 @@ def _stream(config: TrainConfig, prepared: PreparedStore, steps: int) -> tuple[f
     return totals["query_tokens"] / rows, totals["document_tokens"] / rows
 
 
-def launch(
-    worker: Callable[[Settings], dict[str, str] | None],
-    settings: Settings,
-    *,
-    schedule: Schedule,
-    section: str,
-) -> None:
+def launch(worker: Worker, settings: Settings, *, schedule: Schedule, section: str) -> None:
     """Run `worker` on every rank under Ray Train and wait; a dead rank restarts the group.
 
     Without workers, this process is the only rank (Ray Train's local mode). A lost node or a dead process is
@@ -158,8 +154,8 @@ def launch(
     """
     fs.delete(fs.join(settings["work"], FATAL))  # of an earlier call, whose cause may be fixed
     resources = schedule.resources
-    least = resources.min_workers or resources.workers
-    cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{section}.resources")
+    least = resources.model_copy(update={"workers": resources.min_workers or resources.workers})
+    cluster.check_resources(least, knob=f"{section}.resources")
     private = resources.workers and cluster.is_private()
     with tempfile.TemporaryDirectory() if private else nullcontext() as folder:
         settings = {**settings, "config": dump(schedule), "section": section}
@@ -169,20 +165,14 @@ def launch(
                 result = trainer.fit()
         except TrainingFailedError as error:
             raise _cause(error, settings, schedule.max_failures) from error
-    failure: dict[str, str] | None = result.return_value
+    failure: Failure | None = result.return_value
     if failure:
         raise getattr(errors, failure["kind"])(failure["text"])
 
 
-def _trainer(
-    worker: Callable[[Settings], dict[str, str] | None],
-    settings: Settings,
-    schedule: Schedule,
-    folder: str | None,
-) -> Any:
+def _trainer(worker: Worker, settings: Settings, schedule: Schedule, folder: str | None) -> Any:
     """A TorchTrainer; ranks of a private cluster connect through a file in `folder`."""
     resources = schedule.resources
-    least = resources.min_workers or resources.workers
     filesystem, path = fs.resolve(fs.join(settings["work"], "ray"))
     on_cpu = resources.gpus_per_worker == 0
     # DeepSpeed chooses its accelerator while it is imported.
@@ -190,8 +180,9 @@ def _trainer(
     if not resources.workers:
         os.environ.update(variables)
     # As a dictionary: Ray's stubs are those of Ray Train before 2.43, which knows no elastic groups.
+    elastic = resources.min_workers not in (None, resources.workers)
     group: dict[str, Any] = {
-        "num_workers": resources.workers if least == resources.workers else (least, resources.workers),
+        "num_workers": (resources.min_workers, resources.workers) if elastic else resources.workers,
         "elastic_resize_monitor_interval_s": RESIZE_INTERVAL_S,
     }
     return TorchTrainer(
@@ -212,9 +203,7 @@ def _trainer(
     )
 
 
-def _noted(
-    settings: Settings, *, worker: Callable[[Settings], dict[str, str] | None]
-) -> dict[str, str] | None:
+def _noted(settings: Settings, *, worker: Worker) -> Failure | None:
     """Run a rank, unless one of a group before it had too little memory.
 
     The other ranks wait for such a rank, so its process ends; the restarted group reads the note and stops.
@@ -265,7 +254,7 @@ def train_rank(
     save: Callable[[M, Path], None],
     validation: ValidationSchedule | None = None,
     validate_with: Callable[[Engine], Callable[[], Values] | None] = lambda engine: None,
-) -> dict[str, str] | None:
+) -> Failure | None:
     """Train one rank's module through the loop; rank 0 then saves it and the loss curve as parts.
 
     Args:
@@ -343,11 +332,11 @@ def device_of(schedule: Schedule) -> torch.device:
     return get_device() if schedule.resources.workers else torch.device("cpu")
 
 
-def _plain_error(error: ScalingNoteError) -> dict[str, str]:
+def _plain_error(error: ScalingNoteError) -> Failure:
     return {"kind": type(error).__name__, "text": str(error)}
 
 
-def _worker(settings: Settings) -> dict[str, str] | None:
+def _worker(settings: Settings) -> Failure | None:
     """One rank of stage I."""
     config, rank, world = start_rank(TrainConfig, settings)
 

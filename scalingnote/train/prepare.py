@@ -169,14 +169,10 @@ def _rows_of_slice(
     )
     kept = rows.drop_columns(["split", "part"])
     training = pc.equal(rows["split"], "train")
-    by_part = {
-        part: kept.filter(pc.and_(training, pc.equal(rows["part"], part)))
-        for part in sorted(pc.unique(rows["part"]).to_pylist())
-    }
-    files = {
-        part: write_tables(folder, {f"rows/{number:05d}-{part.replace('/', '-')}.arrow": table})
-        for part, table in by_part.items()
-    }
+    files = {}
+    for part in sorted(pc.unique(rows["part"]).to_pylist()):
+        of_part = kept.filter(pc.and_(training, pc.equal(rows["part"], part)))
+        files[part] = write_tables(folder, {f"rows/{number:05d}-{part.replace('/', '-')}.arrow": of_part})
     validation = kept.filter(pc.invert(training))
     return {
         "parts": files,

@@ -115,20 +115,10 @@ def write_stream(
             "train.data.stream to never"
         )
     folder = fs.join(store, "stream")
-    if not fs.exists(fs.join(folder, INDEX)):
-        _write(store, folder, order, Layout.of(steps, batch), pool, each)
-    totals: dict[str, int] = json.loads(fs.read_bytes(fs.join(folder, INDEX)))["totals"]
-    return totals
-
-
-def _write(
-    store: str,
-    folder: str,
-    order: Order,
-    layout: Layout,
-    pool: Int64[ndarray, " documents"],
-    each: TaskRunner,
-) -> None:
+    index = fs.join(folder, INDEX)
+    if fs.exists(index):
+        return dict(json.loads(fs.read_bytes(index))["totals"])
+    layout = Layout.of(steps, batch)
     rows, documents = Store.files(store, "train"), Store.files(store, "documents")
     run = partial(run_slices, folder=folder, each=each, section="train")
     chunks = range(layout.chunks)
@@ -141,10 +131,11 @@ def _write(
         write_table(fs.join(folder, POOL), _in_place(folder, "tokens", layout.chunks).combine_chunks())
     records = run("stream", partial(_write_chunk, layout=layout, folder=folder), chunks)
     totals = {name: sum(record[name] for record in records) for name in records[0] if name != "schema"}
-    index = {"layout": asdict(layout), "schema": records[0]["schema"], "totals": totals}
-    fs.write_bytes(fs.join(folder, INDEX), json.dumps(index).encode())
+    facts = {"layout": asdict(layout), "schema": records[0]["schema"], "totals": totals}
+    fs.write_bytes(index, json.dumps(facts).encode())
     for name in _INTERMEDIATE:
         fs.delete(fs.join(folder, name))
+    return totals
 
 
 def _scatter_places(
