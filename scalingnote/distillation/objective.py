@@ -24,6 +24,7 @@ from scalingnote.distillation.config import DistillLosses
 from scalingnote.errors import TrainingError
 from scalingnote.losses import (
     SCORE_LOSSES,
+    Embeddings,
     cosine_distance,
     embedding_matching,
     false_negative_documents,
@@ -137,10 +138,7 @@ class StageTwo(Cacheable):
     """Student towers and losses as one module; what a step trains, plainly or through GradCache."""
 
     def __init__(
-        self,
-        student: Tower | LookupTower,
-        losses: DistillLosses,
-        document: Tower | None = None,
+        self, student: Tower | LookupTower, losses: DistillLosses, document: Tower | None = None
     ) -> None:
         """`document` is a student for documents."""
         super().__init__()
@@ -184,9 +182,7 @@ class StageTwo(Cacheable):
         return loss, {name: part.detach() for name, part in parts.items()}
 
 
-def query_losses(
-    queries: Float[Tensor, "queries dim"], lesson: Lesson, losses: DistillLosses
-) -> dict[str, Tensor]:
+def query_losses(queries: Embeddings, lesson: Lesson, losses: DistillLosses) -> dict[str, Tensor]:
     """The losses over queries alone that have a weight, by name."""
     weights = lesson.weights
     parts = {}
@@ -201,11 +197,8 @@ def query_losses(
 
 
 def candidate_losses(
-    queries: Float[Tensor, "queries dim"],
-    documents: Float[Tensor, "docs dim"] | None,
-    lesson: Lesson,
-    losses: DistillLosses,
-) -> dict[str, Float[Tensor, ""]]:
+    queries: Embeddings, documents: Float[Tensor, "docs dim"] | None, lesson: Lesson, losses: DistillLosses
+) -> dict[str, Tensor]:
     """The losses over candidates that have a weight, by name; without `documents`, the teacher's are used."""
     if lesson.candidates is None:
         raise TrainingError(
@@ -243,9 +236,7 @@ def candidate_losses(
     return parts
 
 
-def _pool_masks(
-    candidates: LessonCandidates,
-) -> tuple[Bool[Tensor, " pool"], Bool[Tensor, "queries pool"]]:
+def _pool_masks(candidates: LessonCandidates) -> tuple[Bool[Tensor, " pool"], Bool[Tensor, "queries pool"]]:
     """Of the candidates of all ranks: those that are documents, and those known to answer each query.
 
     They are the positives of all queries, then all first negatives, and so on.

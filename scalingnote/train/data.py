@@ -33,7 +33,9 @@ STORE = "store.json"
 ABSENT = -1  # in place of a document's row number, where a row has fewer negatives than others
 _FEISTEL_ROUNDS = 12
 _SLOTS, _PART, _WINDOW = range(3)  # purpose of a permutation, part of its key: equal keys would correlate
-LengthOf = Callable[[Int64[ndarray, " rows"]], ndarray]
+RowNumbers = Int64[ndarray, " rows"]
+StepRows = Int64[ndarray, "steps batch"]
+LengthOf = Callable[[RowNumbers], ndarray]
 
 
 class Rows:
@@ -48,7 +50,7 @@ class Rows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def values(self, name: str, rows: Int64[ndarray, " rows"]) -> Shaped[ndarray, "rows ..."]:
+    def values(self, name: str, rows: RowNumbers) -> Shaped[ndarray, "rows ..."]:
         """A column of fixed width."""
         file, within = self._locate(rows)
         first = self._view(0, name)[1]
@@ -59,7 +61,7 @@ class Rows:
             out[chosen] = self._view(number, name)[1][within[chosen]]
         return out
 
-    def lists(self, name: str, rows: Int64[ndarray, " rows"]) -> list[ndarray]:
+    def lists(self, name: str, rows: RowNumbers) -> list[ndarray]:
         """A column of lists."""
         out = []
         for number, row in zip(*(part.tolist() for part in self._locate(rows)), strict=True):
@@ -68,12 +70,12 @@ class Rows:
             out.append(values[offsets[row] : offsets[row + 1]])
         return out
 
-    def tokens(self, rows: Int64[ndarray, " rows"]) -> list[Row]:
+    def tokens(self, rows: RowNumbers) -> list[Row]:
         """Token rows as a prompt made them."""
         positions = self.values("positions", rows).tolist()
         return [Row(ids.tolist(), at) for ids, at in zip(self.lists("ids", rows), positions, strict=True)]
 
-    def lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+    def lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
         """Number of tokens of each row; the tokens themselves are not read."""
         file, within = self._locate(rows)
         out = np.empty(len(rows), np.int64)
@@ -84,9 +86,7 @@ class Rows:
             out[chosen] = offsets[within[chosen] + 1] - offsets[within[chosen]]
         return out
 
-    def _locate(
-        self, rows: Int64[ndarray, " rows"]
-    ) -> tuple[Int64[ndarray, " rows"], Int64[ndarray, " rows"]]:
+    def _locate(self, rows: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
         file = np.searchsorted(self._ends, rows, side="right")
         starts = np.concatenate([[0], self._ends[:-1]])
         return file, rows - starts[file]
@@ -211,7 +211,7 @@ class Order:
         # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
         tail = self._sizes % global_batch if self._homogeneous else 0
         self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
-        self._last: tuple[tuple[int, int], Int64[ndarray, "steps batch"]] | None = None
+        self._last: tuple[tuple[int, int], StepRows] | None = None
 
     @property
     def sorts(self) -> bool:
@@ -251,9 +251,7 @@ class Order:
             )
         return steps, quota
 
-    def _rows_of_window(
-        self, epoch: int, window: int, length_of: LengthOf | None
-    ) -> Int64[ndarray, "steps batch"]:
+    def _rows_of_window(self, epoch: int, window: int, length_of: LengthOf | None) -> StepRows:
         first = window * self._window
         steps = np.arange(first, min(first + self._window, self.steps_per_epoch))
         parts, draws = self._draws(epoch, steps)
@@ -271,9 +269,7 @@ class Order:
             rows[at] = by_length[permuted(np.arange(len(at)), size=len(at), key=key)]
         return rows
 
-    def _draws(
-        self, epoch: int, steps: Int64[ndarray, " steps"]
-    ) -> tuple[Int64[ndarray, "steps batch"], Int64[ndarray, "steps batch"]]:
+    def _draws(self, epoch: int, steps: Int64[ndarray, " steps"]) -> tuple[StepRows, StepRows]:
         """The part of every row of a batch, and which draw of that part it is, counted over all epochs."""
         row = np.arange(self._batch)
         places = steps[:, None] if self._homogeneous else steps[:, None] * self._batch + row
@@ -286,9 +282,7 @@ class Order:
             return np.repeat(parts, self._batch, axis=1), draws * self._batch + row
         return parts, draws
 
-    def _rows(
-        self, parts: Int64[ndarray, "steps batch"], draws: Int64[ndarray, "steps batch"]
-    ) -> Int64[ndarray, "steps batch"]:
+    def _rows(self, parts: StepRows, draws: StepRows) -> StepRows:
         starts = np.cumsum(self._sizes) - self._sizes
         passes, within = np.divmod(draws, self._pass[parts])
         rows = np.empty_like(draws)
@@ -344,7 +338,7 @@ class MappedShares:
         places = stand_ins(self._rows.values("documents", chosen))
         return Share(self._rows, chosen, self._documents, places)
 
-    def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+    def _lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
         """Tokens of each row's longest document: the width of a padded batch."""
         documents = stand_ins(self._rows.values("documents", rows))
         lengths = self._documents.lengths(documents.reshape(-1)).reshape(documents.shape)

@@ -50,12 +50,7 @@ class StageOne(Cacheable):
     """Dual encoder and loss as one module; a step trains it plainly or through GradCache."""
 
     def __init__(
-        self,
-        towers: DualEncoder,
-        losses: Losses,
-        *,
-        sparse: Sparse | None = None,
-        align: Align | None = None,
+        self, towers: DualEncoder, losses: Losses, *, sparse: Sparse | None = None, align: Align | None = None
     ) -> None:
         super().__init__()
         self.towers, self._losses, self._sparse, self._align = towers, losses, sparse, align

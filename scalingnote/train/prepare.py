@@ -226,11 +226,7 @@ def number_documents(
 
 
 def _trained_tokenizers(
-    config: TrainConfig,
-    dataset: Artifact,
-    triplets: Artifact,
-    wanted: UInt64[ndarray, " named"],
-    folder: str,
+    config: TrainConfig, dataset: Artifact, triplets: Artifact, wanted: UInt64[ndarray, " named"], folder: str
 ) -> dict[str, str]:
     uri = fs.join(folder, "tokenizers.json")
     if not fs.exists(uri):

@@ -40,7 +40,7 @@ from scalingnote.storage.shuffle import (
     scatter,
     stream,
 )
-from scalingnote.train.data import Order, Rows, Share, Store, StoredFile, one_chunk, stand_ins
+from scalingnote.train.data import Order, RowNumbers, Rows, Share, Store, StoredFile, one_chunk, stand_ins
 
 INDEX, POOL = "stream.json", "pool.arrow"
 CHUNK_ROWS = 1 << 16  # about 200 MB of rows with 8 documents of 96 tokens, for all ranks together
@@ -169,9 +169,9 @@ def _scatter_rows(
 
 
 def _scatter_documents(
-    numbers: Int64[ndarray, " wanted"],
-    chunks: Int64[ndarray, " wanted"],
-    places: Int64[ndarray, " wanted"],
+    numbers: RowNumbers,
+    chunks: RowNumbers,
+    places: RowNumbers,
     files: Sequence[StoredFile],
     folder: str,
     name: str,
@@ -241,9 +241,7 @@ def _in_place(folder: str, target: str, chunk: int) -> pa.Table:
     return found.take(np.argsort(found["place"].to_numpy())).drop_columns(["place"])
 
 
-def _file_and_row(
-    numbers: Int64[ndarray, " rows"], files: Sequence[StoredFile]
-) -> tuple[Int64[ndarray, " rows"], Int64[ndarray, " rows"]]:
+def _file_and_row(numbers: RowNumbers, files: Sequence[StoredFile]) -> tuple[RowNumbers, RowNumbers]:
     """The file of each row of a table, and its number there."""
     ends = np.cumsum([file.rows for file in files])
     file = np.searchsorted(ends, numbers, side="right")

@@ -32,12 +32,13 @@ from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import hash_of
-from scalingnote.train.data import ABSENT, one_chunk
+from scalingnote.train.data import ABSENT, RowNumbers, one_chunk
 
 MISSING, UNREADABLE = -1, -2  # in place of a row number
 MAX_KNOWN_POSITIVES = 16  # of a query, kept for masking; further ones are not masked
 _BLOCK_ROWS = 8192
 
+Hashes = UInt64[ndarray, " hashes"]  # of doc_ids; sorted where they are those of all documents named
 AnyTower = TowerConfig | LookupConfig | TokenWiseConfig
 DOCUMENT_COLUMNS = ["doc_id", "title", "topic", "content"]
 # A tokenizer learns nothing new from the far end of long documents, or from the second million of them.
@@ -51,7 +52,7 @@ def read_columns(artifact: Artifact, parts: Iterable[str], columns: list[str]) -
         yield from artifact.batches(part, columns=columns)
 
 
-def in_sorted(hashes: UInt64[ndarray, " rows"], wanted: UInt64[ndarray, " wanted"]) -> Bool[ndarray, " rows"]:
+def in_sorted(hashes: Hashes, wanted: Hashes) -> Bool[ndarray, " rows"]:
     """Mask of the hashes that occur in `wanted`, which is sorted."""
     if not len(wanted):
         return np.zeros(len(hashes), dtype=bool)
@@ -69,7 +70,7 @@ def train_tokenizers(towers: dict[str, AnyTower], *, texts: Callable[[], Iterabl
     return {name: learnt[size] for name, size in sizes.items()}
 
 
-def tokenizer_texts(triplets: Artifact, dataset: Artifact, named: UInt64[ndarray, " named"]) -> Iterator[str]:
+def tokenizer_texts(triplets: Artifact, dataset: Artifact, named: Hashes) -> Iterator[str]:
     """Texts that a tokenizer learns from: each query once, then every field of the documents in `named`.
 
     `named` are sorted hashes of doc_ids; of too many, the smallest ones are a fair sample.
@@ -130,7 +131,7 @@ def build_prompt(
         return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
 
 
-def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[UInt64[ndarray, " named"], int]:
+def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Hashes, int]:
     """Sorted hashes of the doc_ids of all documents that triplets name, and the most documents of a row."""
     hashes, group = [np.empty(0, np.uint64)], 1
     for batch in batches:
@@ -141,7 +142,7 @@ def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[UInt64[ndarray, 
 
 
 def document_rows(
-    batches: Iterable[pa.RecordBatch], *, prompt: DocumentPrompt, wanted: UInt64[ndarray, " named"]
+    batches: Iterable[pa.RecordBatch], *, prompt: DocumentPrompt, wanted: Hashes
 ) -> tuple[pa.Table, dict[str, str]]:
     """Token rows of the documents whose hashes are `wanted` (sorted), and doc_id -> reason for the others.
 
@@ -172,8 +173,8 @@ def triplet_rows(
     *,
     prompt: QueryPrompt | LookupPrompt,
     group: int,
-    wanted: UInt64[ndarray, " named"],
-    place: Int64[ndarray, " named"],
+    wanted: Hashes,
+    place: RowNumbers,
     sparse: SparseQuery | None = None,
 ) -> tuple[pa.Table, int]:
     """Rows of triplets that training can read, and the number left out for an unreadable positive.
@@ -197,12 +198,7 @@ def triplet_rows(
 
 
 def triplet_columns(
-    triplets: pa.Table,
-    answers: pa.Table | None,
-    *,
-    group: int,
-    wanted: UInt64[ndarray, " named"],
-    place: Int64[ndarray, " named"],
+    triplets: pa.Table, answers: pa.Table | None, *, group: int, wanted: Hashes, place: RowNumbers
 ) -> tuple[dict[str, pa.Array], Bool[ndarray, " rows"]]:
     """All columns of triplets but the texts, and a mask of rows whose positive is readable.
 
@@ -263,9 +259,7 @@ def query_number(query_ids: pa.Array | pa.ChunkedArray) -> Int64[ndarray, " rows
     return numbers
 
 
-def row_numbers(
-    hashes: UInt64[ndarray, " hashes"], wanted: UInt64[ndarray, " named"], place: Int64[ndarray, " named"]
-) -> Int64[ndarray, " hashes"]:
+def row_numbers(hashes: Hashes, wanted: Hashes, place: RowNumbers) -> RowNumbers:
     """Row numbers of documents by the hashes of their ids: `place` of the `wanted`, else MISSING."""
     known = in_sorted(hashes, wanted)
     rows = np.full(len(hashes), MISSING, dtype=np.int64)
@@ -278,9 +272,7 @@ def _lengths(lists: pa.ChunkedArray) -> Int64[ndarray, " rows"]:
     return np.asarray(pc.fill_null(pc.list_value_length(lists), 0), dtype=np.int64)
 
 
-def _places(
-    lengths: Int64[ndarray, " rows"], *, first: int = 0
-) -> tuple[Int64[ndarray, " values"], Int64[ndarray, " values"]]:
+def _places(lengths: Int64[ndarray, " rows"], *, first: int = 0) -> tuple[ndarray, ndarray]:
     """Row and column, in a table, of each value of lists with these lengths; rows begin at column `first`."""
     starts = np.cumsum(lengths) - lengths
     column = np.arange(int(lengths.sum())) - np.repeat(starts, lengths) + first
@@ -306,10 +298,10 @@ def _scores(triplets: pa.Table, group: int) -> pa.Array:
 
 def _known(
     queries: pa.DictionaryArray,
-    positives: Int64[ndarray, " rows"],
+    positives: RowNumbers,
     answers: pa.Table | None,
-    wanted: UInt64[ndarray, " named"],
-    place: Int64[ndarray, " named"],
+    wanted: Hashes,
+    place: RowNumbers,
 ) -> pa.Array:
     """Rows of the documents known to answer each distinct query: its positives first, then `answers`."""
     codes, documents = [queries.indices.to_numpy().astype(np.int64)], [positives]
