@@ -38,7 +38,8 @@ MISSING, UNREADABLE = -1, -2  # in place of a row number
 MAX_KNOWN_POSITIVES = 16  # of a query, kept for masking; further ones are not masked
 _BLOCK_ROWS = 8192
 
-Hashes = UInt64[ndarray, " hashes"]  # of doc_ids; sorted where they are those of all documents named
+Named = UInt64[ndarray, " named"]  # sorted hashes of the doc_ids of all documents that triplets name
+Places = Int64[ndarray, " named"]  # the row number of each of them, or MISSING or UNREADABLE
 AnyTower = TowerConfig | LookupConfig | TokenWiseConfig
 DOCUMENT_COLUMNS = ["doc_id", "title", "topic", "content"]
 # A tokenizer learns nothing new from the far end of long documents, or from the second million of them.
@@ -52,7 +53,7 @@ def read_columns(artifact: Artifact, parts: Iterable[str], columns: list[str]) -
         yield from artifact.batches(part, columns=columns)
 
 
-def in_sorted(hashes: Hashes, wanted: Hashes) -> Bool[ndarray, " rows"]:
+def in_sorted(hashes: UInt64[ndarray, " hashes"], wanted: Named) -> Bool[ndarray, " hashes"]:
     """Mask of the hashes that occur in `wanted`, which is sorted."""
     if not len(wanted):
         return np.zeros(len(hashes), dtype=bool)
@@ -70,7 +71,7 @@ def train_tokenizers(towers: dict[str, AnyTower], *, texts: Callable[[], Iterabl
     return {name: learnt[size] for name, size in sizes.items()}
 
 
-def tokenizer_texts(triplets: Artifact, dataset: Artifact, named: Hashes) -> Iterator[str]:
+def tokenizer_texts(triplets: Artifact, dataset: Artifact, named: Named) -> Iterator[str]:
     """Texts that a tokenizer learns from: each query once, then every field of the documents in `named`.
 
     `named` are sorted hashes of doc_ids; of too many, the smallest ones are a fair sample.
@@ -131,7 +132,7 @@ def build_prompt(
         return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
 
 
-def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Hashes, int]:
+def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Named, int]:
     """Sorted hashes of the doc_ids of all documents that triplets name, and the most documents of a row."""
     hashes, group = [np.empty(0, np.uint64)], 1
     for batch in batches:
@@ -142,7 +143,7 @@ def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Hashes, int]:
 
 
 def document_rows(
-    batches: Iterable[pa.RecordBatch], *, prompt: DocumentPrompt, wanted: Hashes
+    batches: Iterable[pa.RecordBatch], *, prompt: DocumentPrompt, wanted: Named
 ) -> tuple[pa.Table, dict[str, str]]:
     """Token rows of the documents whose hashes are `wanted` (sorted), and doc_id -> reason for the others.
 
@@ -173,8 +174,8 @@ def triplet_rows(
     *,
     prompt: QueryPrompt | LookupPrompt,
     group: int,
-    wanted: Hashes,
-    place: RowNumbers,
+    wanted: Named,
+    place: Places,
     sparse: SparseQuery | None = None,
 ) -> tuple[pa.Table, int]:
     """Rows of triplets that training can read, and the number left out for an unreadable positive.
@@ -198,7 +199,7 @@ def triplet_rows(
 
 
 def triplet_columns(
-    triplets: pa.Table, answers: pa.Table | None, *, group: int, wanted: Hashes, place: RowNumbers
+    triplets: pa.Table, answers: pa.Table | None, *, group: int, wanted: Named, place: Places
 ) -> tuple[dict[str, pa.Array], Bool[ndarray, " rows"]]:
     """All columns of triplets but the texts, and a mask of rows whose positive is readable.
 
@@ -259,7 +260,9 @@ def query_number(query_ids: pa.Array | pa.ChunkedArray) -> Int64[ndarray, " rows
     return numbers
 
 
-def row_numbers(hashes: Hashes, wanted: Hashes, place: RowNumbers) -> RowNumbers:
+def row_numbers(
+    hashes: UInt64[ndarray, " hashes"], wanted: Named, place: Places
+) -> Int64[ndarray, " hashes"]:
     """Row numbers of documents by the hashes of their ids: `place` of the `wanted`, else MISSING."""
     known = in_sorted(hashes, wanted)
     rows = np.full(len(hashes), MISSING, dtype=np.int64)
@@ -300,8 +303,8 @@ def _known(
     queries: pa.DictionaryArray,
     positives: RowNumbers,
     answers: pa.Table | None,
-    wanted: Hashes,
-    place: RowNumbers,
+    wanted: Named,
+    place: Places,
 ) -> pa.Array:
     """Rows of the documents known to answer each distinct query: its positives first, then `answers`."""
     codes, documents = [queries.indices.to_numpy().astype(np.int64)], [positives]
