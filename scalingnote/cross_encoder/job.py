@@ -58,7 +58,7 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
     if draft.finished:
         return draft.existing()
     prepared = prepare(as_stage_one(config), **parents, folder=draft.work("data"), each=cluster.map_tasks)
-    steps = _order(config, prepared.sizes).steps(config.epochs)
+    steps = Order.of(config, prepared.sizes).steps(config.epochs)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     launch(
@@ -279,10 +279,6 @@ def as_stage_one(config: DualPooledConfig, *, backbone: Backbone | None = None) 
     )
 
 
-def _order(config: DualPooledConfig, sizes: dict[str, int]) -> Order:
-    return Order(sizes, global_batch=config.global_batch, seed=config.seed)
-
-
 def _worker(settings: Settings) -> Failure | None:
     """One rank."""
     config, rank, world = start_rank(DualPooledConfig, settings)
@@ -304,7 +300,7 @@ def _worker(settings: Settings) -> Failure | None:
     stage, store = build_stage(), Store.open(settings["store"])
     batches = PairBatches(
         store,
-        _order(config, store.facts["sizes"]),
+        Order.of(config, store.facts["sizes"]),
         pad=stage.model.pad,
         packed=config.memory.packing,
         in_batch=config.in_batch,

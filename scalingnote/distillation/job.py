@@ -93,7 +93,7 @@ def run(
         candidates=_sources(config, parents, document_tokenizer),
         each=cluster.map_tasks,
     )
-    rows, steps = sum(sizes.values()), _order(config, sizes).steps(config.epochs)
+    rows, steps = sum(sizes.values()), Order.of(config, sizes).steps(config.epochs)
     log.info("%s rows, %d steps", f"{rows:,}", steps)
     launch(
         _worker,
@@ -127,7 +127,7 @@ def _worker(settings: Settings) -> Failure | None:
     stage = build_stage()
     batches = LessonBatches(
         store,
-        _order(config, store.facts["sizes"]),
+        Order.of(config, store.facts["sizes"]),
         pad=stage.student.pad,
         document_pad=None if stage.document is None else stage.document.pad,
         packed=packed,
@@ -159,10 +159,6 @@ def _save(stage: StageTwo, folder: Path) -> None:
     stage.student.save(folder / "query")
     if stage.document is not None:
         stage.document.save(folder / "document")
-
-
-def _order(config: DistillConfig, sizes: dict[str, int]) -> Order:
-    return Order(sizes, global_batch=config.global_batch, seed=config.seed)
 
 
 # --- the student for documents -----------------------------------------------------------------------------

@@ -267,10 +267,10 @@ def _rows_of_slice(
         place=read_array(fs.join(folder, "place.arrow")),
     )
     known, queries = read_array(fs.join(folder, "queries.arrow")), np.asarray(columns["query"])
-    at = np.minimum(np.searchsorted(known, queries), max(len(known) - 1, 0))
-    if len(queries) and not (len(known) and (known[at] == queries).all()):
+    at = np.searchsorted(known, queries)
+    if (at == len(known)).any() or (known[at] != queries).any():
         raise TrainingError("triplets contain queries that the teacher has not embedded: re-run teacher")
-    lesson = read_array(fs.join(folder, "lessons.arrow"))[at] if len(queries) else queries
+    lesson = read_array(fs.join(folder, "lessons.arrow"))[at]
     kept = ("query", "documents", "known", "weight", "scores")
     rows = one_chunk({"lesson": pa.array(lesson), **{name: columns[name] for name in kept}})
     rows = rows.filter(pa.array(readable)).combine_chunks()

@@ -27,7 +27,7 @@ from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models.prompt import Row
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Part
-from scalingnote.train.config import Batching
+from scalingnote.train.config import Batching, Schedule
 
 STORE = "store.json"
 ABSENT = -1  # in place of a document's row number, where a row has fewer negatives than others
@@ -212,6 +212,11 @@ class Order:
         tail = self._sizes % global_batch if self._homogeneous else 0
         self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
         self._last: tuple[tuple[int, int], StepRows] | None = None
+
+    @classmethod
+    def of(cls, config: Schedule, sizes: Mapping[str, int], batching: Batching | None = None) -> "Order":
+        """The order of a stage."""
+        return cls(sizes, global_batch=config.global_batch, seed=config.seed, batching=batching)
 
     @property
     def sorts(self) -> bool:

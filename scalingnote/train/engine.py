@@ -360,29 +360,24 @@ class _Chunk:
 
 def _chunks(inputs: dict[str, Batch | None], config: GradCache) -> list[_Chunk]:
     sizes = {"query": config.query_rows, "document": config.document_rows, "pair": config.document_rows}
+    counts = [1 if rows is None else -(-len(rows) // sizes[name]) for name, rows in inputs.items()]
+    if world_size() > 1:  # as many as the rank with most rows needs
+        device = next(rows.ids.device for rows in inputs.values() if rows is not None)
+        largest = torch.tensor(counts, device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        counts = largest.tolist()
     chunks = []
-    for (name, rows), rounds in zip(inputs.items(), _rounds(inputs, sizes), strict=True):
+    for (name, rows), count in zip(inputs.items(), counts, strict=True):
         if rows is None:
             chunks.append(_Chunk(name, None, 0, 1))
             continue
-        for start in range(0, rounds * sizes[name], sizes[name]):
+        for start in range(0, count * sizes[name], sizes[name]):
             if start < len(rows):
                 stop = min(start + sizes[name], len(rows))
                 chunks.append(_Chunk(name, rows.rows(start, stop), start, stop))
             else:
                 chunks.append(_Chunk(name, rows.rows(0, 1), 0, 1, spare=True))
     return chunks
-
-
-def _rounds(inputs: dict[str, Batch | None], sizes: dict[str, int]) -> list[int]:
-    """Number of chunks of each input that the rank with most rows needs."""
-    counts = [1 if rows is None else -(-len(rows) // sizes[name]) for name, rows in inputs.items()]
-    if world_size() == 1:
-        return counts
-    device = next(rows.ids.device for rows in inputs.values() if rows is not None)
-    largest = torch.tensor(counts, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return cast(list[int], largest.tolist())
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:

@@ -83,8 +83,9 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
         return draft.existing()
     cluster.check_resources_early(config.resources, knob="train.resources")
     prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.map_tasks)
-    steps = _order(config, prepared.sizes).steps(config.epochs)
-    streamed = _stream(config, prepared, steps)
+    order = Order.of(config, prepared.sizes, config.batching)
+    steps = order.steps(config.epochs)
+    streamed = _stream(config, prepared, order, steps)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     launch(
@@ -116,9 +117,11 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     )
 
 
-def _stream(config: TrainConfig, prepared: PreparedStore, steps: int) -> tuple[float, float] | None:
+def _stream(
+    config: TrainConfig, prepared: PreparedStore, order: Order, steps: int
+) -> tuple[float, float] | None:
     """Write the stream of a run if it has one; returns :func:`mean_tokens` of its rows, or None without."""
-    data, store, order = config.data, prepared.store, _order(config, prepared.sizes)
+    data, store = config.data, prepared.store
     size = sum(file.bytes for table in ("train", "documents") for file in Store.files(store, table)) / 1e9
     large = "://" in store and size > data.copy_limit_gb and not order.sorts
     if not steps or data.stream == "never" or (data.stream == "auto" and not large):
@@ -362,7 +365,9 @@ def _worker(settings: Settings) -> Failure | None:
     shares: Callable[[int], Share] = (
         StreamedShares(uri, rank=rank, world=world)
         if streamed
-        else MappedShares(store, _order(config, store.facts["sizes"]), rank=rank, world=world)
+        else MappedShares(
+            store, Order.of(config, store.facts["sizes"], config.batching), rank=rank, world=world
+        )
     )
     return train_rank(
         stage,
@@ -394,7 +399,3 @@ def _save(stage: StageOne, folder: Path, *, config: TrainConfig, device: torch.d
     dtype = compute_dtype(config.precision, device) if device.type == "cuda" else torch.float32
     with autocast(device, dtype):
         stage.towers.save(folder, merge_adapters=config.merge_adapters)
-
-
-def _order(config: TrainConfig, sizes: dict[str, int]) -> Order:
-    return Order(sizes, global_batch=config.global_batch, seed=config.seed, batching=config.batching)

@@ -92,7 +92,14 @@ def _write_store(
     group = max(record["group"] for record in named)
     wanted = merge_hashes(folder, "wanted", files=len(of_triplets))
 
-    learnt = _trained_tokenizers(config, dataset, triplets, wanted, folder)
+    uri = fs.join(folder, "tokenizers.json")
+    if not fs.exists(uri):
+        learnt = tokens.train_tokenizers(
+            {"query": config.query_tower, "document": config.document},
+            texts=lambda: tokens.tokenizer_texts(triplets, dataset, wanted),
+        )
+        fs.write_bytes(uri, json.dumps(learnt).encode())
+    learnt = json.loads(fs.read_bytes(uri))
     query = tokens.build_prompt(config.query_tower, role="query", tokenizer_json=learnt.get("query"))
     document = tokens.build_prompt(
         config.document,
@@ -223,20 +230,6 @@ def number_documents(
             place[at] = np.arange(start, start + len(at))
             start += part.rows or 0
     return place
-
-
-def _trained_tokenizers(
-    config: TrainConfig, dataset: Artifact, triplets: Artifact, wanted: UInt64[ndarray, " named"], folder: str
-) -> dict[str, str]:
-    uri = fs.join(folder, "tokenizers.json")
-    if not fs.exists(uri):
-        learnt = tokens.train_tokenizers(
-            {"query": config.query_tower, "document": config.document},
-            texts=lambda: tokens.tokenizer_texts(triplets, dataset, wanted),
-        )
-        fs.write_bytes(uri, json.dumps(learnt).encode())
-    tokenizers: dict[str, str] = json.loads(fs.read_bytes(uri))
-    return tokenizers
 
 
 def _finish_store(

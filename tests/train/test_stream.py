@@ -279,7 +279,7 @@ def test_a_stream_is_written_where_every_node_would_copy_much(
         }
     )
     prepared = PreparedStore(store, {}, {"click/one": 5 * BATCH}, 10, 3)
-    found = job._stream(config, prepared, 2)
+    found = job._stream(config, prepared, Order.of(config, prepared.sizes, config.batching), 2)
     assert found == ((100 / 24, 2000 / 24) if streamed else None)
 
 
