@@ -50,10 +50,8 @@ QUERIES = pa.schema(
 
 def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
     """Train the cross-encoder; killed at any moment, the next call resumes from the newest checkpoint."""
-    parents = {
-        "dataset": open_artifact(dataset, kind="dataset"),
-        "triplets": open_artifact(triplets, kind="triplets"),
-    }
+    uris = {"dataset": dataset, "triplets": triplets}
+    parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="cross_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
@@ -83,11 +81,8 @@ def run_queries(
 
     All arguments but `config` are URIs; `output` is that of the query embeddings.
     """
-    parents = {
-        "dataset": open_artifact(dataset, kind="dataset"),
-        "triplets": open_artifact(triplets, kind="triplets"),
-        "cross_encoder": open_artifact(cross_encoder, kind="cross_encoder"),
-    }
+    uris = {"dataset": dataset, "triplets": triplets, "cross_encoder": cross_encoder}
+    parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()

@@ -246,8 +246,7 @@ class Schedule(Config):
         "auto", description="auto: bfloat16 where the hardware multiplies it faster, else float32"
     )
     strategy: Strategy | None = Field(
-        None,
-        description="null: fsdp2 where more than one rank trains over a billion parameters, else ddp",
+        None, description="null: fsdp2 where more than one rank trains over a billion parameters, else ddp"
     )
     memory: Memory = Memory()
     checkpoint_every: int = Field(200, ge=1, description="steps between checkpoints")

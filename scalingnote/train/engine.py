@@ -340,7 +340,7 @@ def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[T
         loss, parts = module.loss(leaves, batch)
     gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     for chunk, state in zip(chunks, states, strict=True):
-        with _replayed(*state), engine.precision():
+        with _replay(*state), engine.precision():
             embeddings = module.encode(chunk.name, chunk.rows)
         own = [gradients[name][chunk.start : chunk.stop] for name in embeddings]
         if chunk.spare:
@@ -386,7 +386,7 @@ def _random_state() -> tuple[Tensor, Tensor | None]:
 
 
 @contextmanager
-def _replayed(cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
+def _replay(cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
     """Draw the same numbers again; afterwards the generators are in the state they had before."""
     with torch.random.fork_rng([] if cuda is None else [torch.cuda.current_device()]):
         torch.set_rng_state(cpu)

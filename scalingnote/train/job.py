@@ -74,10 +74,8 @@ class _FileBackend(_TorchBackend):
 
 def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
     """Train both towers; killed at any moment, the next call resumes from the newest checkpoint."""
-    parents = {
-        "dataset": open_artifact(dataset, kind="dataset"),
-        "triplets": open_artifact(triplets, kind="triplets"),
-    }
+    uris = {"dataset": dataset, "triplets": triplets}
+    parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="dual_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
@@ -162,7 +160,7 @@ def launch(worker: Worker, settings: Settings, *, schedule: Schedule, section: s
     private = resources.workers and cluster.is_private()
     with tempfile.TemporaryDirectory() if private else nullcontext() as folder:
         settings = {**settings, "config": dump(schedule), "section": section}
-        trainer = _trainer(partial(_noted, worker=worker), settings, schedule, folder)
+        trainer = _trainer(partial(_run_worker, worker=worker), settings, schedule, folder)
         try:
             with cluster.restored_interrupt_handler():
                 result = trainer.fit()
@@ -206,7 +204,7 @@ def _trainer(worker: Worker, settings: Settings, schedule: Schedule, folder: str
     )
 
 
-def _noted(settings: Settings, *, worker: Worker) -> Failure | None:
+def _run_worker(settings: Settings, *, worker: Worker) -> Failure | None:
     """Run a rank, unless one of a group before it had too little memory.
 
     The other ranks wait for such a rank, so its process ends; the restarted group reads the note and stops.

@@ -138,10 +138,7 @@ class StageOne(Cacheable):
         assert sparse is not None
         assert triplets.terms is not None, "the config has a sparse head, the batch no sparse queries"
         scores = sparse_scores(
-            terms,
-            triplets.terms,
-            columns=gathered.columns,
-            binary=sparse.query == "binary",
+            terms, triplets.terms, columns=gathered.columns, binary=sparse.query == "binary"
         )
         scores = scores / sparse.temperature
         parts = {

@@ -32,14 +32,7 @@ from numpy import ndarray
 from scalingnote.errors import ConfigError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
-from scalingnote.storage.shuffle import (
-    JsonRecord,
-    TaskRunner,
-    named_stream,
-    run_slices,
-    scatter,
-    stream,
-)
+from scalingnote.storage.shuffle import JsonRecord, TaskRunner, named_stream, run_slices, scatter, stream
 from scalingnote.train.data import Order, RowNumbers, Rows, Share, Store, StoredFile, one_chunk, stand_ins
 
 INDEX, POOL = "stream.json", "pool.arrow"

@@ -300,11 +300,7 @@ def _scores(triplets: pa.Table, group: int) -> pa.Array:
 
 
 def _known(
-    queries: pa.DictionaryArray,
-    positives: RowNumbers,
-    answers: pa.Table | None,
-    wanted: Named,
-    place: Places,
+    queries: pa.DictionaryArray, positives: RowNumbers, answers: pa.Table | None, wanted: Named, place: Places
 ) -> pa.Array:
     """Rows of the documents known to answer each distinct query: its positives first, then `answers`."""
     codes, documents = [queries.indices.to_numpy().astype(np.int64)], [positives]
