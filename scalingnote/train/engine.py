@@ -194,15 +194,13 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rates = [group["lr"] for group in optimizer.param_groups]
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    rate = optimizer.param_groups[0]["lr"]  # of all groups
+    set_learning_rate(optimizer, 0.0)
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    set_learning_rate(optimizer, rate)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 

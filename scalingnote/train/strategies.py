@@ -161,17 +161,16 @@ class Fsdp2Engine(Engine):
         """The norm is over all ranks' shards and, counted once, what every rank holds."""
         squares = torch.zeros(2, device=self._device)  # of whole gradients, of shards
         gradients: list[Tensor] = []  # this rank's parts of them
-        for parameter in self._names.values():
-            if parameter.grad is not None:
-                sharded = isinstance(parameter.grad, DTensor)
-                gradients.append(parameter.grad.to_local() if sharded else parameter.grad)
-                squares[int(sharded)] += gradients[-1].float().square().sum().to(self._device)
+        for gradient in (p.grad for p in self._names.values() if p.grad is not None):
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            squares[int(isinstance(gradient, DTensor))] += own.float().square().sum().to(self._device)
+            gradients.append(own)
         if world_size() > 1:
             dist.all_reduce(squares[1:])
         norm = squares.sum().sqrt()
         factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device))
+        for own in gradients:
+            own.mul_(factor.to(own.device))
         return norm
 
 
