@@ -52,7 +52,7 @@ class Rows:
 
     def values(self, name: str, rows: RowNumbers) -> Shaped[ndarray, "rows ..."]:
         """A column of fixed width."""
-        file, within = self._locate(rows)
+        file, within = file_and_row(rows, self._ends)
         first = self._view(0, name)[1]
         out = np.empty((len(rows), *first.shape[1:]), first.dtype)
         # File by file: one indexing of a mapped array takes many rows.
@@ -64,7 +64,7 @@ class Rows:
     def lists(self, name: str, rows: RowNumbers) -> list[ndarray]:
         """A column of lists."""
         out = []
-        for number, row in zip(*(part.tolist() for part in self._locate(rows)), strict=True):
+        for number, row in zip(*(part.tolist() for part in file_and_row(rows, self._ends)), strict=True):
             offsets, values = self._view(number, name)
             assert offsets is not None, f"column {name} holds no lists"
             out.append(values[offsets[row] : offsets[row + 1]])
@@ -77,7 +77,7 @@ class Rows:
 
     def lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
         """Number of tokens of each row; the tokens themselves are not read."""
-        file, within = self._locate(rows)
+        file, within = file_and_row(rows, self._ends)
         out = np.empty(len(rows), np.int64)
         for number in np.unique(file).tolist():
             offsets, _ = self._view(number, "ids")
@@ -85,11 +85,6 @@ class Rows:
             chosen = file == number
             out[chosen] = offsets[within[chosen] + 1] - offsets[within[chosen]]
         return out
-
-    def _locate(self, rows: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
-        file = np.searchsorted(self._ends, rows, side="right")
-        starts = np.concatenate([[0], self._ends[:-1]])
-        return file, rows - starts[file]
 
     def _view(self, file: int, name: str) -> tuple[ndarray | None, ndarray]:
         """Offsets (of lists) and values of a file's column, as arrays over the mapped bytes."""
@@ -103,6 +98,13 @@ class Rows:
             else:
                 self._views[file, name] = None, column.to_numpy()
         return self._views[file, name]
+
+
+def file_and_row(rows: RowNumbers, ends: Int64[ndarray, " files"]) -> tuple[RowNumbers, RowNumbers]:
+    """The file of each row of a table, and its number there; files end before the rows `ends`."""
+    file = np.searchsorted(ends, rows, side="right")
+    starts = np.concatenate([[0], ends[:-1]])
+    return file, rows - starts[file]
 
 
 class StoredFile(NamedTuple):

@@ -33,7 +33,17 @@ from scalingnote.errors import ConfigError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.shuffle import JsonRecord, TaskRunner, named_stream, run_slices, scatter, stream
-from scalingnote.train.data import Order, RowNumbers, Rows, Share, Store, StoredFile, one_chunk, stand_ins
+from scalingnote.train.data import (
+    Order,
+    RowNumbers,
+    Rows,
+    Share,
+    Store,
+    StoredFile,
+    file_and_row,
+    one_chunk,
+    stand_ins,
+)
 
 INDEX, POOL = "stream.json", "pool.arrow"
 CHUNK_ROWS = 1 << 16  # about 200 MB of rows with 8 documents of 96 tokens, for all ranks together
@@ -137,7 +147,7 @@ def _scatter_places(
     chunk, _ = item
     batches = np.stack([order.batch(step) for step in layout.steps_of(chunk)])
     drawn = batches[:, layout.lanes()].T.reshape(-1)  # lane after lane
-    file, row = _file_and_row(drawn, files)
+    file, row = file_and_row(drawn, np.cumsum([file.rows for file in files]))
     table = pa.table({"row": row, "place": np.arange(len(drawn))})
     scatter(table, file, target=fs.join(folder, "places"), name=f"{chunk:05d}")
     return {}
@@ -169,7 +179,7 @@ def _scatter_documents(
     folder: str,
     name: str,
 ) -> None:
-    file, row = _file_and_row(numbers, files)
+    file, row = file_and_row(numbers, np.cumsum([file.rows for file in files]))
     table = pa.table({"row": row, "chunk": chunks, "place": places})
     scatter(table, file, target=fs.join(folder, "wanted"), name=name)
 
@@ -232,13 +242,6 @@ def _in_place(folder: str, target: str, chunk: int) -> pa.Table:
     """All rows scattered for a chunk, by their place in it."""
     found = pa.concat_tables(list(stream(fs.join(folder, target), chunk)))
     return found.take(np.argsort(found["place"].to_numpy())).drop_columns(["place"])
-
-
-def _file_and_row(numbers: RowNumbers, files: Sequence[StoredFile]) -> tuple[RowNumbers, RowNumbers]:
-    """The file of each row of a table, and its number there."""
-    ends = np.cumsum([file.rows for file in files])
-    file = np.searchsorted(ends, numbers, side="right")
-    return file, numbers - (ends - [file.rows for file in files])[file]
 
 
 def _chunk_uri(folder: str, chunk: int) -> str:
