@@ -235,13 +235,14 @@ def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> S
             _copy_teacher_layers(config, teacher, fs.join(folder, "backbone"))
         elif (learnt := _tokenizer(config, teacher)) is not None:
             fs.write_bytes(fs.join(folder, "tokenizer.json"), learnt.encode())
-        # New words, features and weights are mined with the tokenizer as it is without them.
-        plain = replace(_read(folder, _listed(folder)), words=(), lookup=None)
+        if config.new_vocabulary is not None or isinstance(config.student, LookupConfig):
+            # New words, features and weights are counted with the tokenizer as it is without them.
+            plain = replace(_read(folder, _listed(folder)), words=(), lookup=None)
+            tokenizer = build_prompt(config, plain).tokenizer
         if config.new_vocabulary is not None:
-            words = _new_words(config.new_vocabulary, teacher, build_prompt(config, plain).tokenizer)
+            words = _new_words(config.new_vocabulary, teacher, tokenizer)
             fs.write_bytes(fs.join(folder, "words.json"), json.dumps(words, ensure_ascii=False).encode())
         if isinstance(config.student, LookupConfig):
-            tokenizer = build_prompt(config, plain).tokenizer
             for name, array in _lookup_arrays(config.student, teacher, tokenizer).items():
                 fs.write_bytes(fs.join(folder, name), npy_bytes(array))
         fs.write_bytes(fs.join(folder, _START_FILE), json.dumps({"files": _listed(folder)}).encode())
