@@ -26,6 +26,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+Loss = Float[Tensor, ""]
+Embeddings = Float[Tensor, "queries dim"]
+Scores = Float[Tensor, "queries docs"]  # of all candidates, or of those in a row's group, the positive first
+Mask = Bool[Tensor, "queries docs"]  # of the same
+Weights = Float[Tensor, " queries"] | None  # None: all are 1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 1.0  # scores of cosines stay between -100 and 100
 
 
@@ -33,14 +38,14 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 1.0  # scores of cosines stay between -
 
 
 def info_nce(
-    queries: Float[Tensor, "queries dim"],
+    queries: Embeddings,
     candidates: Float[Tensor, "docs dim"],
     *,
     positives: Int[Tensor, " queries"],
     temperature: float | Float[Tensor, ""],
-    ignore: Bool[Tensor, "queries docs"] | None = None,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+    ignore: Mask | None = None,
+    weights: Weights = None,
+) -> Loss:
     """Mean cross entropy of each query's positive against all candidates (ScalingNote, Eq. 5).
 
     -log( exp(s(q, d+) / tau) / sum over d of exp(s(q, d) / tau) ). Eq. 6 is the same with the sides
@@ -75,12 +80,8 @@ def info_nce(
 
 
 def cross_entropy(
-    scores: Float[Tensor, "queries docs"],
-    *,
-    positives: Int[Tensor, " queries"],
-    ignore: Bool[Tensor, "queries docs"] | None = None,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+    scores: Scores, *, positives: Int[Tensor, " queries"], ignore: Mask | None = None, weights: Weights = None
+) -> Loss:
     """:func:`info_nce` of `scores` that are no products of embeddings, already over the temperature."""
     own = positives[:, None]
     if ignore is not None:
@@ -116,13 +117,9 @@ def false_negative_documents(
     Such a candidate is the row's positive again, another known positive, or the positive of another row with
     the same query. The row's own positive is masked too; the loss takes it out of the mask.
 
-    Args:
-        query_ids: of this rank's rows, integers.
-        positive_ids: document of each row.
-        known: further documents known to answer the query, padded with -1.
-        all_query_ids: of the rows of all ranks.
-        candidate_ids: of all candidates. The first are the positives of all rows, ordered like
-            `all_query_ids`.
+    `query_ids`, `positive_ids` and `known` positives, padded with -1, are of this rank's rows,
+    `all_query_ids` of those of all ranks. The first candidates are the positives of all rows, in the order of
+    `all_query_ids`.
     """
     mask = positive_ids[:, None] == candidate_ids
     # One known positive at a time: all at once would take `known` times the memory.
@@ -168,12 +165,8 @@ def prefixes(
 
 
 def margin_loss(
-    cosines: Float[Tensor, "queries group"],
-    *,
-    margin: float,
-    present: Bool[Tensor, "queries group"] | None = None,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+    cosines: Scores, *, margin: float, present: Mask | None = None, weights: Weights = None
+) -> Loss:
     """Mean of max(0, margin - s(q, d+) + s(q, d-)) over queries and their hard negatives (Eq. 9).
 
     Column 0 of `cosines` is a query's positive, the others are its hard negatives, at least one. The loss of
@@ -183,9 +176,7 @@ def margin_loss(
     return _mean(mean_of_present(losses, None if present is None else present[:, 1:]), weights)
 
 
-def mean_of_present(
-    values: Float[Tensor, "queries group"], present: Bool[Tensor, "queries group"] | None
-) -> Float[Tensor, " queries"]:
+def mean_of_present(values: Scores, present: Mask | None) -> Float[Tensor, " queries"]:
     """Mean of each row over the columns that are present; 0 of a row without any. None: all are."""
     if present is None:
         return values.mean(-1)
@@ -195,13 +186,7 @@ def mean_of_present(
 # --- distillation of embeddings --------------------------------------------------------------------------
 
 
-def qkd(
-    teacher: Float[Tensor, "queries dim"],
-    student: Float[Tensor, "queries dim"],
-    *,
-    cosine_weight: float,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+def qkd(teacher: Embeddings, student: Embeddings, *, cosine_weight: float, weights: Weights = None) -> Loss:
     """Query-based knowledge distillation (ScalingNote, Eq. 15): mean of ||q - q'||^2 - lambda cos(q, q').
 
     Neither side is normalised: the squared distance also carries the magnitude.
@@ -210,12 +195,7 @@ def qkd(
     return _mean(distance - cosine_weight * F.cosine_similarity(teacher, student, dim=-1), weights)
 
 
-def cosine_distance(
-    teacher: Float[Tensor, "queries dim"],
-    student: Float[Tensor, "queries dim"],
-    *,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+def cosine_distance(teacher: Embeddings, student: Embeddings, *, weights: Weights = None) -> Loss:
     """Mean of 1 - cos(t, s): half the squared distance of the unit vectors (LEAF, arXiv 2509.12539).
 
     Suited to search by cosine, where the length of a query changes no ranking.
@@ -223,12 +203,7 @@ def cosine_distance(
     return _mean(1 - F.cosine_similarity(teacher, student, dim=-1), weights)
 
 
-def embedding_matching(
-    teacher: Float[Tensor, "rows dim"],
-    student: Float[Tensor, "rows dim"],
-    *,
-    weights: Float[Tensor, " rows"] | None = None,
-) -> Float[Tensor, ""]:
+def embedding_matching(teacher: Embeddings, student: Embeddings, *, weights: Weights = None) -> Loss:
     """Mean of ||t - s||, the norm itself and not its square (EmbedDistill, Eq. 7 of queries, 8 of documents).
 
     Its gradient has length 1 wherever the two differ: a distant query pulls no harder than a near one.
@@ -240,12 +215,8 @@ def embedding_matching(
 
 
 def softmax_scores(
-    student: Float[Tensor, "queries docs"],
-    teacher: Float[Tensor, "queries docs"],
-    *,
-    scored: Bool[Tensor, "queries docs"] | None = None,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+    student: Scores, teacher: Scores, *, scored: Mask | None = None, weights: Weights = None
+) -> Loss:
     """Mean cross entropy of the student's softmax over a query's documents from the teacher's (Eq. 11).
 
     `scored` marks the documents that are candidates of a query; a query without any contributes 0.
@@ -260,12 +231,8 @@ def softmax_scores(
 
 
 def bce_scores(
-    student: Float[Tensor, "queries docs"],
-    teacher: Float[Tensor, "queries docs"],
-    *,
-    scored: Bool[Tensor, "queries docs"] | None = None,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+    student: Scores, teacher: Scores, *, scored: Mask | None = None, weights: Weights = None
+) -> Loss:
     """Mean over queries of the sum over documents of the binary cross entropy (EmbedDistill, Eq. 12)."""
     target = _zero_where_not(scored, teacher).sigmoid()
     losses = F.binary_cross_entropy_with_logits(student, target, reduction="none")
@@ -273,12 +240,8 @@ def bce_scores(
 
 
 def mse_scores(
-    student: Float[Tensor, "queries docs"],
-    teacher: Float[Tensor, "queries docs"],
-    *,
-    scored: Bool[Tensor, "queries docs"] | None = None,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+    student: Scores, teacher: Scores, *, scored: Mask | None = None, weights: Weights = None
+) -> Loss:
     """Mean over queries of the sum over documents of the squared difference (EmbedDistill, Eq. 13)."""
     losses = (_zero_where_not(scored, teacher) - student).pow(2)
     return _mean(_zero_where_not(scored, losses).sum(-1), weights)
@@ -292,12 +255,8 @@ SCORE_LOSSES: Mapping[Literal["softmax", "bce", "mse"], Callable[..., Float[Tens
 
 
 def teacher_kl(
-    student: Float[Tensor, "queries group"],
-    teacher: Float[Tensor, "queries group"],
-    *,
-    present: Bool[Tensor, "queries group"] | None = None,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+    student: Scores, teacher: Scores, *, present: Mask | None = None, weights: Weights = None
+) -> Loss:
     """Mean of KL(softmax(teacher) || softmax(student)) over queries with a score for every document.
 
     Both are logits of a query's positive, then of its hard negatives; those not `present` are left out.
@@ -311,12 +270,8 @@ def teacher_kl(
 
 
 def teacher_margin_mse(
-    student: Float[Tensor, "queries group"],
-    teacher: Float[Tensor, "queries group"],
-    *,
-    present: Bool[Tensor, "queries group"] | None = None,
-    weights: Float[Tensor, " queries"] | None = None,
-) -> Float[Tensor, ""]:
+    student: Scores, teacher: Scores, *, present: Mask | None = None, weights: Weights = None
+) -> Loss:
     """Mean square of the difference of margins (s+ - s-) between student and teacher, over negatives.
 
     The loss of a query is the mean over those negatives that are `present`, and 0 if there are none.
@@ -331,14 +286,14 @@ def teacher_margin_mse(
 
 
 def align(
-    queries: Float[Tensor, "queries dim"],
+    queries: Embeddings,
     candidates: Float[Tensor, "docs dim"],
     *,
-    teacher: Float[Tensor, "queries docs"],
+    teacher: Scores,
     temperature: float | Float[Tensor, ""],
     weights: Float[Tensor, " queries"],
     absent: Bool[Tensor, " docs"] | None = None,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """Mean of KL(teacher || softmax of the queries' cosines) over queries (LightRetriever, Eq. 5).
 
     `teacher` holds log probabilities of the candidates, -inf of those that are `absent`; it gets no gradient.
@@ -356,19 +311,19 @@ def align(
 
 
 def align_scores(
-    scores: Float[Tensor, "queries docs"],
+    scores: Scores,
     *,
-    teacher: Float[Tensor, "queries docs"],
+    teacher: Scores,
     weights: Float[Tensor, " queries"],
     absent: Bool[Tensor, " docs"] | None = None,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """:func:`align` of `scores` that are no products of embeddings, already over the temperature."""
     if absent is not None:
         scores = scores.masked_fill(absent, -torch.inf)
     return _mean(_divergence(teacher.detach(), scores.log_softmax(1), absent), weights)
 
 
-def flops(means: Float[Tensor, " vocabulary"]) -> Float[Tensor, ""]:
+def flops(means: Float[Tensor, " vocabulary"]) -> Loss:
     """Regulariser of term weights: sum of squared mean weights of the terms (LightRetriever, Eq. 9).
 
     It estimates the multiplications of scoring two documents drawn at random, and so is largest for terms
@@ -377,15 +332,12 @@ def flops(means: Float[Tensor, " vocabulary"]) -> Float[Tensor, ""]:
     return means.square().sum()
 
 
-def quadratic_ramp(progress: float | Float[Tensor, ""], share: float) -> float | Float[Tensor, ""]:
+def quadratic_ramp(progress: Float[Tensor, ""], share: float) -> float | Float[Tensor, ""]:
     """Factor of a regulariser: grows as a square from 0 to 1 over the first `share` of a run, then stays.
 
     `progress` is the part of the run that is done. Term weights must be learnt before they are penalised.
     """
-    if not share:
-        return 1.0
-    done = progress / share
-    return done.clamp(max=1.0).square() if isinstance(done, Tensor) else min(done, 1.0) ** 2
+    return (progress / share).clamp(max=1.0).square() if share else 1.0
 
 
 # --- helpers ---------------------------------------------------------------------------------------------
@@ -416,7 +368,7 @@ def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
 
 def _loss_of_scores(
     rows: Tensor, columns: Tensor, loss_of: Callable[[Tensor], tuple[Tensor, Callable[[], Tensor]]]
-) -> Float[Tensor, ""]:
+) -> Loss:
     """A loss of the products of rows and columns, by `loss_of` them: its value, and its gradient when asked.
 
     The gradients of the two narrow inputs are kept for the backward pass, never the scores between them:

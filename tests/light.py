@@ -38,7 +38,6 @@ def stage(
     lora: Lora | None = None,
     sparse: Sparse | None = SPARSE,
     align: Align | None = ALIGN,
-    uneven: bool = False,
     losses: Losses = LOSSES,
 ) -> StageOne:
     """Everything that LightRetriever trains, from scratch."""
@@ -53,7 +52,7 @@ def stage(
         sparse=sparse is not None,
     )
     towers.sparse_query = SparseQuery(towers.document.prompt.tokenizer, max_length=16, weighting="counts")
-    return StageOne(towers, losses, sparse=sparse, align=align, uneven=uneven)
+    return StageOne(towers, losses, sparse=sparse, align=align)
 
 
 def triplets(

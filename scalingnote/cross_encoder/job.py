@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 from scalingnote import cluster
-from scalingnote.config import dump, validate
+from scalingnote.config import validate
 from scalingnote.cross_encoder.config import DualPooledConfig, score_temperature
 from scalingnote.cross_encoder.pairs import PairBatches, PairEncoder, PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
@@ -37,7 +37,7 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.config import TrainConfig
 from scalingnote.train.data import Order, Store
-from scalingnote.train.job import Settings, launch, start_rank, train_rank
+from scalingnote.train.job import Failure, Settings, launch, start_rank, train_rank
 from scalingnote.train.prepare import prepare, read_array
 from scalingnote.train.tokens import MISSING, row_numbers
 
@@ -50,21 +50,18 @@ QUERIES = pa.schema(
 
 def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
     """Train the cross-encoder; killed at any moment, the next call resumes from the newest checkpoint."""
-    parents = {
-        "dataset": open_artifact(dataset, kind="dataset"),
-        "triplets": open_artifact(triplets, kind="triplets"),
-    }
+    uris = {"dataset": dataset, "triplets": triplets}
+    parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="cross_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
     prepared = prepare(as_stage_one(config), **parents, folder=draft.work("data"), each=cluster.map_tasks)
-    steps = _order(config, prepared.sizes).steps(config.epochs)
+    steps = Order.of(config, prepared.sizes).steps(config.epochs)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     launch(
         _worker,
         {
-            "config": dump(config),
             "output": output,
             "work": draft.work(),
             "store": prepared.store,
@@ -82,32 +79,24 @@ def run_queries(
 ) -> Artifact:
     """Embed training queries, also generated ones, and score the documents of every triplet.
 
-    Args:
-        config: of the encoding.
-        dataset: URI of the documents.
-        triplets: URI; their queries are read.
-        cross_encoder: URI of the teacher.
-        output: URI of the query embeddings.
+    All arguments but `config` are URIs; `output` is that of the query embeddings.
     """
-    parents = {
-        "dataset": open_artifact(dataset, kind="dataset"),
-        "triplets": open_artifact(triplets, kind="triplets"),
-        "cross_encoder": open_artifact(cross_encoder, kind="cross_encoder"),
-    }
+    uris = {"dataset": dataset, "triplets": triplets, "cross_encoder": cross_encoder}
+    parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
     source, teacher = parents["triplets"], parents["cross_encoder"]
+    trained = validate(DualPooledConfig, teacher.manifest.config, source=teacher.uri)
     # Documents are read by number, as in training: the pairs of a part name them in any order.
     prepared = prepare(
-        as_stage_one(_teacher_config(teacher), backbone=Pretrained(path=str(teacher.directory(MODEL)))),
+        as_stage_one(trained, backbone=Pretrained(path=str(teacher.directory(MODEL)))),
         dataset=parents["dataset"],
         triplets=source,
         folder=draft.work("data"),
         each=cluster.map_tasks,
     )
-    names = source.table_parts("triplets")
-    counted = source.rows_of(names)
+    counted = source.rows_of(source.table_parts("triplets"))
     rows = {
         name.replace("triplets/", folder, 1): count
         for folder in ("embeddings/", "scores/")
@@ -119,7 +108,8 @@ def run_queries(
         triplets=source,
         store=prepared.store,
         config=config,
-        teacher={next(iter(rows)): draft.path("teacher")},
+        vocabulary_part=next(iter(rows)),
+        vocabulary_folder=draft.path("teacher"),
     )
     steps = Steps(read_nothing, encoder)
     records = write_parts(
@@ -165,9 +155,12 @@ class PairQueryParts:
         triplets: Artifact,
         store: str,
         config: TeacherConfig,
-        teacher: dict[str, str],
+        vocabulary_part: str,
+        vocabulary_folder: str,
     ) -> None:
-        self._triplets, self._beside, self._teacher = triplets, config.beside, teacher
+        """The worker that encodes `vocabulary_part` also writes the teacher's vocabulary."""
+        self._triplets, self._beside = triplets, config.beside
+        self._vocabulary_part, self._vocabulary_folder = vocabulary_part, vocabulary_folder
         self._encoder = _pair_encoder(cross_encoder, config.token_budget)
         self._documents = Store.open(store)["documents"]
         self._named, self._place = (
@@ -188,8 +181,8 @@ class PairQueryParts:
         rows = self._encoder.model.query_prompt.rows(queries["query"].to_pylist())
         embeddings = self._encoder.queries(rows, documents or [None] * len(rows))
         cost = self._encoder.cost
-        if name in self._teacher:
-            self._write_vocabulary(self._teacher[name])
+        if name == self._vocabulary_part:
+            self._write_vocabulary(self._vocabulary_folder)
         out = queries.drop_columns(["positive"]).append_column(
             schema.embedding_field("embedding", self._encoder.dim), arrow.to_arrow(embeddings)
         )
@@ -271,10 +264,6 @@ def distinct_queries(triplets: pa.Table, generated: pa.Table | None) -> pa.Table
     return pa.concat_tables([own.cast(QUERIES), further.filter(pc.invert(held_out))])
 
 
-def _teacher_config(teacher: Artifact) -> DualPooledConfig:
-    return validate(DualPooledConfig, teacher.manifest.config, source=teacher.uri)
-
-
 def as_stage_one(config: DualPooledConfig, *, backbone: Backbone | None = None) -> TrainConfig:
     """The stage I config that prepares tokens of queries and documents, which are then read as pairs."""
     backbone = backbone or config.backbone
@@ -285,13 +274,9 @@ def as_stage_one(config: DualPooledConfig, *, backbone: Backbone | None = None) 
     )
 
 
-def _order(config: DualPooledConfig, sizes: dict[str, int]) -> Order:
-    return Order(sizes, global_batch=config.global_batch, seed=config.seed)
-
-
-def _worker(settings: Settings) -> dict[str, str] | None:
+def _worker(settings: Settings) -> Failure | None:
     """One rank."""
-    config, rank, world = start_rank(DualPooledConfig, settings, section="cross")
+    config, rank, world = start_rank(DualPooledConfig, settings)
 
     def build_stage() -> PairStage:
         model = CrossEncoder(
@@ -310,7 +295,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     stage, store = build_stage(), Store.open(settings["store"])
     batches = PairBatches(
         store,
-        _order(config, store.facts["sizes"]),
+        Order.of(config, store.facts["sizes"]),
         pad=stage.model.pad,
         packed=config.memory.packing,
         in_batch=config.in_batch,
@@ -323,6 +308,5 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         build_stage=build_stage,
         schedule=config,
         settings=settings,
-        section="cross",
         save=lambda whole, folder: whole.model.save(folder / MODEL),
     )

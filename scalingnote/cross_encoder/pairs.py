@@ -28,7 +28,6 @@ from scalingnote.models.flops import model_shape
 from scalingnote.models.prompt import Row
 from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
 from scalingnote.train.candidates import TensorRecord, padded
-from scalingnote.train.collectives import shares
 from scalingnote.train.data import ABSENT, Order, Store, stand_ins
 from scalingnote.train.engine import Cacheable
 
@@ -98,19 +97,11 @@ class PairStage(Cacheable):
     """Cross-encoder and losses as one module; a step trains it plainly or through GradCache."""
 
     def __init__(
-        self,
-        model: CrossEncoder,
-        losses: CrossEncoderLosses,
-        *,
-        temperature: float | None = None,
-        uneven: bool = False,
+        self, model: CrossEncoder, losses: CrossEncoderLosses, *, temperature: float | None = None
     ) -> None:
-        """`temperature` of the cosines, if scores are such.
-
-        `uneven`: ranks may bring different numbers of rows, which costs an exchange at every step.
-        """
+        """`temperature` of the cosines, if scores are such."""
         super().__init__()
-        self.model, self._losses, self._uneven, self._temperature = model, losses, uneven, temperature
+        self.model, self._losses, self._temperature = model, losses, temperature
 
     def inputs(self, batch: PairBatch) -> dict[str, Batch | None]:
         """The pairs."""
@@ -126,19 +117,17 @@ class PairStage(Cacheable):
         """This rank's loss and its parts; like the loss, their means over ranks are those of all rows."""
         pairs, dim, losses = embeddings["pair"][:, 0], self.model.dim, self._losses
         queries = len(batch.weights)
-        share = shares(batch.weights, uneven=self._uneven).weight
         with torch.autocast(pairs.device.type, enabled=False):
             logits = relevance(pairs[:, :dim], pairs[:, dim : 2 * dim], self._temperature)
             logits = logits.unflatten(0, (-1, queries)).T
             parts: dict[str, Tensor] = {}
-            weights = batch.weights * share
             if losses.one_hot:
-                parts["one_hot"] = one_hot(logits, batch.answers | ~batch.present, weights=weights)
+                parts["one_hot"] = one_hot(logits, batch.answers | ~batch.present, weights=batch.weights)
             if losses.teacher:
-                parts["teacher"] = _teacher_loss(logits, batch, weights)
+                parts["teacher"] = _teacher_loss(logits, batch)
             if losses.reconstruction:
                 of_pairs = pairs[:, 2 * dim].unflatten(0, (-1, queries)).T
-                parts["reconstruction"] = share * mean_of_present(of_pairs, batch.present).mean()
+                parts["reconstruction"] = mean_of_present(of_pairs, batch.present).mean()
             loss = sum(
                 (getattr(losses, name) * part for name, part in parts.items()), start=logits.new_zeros(())
             )
@@ -170,14 +159,14 @@ def one_hot(
     return (weights * F.cross_entropy(allowed, first, reduction="none")).mean()
 
 
-def _teacher_loss(logits: Tensor, batch: PairBatch, weights: Tensor) -> Tensor:
+def _teacher_loss(logits: Tensor, batch: PairBatch) -> Tensor:
     if batch.scores is None:
         raise TrainingError(
             "cross_encoder.losses.teacher is set, but the triplets carry no scores: collect them with a "
             "ranking model, or set it to 0"
         )
     own = batch.scores.shape[1]
-    return teacher_kl(logits[:, :own], batch.scores, present=batch.present[:, :own], weights=weights)
+    return teacher_kl(logits[:, :own], batch.scores, present=batch.present[:, :own], weights=batch.weights)
 
 
 class PairEncoder:

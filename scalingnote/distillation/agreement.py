@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +34,7 @@ from scalingnote.train.validation import INDEXED_VIEW, encode_rows
 
 MAX_QUERIES = 1000  # held-out texts that are compared
 MAX_DOCUMENTS = 1000  # of the corpus that are encoded to be searched: half a minute with a small teacher
-TIMED_QUERIES = 64
+TIMED_QUERIES, WARM_UP_QUERIES = 64, 3
 
 
 def validator(
@@ -54,12 +53,12 @@ def validator(
     Every rank must call it at the same step. `pad` is the student's pad token, `cosine_weight` the lambda of
     Eq. 15.
     """
-    rows = store.tables.get(VALIDATION, ())
-    if config is None or not len(rows):
-        if config is not None:
-            get_logger("distill").info("no query has the validation split: nothing is measured in training")
+    if config is None:
         return None
     rows = store[VALIDATION]
+    if not len(rows):
+        get_logger("distill").info("no query has the validation split: nothing is measured in training")
+        return None
     size = min(config.queries, len(rows))
     drawn = permuted(np.arange(size), size=len(rows), key=(seed % 2**64, 0))
     queries, teacher = rows.tokens(drawn), rows.values("teacher", drawn)
@@ -98,7 +97,7 @@ class Agreement:
     """Share of the teacher's ten best documents among the student's ten best."""
     top100: float
     student_queries_per_s: float
-    """One query at a time, on this machine under its present load."""
+    """One query at a time, by the median time, on this machine under its present load."""
     teacher_queries_per_s: float
     student_bytes: int
     teacher_bytes: int
@@ -128,8 +127,8 @@ def compare(
         cosine=cosine,
         top10=top10,
         top100=top100,
-        student_queries_per_s=_queries_per_s(tower.encode_queries, timed),
-        teacher_queries_per_s=_queries_per_s(queries.encode_queries, timed),
+        student_queries_per_s=1000 / median_ms(lambda text: tower.encode_queries([text]), timed),
+        teacher_queries_per_s=1000 / median_ms(lambda text: queries.encode_queries([text]), timed),
         student_bytes=_bytes_of(student.directory("query")),
         teacher_bytes=_bytes_of(dual_encoder.directory("query")),
     )
@@ -185,14 +184,16 @@ def _sampled_documents(dataset: Artifact) -> pa.Table:
     return pa.concat_tables(taken).slice(0, MAX_DOCUMENTS)
 
 
-def _queries_per_s(encode: Callable[[Sequence[str]], Any], queries: Sequence[str]) -> float:
-    rates = []
-    for _ in range(3):
+def median_ms(function: Callable[[str], object], texts: Sequence[str]) -> float:
+    """Milliseconds of a call, one text at a time."""
+    for text in texts[:WARM_UP_QUERIES]:
+        function(text)
+    times = []
+    for text in texts:
         start = time.perf_counter()
-        for query in queries:
-            encode([query])
-        rates.append(len(queries) / (time.perf_counter() - start))
-    return statistics.median(rates)
+        function(text)
+        times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times)
 
 
 def _bytes_of(folder: Path) -> int:

@@ -52,26 +52,15 @@ _HAN = regex.compile(r"\p{Han}")
 
 
 def copy_layers(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> tuple[int, ...]:
-    """Write a query tower that has some layers of another one and all its other weights.
+    """Write to `target` a query tower with some layers of the tower in `teacher` and all its other weights.
 
-    A published model keeps its pooling, dense layers and prompts.
-
-    Args:
-        teacher: folder of the tower.
-        target: folder to write.
-        layers: numbers of layers from 0, or how many to take at equal distances.
-
-    Returns:
-        The numbers of the layers.
-
-    Raises:
-        ConfigError: the teacher has no such layers, or its folder holds an adapter alone.
+    A published model keeps its pooling, dense layers and prompts. `layers` are numbers of layers from 0, or
+    how many to take at equal distances; returns the numbers. ConfigError where the teacher has no such
+    layers, or its folder holds an adapter alone.
     """
-    settings: dict[str, Any] = (
-        json.loads((teacher / "config.json").read_text()) if _has_model(teacher) else {}
-    )
-    if not settings:
+    if not (teacher / "config.json").exists() or not any(teacher.glob("model*.safetensors")):
         raise ConfigError(f"{teacher} holds an adapter, not a model: train with merge_adapters=true")
+    settings: dict[str, Any] = json.loads((teacher / "config.json").read_text())
     count = int(settings["num_hidden_layers"])
     chosen = evenly_spaced_layers(layers, of=count) if isinstance(layers, int) else tuple(layers)
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= layer < count for layer in chosen):
@@ -89,12 +78,13 @@ def copy_layers(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> 
     (target / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
     save_file(_tensors(teacher, chosen), target / "model.safetensors", metadata={"format": "pt"})
     if is_published(teacher):
-        shutil.copytree(
-            teacher,
-            target,
-            dirs_exist_ok=True,
-            ignore=lambda folder, names: _written_here(teacher, folder, names),
-        )
+        for path in teacher.iterdir():
+            if path.name == "config.json" or path.name.startswith("model"):
+                continue  # written above
+            if path.is_dir():
+                shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, target / path.name)
         return chosen
     for name in _COPIED_FILES:
         if (teacher / name).exists():
@@ -107,22 +97,11 @@ def is_published(folder: Path) -> bool:
     return (folder / "modules.json").exists() and not (folder / "projection.safetensors").exists()
 
 
-def _written_here(teacher: Path, folder: str, names: list[str]) -> list[str]:
-    """Files that :func:`copy_layers` writes itself."""
-    if Path(folder) != teacher:
-        return []
-    return [name for name in names if name == "config.json" or name.startswith("model")]
-
-
 def evenly_spaced_layers(layers: int, *, of: int) -> tuple[int, ...]:
     """Numbers of `layers` out of `of` layers at equal distances, the last one included."""
     if layers > of:
         raise ConfigError(f"the student asks for {layers} layers, its teacher has {of}")
     return tuple(round((number + 1) * of / layers) - 1 for number in range(layers))
-
-
-def _has_model(folder: Path) -> bool:
-    return (folder / "config.json").exists() and any(folder.glob("model*.safetensors"))
 
 
 def _tensors(teacher: Path, chosen: Sequence[int]) -> dict[str, Tensor]:
@@ -174,16 +153,10 @@ def fit_width(tokens: Float[Tensor, "vocabulary hidden"], *, width: int) -> Floa
 
 
 def mine_words(queries: Iterable[str], tokenizer: Tokenizer, *, tokens: int, min_count: int) -> list[str]:
-    """The words that occur in most queries and that `tokenizer` breaks into pieces.
+    """The words that occur in most queries and that the student's tokenizer breaks into pieces.
 
-    Args:
-        queries: texts.
-        tokenizer: of the student.
-        tokens: number of words at most.
-        min_count: queries in which a word must occur.
-
-    Returns:
-        Words by falling count, then by their characters; without numbers and single Han characters.
+    At most `tokens` words that occur in at least `min_count` queries, by falling count, then by their
+    characters; without numbers and single Han characters.
     """
     lowers = tokenizer.normalizer is not None and tokenizer.normalizer.normalize_str("A") == "a"
     counts: Counter[str] = Counter()

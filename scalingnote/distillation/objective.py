@@ -24,6 +24,7 @@ from scalingnote.distillation.config import DistillLosses
 from scalingnote.errors import TrainingError
 from scalingnote.losses import (
     SCORE_LOSSES,
+    Embeddings,
     cosine_distance,
     embedding_matching,
     false_negative_documents,
@@ -34,7 +35,7 @@ from scalingnote.models.batch import Batch, collate
 from scalingnote.models.lookup import LookupTower
 from scalingnote.models.tower import Tower
 from scalingnote.train.candidates import TensorRecord, padded
-from scalingnote.train.collectives import Shares, gather, shares
+from scalingnote.train.collectives import gather, rank
 from scalingnote.train.data import ABSENT, Order, Store
 from scalingnote.train.engine import Cacheable
 from scalingnote.train.validation import INDEXED_VIEW
@@ -65,48 +66,6 @@ class LessonCandidates(TensorRecord):
         return self.document_ids != ABSENT
 
 
-class CandidateRows:
-    """Candidates of any rows of a store. `pad` is the pad token of a student for documents, if any."""
-
-    def __init__(self, store: Store, *, pad: int | None, packed: bool) -> None:
-        self._rows, self._documents = store[ROWS], store[DOCUMENTS]
-        self._known, self._scored = max(store.facts["known"], 1), store.facts["scored"]
-        sizes = store.facts["sizes"]
-        # Generated queries have no documents. The losses over candidates are means over the triplets alone:
-        # this factor makes them so in expectation, without an exchange between ranks.
-        self._share = sum(sizes.values()) / sizes["triplets"]
-        self._pad, self._packed = pad, packed
-
-    def lessons(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
-        """The number of each row's query among the lessons."""
-        return self._rows.values("lesson", rows)
-
-    def weights(self, rows: Int64[ndarray, " rows"]) -> Float[Tensor, " rows"]:
-        """Weight of each row in the losses over queries."""
-        return torch.from_numpy(self._rows.values("weight", rows))
-
-    def __call__(self, rows: Int64[ndarray, " rows"]) -> LessonCandidates:
-        """Candidates of these rows' queries."""
-        documents = self._rows.values("documents", rows)
-        answered = torch.from_numpy(documents[:, 0] != ABSENT)
-        # Document 0 stands in for all absent ones; it is masked, and encoded once at most.
-        distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)
-        embeddings = self._documents.values("teacher", distinct)
-        texts = None
-        if self._pad is not None:
-            texts = collate(self._documents.tokens(distinct), pad=self._pad, packed=self._packed)
-        return LessonCandidates(
-            embeddings=torch.from_numpy(embeddings.astype(np.float32)),
-            index=torch.from_numpy(index.reshape(documents.shape)),
-            weights=self.weights(rows) * answered * self._share,
-            query_ids=torch.from_numpy(self._rows.values("query", rows)),
-            document_ids=torch.from_numpy(documents),
-            known=torch.from_numpy(padded(self._rows.lists("known", rows), width=self._known)),
-            scores=torch.from_numpy(self._rows.values("scores", rows)) if self._scored else None,
-            texts=texts,
-        )
-
-
 @dataclass(frozen=True)
 class Lesson(TensorRecord):
     """One rank's share of a step: queries for the student, and the teacher's embeddings of them."""
@@ -134,43 +93,57 @@ class LessonBatches:
         world: int,
         document_pad: int | None = None,
     ) -> None:
-        self._lessons, self._order = store[LESSONS], order
-        self._candidates = None
-        if ROWS in store.tables:
-            self._candidates = CandidateRows(store, pad=document_pad, packed=packed)
-        self._pad, self._packed, self._rank, self._world = pad, packed, rank, world
+        self._store, self._order, self._rank, self._world = store, order, rank, world
+        self._pad, self._document_pad, self._packed = pad, document_pad, packed
 
     def __call__(self, step: int) -> Lesson:
         """This rank's share of a step."""
-        rows = self._order.batch(step, length_of=self._lengths)[self._rank :: self._world]
-        chosen, weights, candidates = rows, None, None
-        if self._candidates is not None:
-            chosen, weights = self._candidates.lessons(rows), self._candidates.weights(rows)
-            candidates = self._candidates(rows)
-        batch = collate(self._lessons.tokens(chosen), pad=self._pad, packed=self._packed)
-        teacher = torch.from_numpy(self._lessons.values("teacher", chosen))
-        return Lesson(batch, teacher, weights, candidates)
+        rows = self._order.batch(step)[self._rank :: self._world]
+        lessons, weights, candidates = rows, None, None
+        if ROWS in self._store.tables:
+            lessons = self._store[ROWS].values("lesson", rows)
+            weights = torch.from_numpy(self._store[ROWS].values("weight", rows))
+            candidates = self._candidates(rows, weights)
+        queries = collate(self._store[LESSONS].tokens(lessons), pad=self._pad, packed=self._packed)
+        teacher = torch.from_numpy(self._store[LESSONS].values("teacher", lessons))
+        return Lesson(queries, teacher, weights, candidates)
 
-    def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
-        chosen = rows if self._candidates is None else self._candidates.lessons(rows)
-        return self._lessons.lengths(chosen)
+    def _candidates(
+        self, chosen: Int64[ndarray, " rows"], weights: Float[Tensor, " rows"]
+    ) -> LessonCandidates:
+        rows, stored, facts = self._store[ROWS], self._store[DOCUMENTS], self._store.facts
+        documents = rows.values("documents", chosen)
+        answered = torch.from_numpy(documents[:, 0] != ABSENT)
+        # Generated queries have no documents. The losses over candidates are means over the triplets alone:
+        # this factor makes them so in expectation, without an exchange between ranks.
+        share = sum(facts["sizes"].values()) / facts["sizes"]["triplets"]
+        # Document 0 stands in for all absent ones; it is masked, and encoded once at most.
+        distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)
+        texts = None
+        if self._document_pad is not None:
+            texts = collate(stored.tokens(distinct), pad=self._document_pad, packed=self._packed)
+        return LessonCandidates(
+            embeddings=torch.from_numpy(stored.values("teacher", distinct).astype(np.float32)),
+            index=torch.from_numpy(index.reshape(documents.shape)),
+            weights=weights * answered * share,
+            query_ids=torch.from_numpy(rows.values("query", chosen)),
+            document_ids=torch.from_numpy(documents),
+            known=torch.from_numpy(padded(rows.lists("known", chosen), width=max(facts["known"], 1))),
+            scores=torch.from_numpy(rows.values("scores", chosen)) if facts["scored"] else None,
+            texts=texts,
+        )
 
 
 class StageTwo(Cacheable):
     """Student towers and losses as one module; what a step trains, plainly or through GradCache."""
 
     def __init__(
-        self,
-        student: Tower | LookupTower,
-        losses: DistillLosses,
-        document: Tower | None = None,
-        *,
-        uneven: bool = False,
+        self, student: Tower | LookupTower, losses: DistillLosses, document: Tower | None = None
     ) -> None:
-        """`document` is a student for documents; `uneven`: ranks may bring different numbers of rows."""
+        """`document` is a student for documents."""
         super().__init__()
         self.student: Tower | LookupTower = student
-        self.document, self._losses, self._uneven = document, losses, uneven
+        self.document, self._losses = document, losses
         self._view = None if document is None else document.views.index(INDEXED_VIEW)
 
     def inputs(self, batch: Lesson) -> dict[str, Batch | None]:
@@ -198,25 +171,20 @@ class StageTwo(Cacheable):
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """This rank's loss and its parts, unweighted; like the loss, their means over ranks are global."""
         queries, losses = embeddings["query"][:, 0], self._losses
-        share = shares(queries, uneven=self._uneven)
         with torch.autocast(queries.device.type, enabled=False):
-            parts = query_losses(queries, batch, losses, share)
+            parts = query_losses(queries, batch, losses)
             if losses.reads_documents:
                 own = embeddings["document"][:, 0] if "document" in embeddings else None
-                parts |= candidate_losses(queries, own, batch, losses, share)
+                parts |= candidate_losses(queries, own, batch, losses)
             weights = {name: getattr(losses, name) for name in parts}
             loss = sum((weights[name] * part for name, part in parts.items()), start=queries.new_zeros(()))
-            distance = (batch.teacher - queries.detach()).pow(2).sum(-1)
-            parts["squared_distance"] = share.weight * distance.mean()
+            parts["squared_distance"] = (batch.teacher - queries.detach()).pow(2).sum(-1).mean()
         return loss, {name: part.detach() for name, part in parts.items()}
 
 
-def query_losses(
-    queries: Float[Tensor, "queries dim"], lesson: Lesson, losses: DistillLosses, share: Shares
-) -> dict[str, Tensor]:
+def query_losses(queries: Embeddings, lesson: Lesson, losses: DistillLosses) -> dict[str, Tensor]:
     """The losses over queries alone that have a weight, by name."""
-    weights = queries.new_ones(len(queries)) if lesson.weights is None else lesson.weights
-    weights = weights * share.weight
+    weights = lesson.weights
     parts = {}
     if losses.qkd:
         parts["qkd"] = qkd(lesson.teacher, queries, cosine_weight=losses.cosine_weight, weights=weights)
@@ -229,12 +197,8 @@ def query_losses(
 
 
 def candidate_losses(
-    queries: Float[Tensor, "queries dim"],
-    documents: Float[Tensor, "docs dim"] | None,
-    lesson: Lesson,
-    losses: DistillLosses,
-    share: Shares,
-) -> dict[str, Float[Tensor, ""]]:
+    queries: Embeddings, documents: Float[Tensor, "docs dim"] | None, lesson: Lesson, losses: DistillLosses
+) -> dict[str, Tensor]:
     """The losses over candidates that have a weight, by name; without `documents`, the teacher's are used."""
     if lesson.candidates is None:
         raise TrainingError(
@@ -242,63 +206,56 @@ def candidate_losses(
         )
     candidates = lesson.candidates
     own = candidates.embeddings if documents is None else documents
-    rows = {"weights": candidates.weights * share.weight}
+    rows = {"weights": candidates.weights}
     parts = {}
     if losses.document_matching:
         parts["document_matching"] = _document_matching(_matched(own, losses), candidates, **rows)
     if losses.one_hot or (losses.scores and candidates.scores is None):
-        pool = _CandidatePool.of(candidates, share)
+        real, answers = _pool_masks(candidates)
     scaled = F.normalize(queries, dim=-1) / losses.temperature
     if losses.one_hot:
         parts["one_hot"] = info_nce(
             scaled,
-            _gathered_unit(own, candidates, share),
-            positives=torch.arange(len(queries), device=queries.device) + share.start,
+            _gathered_unit(own, candidates),
+            positives=torch.arange(len(queries), device=queries.device) + rank() * len(queries),
             temperature=1.0,
-            ignore=pool.false_negatives | ~pool.real,
+            ignore=answers | ~real,
             **rows,
         )
-    if losses.scores and candidates.scores is None:
-        teacher = F.normalize(lesson.teacher, dim=-1) / losses.temperature
-        student = scaled @ _gathered_unit(own, candidates, share).T
-        teacher_scores = teacher @ _gathered_unit(candidates.embeddings, candidates, share).T
-        parts["scores"] = SCORE_LOSSES[losses.scores_kind](
-            student, teacher_scores, scored=pool.real.expand_as(teacher_scores), **rows
-        )
-    elif losses.scores:
-        assert candidates.scores is not None
-        student = torch.einsum("qd,qgd->qg", scaled, F.normalize(own, dim=-1)[candidates.index])
-        parts["scores"] = SCORE_LOSSES[losses.scores_kind](
-            student, candidates.scores, scored=candidates.scores.isfinite() & candidates.present, **rows
-        )
+    if losses.scores:
+        if candidates.scores is None:
+            teacher_queries = F.normalize(lesson.teacher, dim=-1) / losses.temperature
+            student = scaled @ _gathered_unit(own, candidates).T
+            teacher = teacher_queries @ _gathered_unit(candidates.embeddings, candidates).T
+            scored = real.expand_as(teacher)
+        else:
+            student = torch.einsum("qd,qgd->qg", scaled, F.normalize(own, dim=-1)[candidates.index])
+            teacher = candidates.scores
+            scored = teacher.isfinite() & candidates.present
+        parts["scores"] = SCORE_LOSSES[losses.scores_kind](student, teacher, scored=scored, **rows)
     return parts
 
 
-@dataclass(frozen=True)
-class _CandidatePool:
-    """The candidates of all ranks: positives of all queries, then all first negatives, and so on."""
+def _pool_masks(candidates: LessonCandidates) -> tuple[Bool[Tensor, " pool"], Bool[Tensor, "queries pool"]]:
+    """Of the candidates of all ranks: those that are documents, and those known to answer each query.
 
-    real: Bool[Tensor, "1 pool"]  # False for the stand-ins of queries without documents
-    false_negatives: Bool[Tensor, "queries pool"]  # known to answer the query
-
-    @classmethod
-    def of(cls, candidates: LessonCandidates, share: Shares) -> "_CandidatePool":
-        """Gathered from all ranks in one exchange."""
-        ids, query_ids = candidates.document_ids, candidates.query_ids
-        gathered = gather(torch.cat([query_ids[:, None], ids], dim=1), share)
-        all_ids = gathered[:, 1:].T.flatten()
-        mask = false_negative_documents(
-            query_ids, ids[:, 0], candidates.known, all_query_ids=gathered[:, 0], candidate_ids=all_ids
-        )
-        return cls((all_ids != ABSENT)[None], mask)
+    They are the positives of all queries, then all first negatives, and so on.
+    """
+    ids, query_ids = candidates.document_ids, candidates.query_ids
+    gathered = gather(torch.cat([query_ids[:, None], ids], dim=1))  # one exchange for all ids
+    all_ids = gathered[:, 1:].T.flatten()
+    answers = false_negative_documents(
+        query_ids, ids[:, 0], candidates.known, all_query_ids=gathered[:, 0], candidate_ids=all_ids
+    )
+    return all_ids != ABSENT, answers
 
 
 def _gathered_unit(
-    documents: Float[Tensor, "docs dim"], candidates: LessonCandidates, share: Shares
+    documents: Float[Tensor, "docs dim"], candidates: LessonCandidates
 ) -> Float[Tensor, "pool dim"]:
     """Unit embeddings of all ranks' candidates, with gradients."""
     groups = F.normalize(documents, dim=-1)[candidates.index]
-    return gather(groups, share).transpose(0, 1).flatten(0, 1)
+    return gather(groups).transpose(0, 1).flatten(0, 1)
 
 
 def _document_matching(

@@ -19,8 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jaxtyping import Shaped
-from numpy import ndarray
 
 from scalingnote.distillation.objective import DOCUMENTS, LESSONS, ROWS
 from scalingnote.errors import ConfigError, DataError, TrainingError
@@ -42,7 +40,7 @@ from scalingnote.storage.shuffle import (
 )
 from scalingnote.train import tokens
 from scalingnote.train.data import Store, one_chunk
-from scalingnote.train.prepare import merge_sorted, number_documents, read_array
+from scalingnote.train.prepare import file_name, merge_hashes, number_documents, read_array, total_rows
 from scalingnote.train.tokens import query_number
 from scalingnote.train.validation import INDEXED_VIEW
 
@@ -73,12 +71,8 @@ def prepare(
 ) -> dict[str, int]:
     """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
 
-    Args:
-        teacher: the artifact with the embeddings of queries.
-        prompt: of the student.
-        folder: must belong to this teacher, this student and these candidates.
-        candidates: for losses over documents.
-        each: runs the tasks; on Ray, `cluster.each`.
+    The folder must belong to this teacher, whose embeddings of queries are read, this student, whose prompt
+    is given, and these candidates, for losses over documents.
 
     Returns:
         Training rows by part, as :class:`Order` takes them.
@@ -96,7 +90,7 @@ def prepare(
             name: [file for record in records for file in named_parts(record[key])]
             for name, key in ((LESSONS, "files"), (VALIDATION, "validation"))
         }
-        facts = {"sizes": {LESSONS: _total(tables[LESSONS])}, "dim": records[0]["dim"]}
+        facts = {"sizes": {LESSONS: total_rows(tables[LESSONS])}, "dim": records[0]["dim"]}
         if candidates is not None:
             more, counted = _write_candidates(
                 candidates, teacher, records, group=group, folder=folder, each=each
@@ -145,8 +139,7 @@ def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) ->
         section="distill",
     )
     for table in ("named", "asked"):
-        hashes = merge_sorted([read_array(fs.join(folder, _file_name(table, i))) for i in range(len(parts))])
-        write_table(fs.join(folder, f"{table}.arrow"), pa.table({"hash": hashes}))
+        merge_hashes(folder, table, files=len(parts))
     return max(int(record["group"]) for record in records)
 
 
@@ -179,7 +172,7 @@ def _write_candidates(
         partial(_rows_of_slice, sources=sources, teacher=teacher, group=group, folder=folder),
         slices(sources.triplets, "triplets"),
     )
-    starts = np.cumsum([0, *(_total(named_parts(record["files"])) for record in lessons)])
+    starts = np.cumsum([0, *(total_rows(named_parts(record["files"])) for record in lessons)])
     generated = run(
         "free",
         partial(
@@ -189,7 +182,7 @@ def _write_candidates(
     )
     with_documents = [file for record in rows for file in named_parts(record["files"])]
     without = [file for record in generated for file in named_parts(record["files"])]
-    sizes = {"triplets": _total(with_documents), "generated": _total(without)}
+    sizes = {"triplets": total_rows(with_documents), "generated": total_rows(without)}
     if not sizes["triplets"]:
         raise DataError("no triplet for training has a positive with an embedding: re-run collect or encode")
     tables = {
@@ -219,7 +212,7 @@ def _hashes_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: 
     named, group = tokens.document_hashes(table.to_batches())
     asked = np.unique(tokens.query_number(table["query_id"]))
     for name, hashes in (("named", named), ("asked", asked.astype(np.uint64))):
-        write_table(fs.join(folder, _file_name(name, item[0])), pa.table({"hash": hashes}))
+        write_table(fs.join(folder, file_name(name, item[0])), pa.table({"hash": hashes}))
     return {"group": group}
 
 
@@ -244,7 +237,7 @@ def _documents_of_slice(item: NumberedSlice, *, sources: CandidateSources, folde
             columns = {name: column.filter(both) for name, column in columns.items()}
             columns |= {name: read[name] for name in ("ids", "positions")}
         tables.append(pa.table(columns))
-    files = write_tables(folder, {_file_name(DOCUMENTS, item[0]): pa.concat_tables(tables)})
+    files = write_tables(folder, {file_name(DOCUMENTS, item[0]): pa.concat_tables(tables)})
     return {"files": files, "problems": problems}
 
 
@@ -274,15 +267,15 @@ def _rows_of_slice(
         place=read_array(fs.join(folder, "place.arrow")),
     )
     known, queries = read_array(fs.join(folder, "queries.arrow")), np.asarray(columns["query"])
-    at = np.minimum(np.searchsorted(known, queries), max(len(known) - 1, 0))
-    if len(queries) and not (len(known) and (known[at] == queries).all()):
+    at = np.searchsorted(known, queries)
+    if (at == len(known)).any() or (known[at] != queries).any():
         raise TrainingError("triplets contain queries that the teacher has not embedded: re-run teacher")
-    lesson = read_array(fs.join(folder, "lessons.arrow"))[at] if len(queries) else queries
+    lesson = read_array(fs.join(folder, "lessons.arrow"))[at]
     kept = ("query", "documents", "known", "weight", "scores")
     rows = one_chunk({"lesson": pa.array(lesson), **{name: columns[name] for name in kept}})
     rows = rows.filter(pa.array(readable)).combine_chunks()
     return {
-        "files": write_tables(folder, {_file_name(ROWS, number): rows}),
+        "files": write_tables(folder, {file_name(ROWS, number): rows}),
         "left_out": int((~readable).sum()),
         **tokens.row_facts(rows),
     }
@@ -303,13 +296,13 @@ def _rows_without_documents(
         {
             "lesson": pa.array(alone + starts[item[0]]),
             "query": pa.array(numbers[alone]),
-            "documents": _list_array(np.full((size, group), -1, np.int64)),
+            "documents": arrow.to_arrow(np.full((size, group), -1, np.int64)),
             "known": list_column(np.empty(0, np.int64), [0] * (size + 1)),
             "weight": pa.array(np.ones(size, np.float32)),
-            "scores": _list_array(np.full((size, group), np.nan, np.float32)),
+            "scores": arrow.to_arrow(np.full((size, group), np.nan, np.float32)),
         }
     )
-    return {"files": write_tables(folder, {_file_name("free", item[0]): rows})}
+    return {"files": write_tables(folder, {file_name("free", item[0]): rows})}
 
 
 def _training_rows(
@@ -324,15 +317,3 @@ def _training_rows(
             table = table.append_column("scores", scores.table(beside, ["scores"])["scores"])
         tables.append(table.filter(pc.equal(table["split"], "train")))
     return pa.concat_tables(tables)
-
-
-def _list_array(values: Shaped[ndarray, "rows group"]) -> pa.FixedSizeListArray:
-    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
-
-
-def _total(files: Sequence[tuple[str, Part]]) -> int:
-    return sum(part.rows or 0 for _, part in files)
-
-
-def _file_name(table: str, number: int) -> str:
-    return f"{table}/{number:05d}.arrow"

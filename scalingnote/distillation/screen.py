@@ -2,21 +2,16 @@
 
     texts -> pseudo-queries -> teacher: embeddings Y [n, dim], of unit length
                             -> token shares X [n, tokens], sparse
-    table W [tokens, dim]: ridge regression on the pseudo-queries of 80 % of the documents
+    table W [tokens, dim]: argmin |X W - Y|^2 + ridge |W|^2 over the pseudo-queries of 80 % of the documents
     held-out pseudo-queries: cosine of table and teacher, share of the teacher's top 10 that the table finds
-
-X [texts, tokens]   sparse: each token's share of its text
-Y [texts, dim]      the teacher's embeddings
-W [tokens, dim]     argmin |X W - Y|^2 + ridge |W|^2
 
 A table that is trained on more texts is better than this one. The numbers compare teachers on one set of
 texts, and cannot be compared between sets.
 """
 
 import dataclasses
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +27,7 @@ from scalingnote.adopt.config import AdoptConfig
 from scalingnote.adopt.job import open_tower
 from scalingnote.datasets.raw_rows import Row
 from scalingnote.datasets.splits import subset
-from scalingnote.distillation.agreement import neighbour_overlap
+from scalingnote.distillation.agreement import median_ms, neighbour_overlap
 from scalingnote.distillation.config import ScreenConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError, ScalingNoteError
@@ -46,7 +41,7 @@ from scalingnote.storage.shuffle import hash_of
 log = get_logger("distill")
 NEIGHBOURS = 10  # of the teacher, which the table should find
 MIN_TEXTS = 100  # distinct pseudo-queries; a fit on fewer is meaningless
-TEACHER_QUERIES, TABLE_QUERIES, WARM_UP_QUERIES = 50, 200, 3  # for the median of times
+TEACHER_QUERIES, TABLE_QUERIES = 50, 200  # at most, for the median of times
 
 
 @dataclass(frozen=True)
@@ -142,8 +137,7 @@ def draw_texts(documents: Iterable[Row], config: ScreenConfig) -> TextSplit:
 def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTeacher:
     """Encode the texts with a teacher as published, fit its table, and compare the two.
 
-    Raises:
-        ConfigError: the model cannot be read.
+    ConfigError where the model cannot be read.
     """
     start = time.perf_counter()
     teacher = Encoder(open_tower(AdoptConfig(path=model), "query"))
@@ -151,7 +145,6 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
     tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
     table = RidgeTable.fit(tokens, train, ridge=config.ridge)
     embeddings = table.embed(held_out_tokens)
-    sample = texts.held_out
     return ScreenedTeacher(
         model=model,
         overlap=neighbour_overlap(held_out, embeddings, train, k=NEIGHBOURS),
@@ -159,9 +152,9 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
         dimensions=train.shape[1],
         parameters=sum(parameter.numel() for parameter in teacher.tower.parameters()),
         tokens=len(table.rows),
-        teacher_ms=median_ms(lambda text: teacher.encode_queries([text]), sample, count=TEACHER_QUERIES),
+        teacher_ms=median_ms(lambda text: teacher.encode_queries([text]), texts.held_out[:TEACHER_QUERIES]),
         table_ms=median_ms(
-            lambda text: table.embed_one(token_ids(teacher, [text])[0]), sample, count=TABLE_QUERIES
+            lambda text: table.embed_one(token_ids(teacher, [text])[0]), texts.held_out[:TABLE_QUERIES]
         ),
         seconds=time.perf_counter() - start,
     )
@@ -171,19 +164,6 @@ def token_ids(teacher: Encoder, texts: Sequence[str]) -> list[list[int]]:
     """Tokens as the teacher reads them, its prompt and special tokens included: their rows are a constant."""
     prompt: Any = teacher.tower.prompt
     return [row.ids for row in prompt.rows(texts)]
-
-
-def median_ms(function: Callable[[str], object], texts: Sequence[str], *, count: int) -> float:
-    """Milliseconds of a call, one text at a time; texts are repeated where there are fewer."""
-    repeated = [texts[number % len(texts)] for number in range(count)]
-    for text in repeated[:WARM_UP_QUERIES]:
-        function(text)
-    times = []
-    for text in repeated:
-        start = time.perf_counter()
-        function(text)
-        times.append(time.perf_counter() - start)
-    return 1000 * statistics.median(times)
 
 
 def as_table(screened: Sequence[ScreenedTeacher]) -> str:
@@ -217,13 +197,7 @@ class RidgeTable:
     def fit(
         cls, texts: Sequence[Sequence[int]], targets: Float[ndarray, "texts dim"], *, ridge: float
     ) -> "RidgeTable":
-        """The ridge regression from token shares to unit embeddings.
-
-        Args:
-            texts: token ids of each text, at least one each.
-            targets: the teacher's embeddings of them.
-            ridge: weight of the squared norm of the vectors.
-        """
+        """The ridge regression from the token shares of texts, of at least one token each, to `targets`."""
         seen = np.unique(np.concatenate([np.asarray(ids) for ids in texts]))
         columns = np.full(int(seen[-1]) + 1, -1)
         columns[seen] = np.arange(len(seen))

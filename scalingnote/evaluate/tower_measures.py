@@ -26,7 +26,6 @@ from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import TaskRunner
 from scalingnote.train.config import Losses
-from scalingnote.train.validation_sample import ValidationSample, measure_retrieval
 
 ENTROPY = "contrastive_entropy"
 EMBEDDING_BOUND = 1.0
@@ -129,6 +128,8 @@ def _entropies(
     temperature: float,
 ) -> Sequence[float]:
     """The validation measure of training per query; the first of its chosen documents is the positive."""
+    from scalingnote.train.validation import ValidationSample, measure_retrieval  # late: it imports torch
+
     own = np.arange(chosen.shape[1])[None]
     sample = ValidationSample([], [], own[0, :1], own == 0, own[:, 1:])
     return [

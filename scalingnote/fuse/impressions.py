@@ -31,7 +31,7 @@ from scalingnote.storage.artifact import Artifact, read_table, write_table
 from scalingnote.storage.schema import IMPRESSIONS
 from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, hash_of, run_slices, slices
 from scalingnote.train.data import one_chunk
-from scalingnote.train.prepare import merge_sorted, read_array
+from scalingnote.train.prepare import merge_hashes
 
 SCHEMA = pa.schema(
     IMPRESSIONS.field(name)
@@ -69,10 +69,7 @@ def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Tas
             f"{dataset.uri} has no clicks outside the test split: fusion has nothing to learn from"
         )
     for name in ("named", "shown", "asked", "known"):
-        hashes = merge_sorted(
-            [read_array(fs.join(folder, f"{name}/{b:05d}.arrow")) for b in range(config.parts)]
-        )
-        write_table(fs.join(folder, f"{name}.arrow"), pa.table({"hash": hashes}))
+        merge_hashes(folder, name, files=config.parts)
     _write_popularity(config, folder)
     return sum(record["test_clicks"] for record in scattered)
 

@@ -17,7 +17,6 @@ import torch
 from safetensors import torch as safetensors
 
 from scalingnote import cluster
-from scalingnote.config import dump
 from scalingnote.encode.parts import EncodedPart, Steps, encode_parts, read_nothing, reader_cpus, write_parts
 from scalingnote.errors import ConfigError
 from scalingnote.fuse import prepare
@@ -83,7 +82,6 @@ def run(
     if not fs.exists(trained := draft.work("trained")):
         log.info("%s clicks, %d steps", f"{clicks:,}", steps)
         settings = {
-            "config": dump(config),
             "output": output,
             "work": draft.work(),
             "store": draft.work("store"),
@@ -200,7 +198,7 @@ class FusedParts:
 
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank."""
-    config, rank, world = start_rank(FuseConfig, settings, section="fuse")
+    config, rank, world = start_rank(FuseConfig, settings)
     store = Store.open(settings["store"])
     encodings = prepare.encodings(settings["store"])
     build_stage = partial(_stage, config, settings)
@@ -213,7 +211,6 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         build_stage=build_stage,
         schedule=config,
         settings=settings,
-        section="fuse",
         save=partial(_save, config=config, encodings=encodings),
     )
 

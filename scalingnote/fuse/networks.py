@@ -31,7 +31,7 @@ from scalingnote.fuse.config import (
 )
 from scalingnote.fuse.feature_encoding import MISSING, Encoding
 from scalingnote.losses import cross_entropy, prefixes
-from scalingnote.train.collectives import gather, shares
+from scalingnote.train.collectives import gather, rank
 
 # The values of a feature, and which rows have one.
 Slot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
@@ -376,15 +376,10 @@ def fusion_loss(
     losses: FusionLosses,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Both losses, summed over Matryoshka prefixes; the batch is that of all ranks."""
-    share = shares(queries)
-    all_clicked_rows = gather(clicks.group[:, 0], share)
-    log_q = (
-        gather(clicks.log_q, share)
-        if losses.log_q
-        else torch.zeros_like(all_clicked_rows, dtype=torch.float32)
-    )
-    clicked = gather(documents[:, 0], share)
-    positives = torch.arange(len(queries), device=queries.device) + share.start
+    all_clicked_rows = gather(clicks.group[:, 0])
+    log_q = gather(clicks.log_q) if losses.log_q else torch.zeros_like(all_clicked_rows, dtype=torch.float32)
+    clicked = gather(documents[:, 0])
+    positives = torch.arange(len(queries), device=queries.device) + rank() * len(queries)
     parts = {"batch": queries.new_zeros(()), "skipped": queries.new_zeros(())}
     for _, (query, all_clicked, own) in prefixes(queries, clicked, documents, dims=losses.matryoshka):
         parts["batch"] += corrected_softmax(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scalingnote.losses import false_negative_documents, false_negative_queries
 from scalingnote.models.batch import Batch, collate
-from scalingnote.train.collectives import Shares, gather, shares
+from scalingnote.train.collectives import gather, rank
 from scalingnote.train.config import Losses
 from scalingnote.train.data import ABSENT, Share
 
@@ -58,16 +58,10 @@ class Triplets(TensorRecord):
 
 
 class TripletBatches:
-    """Triplets of any step, for one rank.
+    """Triplets of any step, for one rank: a function of the step number alone.
 
-    A batch is a function of the step number alone: a resumed run, or a restarted worker, sees the same rows.
-
-    Args:
-        share_of: this rank's rows of a step, from a mapped store or a stream.
-        facts: of the store that :func:`scalingnote.train.prepare.prepare` wrote.
-        pads: pad tokens of the query and the document tower.
-        packed: rows lie one after the other, without padding.
-        steps: of the whole run; from it follows how much of the run is done.
+    `share_of` gives this rank's rows of a step, from a mapped store or a stream; `facts` are those of the
+    store, `pads` the pad tokens of the query and the document tower, `steps` those of the whole run.
     """
 
     def __init__(
@@ -121,9 +115,7 @@ class GatheredCandidates:
     groups: Float[Tensor, "queries group views dim"]  # of this rank's queries
     candidates: Float[Tensor, "docs views dim"]  # of all ranks
     columns: int  # of a group that are candidates
-    share: Shares
     positives: Int[Tensor, " queries"]  # column of each query's positive among the candidates
-    weights: Float[Tensor, " queries"]  # of the rows, times this rank's share
     present: Bool[Tensor, "queries group"]  # of the groups, those that are documents of their row
     absent: Bool[Tensor, " docs"] | None  # of the candidates, those that are none; None: all are some
     ignored_documents: Bool[Tensor, "queries docs"] | None  # absent, or false negatives
@@ -131,53 +123,41 @@ class GatheredCandidates:
 
 
 def gather_candidates(
-    triplets: Triplets, documents: Float[Tensor, "docs views dim"], losses: Losses, *, uneven: bool = False
+    triplets: Triplets, documents: Float[Tensor, "docs views dim"], losses: Losses
 ) -> GatheredCandidates:
     """Gather positives and negatives of all ranks, with masks of the absent ones and of false negatives.
 
-    Args:
-        triplets: of this rank.
-        documents: embeddings of this rank's documents, in the order of `triplets.documents`.
-        losses: whether negatives are gathered too (`denominator`), and whether false negatives are masked
-            (`mask_known`).
-        uneven: ranks may have different numbers of rows.
+    `documents` are the embeddings of this rank's documents, in the order of `triplets.documents`; `losses`
+    say whether negatives are gathered too, and whether false negatives are masked.
     """
-    size, share = len(triplets.query_ids), shares(triplets.query_ids, uneven=uneven)
+    size = len(triplets.query_ids)
     groups = documents.unflatten(0, (-1, size)).transpose(0, 1)
+    ids = triplets.document_ids.unflatten(0, (-1, size)).T
     columns = 1 if losses.denominator == "positives_only" else groups.shape[1]
-    # Column by column: positives of all ranks first, then each column of negatives, or labels would shift.
-    candidates = gather(groups[:, :columns], share).transpose(0, 1).flatten(0, 1)
     return GatheredCandidates(
         triplets,
         groups,
-        candidates,
+        # Positives of all ranks first, then each column of negatives, or labels would shift.
+        gather(groups[:, :columns]).transpose(0, 1).flatten(0, 1),
         columns,
-        share,
-        torch.arange(size, device=documents.device) + share.start,
-        triplets.weights * share.weight,
-        present(triplets),
-        *_masks(triplets, share, columns, false_negatives=losses.mask_known),
+        torch.arange(size, device=documents.device) + rank() * size,
+        ids != ABSENT,
+        *_masks(triplets, ids[:, :columns], false_negatives=losses.mask_known),
     )
 
 
-def present(triplets: Triplets) -> Bool[Tensor, "queries group"]:
-    """Which places of each row's group hold a document."""
-    held: Tensor = triplets.document_ids.unflatten(0, (-1, len(triplets.query_ids))).T != ABSENT
-    return held
-
-
 def _masks(
-    triplets: Triplets, share: Shares, columns: int, *, false_negatives: bool
+    triplets: Triplets, ids: Int[Tensor, "queries columns"], *, false_negatives: bool
 ) -> tuple[
     Bool[Tensor, " docs"] | None, Bool[Tensor, "queries docs"] | None, Bool[Tensor, "queries all"] | None
 ]:
     """Masks of absent candidates, of those to ignore, and of queries that this rank's positives answer."""
+    columns = ids.shape[1]
     if columns == 1 and not false_negatives:  # positives are never absent
         return None, None, None
-    ids = triplets.document_ids.unflatten(0, (-1, len(triplets.query_ids))).T
     query_ids, known = triplets.query_ids, triplets.known_positives
     # One exchange for all ids.
-    gathered = gather(torch.cat([query_ids[:, None], ids[:, :columns], known], dim=1), share)
+    gathered = gather(torch.cat([query_ids[:, None], ids, known], dim=1))
     all_query_ids, all_ids, all_known = gathered.split([1, columns, known.shape[1]], dim=1)
     candidate_ids = all_ids.T.flatten()
     absent = None if columns == 1 else candidate_ids == ABSENT
@@ -203,7 +183,6 @@ def sparse_scores(
     documents: Float[Tensor, "docs vocabulary"],
     queries: Int[Tensor, "queries terms"],
     *,
-    share: Shares,
     columns: int,
     binary: bool,
 ) -> Float[Tensor, "queries candidates"]:
@@ -212,15 +191,12 @@ def sparse_scores(
     Each rank scores its own documents for the queries of all ranks, and the scores are gathered: gathering
     term weights would move a vocabulary's worth of numbers for each document.
 
-    Args:
-        documents: term weights of this rank's documents: all positives, all first negatives, and so on.
-        queries: terms with repetition, padded with -1, equally wide on all ranks.
-        share: rows of all ranks.
-        columns: of a group that are candidates.
-        binary: a term counts once, however often it occurs in the query.
+    `documents` are all positives, all first negatives, and so on; the first `columns` of these are
+    candidates. `queries` are terms with repetition, padded with -1, equally wide on all ranks. If `binary`, a
+    term counts once, however often it occurs in the query.
     """
     size = len(queries)
-    all_queries = gather(queries, share)
+    all_queries = gather(queries)
     distinct, place = all_queries.clamp(min=0).unique(return_inverse=True)
     values = torch.zeros(len(all_queries), len(distinct), dtype=documents.dtype, device=documents.device)
     values.scatter_add_(1, place, (all_queries >= 0).to(values.dtype))
@@ -228,18 +204,17 @@ def sparse_scores(
         values.clamp_(max=1)
     own = documents[: columns * size, distinct] @ values.T
     groups = own.unflatten(0, (columns, size)).transpose(0, 1)  # [queries, columns, queries of all ranks]
-    scores = gather(groups, share)[:, :, share.start : share.start + size]
+    scores = gather(groups)[:, :, rank() * size : (rank() + 1) * size]
     return scores.transpose(0, 1).flatten(0, 1).T
 
 
 def mean_term_weights(
-    documents: Float[Tensor, "docs vocabulary"], present: Bool[Tensor, "queries group"], *, share: Shares
+    documents: Float[Tensor, "docs vocabulary"], present: Bool[Tensor, "queries group"]
 ) -> Float[Tensor, " vocabulary"]:
     """Mean term weights over the documents of all ranks that are `present`, with gradients.
 
     The same on each rank. `documents` are all positives, all first negatives, and so on.
     """
     own = present.T.flatten()[:, None]
-    one_row = Shares((1,) * len(share.rows))
-    total = gather((documents * own).sum(0, keepdim=True), one_row).sum(0)
-    return total / gather(own.sum().view(1, 1), one_row).sum()
+    total = gather((documents * own).sum(0, keepdim=True)).sum(0)
+    return total / gather(own.sum().view(1, 1)).sum()

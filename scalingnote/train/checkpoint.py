@@ -83,13 +83,10 @@ class Checkpoints:
         self._barrier()
 
     def save(self, step: int, source: Engine, notes: dict[str, Any], *, best: bool = False) -> None:
-        """Begin to write the checkpoint of `step`, after the one before it is written.
+        """Begin to write the checkpoint after `step` steps, when the one before it is written.
 
-        Args:
-            step: steps done.
-            source: its :meth:`~scalingnote.train.engine.Engine.state` is copied before this returns.
-            notes: to be returned by :meth:`restore`.
-            best: replaces the best checkpoint so far.
+        The state of `source` is copied before this returns; `notes` are returned by :meth:`restore`. A `best`
+        checkpoint replaces the best one so far.
         """
         self.wait()
         uri = fs.join(self.uri, _name(step))
@@ -114,7 +111,7 @@ class Checkpoints:
         """
         self.wait()
         self._barrier()
-        info = self.best() if best else self.newest()
+        info = next((found for found in self._newest_first() if found.best or not best), None)
         if info is None:
             return None
         uri = fs.join(self.uri, _name(info.step))
@@ -123,25 +120,18 @@ class Checkpoints:
                 f"{uri} was written as {info.layout!r}, this run reads {target.layout!r}: resume it with "
                 "the same strategy and number of workers, or delete it to start again"
             )
+        # Any number of ranks reads all files of the layout WHOLE; else each reads its own.
+        own = "" if info.layout == WHOLE else f"shard-{rank() + 1:05d}-"
         state = target.state()
-        reader = _ShardReader(uri, self._files_of_rank(info))
+        reader = _ShardReader(uri, [name for name in info.files if name.startswith(own)])
         with self._without_dcp_warning():
             load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         target.restored(state)
         return info
 
-    def _files_of_rank(self, info: CheckpointInfo) -> list[str]:
-        """All files of the layout WHOLE, which any number of ranks reads; else the shard of this rank."""
-        own = f"shard-{rank() + 1:05d}-"
-        return [name for name in info.files if info.layout == WHOLE or name.startswith(own)]
-
-    def newest(self) -> CheckpointInfo | None:
-        """The complete checkpoint of the latest step."""
-        return next((f for f in map(self._complete, reversed(self._folders())) if f), None)
-
-    def best(self) -> CheckpointInfo | None:
-        """The latest checkpoint that was the best when it was written."""
-        return next((f for f in map(self._complete, reversed(self._folders())) if f and f.best), None)
+    def _newest_first(self) -> Iterator[CheckpointInfo]:
+        """The complete checkpoints."""
+        return filter(None, map(self._complete, reversed(self._folders())))
 
     def _write(self, state: Any, uri: str, marker: dict[str, Any]) -> None:
         """Every rank writes its shards; when all are there, rank 0 writes the marker."""
@@ -164,9 +154,9 @@ class Checkpoints:
         save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
     def _prune(self) -> None:
-        best = self.best()
+        best = next((_name(found.step) for found in self._newest_first() if found.best), None)
         for name in self._folders()[: -self._keep]:
-            if best is None or name != _name(best.step):
+            if name != best:
                 fs.delete(fs.join(self.uri, name))
 
     def _folders(self) -> list[str]:
@@ -215,19 +205,17 @@ class _StoredChunk:
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """A block of the chunk; the rows of its first dimension are read as one range."""
-        if not self.shape:
-            return self._rows(0, 1).reshape(())
-        block = self._rows(offsets[0], lengths[0])
-        slices = tuple(slice(at, at + n) for at, n in zip(offsets[1:], lengths[1:], strict=True))
-        return block[(slice(None), *slices)]
-
-    def _rows(self, first: int, count: int) -> Tensor:
         row = self.shape[1:]
-        size = prod(row) * self.dtype.itemsize
-        if not count * size:
-            return torch.empty((count, *row), dtype=self.dtype)
-        data = bytearray(fs.read_range(self.uri, self.start + first * size, count * size))
-        return torch.frombuffer(data, dtype=self.dtype).reshape(count, *row)
+        first, count = (offsets[0], lengths[0]) if self.shape else (0, 1)
+        block = torch.empty((count, *row), dtype=self.dtype)
+        if block.nbytes:
+            size = prod(row) * self.dtype.itemsize
+            data = bytearray(fs.read_range(self.uri, self.start + first * size, block.nbytes))
+            block = torch.frombuffer(data, dtype=self.dtype).reshape(block.shape)
+        if not self.shape:
+            return block.reshape(())
+        further = (slice(at, at + n) for at, n in zip(offsets[1:], lengths[1:], strict=True))
+        return block[(slice(None), *further)]
 
 
 class _ShardReader(FileSystemReader):
@@ -247,26 +235,23 @@ class _ShardReader(FileSystemReader):
 
     def read_metadata(self) -> Metadata:
         """Shape and place of every piece of every tensor, from the files' headers."""
-        chunks: dict[MetadataIndex, _StoredChunk] = {}
-        tensors: dict[str, TensorStorageMetadata] = {}
         with ThreadPoolExecutor(PARALLEL_READS) as pool:
             headers = list(pool.map(_header, self._uris))
+        chunks: dict[MetadataIndex, _StoredChunk] = {}
+        tensors: dict[str, TensorStorageMetadata] = {}
         for uri, (header, end) in zip(self._uris, headers, strict=True):
             offsets = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
             for name, about in header.items():
-                shape, dtype = tuple(about["shape"]), _getdtype(about["dtype"])
-                offset = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(shape)
-                index = MetadataIndex(name, offset)
-                chunks[index] = _StoredChunk(uri, end + about["data_offsets"][0], dtype, shape)
-                piece = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
-                ends = [at + n for at, n in zip(offset, shape, strict=True)]
-                if name in tensors:
-                    tensors[name].chunks.append(piece)
-                    ends = [max(pair) for pair in zip(ends, tensors[name].size, strict=True)]
-                    tensors[name].size = torch.Size(ends)
-                else:
-                    properties = TensorProperties(dtype=dtype)
-                    tensors[name] = TensorStorageMetadata(properties, torch.Size(ends), [piece])
+                shape, dtype = torch.Size(about["shape"]), _getdtype(about["dtype"])
+                offset = torch.Size(offsets[name]["saved_offsets"] if name in offsets else [0] * len(shape))
+                start = end + about["data_offsets"][0]
+                chunks[MetadataIndex(name, offset)] = _StoredChunk(uri, start, dtype, shape)
+                tensor = tensors.setdefault(
+                    name, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+                )
+                tensor.chunks.append(ChunkStorageMetadata(offset, shape))
+                ends = map(sum, zip(offset, shape, strict=True))
+                tensor.size = torch.Size(map(max, zip(ends, tensor.size, strict=True)))
         about_load = StorageMeta(load_id=self.load_id)
         return Metadata(state_dict_metadata=tensors, storage_data=chunks, storage_meta=about_load)  # type: ignore[arg-type]
 

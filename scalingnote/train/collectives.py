@@ -3,17 +3,13 @@
 Each rank computes the loss of its *own* queries against the documents of *all* ranks. In the backward pass
 the gradients that all ranks hold for one rank's embeddings are summed and returned to it; data-parallel
 averaging then gives exactly the gradient of one process that holds the whole batch, without a correction
-factor (tested for 1 to 4 ranks).
-
-Ranks may have different numbers of rows. With N rows on W ranks, n of them here, the loss of a rank is its
-mean times W n / N: the mean over ranks is then the mean over all rows, and its gradient the global one.
-Weights of rows are factors within that mean, divided by the number of rows and not by their sum, so they need
-no exchange.
+factor (tested for 1 to 4 ranks). All ranks have equally many rows, so a mean over ranks of means is the mean
+over all rows. Weights of rows are factors within that mean, divided by the number of rows and not by their
+sum, so they need no exchange.
 """
 
 import os
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,71 +33,26 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Rows of a global batch on each rank, in rank order; at least one each."""
-
-    rows: tuple[int, ...]
-
-    @property
-    def start(self) -> int:
-        """Position of this rank's first row among the rows of all ranks."""
-        return sum(self.rows[: rank()])
-
-    @property
-    def own(self) -> int:
-        """Rows of this rank."""
-        return self.rows[rank()]
-
-    @property
-    def weight(self) -> float:
-        """Factor of a mean over this rank's rows; 1 where all ranks have the same number."""
-        return self.own * len(self.rows) / sum(self.rows)
-
-
-def shares(tensor: Shaped[Tensor, "rows ..."], *, uneven: bool = False) -> Shares:
-    """Numbers of rows on all ranks; this rank has those of `tensor`. Only `uneven` costs an exchange."""
-    if not uneven or world_size() == 1:
-        return Shares((len(tensor),) * world_size())
-    sizes = torch.empty(world_size(), dtype=torch.long, device=tensor.device)
-    dist.all_gather_single(sizes, torch.tensor([len(tensor)], device=tensor.device))
-    return Shares(tuple(sizes.tolist()))
-
-
-def gather(tensor: Shaped[Tensor, "rows ..."], shares: Shares) -> Shaped[Tensor, "all ..."]:
-    """Rows of all ranks, in rank order, with gradients. Further axes must be the same on every rank."""
+def gather(tensor: Shaped[Tensor, "rows ..."]) -> Shaped[Tensor, "all ..."]:
+    """Rows of all ranks, in rank order, with gradients; the shape must be the same on every rank."""
     if world_size() == 1:
         return tensor
-    gathered: Tensor = _Gather.apply(tensor, shares.rows)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Gather.apply(tensor)  # type: ignore[no-untyped-call]
     return gathered
 
 
 class _Gather(torch.autograd.Function):
-    """Collectives need blocks of one size: shorter shares are padded with zeros for the exchange."""
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty(len(tensor) * world_size(), *tensor.shape[1:])
+        dist.all_gather_single(gathered, tensor.contiguous())
+        return gathered
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
-        ctx.rows, longest = rows, max(rows)
-        blocks = tensor.new_empty(longest * len(rows), *tensor.shape[1:])
-        dist.all_gather_single(blocks, _padded_rows(tensor, longest))
-        if min(rows) == longest:
-            return blocks
-        return torch.cat([block[:n] for block, n in zip(blocks.split(longest), rows, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        longest = max(ctx.rows)
-        if min(ctx.rows) < longest:
-            grad = torch.cat([_padded_rows(part, longest) for part in grad.split(ctx.rows)])
-        own = grad.new_empty(longest, *grad.shape[1:])
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        own = grad.new_empty(len(grad) // world_size(), *grad.shape[1:])
         dist.reduce_scatter_single(own, grad.contiguous())
-        return own[: ctx.rows[rank()]], None
-
-
-def _padded_rows(tensor: Tensor, rows: int) -> Tensor:
-    if len(tensor) == rows:
-        return tensor.contiguous()
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+        return own
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
@@ -151,17 +102,9 @@ def join_process_group(rank: int, world: int, store: str, backend: str, timeout_
     """Connect the `world` ranks of one machine without a port that the network reaches.
 
     Ray Train's own process group uses torch's TCP store, which listens on every interface and asks for no
-    token. Here ranks connect through a file that only this user can read, and Gloo and NCCL listen on
-    loopback.
-
-    Args:
-        rank: number of this process.
-        world: number of processes, all on this machine.
-        store: path of a file that does not exist yet.
-        backend: of torch.distributed.
-        timeout_s: of every collective.
-
-    An interface that the user has set for Gloo or NCCL is kept.
+    token. Here ranks connect through the file `store`, which does not exist yet and only this user can read,
+    and Gloo and NCCL listen on loopback, unless the user has set an interface for them. `timeout_s` is that
+    of every collective.
     """
     loopback = _loopback_interface()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

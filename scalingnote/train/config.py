@@ -246,8 +246,7 @@ class Schedule(Config):
         "auto", description="auto: bfloat16 where the hardware multiplies it faster, else float32"
     )
     strategy: Strategy | None = Field(
-        None,
-        description="null: fsdp2 where more than one rank trains over a billion parameters, else ddp",
+        None, description="null: fsdp2 where more than one rank trains over a billion parameters, else ddp"
     )
     memory: Memory = Memory()
     checkpoint_every: int = Field(200, ge=1, description="steps between checkpoints")
@@ -273,17 +272,15 @@ class Schedule(Config):
         large = trained > LARGE_PARAMETERS and self.ranks > 1 and self.optimizer.kind == "adamw"
         return Fsdp2() if large else Ddp()
 
-    def _batch_unit(self) -> int:
-        return lcm(*range(self.resources.min_workers or self.ranks, self.ranks + 1))
-
     @model_validator(mode="after")
     def _can_run(self) -> "Schedule":
         # Ranks average their gradients, so each needs as many rows as the others.
-        for ranks in range(self.resources.min_workers or self.ranks, self.ranks + 1):
+        groups = range(self.resources.min_workers or self.ranks, self.ranks + 1)
+        for ranks in groups:
             if self.global_batch % ranks:
                 raise ValueError(
                     f"global_batch {self.global_batch} does not divide over {ranks} workers: a multiple of "
-                    f"{self._batch_unit()} does"
+                    f"{lcm(*groups)} does"
                 )
         if self.resources.min_workers is not None and isinstance(self.strategy, DeepSpeed):
             raise ValueError(

@@ -11,12 +11,8 @@ part has rows, or as its ratio requires. The draws from a part follow one permut
 across epochs, so a large part with a small ratio is read whole before a row repeats.
 """
 
-import fcntl
-import hashlib
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,31 +27,15 @@ from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models.prompt import Row
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Part
-from scalingnote.train.config import Batching
+from scalingnote.train.config import Batching, Schedule
 
 STORE = "store.json"
 ABSENT = -1  # in place of a document's row number, where a row has fewer negatives than others
 _FEISTEL_ROUNDS = 12
 _SLOTS, _PART, _WINDOW = range(3)  # purpose of a permutation, part of its key: equal keys would correlate
-LengthOf = Callable[[Int64[ndarray, " rows"]], ndarray]
-
-
-def local_copy(uri: str, files: list[str], *, version: str) -> Path:
-    """A local folder with `files` of `uri`: itself when local, else a copy that processes of a machine share.
-
-    The first process that asks for a file copies it; the others wait.
-    """
-    with _machine_lock(uri) if "://" in uri else nullcontext():
-        return fs.download(uri, files, version=version)
-
-
-@contextmanager
-def _machine_lock(uri: str) -> Iterator[None]:
-    """One process of this machine at a time."""
-    name = f"scalingnote-{hashlib.sha256(uri.encode()).hexdigest()[:24]}.lock"
-    with (Path(tempfile.gettempdir()) / name).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+RowNumbers = Int64[ndarray, " rows"]
+StepRows = Int64[ndarray, "steps batch"]
+LengthOf = Callable[[RowNumbers], ndarray]
 
 
 class Rows:
@@ -70,9 +50,9 @@ class Rows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def values(self, name: str, rows: Int64[ndarray, " rows"]) -> Shaped[ndarray, "rows ..."]:
+    def values(self, name: str, rows: RowNumbers) -> Shaped[ndarray, "rows ..."]:
         """A column of fixed width."""
-        file, within = self._locate(rows)
+        file, within = file_and_row(rows, self._ends)
         first = self._view(0, name)[1]
         out = np.empty((len(rows), *first.shape[1:]), first.dtype)
         # File by file: one indexing of a mapped array takes many rows.
@@ -81,23 +61,23 @@ class Rows:
             out[chosen] = self._view(number, name)[1][within[chosen]]
         return out
 
-    def lists(self, name: str, rows: Int64[ndarray, " rows"]) -> list[ndarray]:
+    def lists(self, name: str, rows: RowNumbers) -> list[ndarray]:
         """A column of lists."""
         out = []
-        for number, row in zip(*(part.tolist() for part in self._locate(rows)), strict=True):
+        for number, row in zip(*(part.tolist() for part in file_and_row(rows, self._ends)), strict=True):
             offsets, values = self._view(number, name)
             assert offsets is not None, f"column {name} holds no lists"
             out.append(values[offsets[row] : offsets[row + 1]])
         return out
 
-    def tokens(self, rows: Int64[ndarray, " rows"]) -> list[Row]:
+    def tokens(self, rows: RowNumbers) -> list[Row]:
         """Token rows as a prompt made them."""
         positions = self.values("positions", rows).tolist()
         return [Row(ids.tolist(), at) for ids, at in zip(self.lists("ids", rows), positions, strict=True)]
 
-    def lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+    def lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
         """Number of tokens of each row; the tokens themselves are not read."""
-        file, within = self._locate(rows)
+        file, within = file_and_row(rows, self._ends)
         out = np.empty(len(rows), np.int64)
         for number in np.unique(file).tolist():
             offsets, _ = self._view(number, "ids")
@@ -105,13 +85,6 @@ class Rows:
             chosen = file == number
             out[chosen] = offsets[within[chosen] + 1] - offsets[within[chosen]]
         return out
-
-    def _locate(
-        self, rows: Int64[ndarray, " rows"]
-    ) -> tuple[Int64[ndarray, " rows"], Int64[ndarray, " rows"]]:
-        file = np.searchsorted(self._ends, rows, side="right")
-        starts = np.concatenate([[0], self._ends[:-1]])
-        return file, rows - starts[file]
 
     def _view(self, file: int, name: str) -> tuple[ndarray | None, ndarray]:
         """Offsets (of lists) and values of a file's column, as arrays over the mapped bytes."""
@@ -125,6 +98,13 @@ class Rows:
             else:
                 self._views[file, name] = None, column.to_numpy()
         return self._views[file, name]
+
+
+def file_and_row(rows: RowNumbers, ends: Int64[ndarray, " files"]) -> tuple[RowNumbers, RowNumbers]:
+    """The file of each row of a table, and its number there; files end before the rows `ends`."""
+    file = np.searchsorted(ends, rows, side="right")
+    starts = np.concatenate([[0], ends[:-1]])
+    return file, rows - starts[file]
 
 
 class StoredFile(NamedTuple):
@@ -155,7 +135,7 @@ class Store:
         kept = {table: index["tables"][table] for table in tables or index["tables"]}
         names = [name for files in kept.values() for name, *_ in files]
         # The index holds the sums of all files: a store of other contents is another version.
-        folder = local_copy(uri, names, version=json.dumps(index, sort_keys=True))
+        folder = fs.download(uri, names, version=json.dumps(index, sort_keys=True))
         return cls(
             {table: Rows([folder / name for name, *_ in files]) for table, files in kept.items()},
             index["facts"],
@@ -209,15 +189,9 @@ def _mapped(path: Path) -> pa.Table:
 class Order:
     """The rows of every step's global batch.
 
-    Args:
-        sizes: rows of each part (``click/one``), in the order in which rows are numbered.
-        global_batch: rows of a step, over all ranks.
-        seed: of all permutations.
-        batching: ratios of parts, batches of one part or mixed, window of sorting by length.
-
-    Raises:
-        DataError: fewer rows than one global batch.
-        ConfigError: ratios that do not fit the parts, or a part too small for one batch in an epoch.
+    `sizes` are the rows of each part (``click/one``), in the order in which rows are numbered. DataError for
+    fewer rows than one global batch; ConfigError for ratios that do not fit the parts, or a part too small
+    for one batch in an epoch.
     """
 
     def __init__(
@@ -239,7 +213,12 @@ class Order:
         # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
         tail = self._sizes % global_batch if self._homogeneous else 0
         self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
-        self._last: tuple[tuple[int, int], Int64[ndarray, "steps batch"]] | None = None
+        self._last: tuple[tuple[int, int], StepRows] | None = None
+
+    @classmethod
+    def of(cls, config: Schedule, sizes: Mapping[str, int], batching: Batching | None = None) -> "Order":
+        """The order of a stage."""
+        return cls(sizes, global_batch=config.global_batch, seed=config.seed, batching=batching)
 
     @property
     def sorts(self) -> bool:
@@ -279,9 +258,7 @@ class Order:
             )
         return steps, quota
 
-    def _rows_of_window(
-        self, epoch: int, window: int, length_of: LengthOf | None
-    ) -> Int64[ndarray, "steps batch"]:
+    def _rows_of_window(self, epoch: int, window: int, length_of: LengthOf | None) -> StepRows:
         first = window * self._window
         steps = np.arange(first, min(first + self._window, self.steps_per_epoch))
         parts, draws = self._draws(epoch, steps)
@@ -299,9 +276,7 @@ class Order:
             rows[at] = by_length[permuted(np.arange(len(at)), size=len(at), key=key)]
         return rows
 
-    def _draws(
-        self, epoch: int, steps: Int64[ndarray, " steps"]
-    ) -> tuple[Int64[ndarray, "steps batch"], Int64[ndarray, "steps batch"]]:
+    def _draws(self, epoch: int, steps: Int64[ndarray, " steps"]) -> tuple[StepRows, StepRows]:
         """The part of every row of a batch, and which draw of that part it is, counted over all epochs."""
         row = np.arange(self._batch)
         places = steps[:, None] if self._homogeneous else steps[:, None] * self._batch + row
@@ -314,9 +289,7 @@ class Order:
             return np.repeat(parts, self._batch, axis=1), draws * self._batch + row
         return parts, draws
 
-    def _rows(
-        self, parts: Int64[ndarray, "steps batch"], draws: Int64[ndarray, "steps batch"]
-    ) -> Int64[ndarray, "steps batch"]:
+    def _rows(self, parts: StepRows, draws: StepRows) -> StepRows:
         starts = np.cumsum(self._sizes) - self._sizes
         passes, within = np.divmod(draws, self._pass[parts])
         rows = np.empty_like(draws)
@@ -372,7 +345,7 @@ class MappedShares:
         places = stand_ins(self._rows.values("documents", chosen))
         return Share(self._rows, chosen, self._documents, places)
 
-    def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+    def _lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
         """Tokens of each row's longest document: the width of a padded batch."""
         documents = stand_ins(self._rows.values("documents", rows))
         lengths = self._documents.lengths(documents.reshape(-1)).reshape(documents.shape)

@@ -12,7 +12,7 @@ Gradients equal those of a plain backward pass over the same chunks, dropout inc
 Scaling deep contrastive learning batch size under memory limited setup.)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from scalingnote.errors import ConfigError
 from scalingnote.models.batch import Batch
 from scalingnote.models.cross_encoder import CrossEncoder
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import compute_dtype
-from scalingnote.train import optimizer
 from scalingnote.train.collectives import world_size
-from scalingnote.train.config import GradCache, Memory, Schedule
+from scalingnote.train.config import GradCache, Memory, Optimizer, Schedule
 
 WHOLE = "whole"  # the layout of states that any number of ranks can read
 
@@ -79,20 +79,20 @@ class Engine:
     def step(self, lr: float) -> Tensor:
         """Clip, step, clear the gradients; returns their global norm before clipping."""
         norm = self._clip_gradients()
-        optimizer.set_learning_rate(self._optimizer, lr)
+        set_learning_rate(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
     def state(self) -> dict[str, Tensor]:
         """All that a checkpoint must hold, by name; this rank's shards, alive: read or fill them in place."""
-        optimizer.initialize_state(self._optimizer)
+        initialize_state(self._optimizer)
         weights = {name: value.detach() for name, value in self._names.items()}
-        return weights | optimizer.named_state(self._optimizer, self._names)
+        return weights | named_state(self._optimizer, self._names)
 
     def restored(self, state: Mapping[str, Tensor]) -> None:
         """Must be called after the tensors of :meth:`state` were filled from a checkpoint."""
-        optimizer.restore_scalars(self._optimizer, self._names, state)
+        restore_scalars(self._optimizer, self._names, state)
 
     def weights(self) -> dict[str, Tensor] | None:
         """Trained parameters, whole, in float32, on the CPU of rank 0; None on other ranks."""
@@ -160,6 +160,131 @@ def surrogate(embeddings: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tens
     return torch.stack(products).sum()
 
 
+# --- optimizers: AdamW with float32 or 8-bit moments, or RowAdam -------------------------------------------
+
+
+def make_optimizer(
+    groups: Iterable[Sequence[Tensor]], settings: Optimizer, *, device: torch.device
+) -> torch.optim.Optimizer:
+    """An optimizer over groups of parameters. ConfigError when 8-bit moments are not available."""
+    knobs: dict[str, Any] = {
+        "lr": settings.peak_lr,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    filled = [{"params": list(group)} for group in groups if group]
+    if settings.kind == "row_adam":
+        return RowAdam(filled, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps)
+    if settings.kind == "adamw":
+        return torch.optim.AdamW(filled, fused=True, **knobs)
+    if device.type != "cuda":
+        raise ConfigError(f"optimizer.kind=adamw_8bit needs a GPU, found {device}: choose adamw")
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError:
+        raise ConfigError(
+            "optimizer.kind=adamw_8bit needs bitsandbytes: pip install bitsandbytes, or choose adamw"
+        ) from None
+    return AdamW8bit(filled, **knobs)  # type: ignore[no-any-return]
+
+
+def initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's state, as its first step would, by a step of length 0 on zero gradients."""
+    if optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    rate = optimizer.param_groups[0]["lr"]  # of all groups
+    set_learning_rate(optimizer, 0.0)
+    optimizer.step()
+    set_learning_rate(optimizer, rate)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """State of the parameters in `names`, as ``{name}.{moment}``; after :func:`initialize_state`."""
+    return {
+        f"{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(value)
+        for name, parameter in names.items()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def restore_scalars(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> None:
+    """Copy plain numbers of a filled :func:`named_state` back: bitsandbytes counts its steps in one."""
+    for name, parameter in names.items():
+        own = optimizer.state[parameter]
+        for key, value in own.items():
+            if not isinstance(value, Tensor):
+                own[key] = type(value)(state[f"{name}.{key}"].item())
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Set the learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+class RowAdam(torch.optim.Optimizer):
+    """Adam over rows (the first dimension) that have a gradient, for lookup tables; of a vector, over values.
+
+    A row changes only in steps whose batch contains its token. Adam changes every row in every step, by
+    moments that decay slowly after the row's last gradient, so the row of a rare token would move ten times
+    too far. Here the moments of a row decay at its next gradient, by the number of steps since the last one.
+
+    An attribute `row_rates` [rows] of a parameter holds factors of its learning rate.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        """`groups` as torch's optimizers take them."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move the rows that have a gradient."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group)
+
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["last"] = torch.zeros(len(parameter), device=parameter.device)
+        state["step"] += 1
+        rows = (gradient if gradient.dim() == 1 else gradient.flatten(1).any(1)).nonzero()[:, 0]
+        if not len(rows):
+            return
+        (first, second), step = group["betas"], float(state["step"])
+        shape = (-1, *[1] * (parameter.dim() - 1))
+        passed = (step - state["last"][rows]).reshape(shape)
+        own = gradient[rows]
+        mean = state["exp_avg"][rows] * first**passed + (1 - first) * own
+        square = state["exp_avg_sq"][rows] * second**passed + (1 - second) * own * own
+        state["exp_avg"][rows], state["exp_avg_sq"][rows], state["last"][rows] = mean, square, step
+        moved = mean / (1 - first**step) / ((square / (1 - second**step)).sqrt() + group["eps"])
+        rates = getattr(parameter, "row_rates", None)
+        if rates is not None:
+            moved *= rates.to(moved.device)[rows].reshape(shape)
+        parameter[rows] -= group["lr"] * moved
+
+
 # --- GradCache ---------------------------------------------------------------------------------------------
 
 
@@ -193,23 +318,18 @@ class Cacheable(nn.Module):
 def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[Tensor, dict[str, Tensor]]:
     """Forward and backward pass of one step through the module of `engine`; returns loss and parts.
 
-    Ranks run equally many chunks: those with fewer rows encode one of theirs again, with gradient 0, since
-    sharded weights are gathered by all ranks together.
-
-    Args:
-        engine: its `module` is :class:`Cacheable`.
-        batch: this rank's rows.
-        config: rows of a chunk.
+    The module is :class:`Cacheable`. Ranks run equally many chunks: those with fewer rows encode one of
+    theirs again, with gradient 0, since sharded weights are gathered by all ranks together.
     """
     module = cast(Cacheable, engine.module)
     chunks = _chunks(module.inputs(batch), config)
-    states: list[_RandomState] = []
+    states = []
     pieces: dict[str, list[Tensor]] = {}
     # Autocast caches the weights that it has cast. It is left and entered again between the passes, or the
     # second pass would use those of the first, which have no graph.
     with torch.no_grad(), engine.precision():
         for chunk in chunks:
-            states.append(_RandomState())
+            states.append(_random_state())
             for name, piece in module.encode(chunk.name, chunk.rows).items():
                 if not chunk.spare:
                     pieces.setdefault(name, []).append(piece.float())
@@ -218,7 +338,7 @@ def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[T
         loss, parts = module.loss(leaves, batch)
     gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     for chunk, state in zip(chunks, states, strict=True):
-        with state.replayed(), engine.precision():
+        with _replay(*state), engine.precision():
             embeddings = module.encode(chunk.name, chunk.rows)
         own = [gradients[name][chunk.start : chunk.stop] for name in embeddings]
         if chunk.spare:
@@ -238,12 +358,18 @@ class _Chunk:
 
 def _chunks(inputs: dict[str, Batch | None], config: GradCache) -> list[_Chunk]:
     sizes = {"query": config.query_rows, "document": config.document_rows, "pair": config.document_rows}
+    counts = [1 if rows is None else -(-len(rows) // sizes[name]) for name, rows in inputs.items()]
+    if world_size() > 1:  # as many as the rank with most rows needs
+        device = next(rows.ids.device for rows in inputs.values() if rows is not None)
+        largest = torch.tensor(counts, device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        counts = largest.tolist()
     chunks = []
-    for (name, rows), rounds in zip(inputs.items(), _rounds(inputs, sizes), strict=True):
+    for (name, rows), count in zip(inputs.items(), counts, strict=True):
         if rows is None:
             chunks.append(_Chunk(name, None, 0, 1))
             continue
-        for start in range(0, rounds * sizes[name], sizes[name]):
+        for start in range(0, count * sizes[name], sizes[name]):
             if start < len(rows):
                 stop = min(start + sizes[name], len(rows))
                 chunks.append(_Chunk(name, rows.rows(start, stop), start, stop))
@@ -252,29 +378,16 @@ def _chunks(inputs: dict[str, Batch | None], config: GradCache) -> list[_Chunk]:
     return chunks
 
 
-def _rounds(inputs: dict[str, Batch | None], sizes: dict[str, int]) -> list[int]:
-    """Number of chunks of each input that the rank with most rows needs."""
-    counts = [1 if rows is None else -(-len(rows) // sizes[name]) for name, rows in inputs.items()]
-    if world_size() == 1:
-        return counts
-    device = next(rows.ids.device for rows in inputs.values() if rows is not None)
-    largest = torch.tensor(counts, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return cast(list[int], largest.tolist())
+def _random_state() -> tuple[Tensor, Tensor | None]:
+    """The state of the random generators that dropout draws from, on the CPU and on a GPU if there is one."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
-class _RandomState:
-    """The state of the random generators that dropout draws from, at the time it is created."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Draw the same numbers again; afterwards the generators are in the state they had before."""
-        with torch.random.fork_rng([torch.cuda.current_device()] if self._cuda is not None else []):
-            torch.set_rng_state(self._cpu)
-            if self._cuda is not None:
-                torch.cuda.set_rng_state(self._cuda)
-            yield
+@contextmanager
+def _replay(cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
+    """Draw the same numbers again; afterwards the generators are in the state they had before."""
+    with torch.random.fork_rng([] if cuda is None else [torch.cuda.current_device()]):
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        yield

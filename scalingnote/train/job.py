@@ -36,11 +36,10 @@ from scalingnote.train.data import MappedShares, Order, Share, Store
 from scalingnote.train.engine import Engine, autocast, load_weights
 from scalingnote.train.loop import Tracker, TrainingHistory, Values, build_trackers, events_folder, fit
 from scalingnote.train.objective import StageOne
-from scalingnote.train.prepare import MeanRow, PreparedStore, mean_row, prepare, sparse_query
+from scalingnote.train.prepare import PreparedStore, mean_tokens, prepare, sparse_query
 from scalingnote.train.strategies import build
 from scalingnote.train.stream import StreamedShares, read_pool, write_stream
-from scalingnote.train.validation import validator
-from scalingnote.train.validation_sample import drawn_documents
+from scalingnote.train.validation import drawn_documents, validator
 
 log = get_logger("train")
 FATAL = "fatal.json"  # in the work folder: an error that a restart cannot fix
@@ -48,6 +47,8 @@ RESIZE_INTERVAL_S = 60.0  # between looks for nodes that joined; a change restar
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Schedule)
 Settings = dict[str, Any]  # of a rank: plain values, sent by the driver
+Failure = dict[str, str]  # an error as plain values: kind and text
+Worker = Callable[[Settings], Failure | None]  # runs a rank
 
 
 @dataclass
@@ -73,23 +74,21 @@ class _FileBackend(_TorchBackend):
 
 def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
     """Train both towers; killed at any moment, the next call resumes from the newest checkpoint."""
-    parents = {
-        "dataset": open_artifact(dataset, kind="dataset"),
-        "triplets": open_artifact(triplets, kind="triplets"),
-    }
+    uris = {"dataset": dataset, "triplets": triplets}
+    parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="dual_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
     cluster.check_resources_early(config.resources, knob="train.resources")
     prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.map_tasks)
-    steps = _order(config, prepared.sizes).steps(config.epochs)
-    streamed = _stream(config, prepared, steps)
+    order = Order.of(config, prepared.sizes, config.batching)
+    steps = order.steps(config.epochs)
+    streamed = _stream(config, prepared, order, steps)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     launch(
         _worker,
         {
-            "config": dump(config),
             "output": output,
             "work": draft.work(),
             "store": prepared.store,
@@ -102,18 +101,25 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     )
     made = finished_steps(output, planned=steps)
     pairs = made * config.global_batch
-    row = streamed or mean_row(Store.open(prepared.store))
+    query_tokens, document_tokens = streamed or mean_tokens(Store.open(prepared.store))
     return draft.commit(
-        counts={"triplets": rows, "documents": prepared.documents, "steps": made, "pairs": pairs}
-        | {"query_tokens": round(pairs * row.query_tokens)}
-        | {"document_tokens": round(pairs * row.document_tokens)}
-        | {"documents_per_pair": row.documents}
+        counts={
+            "triplets": rows,
+            "documents": prepared.documents,
+            "steps": made,
+            "pairs": pairs,
+            "query_tokens": round(pairs * query_tokens),
+            "document_tokens": round(pairs * document_tokens),
+            "documents_per_pair": prepared.group,
+        }
     )
 
 
-def _stream(config: TrainConfig, prepared: PreparedStore, steps: int) -> MeanRow | None:
-    """Write the stream of a run if it has one; returns the mean of its rows, or None without a stream."""
-    data, store, order = config.data, prepared.store, _order(config, prepared.sizes)
+def _stream(
+    config: TrainConfig, prepared: PreparedStore, order: Order, steps: int
+) -> tuple[float, float] | None:
+    """Write the stream of a run if it has one; returns :func:`mean_tokens` of its rows, or None without."""
+    data, store = config.data, prepared.store
     size = sum(file.bytes for table in ("train", "documents") for file in Store.files(store, table)) / 1e9
     large = "://" in store and size > data.copy_limit_gb and not order.sorts
     if not steps or data.stream == "never" or (data.stream == "auto" and not large):
@@ -126,16 +132,10 @@ def _stream(config: TrainConfig, prepared: PreparedStore, steps: int) -> MeanRow
     )
     log.info("%.1f GB of rows are streamed, of a store of %.1f GB", totals["bytes"] / 1e9, size)
     rows = steps * config.global_batch
-    return MeanRow(totals["query_tokens"] / rows, totals["document_tokens"] / rows, prepared.group)
+    return totals["query_tokens"] / rows, totals["document_tokens"] / rows
 
 
-def launch(
-    worker: Callable[[Settings], dict[str, str] | None],
-    settings: Settings,
-    *,
-    schedule: Schedule,
-    section: str,
-) -> None:
+def launch(worker: Worker, settings: Settings, *, schedule: Schedule, section: str) -> None:
     """Run `worker` on every rank under Ray Train and wait; a dead rank restarts the group.
 
     Without workers, this process is the only rank (Ray Train's local mode). A lost node or a dead process is
@@ -145,39 +145,35 @@ def launch(
 
     Args:
         worker: one rank; calls :func:`start_rank` and :func:`train_rank`.
-        settings: of the worker. Ray's own records and the checkpoints go to ``settings["work"]``.
-        schedule: resources, strategy and number of restarts.
-        section: config section of the stage, for messages.
+        settings: of the worker, which also gets config and section. Ray's own records and the checkpoints go
+            to ``settings["work"]``.
+        schedule: the config of the stage.
+        section: its name, for messages.
 
     Raises:
         TrainingError: the restarts did not help, or a rank had too little memory.
     """
     fs.delete(fs.join(settings["work"], FATAL))  # of an earlier call, whose cause may be fixed
     resources = schedule.resources
-    least = resources.min_workers or resources.workers
-    cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{section}.resources")
+    least = resources.model_copy(update={"workers": resources.min_workers or resources.workers})
+    cluster.check_resources(least, knob=f"{section}.resources")
     private = resources.workers and cluster.is_private()
     with tempfile.TemporaryDirectory() if private else nullcontext() as folder:
-        trainer = _trainer(partial(_noted, worker=worker), settings, schedule, folder)
+        settings = {**settings, "config": dump(schedule), "section": section}
+        trainer = _trainer(partial(_run_worker, worker=worker), settings, schedule, folder)
         try:
             with cluster.restored_interrupt_handler():
                 result = trainer.fit()
         except TrainingFailedError as error:
             raise _cause(error, settings, schedule.max_failures) from error
-    failure: dict[str, str] | None = result.return_value
+    failure: Failure | None = result.return_value
     if failure:
         raise getattr(errors, failure["kind"])(failure["text"])
 
 
-def _trainer(
-    worker: Callable[[Settings], dict[str, str] | None],
-    settings: Settings,
-    schedule: Schedule,
-    folder: str | None,
-) -> Any:
+def _trainer(worker: Worker, settings: Settings, schedule: Schedule, folder: str | None) -> Any:
     """A TorchTrainer; ranks of a private cluster connect through a file in `folder`."""
     resources = schedule.resources
-    least = resources.min_workers or resources.workers
     filesystem, path = fs.resolve(fs.join(settings["work"], "ray"))
     on_cpu = resources.gpus_per_worker == 0
     # DeepSpeed chooses its accelerator while it is imported.
@@ -185,8 +181,9 @@ def _trainer(
     if not resources.workers:
         os.environ.update(variables)
     # As a dictionary: Ray's stubs are those of Ray Train before 2.43, which knows no elastic groups.
+    elastic = resources.min_workers not in (None, resources.workers)
     group: dict[str, Any] = {
-        "num_workers": resources.workers if least == resources.workers else (least, resources.workers),
+        "num_workers": (resources.min_workers, resources.workers) if elastic else resources.workers,
         "elastic_resize_monitor_interval_s": RESIZE_INTERVAL_S,
     }
     return TorchTrainer(
@@ -207,9 +204,7 @@ def _trainer(
     )
 
 
-def _noted(
-    settings: Settings, *, worker: Callable[[Settings], dict[str, str] | None]
-) -> dict[str, str] | None:
+def _run_worker(settings: Settings, *, worker: Worker) -> Failure | None:
     """Run a rank, unless one of a group before it had too little memory.
 
     The other ranks wait for such a rank, so its process ends; the restarted group reads the note and stops.
@@ -240,11 +235,11 @@ def _cause(error: TrainingFailedError, settings: Settings, restarts: int) -> Sca
     return TrainingError(f"training failed after {restarts} restarts: {error}")
 
 
-def start_rank(config: type[S], settings: Settings, *, section: str) -> tuple[S, int, int]:
+def start_rank(config: type[S], settings: Settings) -> tuple[S, int, int]:
     """A rank's config, its number and the number of ranks; a worker calls it first."""
     context = ray.train.get_context()
     configure(rank=context.get_world_rank())
-    validated = validate(config, settings["config"], source=section)
+    validated = validate(config, settings["config"], source=settings["section"])
     if validated.resources.workers:
         torch.set_num_threads(max(int(validated.resources.cpus_per_worker), 1))
     return validated, context.get_world_rank(), context.get_world_size()
@@ -257,11 +252,10 @@ def train_rank(
     build_stage: Callable[[], M],
     schedule: Schedule,
     settings: Settings,
-    section: str,
     save: Callable[[M, Path], None],
     validation: ValidationSchedule | None = None,
     validate_with: Callable[[Engine], Callable[[], Values] | None] = lambda engine: None,
-) -> dict[str, str] | None:
+) -> Failure | None:
     """Train one rank's module through the loop; rank 0 then saves it and the loss curve as parts.
 
     Args:
@@ -269,8 +263,7 @@ def train_rank(
         batches: this rank's batch of a step.
         build_stage: builds another `stage` from config and seed.
         schedule: of the training.
-        settings: of this rank; ``output``, ``work`` and ``steps`` are read.
-        section: config section of the stage, for messages.
+        settings: of this rank; ``output``, ``work``, ``steps`` and ``section`` are read.
         save: writes the trained module into a folder.
         validation: when to measure, and which weights to keep.
         validate_with: makes the function that measures.
@@ -291,7 +284,7 @@ def train_rank(
             steps=settings["steps"],
             schedule=schedule,
             checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=schedule.keep_checkpoints),
-            section=section,
+            section=settings["section"],
             trackers=trackers,
             validation=validation,
             validate=validate_with(engine),
@@ -340,13 +333,13 @@ def device_of(schedule: Schedule) -> torch.device:
     return get_device() if schedule.resources.workers else torch.device("cpu")
 
 
-def _plain_error(error: ScalingNoteError) -> dict[str, str]:
+def _plain_error(error: ScalingNoteError) -> Failure:
     return {"kind": type(error).__name__, "text": str(error)}
 
 
-def _worker(settings: Settings) -> dict[str, str] | None:
+def _worker(settings: Settings) -> Failure | None:
     """One rank of stage I."""
-    config, rank, world = start_rank(TrainConfig, settings, section="train")
+    config, rank, world = start_rank(TrainConfig, settings)
 
     def build_stage() -> StageOne:
         towers = dual_encoder.build(
@@ -370,7 +363,9 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     shares: Callable[[int], Share] = (
         StreamedShares(uri, rank=rank, world=world)
         if streamed
-        else MappedShares(store, _order(config, store.facts["sizes"]), rank=rank, world=world)
+        else MappedShares(
+            store, Order.of(config, store.facts["sizes"], config.batching), rank=rank, world=world
+        )
     )
     return train_rank(
         stage,
@@ -378,7 +373,6 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         build_stage=build_stage,
         schedule=config,
         settings=settings,
-        section="train",
         save=lambda whole, folder: _save(whole, folder, config=config, device=device_of(config)),
         validation=config.validation,
         validate_with=lambda engine: validator(
@@ -403,7 +397,3 @@ def _save(stage: StageOne, folder: Path, *, config: TrainConfig, device: torch.d
     dtype = compute_dtype(config.precision, device) if device.type == "cuda" else torch.float32
     with autocast(device, dtype):
         stage.towers.save(folder, merge_adapters=config.merge_adapters)
-
-
-def _order(config: TrainConfig, sizes: dict[str, int]) -> Order:
-    return Order(sizes, global_batch=config.global_batch, seed=config.seed, batching=config.batching)

@@ -94,7 +94,7 @@ def fit(
         schedule: optimizer, seed, intervals.
         checkpoints: of this run.
         section: name of the stage in the log.
-        trackers: receive the numbers; on rank 0 only.
+        trackers: on rank 0 only.
         validation: when to measure, and how measurements choose the weights to keep.
         validate: measures; gives the same numbers on all ranks.
         notice: whether this machine will soon be taken away; polled by all ranks together every few seconds.
@@ -104,9 +104,9 @@ def fit(
         TrainingError: on every rank, when the loss or the gradient of one is not finite.
     """
     restored = checkpoints.restore(engine)
-    start = restored.step if restored else 0
-    history = TrainingHistory(**restored.notes) if restored else TrainingHistory()
-    if start:
+    start, history = 0, TrainingHistory()
+    if restored:
+        start, history = restored.step, TrainingHistory(**restored.notes)
         get_logger(section).info("resuming at step %d of %d", start, steps)
     last = start if _out_of_patience(validation, history) else steps  # a notice may arrive as a run stops
     run = _Run(engine, schedule, checkpoints, history, trackers, validation, validate, notice, steps)
@@ -275,8 +275,7 @@ class TensorBoard:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._remote = "://" in folder
-        self._local = tempfile.TemporaryDirectory() if self._remote else None
+        self._local = tempfile.TemporaryDirectory() if "://" in folder else None
         self._writer: Any = None
         self._uploaded = time.monotonic()
 
@@ -290,7 +289,7 @@ class TensorBoard:
             self._writer = SummaryWriter(target, purge_step=step, flush_secs=10)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        if self._remote and time.monotonic() - self._uploaded > _UPLOAD_INTERVAL_S:
+        if time.monotonic() - self._uploaded > _UPLOAD_INTERVAL_S:
             self._upload()
 
     def close(self) -> None:

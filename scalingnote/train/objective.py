@@ -50,18 +50,10 @@ class StageOne(Cacheable):
     """Dual encoder and loss as one module; a step trains it plainly or through GradCache."""
 
     def __init__(
-        self,
-        towers: DualEncoder,
-        losses: Losses,
-        *,
-        sparse: Sparse | None = None,
-        align: Align | None = None,
-        uneven: bool = False,
+        self, towers: DualEncoder, losses: Losses, *, sparse: Sparse | None = None, align: Align | None = None
     ) -> None:
-        """`uneven`: ranks may have different numbers of rows, which costs an exchange at every step."""
         super().__init__()
-        self.towers, self._losses, self._uneven = towers, losses, uneven
-        self._sparse, self._align = sparse, align
+        self.towers, self._losses, self._sparse, self._align = towers, losses, sparse, align
         self.temperature = Temperature(losses.temperature) if losses.learn_temperature else None
         self._view_weights = _view_weights(towers.document.views, losses.view_weights)
 
@@ -71,12 +63,10 @@ class StageOne(Cacheable):
         return rows if self.temperature is None else rows | {"temperature": None}
 
     def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
-        """Embeddings of some rows, in float32, or the temperature.
+        """``query`` [rows, 1, dim], ``document`` [rows, views, dim], in float32, or ``temperature`` [1].
 
-        Returns:
-            ``query`` [rows, 1, dim], and ``whole_query`` of the same shape where the backbone of a token_wise
-            tower also reads the whole text; ``document`` [rows, views, dim], and ``terms`` [rows, vocabulary]
-            with a sparse head; ``temperature`` [1].
+        With ``query`` also ``whole_query`` of its shape, where the backbone of a token_wise tower also reads
+        the whole text; with ``document`` also ``terms`` [rows, vocabulary], of a sparse head.
         """
         if rows is None:
             assert self.temperature is not None
@@ -113,7 +103,7 @@ class StageOne(Cacheable):
     def _loss_of_queries(
         self, embeddings: dict[str, Tensor], triplets: Triplets, temperature: float | Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        gathered = gather_candidates(triplets, embeddings["document"], self._losses, uneven=self._uneven)
+        gathered = gather_candidates(triplets, embeddings["document"], self._losses)
         queries = embeddings["query"][:, 0]
         knobs: dict[str, Any] = {"temperature": temperature, "view_weights": self._view_weights}
         parts = dense_loss(queries, gathered, self._losses, **knobs)
@@ -148,11 +138,7 @@ class StageOne(Cacheable):
         assert sparse is not None
         assert triplets.terms is not None, "the config has a sparse head, the batch no sparse queries"
         scores = sparse_scores(
-            terms,
-            triplets.terms,
-            share=gathered.share,
-            columns=gathered.columns,
-            binary=sparse.query == "binary",
+            terms, triplets.terms, columns=gathered.columns, binary=sparse.query == "binary"
         )
         scores = scores / sparse.temperature
         parts = {
@@ -160,9 +146,9 @@ class StageOne(Cacheable):
                 scores,
                 positives=gathered.positives,
                 ignore=gathered.ignored_documents,
-                weights=gathered.weights,
+                weights=gathered.triplets.weights,
             ),
-            "flops": flops(mean_term_weights(terms, gathered.present, share=gathered.share)),
+            "flops": flops(mean_term_weights(terms, gathered.present)),
         }
         ramp = 1.0 if triplets.progress is None else quadratic_ramp(triplets.progress, sparse.ramp)
         loss = sparse.weight * parts["sparse"] + sparse.flops * ramp * parts["flops"]
@@ -171,7 +157,7 @@ class StageOne(Cacheable):
             widest = max(self._losses.matryoshka)
             teacher = candidate_log_probabilities(teacher_queries, gathered, widest, view, temperature)
             parts["sparse_align"] = align_scores(
-                scores, teacher=teacher, weights=gathered.weights, absent=gathered.absent
+                scores, teacher=teacher, weights=gathered.triplets.weights, absent=gathered.absent
             )
             loss = loss + self._align.weight * parts["sparse_align"]
         own = gathered.present.T.flatten()
@@ -189,18 +175,11 @@ def dense_loss(
 ) -> dict[str, Float[Tensor, ""]]:
     """L_con (Eq. 8), L_hard (Eq. 11) and the teacher's loss of this rank's queries, not yet weighted.
 
-    Args:
-        queries: of this rank.
-        gathered: its candidates.
-        losses: which losses, and their prefixes.
-        temperature: of the softmax over candidates.
-        view_weights: factor of each view of the documents. A view of weight 0 costs nothing.
-
-    Returns:
-        ``contrastive``, ``margin`` and, where the config has one, ``teacher``: sums over views and prefixes.
+    Returns ``contrastive``, ``margin`` and, where the config has one, ``teacher``: sums over prefixes and
+    over the views of the documents, by `view_weights`. A view of weight 0 costs nothing.
     """
-    all_queries = gather(queries, gathered.share) if losses.bidirectional else queries
-    rows: dict[str, Any] = {"weights": gathered.weights}
+    all_queries = gather(queries) if losses.bidirectional else queries
+    rows: dict[str, Any] = {"weights": gathered.triplets.weights}
     softmax: dict[str, Any] = {"positives": gathered.positives, "temperature": temperature, **rows}
     contrastive = margin = teacher = torch.zeros((), device=queries.device)
     for prefix_weight, (q, all_q, groups, candidates) in prefixes(
@@ -280,7 +259,7 @@ def dense_alignment(
                 candidates,
                 teacher=teacher,
                 temperature=temperature,
-                weights=gathered.weights,
+                weights=gathered.triplets.weights,
                 absent=gathered.absent,
             )
             total = total + weight * view_weight * loss

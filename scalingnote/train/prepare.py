@@ -27,7 +27,7 @@ from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, read_table, write_table
+from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
 from scalingnote.storage.shuffle import (
     JsonRecord,
     NumberedSlice,
@@ -58,15 +58,6 @@ class PreparedStore:
     group: int  # documents of a row: the positive and the hard negatives, of which some may be absent
 
 
-@dataclass(frozen=True)
-class MeanRow:
-    """Means over training rows: what the towers read for one of them."""
-
-    query_tokens: float
-    document_tokens: float  # of all its documents
-    documents: int  # the positive and the hard negatives
-
-
 def prepare(
     config: TrainConfig, *, dataset: Artifact, triplets: Artifact, folder: str, each: TaskRunner = map
 ) -> PreparedStore:
@@ -77,7 +68,7 @@ def prepare(
         dataset: its documents.
         triplets: their rows.
         folder: must belong to this config and these artifacts, as a Draft's work directory does.
-        each: runs the tasks; on Ray, `cluster.each`.
+        each: runs the tasks; on Ray, `cluster.map_tasks`.
 
     Raises:
         TrainingError: triplets name a document that the dataset lacks.
@@ -97,14 +88,18 @@ def _write_store(
     of_documents = slices(dataset, "documents")
     run = partial(run_slices, folder=folder, each=each, section="train")
 
-    names = run("names", partial(_hashes_of_slice, triplets=triplets, folder=folder), of_triplets)
-    group = max(record["group"] for record in names)
-    wanted = merge_sorted(
-        [read_array(fs.join(folder, _file_name("names", i))) for i in range(len(of_triplets))]
-    )
-    write_table(fs.join(folder, "wanted.arrow"), pa.table({"hash": wanted}))
+    named = run("wanted", partial(_hashes_of_slice, triplets=triplets, folder=folder), of_triplets)
+    group = max(record["group"] for record in named)
+    wanted = merge_hashes(folder, "wanted", files=len(of_triplets))
 
-    learnt = _trained_tokenizers(config, dataset, triplets, wanted, folder)
+    uri = fs.join(folder, "tokenizers.json")
+    if not fs.exists(uri):
+        learnt = tokens.train_tokenizers(
+            {"query": config.query_tower, "document": config.document},
+            texts=lambda: tokens.tokenizer_texts(triplets, dataset, wanted),
+        )
+        fs.write_bytes(uri, json.dumps(learnt).encode())
+    learnt = json.loads(fs.read_bytes(uri))
     query = tokens.build_prompt(config.query_tower, role="query", tokenizer_json=learnt.get("query"))
     document = tokens.build_prompt(
         config.document,
@@ -133,7 +128,7 @@ def _write_store(
 
 def _hashes_of_slice(item: NumberedSlice, *, triplets: Artifact, folder: str) -> JsonRecord:
     hashes, group = tokens.document_hashes(tokens.read_columns(triplets, item[1], ["positive", "negatives"]))
-    write_table(fs.join(folder, _file_name("names", item[0])), pa.table({"hash": hashes}))
+    write_table(fs.join(folder, file_name("wanted", item[0])), pa.table({"hash": hashes}))
     return {"group": group}
 
 
@@ -143,7 +138,7 @@ def _documents_of_slice(
     batches = tokens.read_columns(dataset, item[1], tokens.DOCUMENT_COLUMNS)
     wanted = read_array(fs.join(folder, "wanted.arrow"))
     table, problems = tokens.document_rows(batches, prompt=prompt, wanted=wanted)
-    return {"files": write_tables(folder, {_file_name("documents", item[0]): table}), "problems": problems}
+    return {"files": write_tables(folder, {file_name("documents", item[0]): table}), "problems": problems}
 
 
 def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | None:
@@ -181,14 +176,10 @@ def _rows_of_slice(
     )
     kept = rows.drop_columns(["split", "part"])
     training = pc.equal(rows["split"], "train")
-    by_part = {
-        part: kept.filter(pc.and_(training, pc.equal(rows["part"], part)))
-        for part in sorted(pc.unique(rows["part"]).to_pylist())
-    }
-    files = {
-        part: write_tables(folder, {f"rows/{number:05d}-{part.replace('/', '-')}.arrow": table})
-        for part, table in by_part.items()
-    }
+    files = {}
+    for part in sorted(pc.unique(rows["part"]).to_pylist()):
+        of_part = kept.filter(pc.and_(training, pc.equal(rows["part"], part)))
+        files[part] = write_tables(folder, {f"rows/{number:05d}-{part.replace('/', '-')}.arrow": of_part})
     validation = kept.filter(pc.invert(training))
     return {
         "parts": files,
@@ -199,27 +190,25 @@ def _rows_of_slice(
     }
 
 
-def mean_row(store: Store) -> MeanRow:
-    """Mean tokens and documents of the training rows, over a sample of at most 4,096."""
+def mean_tokens(store: Store) -> tuple[float, float]:
+    """Mean tokens of a training row's query, and of all its documents; over a sample of 4,096 rows."""
     rows = store["train"]
     some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLE_ROWS)).astype(np.int64))
     documents = stand_ins(rows.values("documents", some))
     of_documents = store["documents"].lengths(documents.ravel()).reshape(documents.shape)
-    return MeanRow(
-        query_tokens=float(rows.lengths(some).mean()),
-        document_tokens=float(of_documents.sum(1).mean()),
-        documents=documents.shape[1],
-    )
+    return float(rows.lengths(some).mean()), float(of_documents.sum(1).mean())
 
 
-def merge_sorted(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
-    """The union of sorted arrays, sorted, one range of values at a time."""
-    ranges = max(sum(map(len, sorted_arrays)) // _MERGE_ELEMENTS, 1)
+def merge_hashes(folder: str, name: str, *, files: int) -> UInt64[ndarray, " all"]:
+    """Write the sorted union of the sorted hashes in files of `name` to ``{name}.arrow``, and return it."""
+    arrays = [read_array(fs.join(folder, file_name(name, number))) for number in range(files)]
+    # One range of values at a time.
+    ranges = max(sum(map(len, arrays)) // _MERGE_ELEMENTS, 1)
     bounds = np.array([(i << 64) // ranges for i in range(1, ranges)], dtype=np.uint64)
-    pieces = zip(
-        *(np.split(values, np.searchsorted(values, bounds)) for values in sorted_arrays), strict=True
-    )
-    return np.concatenate([np.empty(0, np.uint64), *(np.unique(np.concatenate(p)) for p in pieces)])
+    pieces = zip(*(np.split(values, np.searchsorted(values, bounds)) for values in arrays), strict=True)
+    union = np.concatenate([np.empty(0, np.uint64), *(np.unique(np.concatenate(p)) for p in pieces)])
+    write_table(fs.join(folder, f"{name}.arrow"), pa.table({"hash": union}))
+    return union
 
 
 def number_documents(
@@ -243,24 +232,6 @@ def number_documents(
     return place
 
 
-def _trained_tokenizers(
-    config: TrainConfig,
-    dataset: Artifact,
-    triplets: Artifact,
-    wanted: UInt64[ndarray, " named"],
-    folder: str,
-) -> dict[str, str]:
-    uri = fs.join(folder, "tokenizers.json")
-    if not fs.exists(uri):
-        learnt = tokens.train_tokenizers(
-            {"query": config.query_tower, "document": config.document},
-            texts=lambda: tokens.tokenizer_texts(triplets, dataset, wanted),
-        )
-        fs.write_bytes(uri, json.dumps(learnt).encode())
-    tokenizers: dict[str, str] = json.loads(fs.read_bytes(uri))
-    return tokenizers
-
-
 def _finish_store(
     documents: Sequence[JsonRecord], rows: Sequence[JsonRecord], group: int, folder: str
 ) -> None:
@@ -277,21 +248,18 @@ def _finish_store(
         )
     if short:
         log.info("%s triplets have fewer than %s hard negatives", f"{short:,}", group - 1)
-    names = sorted({part for record in rows for part in record["parts"]})
     by_part = {
         part: [file for record in rows for file in named_parts(record["parts"].get(part, []))]
-        for part in names
+        for part in sorted({part for record in rows for part in record["parts"]})
     }
-    sizes = {part: sum(file.rows or 0 for _, file in files) for part, files in by_part.items()}
-    sizes = {part: count for part, count in sizes.items() if count}
     tables = {
         "documents": [file for record in documents for file in named_parts(record["files"])],
         "train": [file for files in by_part.values() for file in files],
         "validation": [file for record in rows for file in named_parts(record["validation"])],
     }
     facts = {
-        "sizes": sizes,
-        "documents": sum(part.rows or 0 for _, part in tables["documents"]),
+        "sizes": {part: total_rows(files) for part, files in by_part.items() if files},
+        "documents": total_rows(tables["documents"]),
         "group": group,
         "short": short,
         "known": max(record["known"] for record in rows),
@@ -301,8 +269,14 @@ def _finish_store(
     Store.finish(folder, tables, facts)
 
 
-def _file_name(table: str, number: int) -> str:
+def file_name(table: str, number: int) -> str:
+    """The file of a table that a task with this number writes."""
     return f"{table}/{number:05d}.arrow"
+
+
+def total_rows(files: Sequence[tuple[str, Part]]) -> int:
+    """Rows of some files of a table."""
+    return sum(part.rows or 0 for _, part in files)
 
 
 def read_array(uri: str) -> Shaped[ndarray, " rows"]:

@@ -27,10 +27,20 @@ from torch.nn.parallel import DistributedDataParallel
 from scalingnote.errors import ConfigError
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import FrozenLinear, lower_frozen
-from scalingnote.train import optimizer
 from scalingnote.train.collectives import average_, rank, world_size
 from scalingnote.train.config import DeepSpeed, Fsdp2, Schedule
-from scalingnote.train.engine import Engine, backbones, layers, surrogate, trainable
+from scalingnote.train.engine import (
+    Engine,
+    backbones,
+    initialize_state,
+    layers,
+    make_optimizer,
+    named_state,
+    restore_scalars,
+    set_learning_rate,
+    surrogate,
+    trainable,
+)
 
 
 def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
@@ -58,7 +68,7 @@ class DdpEngine(Engine):
         lower_frozen(module, self._dtype)  # before a GPU would get twice the bytes
         module.to(device)
         self._names = trainable(self.module)
-        self._optimizer = optimizer.make([list(self._names.values())], schedule.optimizer, device=device)
+        self._optimizer = make_optimizer([list(self._names.values())], schedule.optimizer, device=device)
         self._wrapped: nn.Module = self.module
         # GradCache runs many backward passes a step, past the wrapper: it averages once, after the last.
         if world_size() > 1 and schedule.memory.grad_cache is None:
@@ -124,7 +134,7 @@ class Fsdp2Engine(Engine):
         sharded = [p for p in self._names.values() if isinstance(p, DTensor)]
         self._whole = [p for p in self._names.values() if not isinstance(p, DTensor)]
         # Two groups: a fused step takes tensors of one kind.
-        self._optimizer = optimizer.make([sharded, self._whole], schedule.optimizer, device=device)
+        self._optimizer = make_optimizer([sharded, self._whole], schedule.optimizer, device=device)
 
     def backward(self, loss: Tensor) -> None:
         """As the base class; shards are reduced during the pass, whole parameters after it."""
@@ -148,17 +158,17 @@ class Fsdp2Engine(Engine):
 
     def _clip_gradients(self) -> Tensor:
         """The norm is over all ranks' shards and, counted once, what every rank holds."""
-        gradients = [p.grad for p in self._names.values() if p.grad is not None]
         squares = torch.zeros(2, device=self._device)  # of whole gradients, of shards
-        for gradient in gradients:
-            square = optimizer.local_part(gradient).float().square().sum()
-            squares[int(isinstance(gradient, DTensor))] += square.to(self._device)
+        gradients: list[Tensor] = []  # this rank's parts of them
+        for gradient in (p.grad for p in self._names.values() if p.grad is not None):
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            squares[int(isinstance(gradient, DTensor))] += own.float().square().sum().to(self._device)
+            gradients.append(own)
         if world_size() > 1:
             dist.all_reduce(squares[1:])
         norm = squares.sum().sqrt()
         factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            own = optimizer.local_part(gradient)
+        for own in gradients:
             own.mul_(factor.to(own.device))
         return norm
 
@@ -186,7 +196,7 @@ class ZeroEngine(Engine):
         state_device = torch.device("cpu") if config.offload_optimizer else device
 
         def make(parameters: Any) -> torch.optim.Optimizer:
-            return optimizer.make([list(parameters)], schedule.optimizer, device=state_device)
+            return make_optimizer([list(parameters)], schedule.optimizer, device=state_device)
 
         if config.stage == 3:
             # The head reads a table that another module owns: DeepSpeed must gather it there too.
@@ -219,7 +229,7 @@ class ZeroEngine(Engine):
 
     def step(self, lr: float) -> Tensor:
         """As the base class, on this rank's partition; DeepSpeed clips."""
-        optimizer.set_learning_rate(self._engine.optimizer, lr)
+        set_learning_rate(self._engine.optimizer, lr)
         self._engine.step()
         if self._cached:
             self._clear_gradients()
@@ -227,25 +237,23 @@ class ZeroEngine(Engine):
 
     def state(self) -> dict[str, Tensor]:
         """As the base class: this rank's float32 partitions and their moments."""
-        names = {f"rank-{rank()}.{number}": part for number, part in enumerate(self._partitions())}
-        weights = {name: part.detach() for name, part in names.items()}
-        zero = self._engine.optimizer
+        partitions, zero = self._partitions(), self._engine.optimizer
+        weights = {name: part.detach() for name, part in partitions.items()}
         if self._stage == 3:  # its AdamW knows its parameters only while it steps
             zero._set_fp32_optimizer_param_groups()
-        optimizer.initialize_state(zero.optimizer)
+        initialize_state(zero.optimizer)
         if self._stage == 3:
             zero._clear_fp32_optimizer_param_groups()
-        return weights | optimizer.named_state(zero.optimizer, names)
+        return weights | named_state(zero.optimizer, partitions)
 
     def restored(self, state: Mapping[str, Tensor]) -> None:
         """As the base class; weights in the compute dtype are copied from the partitions."""
-        names = {f"rank-{rank()}.{number}": part for number, part in enumerate(self._partitions())}
-        zero = self._engine.optimizer
-        optimizer.restore_scalars(zero.optimizer, names, state)
+        partitions, zero = self._partitions(), self._engine.optimizer
+        restore_scalars(zero.optimizer, partitions, state)
         if self._stage < 3:
             zero.update_lp_params()
             return
-        for own, low in zip(self._partitions(), zero.fp16_partitioned_groups_flat, strict=True):
+        for own, low in zip(partitions.values(), zero.fp16_partitioned_groups_flat, strict=True):
             low.data.copy_(own.data)
         if zero.persistent_parameters:  # small ones, whole on every rank
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
@@ -257,7 +265,8 @@ class ZeroEngine(Engine):
         for name, parameter in self._names.items():
             whole = full(parameter)
             if rank() == 0:
-                weights[name] = whole.detach().reshape(_shape(parameter)).float().cpu().clone()
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                weights[name] = whole.detach().reshape(shape).float().cpu().clone()
         return weights if rank() == 0 else None
 
     def _clear_gradients(self) -> None:
@@ -272,15 +281,17 @@ class ZeroEngine(Engine):
             if buffer is not None:
                 buffer.zero_()
 
-    def _partitions(self) -> list[Tensor]:
-        """Stages 1 and 2 share an optimizer class, but stage 1 in bfloat16 has one of its own."""
+    def _partitions(self) -> dict[str, Tensor]:
+        """This rank's float32 partitions, by the names that they have in a checkpoint."""
         zero = self._engine.optimizer
+        # Of stage 3, of stages 1 and 2, and of stage 1 in bfloat16, which has an optimizer class of its own.
         names = (
             "fp32_partitioned_groups_flat",
             "single_partition_of_fp32_groups",
             "fp32_groups_flat_partition",
         )
-        return list(next(getattr(zero, name) for name in names if hasattr(zero, name)))
+        parts = next(getattr(zero, name) for name in names if hasattr(zero, name))
+        return {f"rank-{rank()}.{number}": part for number, part in enumerate(parts)}
 
 
 class _FunctionRunner(nn.Module):
@@ -343,10 +354,6 @@ def _settings(config: DeepSpeed, schedule: Schedule, *, low: bool) -> dict[str, 
         "communication_data_type": "fp32",
         "steps_per_print": 1 << 62,
     }
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _tied_heads(module: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:

@@ -32,15 +32,18 @@ from numpy import ndarray
 from scalingnote.errors import ConfigError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
-from scalingnote.storage.shuffle import (
-    JsonRecord,
-    TaskRunner,
-    named_stream,
-    run_slices,
-    scatter,
-    stream,
+from scalingnote.storage.shuffle import JsonRecord, TaskRunner, named_stream, run_slices, scatter, stream
+from scalingnote.train.data import (
+    Order,
+    RowNumbers,
+    Rows,
+    Share,
+    Store,
+    StoredFile,
+    file_and_row,
+    one_chunk,
+    stand_ins,
 )
-from scalingnote.train.data import Order, Rows, Share, Store, StoredFile, one_chunk, stand_ins
 
 INDEX, POOL = "stream.json", "pool.arrow"
 CHUNK_ROWS = 1 << 16  # about 200 MB of rows with 8 documents of 96 tokens, for all ranks together
@@ -105,19 +108,9 @@ def write_stream(
 ) -> dict[str, int]:
     """Write the stream of a run beside its finished store, or find it there.
 
-    Args:
-        store: URI of the store.
-        order: of the rows; must not sort by length.
-        steps: of the run.
-        batch: rows of a step.
-        pool: documents of the validation sample.
-        each: runs the tasks; on Ray, `cluster.map_tasks`.
-
-    Returns:
-        Tokens of all queries and of all documents of the run, and the bytes of the stream.
-
-    Raises:
-        ConfigError: batches are sorted by length, for which no task holds all lengths.
+    `batch` is the number of rows of each of the `steps`, `pool` the documents of the validation sample.
+    Returns ``query_tokens`` and ``document_tokens`` of all rows of the run, and the ``bytes`` of the stream.
+    ConfigError where batches are sorted by length, for which no task holds all lengths.
     """
     if order.sorts:
         raise ConfigError(
@@ -125,20 +118,10 @@ def write_stream(
             "train.data.stream to never"
         )
     folder = fs.join(store, "stream")
-    if not fs.exists(fs.join(folder, INDEX)):
-        _write(store, folder, order, Layout.of(steps, batch), pool, each)
-    totals: dict[str, int] = json.loads(fs.read_bytes(fs.join(folder, INDEX)))["totals"]
-    return totals
-
-
-def _write(
-    store: str,
-    folder: str,
-    order: Order,
-    layout: Layout,
-    pool: Int64[ndarray, " documents"],
-    each: TaskRunner,
-) -> None:
+    index = fs.join(folder, INDEX)
+    if fs.exists(index):
+        return dict(json.loads(fs.read_bytes(index))["totals"])
+    layout = Layout.of(steps, batch)
     rows, documents = Store.files(store, "train"), Store.files(store, "documents")
     run = partial(run_slices, folder=folder, each=each, section="train")
     chunks = range(layout.chunks)
@@ -151,10 +134,11 @@ def _write(
         write_table(fs.join(folder, POOL), _in_place(folder, "tokens", layout.chunks).combine_chunks())
     records = run("stream", partial(_write_chunk, layout=layout, folder=folder), chunks)
     totals = {name: sum(record[name] for record in records) for name in records[0] if name != "schema"}
-    index = {"layout": asdict(layout), "schema": records[0]["schema"], "totals": totals}
-    fs.write_bytes(fs.join(folder, INDEX), json.dumps(index).encode())
+    facts = {"layout": asdict(layout), "schema": records[0]["schema"], "totals": totals}
+    fs.write_bytes(index, json.dumps(facts).encode())
     for name in _INTERMEDIATE:
         fs.delete(fs.join(folder, name))
+    return totals
 
 
 def _scatter_places(
@@ -163,7 +147,7 @@ def _scatter_places(
     chunk, _ = item
     batches = np.stack([order.batch(step) for step in layout.steps_of(chunk)])
     drawn = batches[:, layout.lanes()].T.reshape(-1)  # lane after lane
-    file, row = _file_and_row(drawn, files)
+    file, row = file_and_row(drawn, np.cumsum([file.rows for file in files]))
     table = pa.table({"row": row, "place": np.arange(len(drawn))})
     scatter(table, file, target=fs.join(folder, "places"), name=f"{chunk:05d}")
     return {}
@@ -188,14 +172,14 @@ def _scatter_rows(
 
 
 def _scatter_documents(
-    numbers: Int64[ndarray, " wanted"],
-    chunks: Int64[ndarray, " wanted"],
-    places: Int64[ndarray, " wanted"],
+    numbers: RowNumbers,
+    chunks: RowNumbers,
+    places: RowNumbers,
     files: Sequence[StoredFile],
     folder: str,
     name: str,
 ) -> None:
-    file, row = _file_and_row(numbers, files)
+    file, row = file_and_row(numbers, np.cumsum([file.rows for file in files]))
     table = pa.table({"row": row, "chunk": chunks, "place": places})
     scatter(table, file, target=fs.join(folder, "wanted"), name=name)
 
@@ -258,15 +242,6 @@ def _in_place(folder: str, target: str, chunk: int) -> pa.Table:
     """All rows scattered for a chunk, by their place in it."""
     found = pa.concat_tables(list(stream(fs.join(folder, target), chunk)))
     return found.take(np.argsort(found["place"].to_numpy())).drop_columns(["place"])
-
-
-def _file_and_row(
-    numbers: Int64[ndarray, " rows"], files: Sequence[StoredFile]
-) -> tuple[Int64[ndarray, " rows"], Int64[ndarray, " rows"]]:
-    """The file of each row of a table, and its number there."""
-    ends = np.cumsum([file.rows for file in files])
-    file = np.searchsorted(ends, numbers, side="right")
-    return file, numbers - (ends - [file.rows for file in files])[file]
 
 
 def _chunk_uri(folder: str, chunk: int) -> str:

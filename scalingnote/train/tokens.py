@@ -29,14 +29,17 @@ from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_wise import TokenDocumentTower, TokenWise
 from scalingnote.models.tower import Tower
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import hash_of
-from scalingnote.train.data import ABSENT, one_chunk
+from scalingnote.train.data import ABSENT, RowNumbers, one_chunk
 
 MISSING, UNREADABLE = -1, -2  # in place of a row number
 MAX_KNOWN_POSITIVES = 16  # of a query, kept for masking; further ones are not masked
 _BLOCK_ROWS = 8192
 
+Named = UInt64[ndarray, " named"]  # sorted hashes of the doc_ids of all documents that triplets name
+Places = Int64[ndarray, " named"]  # the row number of each of them, or MISSING or UNREADABLE
 AnyTower = TowerConfig | LookupConfig | TokenWiseConfig
 DOCUMENT_COLUMNS = ["doc_id", "title", "topic", "content"]
 # A tokenizer learns nothing new from the far end of long documents, or from the second million of them.
@@ -50,7 +53,7 @@ def read_columns(artifact: Artifact, parts: Iterable[str], columns: list[str]) -
         yield from artifact.batches(part, columns=columns)
 
 
-def in_sorted(hashes: UInt64[ndarray, " rows"], wanted: UInt64[ndarray, " wanted"]) -> Bool[ndarray, " rows"]:
+def in_sorted(hashes: UInt64[ndarray, " hashes"], wanted: Named) -> Bool[ndarray, " hashes"]:
     """Mask of the hashes that occur in `wanted`, which is sorted."""
     if not len(wanted):
         return np.zeros(len(hashes), dtype=bool)
@@ -68,7 +71,7 @@ def train_tokenizers(towers: dict[str, AnyTower], *, texts: Callable[[], Iterabl
     return {name: learnt[size] for name, size in sizes.items()}
 
 
-def tokenizer_texts(triplets: Artifact, dataset: Artifact, named: UInt64[ndarray, " named"]) -> Iterator[str]:
+def tokenizer_texts(triplets: Artifact, dataset: Artifact, named: Named) -> Iterator[str]:
     """Texts that a tokenizer learns from: each query once, then every field of the documents in `named`.
 
     `named` are sorted hashes of doc_ids; of too many, the smallest ones are a fair sample.
@@ -106,14 +109,8 @@ def build_prompt(
 ) -> QueryPrompt | DocumentPrompt | LookupPrompt:
     """The prompt by which a tower of this config reads a text, without drawing or loading weights.
 
-    Args:
-        config: of the tower.
-        role: query or document.
-        tokenizer_json: of a tower that starts from scratch.
-        sparse: the tower has a sparse head.
-
-    Raises:
-        ConfigError: as for the tower itself.
+    `tokenizer_json` is that of a tower from scratch; `sparse`: it has a sparse head. ConfigError as for the
+    tower.
     """
     if isinstance(config, LookupConfig):
         assert tokenizer_json is not None
@@ -135,7 +132,7 @@ def build_prompt(
         return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
 
 
-def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[UInt64[ndarray, " named"], int]:
+def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Named, int]:
     """Sorted hashes of the doc_ids of all documents that triplets name, and the most documents of a row."""
     hashes, group = [np.empty(0, np.uint64)], 1
     for batch in batches:
@@ -146,7 +143,7 @@ def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[UInt64[ndarray, 
 
 
 def document_rows(
-    batches: Iterable[pa.RecordBatch], *, prompt: DocumentPrompt, wanted: UInt64[ndarray, " named"]
+    batches: Iterable[pa.RecordBatch], *, prompt: DocumentPrompt, wanted: Named
 ) -> tuple[pa.Table, dict[str, str]]:
     """Token rows of the documents whose hashes are `wanted` (sorted), and doc_id -> reason for the others.
 
@@ -177,8 +174,8 @@ def triplet_rows(
     *,
     prompt: QueryPrompt | LookupPrompt,
     group: int,
-    wanted: UInt64[ndarray, " named"],
-    place: Int64[ndarray, " named"],
+    wanted: Named,
+    place: Places,
     sparse: SparseQuery | None = None,
 ) -> tuple[pa.Table, int]:
     """Rows of triplets that training can read, and the number left out for an unreadable positive.
@@ -202,12 +199,7 @@ def triplet_rows(
 
 
 def triplet_columns(
-    triplets: pa.Table,
-    answers: pa.Table | None,
-    *,
-    group: int,
-    wanted: UInt64[ndarray, " named"],
-    place: Int64[ndarray, " named"],
+    triplets: pa.Table, answers: pa.Table | None, *, group: int, wanted: Named, place: Places
 ) -> tuple[dict[str, pa.Array], Bool[ndarray, " rows"]]:
     """All columns of triplets but the texts, and a mask of rows whose positive is readable.
 
@@ -233,7 +225,7 @@ def triplet_columns(
     coded = pc.dictionary_encode(triplets["query_id"].combine_chunks())
     columns = {
         "query": pa.array(query_number(coded.dictionary)).take(coded.indices),
-        "documents": pa.FixedSizeListArray.from_arrays(pa.array(documents.reshape(-1)), group),
+        "documents": arrow.to_arrow(documents),
         "known": _known(coded, documents[:, 0], answers, wanted, place).take(coded.indices),
         "weight": triplets["weight"].combine_chunks().cast(pa.float32()),
         "scores": _scores(triplets, group),
@@ -269,7 +261,7 @@ def query_number(query_ids: pa.Array | pa.ChunkedArray) -> Int64[ndarray, " rows
 
 
 def row_numbers(
-    hashes: UInt64[ndarray, " hashes"], wanted: UInt64[ndarray, " named"], place: Int64[ndarray, " named"]
+    hashes: UInt64[ndarray, " hashes"], wanted: Named, place: Places
 ) -> Int64[ndarray, " hashes"]:
     """Row numbers of documents by the hashes of their ids: `place` of the `wanted`, else MISSING."""
     known = in_sorted(hashes, wanted)
@@ -283,16 +275,14 @@ def _lengths(lists: pa.ChunkedArray) -> Int64[ndarray, " rows"]:
     return np.asarray(pc.fill_null(pc.list_value_length(lists), 0), dtype=np.int64)
 
 
-def _places(
-    lengths: Int64[ndarray, " rows"], *, first: int = 0
-) -> tuple[Int64[ndarray, " values"], Int64[ndarray, " values"]]:
+def _places(lengths: Int64[ndarray, " rows"], *, first: int = 0) -> tuple[ndarray, ndarray]:
     """Row and column, in a table, of each value of lists with these lengths; rows begin at column `first`."""
     starts = np.cumsum(lengths) - lengths
     column = np.arange(int(lengths.sum())) - np.repeat(starts, lengths) + first
     return np.repeat(np.arange(len(lengths)), lengths), column
 
 
-def _scores(triplets: pa.Table, group: int) -> pa.FixedSizeListArray:
+def _scores(triplets: pa.Table, group: int) -> pa.Array:
     """A ranking model's scores of each row's documents; NaN where it gave none, or not for all of them."""
     out = np.full((len(triplets), group), np.nan, dtype=np.float32)
     if "scores" in triplets.column_names:
@@ -306,15 +296,11 @@ def _scores(triplets: pa.Table, group: int) -> pa.FixedSizeListArray:
         places = _places(lengths)
         out[places] = pc.fill_null(pc.list_flatten(triplets["scores"]), np.nan).to_numpy()
         out[np.unique(places[0][np.isnan(out[places])])] = np.nan
-    return pa.FixedSizeListArray.from_arrays(pa.array(out.reshape(-1)), group)
+    return arrow.to_arrow(out)
 
 
 def _known(
-    queries: pa.DictionaryArray,
-    positives: Int64[ndarray, " rows"],
-    answers: pa.Table | None,
-    wanted: UInt64[ndarray, " named"],
-    place: Int64[ndarray, " named"],
+    queries: pa.DictionaryArray, positives: RowNumbers, answers: pa.Table | None, wanted: Named, place: Places
 ) -> pa.Array:
     """Rows of the documents known to answer each distinct query: its positives first, then `answers`."""
     codes, documents = [queries.indices.to_numpy().astype(np.int64)], [positives]

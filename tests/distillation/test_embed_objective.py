@@ -29,7 +29,7 @@ WEIGHTS = [1.0, 2.0, 1.0, 0.5, 1.0, 1.0]
 Found = dict[str, Tensor]
 
 
-def stage(losses: DistillLosses, *, symmetric: bool, uneven: bool = False) -> StageTwo:
+def stage(losses: DistillLosses, *, symmetric: bool) -> StageTwo:
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     student = dual_encoder.build_tower(
         tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=DIM, tokenizer_json=learnt, seed=0
@@ -38,7 +38,7 @@ def stage(losses: DistillLosses, *, symmetric: bool, uneven: bool = False) -> St
     if symmetric:
         config = tiny.document_tower(tiny.BIDIRECTIONAL)
         document = dual_encoder.build_tower(config, role="document", dim=DIM, tokenizer_json=learnt, seed=1)
-    return StageTwo(student, losses, document, uneven=uneven)
+    return StageTwo(student, losses, document)
 
 
 def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Lesson:
@@ -162,8 +162,8 @@ def test_scores_are_compared_as_their_kind_says(kind: str):
     assert parts["scores"].item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def step(rows: Sequence[int], *, scores: bool, uneven: bool) -> Found:
-    made = stage(ALL, symmetric=True, uneven=uneven)
+def step(rows: Sequence[int], *, scores: bool) -> Found:
+    made = stage(ALL, symmetric=True)
     loss, parts = made(lesson(made, rows, scores=scores))
     loss.backward()
     found = {"loss": loss.detach(), **parts} | {n: p.grad for n, p in made.named_parameters()}
@@ -174,22 +174,15 @@ def step(rows: Sequence[int], *, scores: bool, uneven: bool) -> Found:
     return found
 
 
-def shares_of_two() -> list[Found]:
-    """An even split, and one where a rank has nothing but the query without documents."""
-    me = dist.get_rank()
-    even, uneven = ([0, 1, 2], [3, 4, 5])[me], ([0, 1, 2, 3, 5], [4])[me]
-    return [
-        step(even, scores=False, uneven=False),
-        step(uneven, scores=False, uneven=True),
-        step(even, scores=True, uneven=False),
-    ]
+def halves() -> list[Found]:
+    own = ([0, 1, 2], [3, 4, 5])[dist.get_rank()]
+    return [step(own, scores=scores) for scores in (False, True)]
 
 
 def test_two_ranks_learn_what_one_process_with_all_rows_would():
-    plain, scored = (step(range(ROWS), scores=scores, uneven=False) for scores in (False, True))
-    # The uneven split deals rows out in another order: sums are the same to the last digits.
-    for even, uneven, with_scores in ranks.run(shares_of_two, world=2):
-        for found, expected in ((even, plain), (uneven, plain), (with_scores, scored)):
+    whole = [step(range(ROWS), scores=scores) for scores in (False, True)]
+    for of_rank in ranks.run(halves, world=2):
+        for found, expected in zip(of_rank, whole, strict=True):
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
 

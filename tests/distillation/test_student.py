@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 import tiny
-from scalingnote.distillation import student
+from scalingnote.distillation import job
 from scalingnote.distillation.config import DistillConfig, DistillLosses, NewVocabulary
 from scalingnote.distillation.objective import Lesson, StageTwo
 from scalingnote.encode.encoder import Encoder
@@ -68,9 +68,9 @@ def config(**knobs: object) -> DistillConfig:
 
 
 def built(teacher: Artifact, folder: Path, wanted: DistillConfig):
-    start = student.prepare_start(wanted, teacher, folder=str(folder / "start"))
-    made = student.build_student(wanted, start, teacher=teacher, dim=DIM)
-    return made, student.build_prompt(wanted, start)
+    start = job.prepare_start(wanted, teacher, folder=str(folder / "start"))
+    made = job.build_student(wanted, start, teacher=teacher, dim=DIM)
+    return made, job.build_prompt(wanted, start)
 
 
 def embedded(made: object, queries: list[str] = QUERIES[:9]) -> torch.Tensor:
@@ -151,9 +151,9 @@ def test_a_pretrained_student_grows_too(teacher: Artifact, tmp_path: Path):
 def test_chunks_of_a_large_batch_give_the_plain_steps_gradients(teacher, tmp_path, kind, packed):
     """No row of Eq. 15 sees another: a batch of 40,000 is as many chunks as memory asks for."""
     wanted = config(**CASES[kind])
-    rows = student.build_prompt(
-        wanted, student.prepare_start(wanted, teacher, folder=str(tmp_path / "start"))
-    ).rows(QUERIES)
+    rows = job.build_prompt(wanted, job.prepare_start(wanted, teacher, folder=str(tmp_path / "start"))).rows(
+        QUERIES
+    )
     target = torch.from_numpy(np.array(arrow.to_numpy(teacher.table("embeddings")["embedding"])))
     lesson = Lesson(collate(rows, pad=0, packed=packed), target)
     found = []

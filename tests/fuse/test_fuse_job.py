@@ -16,6 +16,7 @@ from safetensors import numpy as safetensors
 import ranks
 import tiny
 from in_process import without_ray
+from scalingnote.config import dump
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.fuse import impressions, job
 from scalingnote.fuse.config import FuseConfig
@@ -266,7 +267,11 @@ def test_two_ranks_train_what_one_process_trains(inputs: Inputs, tmp_path: Path,
     for name in ("one", "two"):
         runs.append(job.run(short, **inputs.uris, output=f"{tmp_path}/{name}"))
         monkeypatch.setattr(
-            job, "launch", lambda worker, settings, **_: ranks.run(as_rank, worker, settings, world=2)
+            job,
+            "launch",
+            lambda worker, settings, *, schedule, section: ranks.run(
+                as_rank, worker, {**settings, "config": dump(schedule), "section": section}, world=2
+            ),
         )
     losses = [[point["loss"] for point in run.read_json("curve.json")] for run in runs]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)

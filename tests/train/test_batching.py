@@ -13,7 +13,7 @@ from scalingnote.models.batch import collate
 from scalingnote.models.prompt import Row
 from scalingnote.storage import schema
 from scalingnote.storage import shuffle as sliced
-from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.train import prepare as preparing
 from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.config import Batching, Losses, TrainConfig
@@ -368,11 +368,14 @@ def test_a_doc_id_that_comes_twice_is_refused(tmp_path: Path, monkeypatch: pytes
         prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "store"))
 
 
-def test_sorted_names_are_merged_a_range_at_a_time(monkeypatch: pytest.MonkeyPatch):
+def test_sorted_names_are_merged_a_range_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preparing, "_MERGE_ELEMENTS", 10)
     rng = np.random.default_rng(0)
     arrays = [np.unique(rng.integers(0, 2**64, 30, dtype=np.uint64)) for _ in range(4)]
     arrays[1] = np.unique(np.concatenate([arrays[1], arrays[0][::3]]))
-    expected = np.unique(np.concatenate(arrays))
-    assert preparing.merge_sorted(arrays).tolist() == expected.tolist()
-    assert preparing.merge_sorted([]).tolist() == []
+    expected = np.unique(np.concatenate(arrays)).tolist()
+    for number, array in enumerate(arrays):
+        write_table(str(tmp_path / preparing.file_name("names", number)), pa.table({"hash": array}))
+    assert preparing.merge_hashes(str(tmp_path), "names", files=4).tolist() == expected
+    assert preparing.read_array(str(tmp_path / "names.arrow")).tolist() == expected
+    assert preparing.merge_hashes(str(tmp_path), "none", files=0).tolist() == []

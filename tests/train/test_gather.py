@@ -13,17 +13,15 @@ import tiny
 from scalingnote.models import backbone, batch, dual_encoder
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train.candidates import Triplets
-from scalingnote.train.collectives import Shares, gather, shares
+from scalingnote.train.collectives import gather
 from scalingnote.train.config import Losses, TeacherScores
 from scalingnote.train.objective import StageOne
 
 ROWS = 12
-EVEN = {2: (6, 6), 3: (4, 4, 4), 4: (3, 3, 3, 3)}
-UNEVEN = {2: (4, 8), 3: (6, 1, 5), 4: (2, 5, 1, 4)}
 Found = dict[str, Tensor]
 
 
-def stage(*, uneven: bool) -> StageOne:
+def stage() -> StageOne:
     texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
     query = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
@@ -31,7 +29,7 @@ def stage(*, uneven: bool) -> StageOne:
         tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=1
     )
     losses = Losses(matryoshka=(4, 16), learn_temperature=True, teacher=TeacherScores())
-    return StageOne(DualEncoder(query, document), losses, uneven=uneven)
+    return StageOne(DualEncoder(query, document), losses)
 
 
 def triplets(made: StageOne, rows: Sequence[int]) -> Triplets:
@@ -56,9 +54,9 @@ def triplets(made: StageOne, rows: Sequence[int]) -> Triplets:
     )
 
 
-def step(rows: Sequence[int], *, uneven: bool) -> Found:
+def step(rows: Sequence[int]) -> Found:
     """Loss, parts and gradients of this rank's rows, all averaged over ranks."""
-    made = stage(uneven=uneven)
+    made = stage()
     loss, parts = made(triplets(made, rows))
     loss.backward()
     found = {"loss": loss.detach(), **parts} | {n: p.grad for n, p in made.named_parameters()}
@@ -69,8 +67,8 @@ def step(rows: Sequence[int], *, uneven: bool) -> Found:
     return found
 
 
-def steps(folder: str) -> dict[str, Found]:
-    """Even and uneven steps of 2, 3 and 4 ranks in the same 4 processes, which are slow to start."""
+def steps(folder: str) -> dict[int, Found]:
+    """Steps of 2, 3 and 4 ranks in the same 4 processes, which are slow to start."""
     me, found = dist.get_rank(), {}
     for world in (2, 3, 4):
         if dist.is_initialized():
@@ -80,29 +78,26 @@ def steps(folder: str) -> dict[str, Found]:
             continue
         store = f"file://{folder}/{world}"
         dist.init_process_group("gloo", init_method=store, rank=me, world_size=world)
-        for name, counts in (("even", EVEN[world]), ("uneven", UNEVEN[world])):
-            assert shares(torch.zeros(counts[me]), uneven=name == "uneven") == Shares(counts)
-            own = torch.arange(ROWS).split(counts)[me]
-            assert gather(own, Shares(counts)).tolist() == list(range(ROWS))
-            found[f"{world} {name}"] = step(own.tolist(), uneven=name == "uneven")
+        own = torch.arange(ROWS).split(ROWS // world)[me]
+        assert gather(own).tolist() == list(range(ROWS))
+        found[world] = step(own.tolist())
     return found
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
     folder: Path = tmp_path_factory.mktemp("stores")
     return ranks.run(steps, str(folder), world=4)[0]
 
 
 @pytest.fixture(scope="module")
 def alone() -> Found:
-    return step(range(ROWS), uneven=False)
+    return step(range(ROWS))
 
 
-@pytest.mark.parametrize("shape", ["even", "uneven"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_equal_one_process(on_ranks, alone, world: int, shape: str):
-    found = on_ranks[f"{world} {shape}"]
+def test_ranks_equal_one_process(on_ranks, alone, world: int):
+    found = on_ranks[world]
     assert found.keys() == alone.keys()
     assert {"temperature.log", "teacher", "margin"} < found.keys()
     for name, value in alone.items():

@@ -20,7 +20,6 @@ from scalingnote.train.strategies import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROWS = 6
-UNEVEN = (4, 2)
 Found = dict[str, Tensor]
 CACHED = Memory(grad_cache=GradCache(query_rows=2, document_rows=4))
 STRATEGIES: dict[str, tuple[Ddp | Fsdp2 | DeepSpeed, Memory, bool]] = {
@@ -40,9 +39,9 @@ STRATEGIES: dict[str, tuple[Ddp | Fsdp2 | DeepSpeed, Memory, bool]] = {
 }
 
 
-def step(rows: Sequence[int], *, uneven: bool) -> Found:
+def step(rows: Sequence[int]) -> Found:
     """Loss, parts and gradients of this rank's rows, all averaged over ranks."""
-    made = light.stage(uneven=uneven)
+    made = light.stage()
     loss, parts = made(light.triplets(made, rows, of=ROWS, progress=0.2))
     loss.backward()
     found = {"loss": loss.detach(), **parts}
@@ -53,14 +52,6 @@ def step(rows: Sequence[int], *, uneven: bool) -> Found:
             dist.all_reduce(value)
             value /= world_size()
     return found
-
-
-def steps() -> dict[str, Found]:
-    counts = {"even": (ROWS // 2,) * 2, "uneven": UNEVEN}
-    return {
-        name: step(torch.arange(ROWS).split(shares)[rank()].tolist(), uneven=name == "uneven")
-        for name, shares in counts.items()
-    }
 
 
 def train(name: str) -> dict[str, Any]:
@@ -91,12 +82,13 @@ def train(name: str) -> dict[str, Any]:
     return {"norms": norms, "weights": engine.weights()}
 
 
-def everything() -> tuple[dict[str, Found], dict[str, Any]]:
-    return steps(), {name: train(name) for name in STRATEGIES}
+def everything() -> tuple[Found, dict[str, Any]]:
+    own = torch.arange(ROWS).split(ROWS // 2)[rank()].tolist()
+    return step(own), {name: train(name) for name in STRATEGIES}
 
 
 @pytest.fixture(scope="module")
-def on_two() -> tuple[dict[str, Found], dict[str, Any]]:
+def on_two() -> tuple[Found, dict[str, Any]]:
     """All in one pair of processes: they take longer to start than to train."""
     return ranks.run(everything, world=2)[0]
 
@@ -106,10 +98,8 @@ def alone(*, lora: bool) -> dict[str, Any]:
     return train("ddp, cached, lora" if lora else "ddp")
 
 
-@pytest.mark.parametrize("shares", ["even", "uneven"])
-def test_two_ranks_have_the_gradients_of_one(on_two: tuple[dict[str, Found], Any], shares: str):
-    expected = step(range(ROWS), uneven=False)
-    torch.testing.assert_close(on_two[0][shares], expected, atol=1e-5, rtol=1e-4)
+def test_two_ranks_have_the_gradients_of_one(on_two: tuple[Found, Any]):
+    torch.testing.assert_close(on_two[0], step(range(ROWS)), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

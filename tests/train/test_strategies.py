@@ -19,7 +19,7 @@ from scalingnote.models import backbone, batch, dual_encoder
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Lora
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.collectives import gather, rank, shares, world_size
+from scalingnote.train.collectives import gather, rank, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.engine import Cacheable, Engine, cached_backward, load_weights
 from scalingnote.train.strategies import ZeroEngine, build
@@ -89,7 +89,7 @@ class Contrast(Cacheable):
     def loss(self, embeddings: dict[str, Tensor], pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
         queries, documents = embeddings["query"][:, 0], embeddings["document"].mean(1)
         queries, documents = (nn.functional.normalize(e, dim=-1) for e in (queries, documents))
-        scores = queries @ gather(documents, shares(documents)).T / embeddings["temperature"].squeeze()
+        scores = queries @ gather(documents).T / embeddings["temperature"].squeeze()
         loss = nn.functional.cross_entropy(scores, torch.arange(len(queries)) + rank() * len(queries))
         return loss, {"contrastive": loss.detach()}
 

@@ -34,10 +34,10 @@ from scalingnote.train.config import (
 from scalingnote.train.data import MappedShares, Order, Rows, Store, StoredFile
 from scalingnote.train.loop import fit
 from scalingnote.train.objective import StageOne
-from scalingnote.train.prepare import MeanRow, PreparedStore, prepare
+from scalingnote.train.prepare import PreparedStore, prepare
 from scalingnote.train.strategies import build
 from scalingnote.train.stream import Layout, StreamedShares, read_pool, write_stream
-from scalingnote.train.validation_sample import draw_sample, drawn_documents
+from scalingnote.train.validation import draw_sample, drawn_documents
 
 BATCH, STEPS = 12, 23
 CONFIG = TrainConfig(
@@ -279,8 +279,8 @@ def test_a_stream_is_written_where_every_node_would_copy_much(
         }
     )
     prepared = PreparedStore(store, {}, {"click/one": 5 * BATCH}, 10, 3)
-    found = job._stream(config, prepared, 2)
-    assert found == (MeanRow(100 / 24, 2000 / 24, 3) if streamed else None)
+    found = job._stream(config, prepared, Order.of(config, prepared.sizes, config.batching), 2)
+    assert found == ((100 / 24, 2000 / 24) if streamed else None)
 
 
 def trained(store: str, checkpoints: str, until: int) -> list[dict]:

@@ -148,7 +148,7 @@ def test_a_rank_without_memory_is_not_tried_again(
     def worker(settings: dict[str, Any]) -> dict[str, str] | None:
         return job.train_rank(
             torch.nn.Linear(2, 2), batches, build_stage=lambda: torch.nn.Linear(2, 2), schedule=schedule,
-            settings=settings, section="train", save=lambda *_: None,
+            settings=settings, save=lambda *_: None,
         )  # fmt: skip
 
     schedule = Schedule(resources=Ranks(workers=0), max_failures=restarts)

@@ -18,8 +18,7 @@ from scalingnote.train.config import Losses, TrainConfig, Validation
 from scalingnote.train.data import Store
 from scalingnote.train.engine import Engine
 from scalingnote.train.prepare import prepare
-from scalingnote.train.validation import better, validator
-from scalingnote.train.validation_sample import ValidationSample, draw_sample, measure_retrieval
+from scalingnote.train.validation import ValidationSample, better, draw_sample, measure_retrieval, validator
 
 CONFIG = TrainConfig(
     query=tiny.query_tower(), document=tiny.document_tower(), dim=8, losses=Losses(matryoshka=(8,))
