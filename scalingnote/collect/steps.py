@@ -206,7 +206,7 @@ def write_shard(item: Item, context: Context, ranker: BM25Ranker, corpus: Freque
     totals = {"documents": corpus.texts, "length": corpus.length}
     weights = BM25Weights(words, **totals, k1=ranker.k1, b=ranker.b)
     texts = document_texts(_documents(item["parts"], FIELDS, context))
-    write_table(_shard(item["shard"], context), build_shard(texts, weights, words["word"]))
+    write_table(_shard(item["shard"], context), build_shard(texts, weights))
     return {}
 
 
