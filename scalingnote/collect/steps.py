@@ -173,7 +173,7 @@ class QuerySelection:
         table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
         counts = {"query_rows": len(table)}
         if self._decontaminate:
-            verdict = self._decontaminate(table["query"]).verdict
+            verdict = self._decontaminate(table["query"])
             counts["exact_duplicates"] = int((verdict == EXACT).sum())
             counts["near_duplicates"] = int((verdict == NEAR).sum())
             table = table.filter(pa.array(verdict == CLEAN))
@@ -202,9 +202,9 @@ def read_training_words(parts: Sequence[str], context: Context) -> Iterator[list
 
 def write_shard(item: Item, context: Context, ranker: BM25Ranker, corpus: Frequencies) -> Counts:
     """Write the inverted lists of one slice of the documents."""
-    words = read_table(corpus.words)
-    totals = {"documents": corpus.texts, "length": corpus.length}
-    weights = BM25Weights(words, **totals, k1=ranker.k1, b=ranker.b)
+    weights = BM25Weights(
+        read_table(corpus.words), documents=corpus.texts, length=corpus.length, k1=ranker.k1, b=ranker.b
+    )
     texts = document_texts(_documents(item["parts"], FIELDS, context))
     write_table(_shard(item["shard"], context), build_shard(texts, weights))
     return {}
@@ -361,7 +361,7 @@ def own_filter(item: Item, context: Context) -> Counts:
     """Write a filter of all own keys, so that candidate keys that no query owns are not shuffled."""
     tables = (read_table(context.bucket(bucket, "own")) for bucket in range(context.parts))
     owned = association.key_filter(tables, keys=item["keys"])
-    fs.write_bytes(context.path("own.bits"), owned.bits.tobytes())
+    fs.write_bytes(context.path("own.bits"), owned.tobytes())
     return {}
 
 
@@ -370,7 +370,7 @@ def candidates(item: Item, context: Context) -> Counts:
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
     with fs.open_input(context.path("own.bits")) as bits:
-        owned = association.KeyFilter(np.frombuffer(bits.read_buffer(), np.uint8))
+        owned = np.frombuffer(bits.read_buffer(), np.uint8)
     scores = TermScores.from_arrow(read_table(context.bucket(bucket, "terms")))
     numbers = query_numbers(bucket, len(scores.offsets) - 1)
     # Numbers depend on the number of buckets; ties must not.
@@ -438,7 +438,7 @@ class QueryWriting:
         context, bucket = self._context, item["bucket"]
         generated, counts = self._generate(read_queries(bucket, context))
         if self._decontaminate:
-            clean = self._decontaminate(generated["query"]).verdict == CLEAN
+            clean = self._decontaminate(generated["query"]) == CLEAN
             counts["generated_duplicates"] = int((~clean).sum())
             generated = generated.filter(pa.array(clean))
         write_table(fs.join(context.output, f"generated/part-{bucket:05d}.parquet"), generated)
