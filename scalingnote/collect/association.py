@@ -119,8 +119,8 @@ def candidate_keys(
     """The keys of every 2 and every 4 terms that a query scores above the threshold, as CANDIDATES rows.
 
     Only the `max_terms` best terms of a query are combined; queries with more are counted as
-    ``{kind}_truncated``. Counts also hold the keys formed (``candidate_keys``) and those that passed `owned`,
-    a :func:`key_filter` that drops keys that no query owns before they are shuffled (``candidate_keys_kept``).
+    ``{kind}_truncated``. Counts also hold the keys formed (``candidate_keys``) and those that passed `owned`
+    (``candidate_keys_kept``), a :func:`key_filter` that drops most keys that no query owns.
 
     `ties` order equally strong candidates, by default by hashes of `ids`. Where ids depend on the number of
     buckets, pass hashes of the queries themselves, or the result would depend on it too.

@@ -11,7 +11,8 @@ are made by seeded hashes.
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -209,21 +210,17 @@ def one_hop_triplets(
     counts = Counter(ignored_rows=len(row_of) - len(evidence))
     order = [("row", "ascending"), ("score", "descending"), ("doc_id", "ascending")]
     evidence = evidence.take(pc.sort_indices(evidence, order))
-    rows = evidence["row"].to_numpy()
-    columns = [evidence[name].to_pylist() for name in ("doc_id", "clicks", "satisfied", "score")]
+    columns = (evidence[name].to_pylist() for name in ("row", "doc_id", "clicks", "satisfied", "score"))
     triplets: list[dict[str, object]] = []
     known: list[dict[str, object]] = []
-    for start, stop in pairwise([0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]):
-        if start == stop:
-            break
-        number = int(rows[start])
-        evidence_rows = [*zip(*(column[start:stop] for column in columns), strict=True)]
+    for number, group in groupby(zip(*columns, strict=True), key=itemgetter(0)):
+        judgements = list(group)
         exposures = [
             (doc_id, clicks, satisfied)
-            for doc_id, clicks, satisfied, _ in evidence_rows
+            for _, doc_id, clicks, satisfied, _ in judgements
             if clicks is not None
         ]
-        ranking = {doc_id: score for doc_id, _, _, score in evidence_rows if score is not None}
+        ranking = {doc_id: score for _, doc_id, _, _, score in judgements if score is not None}
         positives = {doc_id for doc_id, clicks, _ in exposures if clicks}
         rejected = {doc_id for doc_id, clicks, _ in exposures if not clicks}
         for source, triplet in _query_triplets(query_ids[number].as_py(), exposures, ranking, config):
@@ -291,8 +288,7 @@ def multi_hop_candidates(
     full = np.searchsorted(rows, associates, side="right") - start
     count = np.minimum(full, limit)
     pair = np.repeat(np.arange(len(associates)), count)
-    within = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
-    taken = triplets.take(pa.array(start[pair] + within))
+    taken = triplets.take(pa.array(start[pair] + rank_within_runs(pair)))
     columns = {
         "row": queries[pair],
         "via": query_ids.take(pa.array(associates[pair])),
