@@ -98,11 +98,8 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
 
 
 def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
-    """Number of rows of table parts, from the manifest or else from the Parquet footer."""
-    return [
-        known if (known := artifact.manifest.parts[name].rows) is not None else _footer_rows(artifact, name)
-        for name in parts
-    ]
+    """Number of rows of table parts."""
+    return [*artifact.rows_of(parts).values()]
 
 
 def sample(embeddings: Artifact, *, documents: int, seed: int) -> list[Any]:
@@ -153,7 +150,7 @@ def _require_fitting(
     config: QuantizeConfig, earlier: Artifact, source: Artifact, parts: Sequence[str]
 ) -> None:
     """Check that earlier codebooks have the shape and beam of the config, and the embeddings' dimension."""
-    levels, codes, dim = _load(earlier).shape
+    levels, codes, dim = safetensors.load(earlier.read_bytes(CODEBOOKS))["codebooks"].shape
     asked = {"levels": config.levels, "codes": config.codes, "beam": config.beam}
     made = {"levels": levels, "codes": codes, "beam": earlier.manifest.config.get("beam", config.beam)}
     if asked != made:
@@ -313,16 +310,6 @@ def _dump(codebooks: Float[ndarray, "levels codes dim"]) -> bytes:
     return data
 
 
-def _load(artifact: Artifact) -> Float[ndarray, "levels codes dim"]:
-    codebooks: ndarray = safetensors.load(artifact.read_bytes(CODEBOOKS))["codebooks"]
-    return codebooks
-
-
 def _codes_part(part: str) -> str:
     """Name of the codes part of an embeddings part."""
     return "codes/" + part.removeprefix("embeddings/")
-
-
-def _footer_rows(artifact: Artifact, part: str) -> int:
-    with fs.open_input(fs.join(artifact.uri, part)) as source:
-        return int(pq.read_metadata(source).num_rows)

@@ -156,20 +156,15 @@ class ByCode:
 
     def pieces(self, prefix: Sequence[int] = ()) -> Iterator[CodeRange]:
         """All documents with a prefix, one piece per file that has some."""
-        sought = list(prefix)
-        for found in self._ranges:
-            if found["first"][: len(sought)] <= sought <= found["last"][: len(sought)]:
-                piece = self._open(found["name"])
-                start, stop = piece.bounds(sought)
-                if stop > start:
-                    yield piece.cut(start, stop)
+        return self.between(prefix, prefix)
 
     def between(self, low: Sequence[int], high: Sequence[int]) -> Iterator[CodeRange]:
         """IDs from prefix `low` to prefix `high`, both included, one piece per file that has some."""
         for found in self._ranges:
             if found["last"][: len(low)] >= list(low) and found["first"][: len(high)] <= list(high):
                 piece = self._open(found["name"])
-                start, stop = piece.bounds(low)[0], piece.bounds(high)[1]
+                start, stop = piece.bounds(low)
+                stop = stop if high == low else piece.bounds(high)[1]
                 if stop > start:
                     yield piece.cut(start, stop)
 
