@@ -75,12 +75,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
     draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source, earlier))
     _code(config, parts, rows, draft, source)
     corpus = naming.CodedCorpus(
-        coded=draft.work(),
-        output=draft.uri,
-        work=draft.work(),
-        levels=config.levels,
-        size=config.codes,
-        given=earlier,
+        output=draft.uri, work=draft.work(), levels=config.levels, size=config.codes, given=earlier
     )
     named = naming.name(corpus, [_codes_part(part) for part in parts], rows, each=cluster.map_tasks)
     for name, part in named.parts.items():

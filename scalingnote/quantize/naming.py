@@ -217,9 +217,8 @@ def _entropy(counts: ndarray) -> float:
 class CodedCorpus:
     """A corpus with codes, whose documents are to be named."""
 
-    coded: str  # folder of the coded parts
     output: str  # folder of the parts with IDs
-    work: str  # folder of intermediate files
+    work: str  # folder of the coded parts and of intermediate files
     levels: int
     size: int  # codes per level
     given: Artifact | None = None  # IDs that stay
@@ -445,4 +444,4 @@ def _tally(corpus: CodedCorpus, number: int, which: str) -> str:
 
 
 def _read(corpus: CodedCorpus, part: str, columns: list[str] | None = None) -> pa.Table:
-    return read_table(fs.join(corpus.coded, part), columns)
+    return read_table(fs.join(corpus.work, part), columns)
