@@ -16,6 +16,7 @@ found by binary search in one column after the other, and only the pages touched
 range of codes; a summary lists the ranges.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -228,12 +229,12 @@ class SemanticIds:
 
     def documents(self, prefix: Sequence[int], *, limit: int | None = None) -> pa.Table:
         """`doc_id` and `semantic_id` of documents with a prefix, by code; at most the first `limit`."""
-        tables, left = [LISTING.empty_table()], limit
+        tables, left = [LISTING.empty_table()], sys.maxsize if limit is None else limit
         for piece in self._by_code.pieces(self._checked(prefix)):
-            piece = piece if left is None else piece.cut(0, left)
-            left = None if left is None else left - len(piece.suffix)
+            piece = piece.cut(0, left)
+            left -= len(piece.suffix)
             tables.append(pa.table([piece.doc_ids, to_strings(piece.matrix(), piece.suffix)], schema=LISTING))
-            if left == 0:
+            if not left:
                 break
         return pa.concat_tables(tables)
 
