@@ -215,7 +215,7 @@ def search_shard(
         if config.search == "index":
             indexed.append(vectors)
         else:
-            _compare(batch.queries, vectors, rows[-1], best)
+            best.add_documents(batch.queries, vectors, rows[-1])
     numbers = np.concatenate(rows)
     if indexed:
         _search_index(batch.queries, np.concatenate(indexed), numbers, best, config)
@@ -224,19 +224,6 @@ def search_shard(
     names = doc_ids.take(pa.array(np.searchsorted(numbers, found)))
     documents = pa.table({"row": found, "doc_id": names})
     BatchNeighbors(best.scores, best.ids, documents, positives).write(_found_folder(folder, *item[1]))
-
-
-def _compare(
-    queries: Float[ndarray, "queries dim"],
-    documents: Float[ndarray, "docs dim"],
-    rows: Int[ndarray, " docs"],
-    best: topk.Best,
-) -> None:
-    """Add all documents to the best."""
-    for start in range(0, len(documents), topk.DOCUMENT_BLOCK):
-        block = slice(start, start + topk.DOCUMENT_BLOCK)
-        for chosen in topk.query_blocks(len(queries)):
-            best.add_block(chosen, queries[chosen] @ documents[block].T, rows[block])
 
 
 def _score_positives(batch: Batch, table: pa.Table, scores: Float[ndarray, " pairs"]) -> None:
