@@ -336,10 +336,8 @@ def _partition(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, bounds: li
     tables = []
     for number, part in item[1]:
         table = _read(corpus, part)
-        place = {"part": np.full(len(table), number, np.int32), "row": np.arange(len(table), dtype=np.int32)}
-        for column, values in place.items():
-            table = table.append_column(column, pa.array(values))
-        tables.append(table)
+        table = table.append_column("part", pa.array(np.full(len(table), number, np.int32)))
+        tables.append(table.append_column("row", pa.array(np.arange(len(table), dtype=np.int32))))
     whole = pa.concat_tables(tables)
     ends = np.array(bounds, np.int64).reshape(-1, corpus.levels + 1)
     keys = semantic_id.sortable(to_matrix(whole["codes"]), whole["part"].to_numpy())
