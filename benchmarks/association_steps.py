@@ -24,7 +24,6 @@ from scalingnote.collect.association import (
     CANDIDATES,
     KINDS,
     OWN,
-    KeyFilter,
     candidate_keys,
     join,
     key_filter,
@@ -100,13 +99,13 @@ def _own(number: int, folder: Path, buckets: int, config: AssociationConfig) -> 
 def _filter(_: int, folder: Path, buckets: int, config: AssociationConfig) -> Counts:
     rows = sum(pq.read_metadata(file).num_rows for file in (folder / "own").rglob("*.parquet"))
     own = (gather(f"{folder}/own", bucket, schema=OWN) for bucket in range(buckets))
-    np.save(folder / "filter.npy", key_filter(own, keys=rows).bits)
+    np.save(folder / "filter.npy", key_filter(own, keys=rows))
     return {}
 
 
 def _candidates(number: int, folder: Path, buckets: int, config: AssociationConfig) -> Counts:
     bits = folder / "filter.npy"
-    owned = KeyFilter(np.load(bits, mmap_mode="r")) if bits.exists() else None
+    owned = np.load(bits, mmap_mode="r") if bits.exists() else None
     candidates, counts = candidate_keys(*_read(folder, number), config=config, owned=owned)
     by_key = bucket_of(candidates["key"], buckets)
     scatter(candidates, by_key, target=f"{folder}/candidates", name=f"{number:05d}")

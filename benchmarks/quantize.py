@@ -247,8 +247,8 @@ def worked(source: str, ids: str, rows: int) -> float:
         coder = job._Coder(config, embeddings, done.file(job.CODEBOOKS), work)
         parts = embeddings.names("embeddings/", ".parquet")
         for number, part in enumerate(parts):
-            coder((part, number, 0))
-        where = naming.CodedCorpus(work, f"{work}/ids", work, config.levels, config.codes)
+            coder((number, (part, 0)))
+        where = naming.CodedCorpus(f"{work}/ids", work, config.levels, config.codes)
         coded = [part.replace("embeddings/", "codes/") for part in parts]
         naming.name(where, coded, job.part_rows(embeddings, parts), each=map)
     return peak_memory_mb()

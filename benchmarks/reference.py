@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 from scalingnote import cli
 from scalingnote.config import Config
 from scalingnote.distillation.config import ScreenConfig
+from scalingnote.encode.config import IngestConfig
 from scalingnote.experiment.config import ExperimentConfig
-from scalingnote.ingest.config import IngestConfig
 from scalingnote.run_config import RunConfig
 from scalingnote.train.config import Schedule
 

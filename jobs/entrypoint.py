@@ -96,7 +96,7 @@ def ingest(arguments: Sequence[str] | None = None) -> int:
     def work() -> "tuple[str, Artifact]":
         from scalingnote import pipeline
         from scalingnote.config import load
-        from scalingnote.ingest.config import IngestConfig
+        from scalingnote.encode.config import IngestConfig
 
         config = load(IngestConfig, [], options.overrides)
         return "ready", pipeline.ingest(config, options.file, run_dir=options.run)

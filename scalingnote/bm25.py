@@ -1,8 +1,6 @@
-"""BM25 over document texts, and the analyzer that splits texts into terms.
+"""BM25 over document texts in memory, by bm25s, and the analyzer that splits texts into terms.
 
-Term weights and the index are those of bm25s. Ties go to the lower row and the vocabulary is numbered by
-first occurrence: equal texts give equal files and equal answers. English, Chinese and code are each split in
-the way that suits BM25.
+English, Chinese and code are each split in the way that suits BM25.
 """
 
 import re
@@ -10,9 +8,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32
 from numpy import ndarray
 
 from scalingnote.errors import DataError
@@ -62,7 +59,7 @@ class BM25:
 
     @classmethod
     def build(cls, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> "BM25":
-        """Index `texts`; row i of every answer is ``texts[i]``. DataError when no text has a term."""
+        """Index `texts`; score i is that of ``texts[i]``. DataError when no text has a term."""
         vocabulary: dict[str, int] = {}
         rows = [[vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)] for text in texts]
         if not vocabulary:
@@ -75,32 +72,7 @@ class BM25:
         index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
         return cls(index)
 
-    def search(
-        self, queries: Sequence[str], k: int
-    ) -> tuple[Int64[ndarray, "queries k"], Float32[ndarray, "queries k"]]:
-        """Rows and scores of the `k` best texts per query, best first.
-
-        Only texts that share a term with the query are found; where they are fewer than `k`, the rest of
-        the line is row -1 with score 0.
-        """
-        rows = np.full((len(queries), k), -1, dtype=np.int64)
-        scores = np.zeros((len(queries), k), dtype=np.float32)
-        for i, query in enumerate(queries):
-            best, values = _best(self.scores(query), k)
-            rows[i, : len(best)], scores[i, : len(best)] = best, values
-        return rows, scores
-
     def scores(self, query: str) -> Float32[ndarray, " docs"]:
         """The score of every text, 0 where it shares no term with the query."""
         found: ndarray = self._index.get_scores_from_ids(self._index.get_tokens_ids(terms(query)))
         return found
-
-
-def _best(
-    scores: Float32[ndarray, " docs"], k: int
-) -> tuple[Int64[ndarray, " found"], Float32[ndarray, " found"]]:
-    # Every text that ties with the k-th is kept until the sort, or the choice would be argpartition's.
-    floor = np.partition(scores, -k)[-k] if k < len(scores) else np.float32(0)
-    found = np.flatnonzero((scores >= floor) & (scores > 0))
-    order = np.lexsort((found, -scores[found]))[:k]
-    return found[order], scores[found[order]]

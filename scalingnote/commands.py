@@ -296,7 +296,7 @@ def ingest(options: argparse.Namespace) -> int:
     """Encode, code and fuse new documents."""
     from scalingnote import pipeline
     from scalingnote.config import load
-    from scalingnote.ingest.config import IngestConfig
+    from scalingnote.encode.config import IngestConfig
     from scalingnote.log import configure
 
     configure()

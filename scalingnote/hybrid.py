@@ -24,7 +24,7 @@ from pydantic import Field
 
 from scalingnote.config import Config
 
-WEIGHTS = tuple(step / 20 for step in range(21))
+WEIGHTS = tuple(step / 20 for step in range(21))  # of dense scores, of which tuning chooses
 UNTUNED_WEIGHT = 0.5  # of dense scores, where neither the request nor the index has a weight
 
 
@@ -52,14 +52,6 @@ class HybridCandidates:
     ids: Int[ndarray, "queries candidates"]
     dense: Float[ndarray, "queries candidates"]
     sparse: Float[ndarray, "queries candidates"]
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The best weight of dense scores on held-out queries, and the measure at each weight tried."""
-
-    dense_weight: float
-    curve: dict[float, float]
 
 
 def normalised(
@@ -99,10 +91,9 @@ def union(*rankings: Int[ndarray, "queries _"]) -> Int[ndarray, "queries candida
 def merge(answers: Sequence[HybridCandidates], *, candidates: int) -> HybridCandidates:
     """Merge candidates of disjoint shards: keep the `candidates` best by each of the two scores."""
     joined = HybridCandidates(
-        *(
-            np.concatenate([getattr(a, side) for a in answers], axis=1)
-            for side in HybridCandidates.__annotations__
-        )
+        np.concatenate([answer.ids for answer in answers], axis=1),
+        np.concatenate([answer.dense for answer in answers], axis=1),
+        np.concatenate([answer.sparse for answer in answers], axis=1),
     )
     by_dense, by_terms = _rankings(joined, depth=candidates)
     chosen = union(np.where(_ids(joined, by_dense) < 0, -1, by_dense), by_terms)
@@ -144,7 +135,14 @@ def by_score(
 
     A dense score below `background` counts as `background`.
     """
-    scores = _joined(both, dense_weight=dense_weight, background=background)
+    sides = (
+        normalised(np.maximum(scores, low), np.full(len(scores), low), scores.max(1, initial=low))
+        for scores, low in (
+            (both.dense.astype(np.float64), background),
+            (both.sparse.astype(np.float64), 0.0),
+        )
+    )
+    scores = np.where(both.ids < 0, -np.inf, interpolated(*sides, dense_weight=dense_weight))
     order = np.lexsort((both.ids, -scores))[:, :depth]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(both.ids, order, axis=1)
 
@@ -181,45 +179,29 @@ def reciprocal_ranks(
 
 
 def tune_weight(
-    both: HybridCandidates,
-    relevant: Sequence[Mapping[int, int]],
-    *,
-    background: float,
-    measure: Literal["ndcg", "recall"] = "ndcg",
-    depth: int = 10,
-    weights: Sequence[float] = WEIGHTS,
-) -> Tuned:
-    """Choose the weight for :func:`by_score` that is best on held-out queries.
+    both: HybridCandidates, relevant: Sequence[Mapping[int, int]], *, background: float, depth: int = 10
+) -> tuple[float, dict[float, float]]:
+    """The weight for :func:`by_score` with the best nDCG@depth on held-out queries, and the nDCG by weight.
 
     Args:
         both: candidates of these queries.
         relevant: judged documents of each query and their grades, whether they are candidates or not.
         background: dense score that maps to 0.
-        measure: nDCG@depth, or the share of queries with a relevant document in the first `depth` (R@K).
-        depth: rank at which the measure is cut.
-        weights: grid; where several are equally good, the middle one is taken.
+        depth: rank at which nDCG is cut.
     """
+    ideal = [_discounted(sorted(judged.values(), reverse=True)[:depth]) for judged in relevant]
     curve = {}
-    for weight in weights:
+    for weight in WEIGHTS:
         _, ids = by_score(both, dense_weight=weight, background=background, depth=depth)
-        pairs = zip(ids.tolist(), relevant, strict=True)
-        values = [_value([judged.get(i, 0) for i in row], judged, measure, depth) for row, judged in pairs]
+        gains = [
+            _discounted([judged.get(i, 0) for i in row])
+            for row, judged in zip(ids.tolist(), relevant, strict=True)
+        ]
+        values = [gain / most if most else 0.0 for gain, most in zip(gains, ideal, strict=True)]
         curve[weight] = float(np.mean(values))
+    # Where several are equally good, the middle one.
     best = [weight for weight, value in curve.items() if value >= max(curve.values()) - 1e-12]
-    return Tuned(best[len(best) // 2], curve)
-
-
-def _joined(
-    both: HybridCandidates, *, dense_weight: float, background: float
-) -> Float[ndarray, "queries candidates"]:
-    sides = (
-        normalised(np.maximum(scores, low), np.full(len(scores), low), scores.max(1, initial=low))
-        for scores, low in (
-            (both.dense.astype(np.float64), background),
-            (both.sparse.astype(np.float64), 0.0),
-        )
-    )
-    return np.where(both.ids < 0, -np.inf, interpolated(*sides, dense_weight=dense_weight))
+    return best[len(best) // 2], curve
 
 
 def _rankings(
@@ -236,15 +218,6 @@ def _ids(both: HybridCandidates, columns: Int[ndarray, "queries _"]) -> Int[ndar
 
 def _of(values: ndarray, columns: Int[ndarray, "queries _"], otherwise: float) -> ndarray:
     return np.where(columns < 0, otherwise, np.take_along_axis(values, columns, axis=1)).astype(values.dtype)
-
-
-def _value(
-    gains: Sequence[int], judged: Mapping[int, int], measure: Literal["ndcg", "recall"], depth: int
-) -> float:
-    if measure == "recall":
-        return float(any(gain > 0 for gain in gains))
-    ideal = _discounted(sorted(judged.values(), reverse=True)[:depth])
-    return _discounted(gains) / ideal if ideal else 0.0
 
 
 def _discounted(gains: Sequence[int]) -> float:

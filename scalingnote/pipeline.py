@@ -13,9 +13,9 @@ import yaml
 from scalingnote import stages
 from scalingnote.config import dump, validate
 from scalingnote.encode import engines
+from scalingnote.encode.config import IngestConfig
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.experiment.config import ExperimentConfig
-from scalingnote.ingest.config import IngestConfig
 from scalingnote.log import get_logger
 from scalingnote.run_config import RunConfig
 from scalingnote.stages import Stage
@@ -116,7 +116,7 @@ def ingest(
     config: IngestConfig, path: str, *, run_dir: str, columns: Mapping[str, str] | None = None
 ) -> Artifact:
     """New documents as the last run in `run_dir` made its own; `columns` maps our names to the file's."""
-    from scalingnote.ingest import job  # late, as above
+    from scalingnote import ingest as job  # late, as above
 
     made_by = load_run(run_dir)
     if made_by.cross_encoder is not None and made_by.distill is not None and not made_by.distill.document:

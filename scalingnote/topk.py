@@ -17,11 +17,7 @@ def search(
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """Inner products and row numbers of each query's k best documents; fewer columns for fewer documents."""
     best = Best(len(queries), min(k, len(documents)), dtype=np.result_type(queries, documents))
-    for start in range(0, len(documents), DOCUMENT_BLOCK):
-        block = documents[start : start + DOCUMENT_BLOCK]
-        rows = np.arange(start, start + len(block))
-        for chosen in query_blocks(len(queries)):
-            best.add_block(chosen, queries[chosen] @ block.T, rows)
+    best.add_documents(queries, documents, np.arange(len(documents)))
     return best.scores, best.ids
 
 
@@ -49,6 +45,18 @@ class Best:
         """Add candidates of some queries, a line for each; an id of -1 is none and scores -inf."""
         both = np.hstack([self.scores[queries], scores]), np.hstack([self.ids[queries], ids])
         self.scores[queries], self.ids[queries] = merge(*both, k=self.ids.shape[1])
+
+    def add_documents(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        documents: Float[ndarray, "docs dim"],
+        ids: Int[ndarray, " docs"],
+    ) -> None:
+        """Add the inner products of all queries and some documents; `ids` ascend."""
+        for start in range(0, len(documents), DOCUMENT_BLOCK):
+            block = slice(start, start + DOCUMENT_BLOCK)
+            for chosen in query_blocks(len(queries)):
+                self.add_block(chosen, queries[chosen] @ documents[block].T, ids[block])
 
     def add_block(
         self, queries: slice, scores: Float[ndarray, "queries docs"], ids: Int[ndarray, " docs"]

@@ -19,7 +19,6 @@ O * C / 2^64 pairs are expected to collide: 0.02 in a log of 100 million queries
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -58,27 +57,31 @@ _FILTER_BITS_PER_KEY = 16  # at this density one probe passes 6 % of the keys th
 _MAX_FILTER_BYTES = 1 << 28  # every task maps it; reached by 130 million keys, beyond which more keys pass
 
 
-@dataclass(frozen=True)
-class KeyFilter:
-    """A Bloom filter with one probe: rules out most keys that no query owns; a key selects its bit."""
+def key_filter(own: Iterable[pa.Table], *, keys: int) -> UInt8[ndarray, " bytes"]:
+    """A Bloom filter with one probe: rules out most keys that no row of OWN tables has.
 
-    bits: UInt8[ndarray, " bytes"]
-
-    def may_hold(self, keys: UInt64[ndarray, " keys"]) -> Bool[ndarray, " keys"]:
-        """True for every own key, and for one in sixteen others."""
-        slots = keys % np.uint64(8 * len(self.bits))
-        bytes_ = self.bits[(slots >> np.uint64(3)).astype(np.int64)]
-        return ((bytes_ >> (slots & np.uint64(7)).astype(np.uint8)) & np.uint8(1)).astype(bool)
-
-
-def key_filter(own: Iterable[pa.Table], *, keys: int) -> KeyFilter:
-    """The filter over OWN tables of about `keys` rows in total; two bytes per key, at most 256 MiB."""
+    It has two bytes for each of about `keys` rows, at most 256 MiB; a key selects its bit.
+    """
     bits = np.zeros(min(max(1, _FILTER_BITS_PER_KEY * keys // 8), _MAX_FILTER_BYTES), np.uint8)
     for table in own:
-        slots = table["key"].to_numpy() % np.uint64(8 * len(bits))
-        masks = np.uint8(1) << (slots & np.uint64(7)).astype(np.uint8)
-        np.bitwise_or.at(bits, (slots >> np.uint64(3)).astype(np.int64), masks)
-    return KeyFilter(bits)
+        byte, mask = _bit_of(table["key"].to_numpy(), bits)
+        np.bitwise_or.at(bits, byte, mask)
+    return bits
+
+
+def _bit_of(
+    keys: UInt64[ndarray, " keys"], bits: UInt8[ndarray, " bytes"]
+) -> tuple[Int64[ndarray, " keys"], UInt8[ndarray, " keys"]]:
+    """The byte of each key in a filter, and the mask of its bit there."""
+    slots = keys % np.uint64(8 * len(bits))
+    masks = np.uint8(1) << (slots & np.uint64(7)).astype(np.uint8)
+    return (slots >> np.uint64(3)).astype(np.int64), masks
+
+
+def _may_be_owned(keys: UInt64[ndarray, " keys"], bits: UInt8[ndarray, " bytes"]) -> Bool[ndarray, " keys"]:
+    """True for every own key, and for one in sixteen others."""
+    byte, mask = _bit_of(keys, bits)
+    return (bits[byte] & mask).astype(bool)
 
 
 def own_keys(
@@ -111,13 +114,13 @@ def candidate_keys(
     *,
     config: AssociationConfig,
     ties: UInt64[ndarray, " queries"] | None = None,
-    owned: KeyFilter | None = None,
+    owned: UInt8[ndarray, " bytes"] | None = None,
 ) -> tuple[pa.Table, dict[str, int]]:
     """The keys of every 2 and every 4 terms that a query scores above the threshold, as CANDIDATES rows.
 
     Only the `max_terms` best terms of a query are combined; queries with more are counted as
     ``{kind}_truncated``. Counts also hold the keys formed (``candidate_keys``) and those that passed `owned`
-    (``candidate_keys_kept``), which drops keys that no query owns before they are shuffled.
+    (``candidate_keys_kept``), a :func:`key_filter` that drops most keys that no query owns.
 
     `ties` order equally strong candidates, by default by hashes of `ids`. Where ids depend on the number of
     buckets, pass hashes of the queries themselves, or the result would depend on it too.
@@ -130,7 +133,7 @@ def candidate_keys(
         counts[f"{KINDS[kind]}_truncated"] = int((above > config.max_terms).sum())
         for rows, keys, strengths in _combinations(ranked, np.minimum(above, config.max_terms), kind):
             counts["candidate_keys"] += keys.size
-            kept = owned.may_hold(keys) if owned else np.ones(len(keys), bool)
+            kept = np.ones(len(keys), bool) if owned is None else _may_be_owned(keys, owned)
             rows = rows[kept]
             tables.append(_table(CANDIDATES, kind, keys[kept], ids[rows], strengths[kept], ties[rows]))
     table = pa.concat_tables(tables)

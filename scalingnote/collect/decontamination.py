@@ -8,7 +8,6 @@ bits, and so does the name of another disease in the same question: fingerprints
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import faiss
 import numpy as np
@@ -33,60 +32,44 @@ _SPACE = np.uint64(ord(" "))
 _SLICE_QUERIES = 1 << 14  # bounds the memory of features
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """The test query that each training query repeats."""
-
-    verdict: Int[ndarray, " queries"]  # CLEAN, EXACT or NEAR
-    test_row: Int[ndarray, " queries"]  # the test query it repeats, -1 where clean
-    distance: Int[ndarray, " queries"]  # Hamming distance to it: 0 where exact, -1 where clean
-
-
 class Decontaminator:
     """Finds training queries that repeat one of the test queries."""
 
     def __init__(self, test_queries: pa.Array | pa.ChunkedArray, config: DecontaminationConfig) -> None:
         """Index the test queries. Queries without a letter, digit or symbol never match."""
         self._config = config
-        self._texts = normalise(test_queries)
-        self._rows = np.flatnonzero(pc.not_equal(self._texts, "").to_numpy(zero_copy_only=False))
+        texts = normalise(test_queries)
+        self._texts = texts.filter(pc.not_equal(texts, ""))
         # A flat index, because at a distance of 12 bits multi-index hashing visits most of its buckets:
         # 100,000 queries against 20,000 test queries took 1.4 s flat, 6 s or more hashed.
         self._index = faiss.IndexBinaryFlat(64)
-        self._index.add(_bytes(fingerprints(self._texts.take(pa.array(self._rows)))))
+        self._index.add(_bytes(fingerprints(self._texts)))
 
-    def __call__(self, queries: pa.Array | pa.ChunkedArray) -> Overlap:
-        """What a batch of training queries repeats.
-
-        An exact match is preferred to a near one, then the closest fingerprint, then the first test row.
-        """
+    def __call__(self, queries: pa.Array | pa.ChunkedArray) -> Int[ndarray, " queries"]:
+        """CLEAN, EXACT or NEAR for each of a batch of training queries."""
         texts = normalise(queries)
-        filled = pc.not_equal(texts, "")
-        equal = pc.if_else(filled, pc.index_in(texts, value_set=self._texts), None)
-        test_row = pc.fill_null(equal, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-        verdict = np.where(test_row >= 0, EXACT, CLEAN)
-        distance = np.where(test_row >= 0, 0, -1)
-        rest = np.flatnonzero(filled.to_numpy(zero_copy_only=False) & (test_row < 0))
-        for row, match, bits in self._near_duplicates(texts.take(pa.array(rest))):
-            verdict[rest[row]], test_row[rest[row]], distance[rest[row]] = NEAR, match, bits
-        return Overlap(verdict, test_row, distance)
+        exact = pc.is_in(texts, value_set=self._texts).to_numpy(zero_copy_only=False)
+        verdict = np.where(exact, EXACT, CLEAN)
+        filled = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)
+        rest = np.flatnonzero(filled & ~exact)
+        near = [*self._near_duplicates(texts.take(pa.array(rest)))]
+        verdict[rest[near]] = NEAR
+        return verdict
 
-    def _near_duplicates(self, texts: pa.Array) -> Iterator[tuple[int, int, int]]:
-        """(row, test row, distance) of each text that has one."""
+    def _near_duplicates(self, texts: pa.Array) -> Iterator[int]:
+        """Rows of the texts that nearly repeat a test query."""
         if not len(texts) or not self._index.ntotal:
             return
         # Faiss excludes the radius itself.
-        limits, bits, matches = self._index.range_search(
+        limits, _, matches = self._index.range_search(
             _bytes(fingerprints(texts)), self._config.max_distance + 1
         )
         extra = self._config.extra_letters
         for row in np.flatnonzero(np.diff(limits.astype(np.int64))).tolist():
-            span = slice(int(limits[row]), int(limits[row + 1]))
+            found = self._texts.take(pa.array(matches[int(limits[row]) : int(limits[row + 1])])).to_pylist()
             text = texts[row].as_py()
-            for distance, test_row in sorted(zip(bits[span], self._rows[matches[span]], strict=True)):
-                if extra is None or same_words(text, self._texts[test_row].as_py(), extra=extra):
-                    yield row, int(test_row), int(distance)
-                    break
+            if extra is None or any(same_words(text, other, extra=extra) for other in found):
+                yield row
 
 
 def normalise(queries: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -14,7 +14,7 @@ from typing import Any
 
 from scalingnote import cluster
 from scalingnote.collect import steps, triplet_parts
-from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
+from scalingnote.collect.config import AnyRanker, BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.steps import Context, Item
 from scalingnote.config import Resources
 from scalingnote.datasets.splits import find_held_out, queries
@@ -30,7 +30,6 @@ MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's
 # many rows, until there are enough of them for the cores of a machine.
 SMALL_BUCKET_ROWS, ENOUGH_BUCKETS = 1 << 17, 8
 Step = Callable[..., Any]  # of an item, the context and further arguments
-Ranker = ScoreTable | BM25Ranker | CrossEncoderConfig
 
 
 def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Artifact:
@@ -94,7 +93,7 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     return artifact
 
 
-def _ranker(config: CollectConfig, dataset: Artifact) -> Ranker | None:
+def _ranker(config: CollectConfig, dataset: Artifact) -> AnyRanker | None:
     """The ranking model of relevance triplets. DataError if the dataset lacks evidence for the config."""
     if "click" in config.sources and not dataset.table_parts("impressions"):
         raise DataError(f"{dataset.uri} has no impressions: set collect.sources=[relevance]")
@@ -106,7 +105,7 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> Ranker | None:
     return config.ranker or (ScoreTable() if scored else BM25Ranker())
 
 
-def _parts(config: CollectConfig, dataset: Artifact, ranker: Ranker | None) -> int:
+def _parts(config: CollectConfig, dataset: Artifact, ranker: AnyRanker | None) -> int:
     """Number of buckets of queries: few for few rows, more than asked for where one would fill a worker."""
     rows = {
         table: sum(dataset.rows_of(dataset.table_parts(table)).values())
@@ -119,7 +118,7 @@ def _parts(config: CollectConfig, dataset: Artifact, ranker: Ranker | None) -> i
     return max(asked, -(-total // MAX_BUCKET_ROWS), 1)
 
 
-def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[str]:
+def _collect(context: Context, draft: Draft, ranker: AnyRanker | None) -> Counter[str]:
     """Run all steps in order and register the parts with the draft; returns the counts."""
     config, dataset = context.config, context.dataset
     run = _Steps(context)
@@ -132,10 +131,10 @@ def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[s
         _rank(run, context, ranker)
     run("one-hop", steps.one_hop, buckets)
     if config.association:
-        run("own-keys", steps.OwnKeys, buckets)
+        run("own-keys", steps.OwnKeys, buckets, config.association)
         run("own-filter", steps.own_filter, [{"keys": run.counts["own_keys"]}])
-        run("candidates", steps.candidates, buckets)
-        run("associate", steps.associate, buckets)
+        run("candidates", steps.candidates, buckets, config.association)
+        run("associate", steps.associate, buckets, config.association)
         run("mutual", steps.mutual, buckets)
         run("transfer", triplet_parts.transfer, buckets)
     if config.query_generation:
@@ -152,9 +151,10 @@ def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[s
 
 def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConfig) -> None:
     """Rank the training documents for every query."""
-    scored = isinstance(ranker, CrossEncoderConfig)
-    bm25 = BM25Ranker() if isinstance(ranker, CrossEncoderConfig) else ranker
-    depth = ranker.candidates if isinstance(ranker, CrossEncoderConfig) else context.config.top_t
+    if scored := isinstance(ranker, CrossEncoderConfig):
+        bm25, depth = BM25Ranker(), ranker.candidates
+    else:
+        bm25, depth = ranker, context.config.top_t
     shards = slices(context.dataset, "documents")
     corpus = count_frequencies(
         shards,

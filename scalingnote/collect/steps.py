@@ -35,6 +35,7 @@ from scalingnote import topk
 from scalingnote.bm25 import document_texts, terms
 from scalingnote.collect import association
 from scalingnote.collect.config import (
+    AssociationConfig,
     BM25Ranker,
     CollectConfig,
     CrossEncoderConfig,
@@ -173,7 +174,7 @@ class QuerySelection:
         table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
         counts = {"query_rows": len(table)}
         if self._decontaminate:
-            verdict = self._decontaminate(table["query"]).verdict
+            verdict = self._decontaminate(table["query"])
             counts["exact_duplicates"] = int((verdict == EXACT).sum())
             counts["near_duplicates"] = int((verdict == NEAR).sum())
             table = table.filter(pa.array(verdict == CLEAN))
@@ -202,11 +203,11 @@ def read_training_words(parts: Sequence[str], context: Context) -> Iterator[list
 
 def write_shard(item: Item, context: Context, ranker: BM25Ranker, corpus: Frequencies) -> Counts:
     """Write the inverted lists of one slice of the documents."""
-    words = read_table(corpus.words)
-    totals = {"documents": corpus.texts, "length": corpus.length}
-    weights = BM25Weights(words, **totals, k1=ranker.k1, b=ranker.b)
+    weights = BM25Weights(
+        read_table(corpus.words), documents=corpus.texts, length=corpus.length, k1=ranker.k1, b=ranker.b
+    )
     texts = document_texts(_documents(item["parts"], FIELDS, context))
-    write_table(_shard(item["shard"], context), build_shard(texts, weights, words["word"]))
+    write_table(_shard(item["shard"], context), build_shard(texts, weights))
     return {}
 
 
@@ -339,18 +340,17 @@ def one_hop(item: Item, context: Context) -> Counts:
 class OwnKeys:
     """Scores the terms of a bucket's queries with the planner and scatters the keys that they own."""
 
-    def __init__(self, context: Context) -> None:
-        self._context, self._planner = context, load_planner(context.planner)
+    def __init__(self, context: Context, config: AssociationConfig) -> None:
+        self._context, self._config = context, config
+        self._planner = load_planner(context.planner)
 
     def __call__(self, item: Item) -> Counts:
         """One bucket."""
         context, bucket = self._context, item["bucket"]
-        assert context.config.association is not None
         queries = read_table(context.bucket(bucket, "queries"))
         scores = self._planner.term_scores(queries["query"].to_pylist())
         write_table(context.bucket(bucket, "terms"), scores.to_arrow(), use_dictionary=[])
-        numbers = query_numbers(bucket, len(queries))
-        own, counts = association.own_keys(scores, numbers, config=context.config.association)
+        own, counts = association.own_keys(scores, query_numbers(bucket, len(queries)), config=self._config)
         del counts["queries"]  # QuerySelection counted them
         scatter_by(own, "key", "own", f"{bucket:05d}", context)
         write_table(context.bucket(bucket, "own"), own)  # also whole, for the filter: one file a bucket
@@ -361,16 +361,15 @@ def own_filter(item: Item, context: Context) -> Counts:
     """Write a filter of all own keys, so that candidate keys that no query owns are not shuffled."""
     tables = (read_table(context.bucket(bucket, "own")) for bucket in range(context.parts))
     owned = association.key_filter(tables, keys=item["keys"])
-    fs.write_bytes(context.path("own.bits"), owned.bits.tobytes())
+    fs.write_bytes(context.path("own.bits"), owned.tobytes())
     return {}
 
 
-def candidates(item: Item, context: Context) -> Counts:
+def candidates(item: Item, context: Context, config: AssociationConfig) -> Counts:
     """Scatter the candidate keys of one bucket's queries."""
-    config, bucket = context.config.association, item["bucket"]
-    assert config is not None
+    bucket = item["bucket"]
     with fs.open_input(context.path("own.bits")) as bits:
-        owned = association.KeyFilter(np.frombuffer(bits.read_buffer(), np.uint8))
+        owned = np.frombuffer(bits.read_buffer(), np.uint8)
     scores = TermScores.from_arrow(read_table(context.bucket(bucket, "terms")))
     numbers = query_numbers(bucket, len(scores.offsets) - 1)
     # Numbers depend on the number of buckets; ties must not.
@@ -387,15 +386,14 @@ def candidates(item: Item, context: Context) -> Counts:
     return counts
 
 
-def associate(item: Item, context: Context) -> Counts:
+def associate(item: Item, context: Context, config: AssociationConfig) -> Counts:
     """Join one bucket of keys: settled pairs are scattered by associate, the others by pair.
 
     All queries of a key meet in this one task, whatever the number of buckets. It holds 17 bytes of each that
     owns the key, 29 of each that emits it, and up to `max_associates` pairs of 21 bytes of each that owns it:
     a key that a million queries own takes 1 to 2 GB with the default of 32.
     """
-    config, bucket = context.config.association, item["bucket"]
-    assert config is not None
+    bucket = item["bucket"]
     own = shuffle.gather(context.path("own"), bucket, schema=association.OWN)
     emitted = shuffle.gather(context.path("candidates"), bucket, schema=association.CANDIDATES)
     settled, one_way, counts = association.join(own, emitted, config=config)
@@ -438,7 +436,7 @@ class QueryWriting:
         context, bucket = self._context, item["bucket"]
         generated, counts = self._generate(read_queries(bucket, context))
         if self._decontaminate:
-            clean = self._decontaminate(generated["query"]).verdict == CLEAN
+            clean = self._decontaminate(generated["query"]) == CLEAN
             counts["generated_duplicates"] = int((~clean).sum())
             generated = generated.filter(pa.array(clean))
         write_table(fs.join(context.output, f"generated/part-{bucket:05d}.parquet"), generated)

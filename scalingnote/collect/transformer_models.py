@@ -209,8 +209,8 @@ def _keep(queries: pa.Table, drafts: list[_Draft], texts: list[str]) -> tuple[pa
             counts["dropped_same"] += 1
         else:
             seen[draft.source].add(normal[number])
-            values = (f"{draft.query_id}~{draft.number}", texts[number], draft.query_id, draft.sigma)
-            rows.append(dict(zip(GENERATED.names, values, strict=True)))
+            source = {"source_query_id": draft.query_id, "sigma": draft.sigma}
+            rows.append(source | {"query_id": f"{draft.query_id}~{draft.number}", "query": texts[number]})
     return pa.Table.from_pylist(rows, schema=GENERATED), dict(counts)
 
 

@@ -8,6 +8,8 @@ The page holds the paper's Tables 1 and 2, the sources of rows, and a few rows t
 """
 
 from collections import Counter
+from itertools import compress, groupby, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -122,17 +124,15 @@ def sample_sources(triplets: pa.Table, mixing: Mixing, *, seed: int) -> tuple[pa
     A row is kept by the hash of its query, positive and source, so a larger share keeps every row that a
     smaller one keeps. Counts are of each source before (``{source}_offered``) and after.
     """
-    sources = [
-        f"{s}_{h}" for s, h in zip(triplets["source"].to_pylist(), triplets["hop"].to_pylist(), strict=True)
-    ]
-    shares: dict[str, Share] = {name: getattr(mixing, name) for name in set(sources)}
+    sources = pc.binary_join_element_wise(triplets["source"], triplets["hop"], "_").to_pylist()
+    shares: dict[str, Share] = {name: getattr(mixing, name) for name in sorted(set(sources))}
     weights = np.array([shares[name].weight for name in sources], dtype=np.float32)
     kept = np.ones(len(sources), dtype=bool)
     if any(share.sample < 1 for share in shares.values()):
         rows = zip(triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), sources, strict=True)
         kept = np.array([hash_fraction("\x1f".join(row), seed=seed) < shares[row[2]].sample for row in rows])
-    counts = {f"{name}_offered": sources.count(name) for name in sorted(shares)}
-    counts |= {name: int(kept[[source == name for source in sources]].sum()) for name in sorted(shares)}
+    counts = {f"{name}_offered": sources.count(name) for name in shares}
+    counts |= dict.fromkeys(shares, 0) | Counter(compress(sources, kept))
     at = TRIPLETS.get_field_index("weight")
     table = triplets.set_column(at, TRIPLETS.field(at), pa.array(weights))
     return table.filter(pa.array(kept)), counts
@@ -186,20 +186,18 @@ def part_statistics(triplets: pa.Table) -> Counts:
     ``pairs_of_both_sources`` counts pairs from clicks and from relevance; ``queries_with_{n}_positives``
     counts queries, where the last n means "or more".
     """
-    counts: Counter[str] = Counter()
-    pairs = triplets.select(["query_id", "positive", "query", "source"])
-    by_pair = pairs.group_by(["query_id", "positive"], use_threads=False).aggregate(
-        [("source", "count_distinct")]
+    by_pair = triplets.group_by(["query_id", "positive"]).aggregate([("source", "count_distinct")])
+    by_query = triplets.group_by("query_id").aggregate([("positive", "count_distinct"), ("query", "min")])
+    positives = (
+        min(number, MAX_POSITIVES_SHOWN) for number in by_query["positive_count_distinct"].to_pylist()
     )
-    counts["pairs"] = len(by_pair)
-    counts["pairs_of_both_sources"] = pc.sum(pc.greater(by_pair["source_count_distinct"], 1)).as_py() or 0
-    by_query = by_pair.group_by("query_id", use_threads=False).aggregate([("positive", "count")])
-    counts["queries_with_triplets"] = len(by_query)
-    for number in by_query["positive_count"].to_pylist():
-        counts[f"queries_with_{min(number, MAX_POSITIVES_SHOWN)}_positives"] += 1
-    for query in triplets.group_by("query_id").aggregate([("query", "min")])["query_min"].to_pylist():
-        counts["query_words"] += len(words(query))
-    return dict(counts)
+    return {
+        "pairs": len(by_pair),
+        "pairs_of_both_sources": pc.sum(pc.greater(by_pair["source_count_distinct"], 1)).as_py() or 0,
+        "queries_with_triplets": len(by_query),
+        "query_words": sum(len(words(query)) for query in by_query["query_min"].to_pylist()),
+        **Counter(f"queries_with_{number}_positives" for number in positives),
+    }
 
 
 def sample_rows(triplets: pa.Table, *, seed: int) -> pa.Table:
@@ -210,12 +208,8 @@ def sample_rows(triplets: pa.Table, *, seed: int) -> pa.Table:
         (source, hop, hash_fraction(f"{query} {doc}", seed=seed), row)
         for row, (source, hop, query, doc) in enumerate(keys)
     )
-    taken: Counter[tuple[str, str]] = Counter()
-    rows = []
-    for source, hop, _, row in ranked:
-        taken[source, hop] += 1
-        if taken[source, hop] <= SAMPLE_ROWS:
-            rows.append(row)
+    by_source = groupby(ranked, key=itemgetter(0, 1))
+    rows = [row for _, group in by_source for *_, row in islice(group, SAMPLE_ROWS)]
     return triplets.take(pa.array(rows, pa.int64()))
 
 

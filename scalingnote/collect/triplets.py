@@ -11,7 +11,8 @@ are made by seeded hashes.
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -92,15 +93,8 @@ def click_evidence(impressions: pa.Table, *, min_dwell_s: float) -> pa.Table:
     """EVIDENCE of a click log; a click satisfies with a dwell time of `min_dwell_s`, or an unknown one."""
     clicked = pc.fill_null(impressions["clicked"], False)
     long_enough = pc.fill_null(pc.greater_equal(impressions["dwell_s"], min_dwell_s), True)
-    shown = pa.table(
-        {
-            "query_id": impressions["query_id"],
-            "doc_id": impressions["doc_id"],
-            "clicks": clicked.cast(pa.int64()),
-            "satisfied": pc.and_(clicked, long_enough).cast(pa.int64()),
-        }
-    )
-    return _evidence(shown, clicks=shown["clicks"], satisfied=shown["satisfied"])
+    satisfied = pc.and_(clicked, long_enough)
+    return _evidence(impressions, clicks=clicked.cast(pa.int64()), satisfied=satisfied.cast(pa.int64()))
 
 
 def ranking_evidence(scores: pa.Table) -> pa.Table:
@@ -154,12 +148,7 @@ def _evidence(table: pa.Table, **columns: pa.ChunkedArray) -> pa.Table:
 
 
 def click_triplets(
-    query_id: str,
-    exposures: Iterable[tuple[str, int, int]],
-    *,
-    num_negatives: int,
-    min_clicks: int = 1,
-    seed: int = 0,
+    query_id: str, exposures: Iterable[tuple[str, int, int]], config: CollectConfig
 ) -> list[Triplet]:
     """One triplet per clicked document, sorted by doc_id; hard negatives were exposed and never clicked.
 
@@ -175,36 +164,35 @@ def click_triplets(
         satisfied[doc_id] += satisfied_clicks
     rejected = {doc_id for doc_id, count in clicks.items() if not count}
     return [
-        Triplet(doc_id, draw(rejected, num_negatives, seed=seed, key=f"click {query_id} {doc_id}"))
+        Triplet(
+            doc_id, draw(rejected, config.num_negatives, seed=config.seed, key=f"click {query_id} {doc_id}")
+        )
         for doc_id in sorted(clicks.keys() - rejected)
-        if satisfied[doc_id] >= min_clicks
+        if satisfied[doc_id] >= config.min_clicks
     ]
 
 
 def relevance_triplet(
     query_id: str,
     ranking: Sequence[tuple[str, float]],
+    config: CollectConfig,
     *,
     clicked: Collection[str] = (),
-    top_k: int,
-    top_t: int,
-    num_negatives: int,
-    max_score_ratio: float | None = None,
-    seed: int = 0,
 ) -> Triplet | None:
     """The best of `ranking` (doc_id, score; best first) against random ones of ranks `top_k` + 1 to `top_t`.
 
     Ranks 2 to `top_k` are left out: many of them are relevant, and the model cannot tell which (ScalingNote,
-    section 4.1). A negative is not in `clicked`, and scores at most `max_score_ratio` times the positive's
-    score if that is above 0. Returns None for an empty ranking; a short one gives fewer negatives.
+    section 4.1). A negative is not in `clicked`, and scores at most `max_negative_score_ratio` times the
+    positive's score if that is above 0. Returns None for an empty ranking; a short one gives fewer negatives.
     """
     if not ranking:
         return None
-    positive, best = ranking[0]
-    limit = best * max_score_ratio if max_score_ratio is not None and best > 0 else float("inf")
-    candidates = {doc_id for doc_id, score in ranking[top_k:top_t] if score <= limit}
+    (positive, best), ratio = ranking[0], config.max_negative_score_ratio
+    limit = best * ratio if ratio is not None and best > 0 else float("inf")
+    candidates = {doc_id for doc_id, score in ranking[config.top_k : config.top_t] if score <= limit}
     candidates -= {*clicked, positive}
-    return Triplet(positive, draw(candidates, num_negatives, seed=seed, key=f"relevance {query_id}"))
+    key = f"relevance {query_id}"
+    return Triplet(positive, draw(candidates, config.num_negatives, seed=config.seed, key=key))
 
 
 def one_hop_triplets(
@@ -222,15 +210,17 @@ def one_hop_triplets(
     counts = Counter(ignored_rows=len(row_of) - len(evidence))
     order = [("row", "ascending"), ("score", "descending"), ("doc_id", "ascending")]
     evidence = evidence.take(pc.sort_indices(evidence, order))
-    rows = evidence["row"].to_numpy()
-    columns = [evidence[name].to_pylist() for name in ("doc_id", "clicks", "satisfied", "score")]
+    columns = (evidence[name].to_pylist() for name in ("row", "doc_id", "clicks", "satisfied", "score"))
     triplets: list[dict[str, object]] = []
     known: list[dict[str, object]] = []
-    for start, stop in pairwise([0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]):
-        if start == stop:
-            break
-        number = int(rows[start])
-        exposures, ranking = _exposures_and_ranking(*(column[start:stop] for column in columns))
+    for number, group in groupby(zip(*columns, strict=True), key=itemgetter(0)):
+        judgements = list(group)
+        exposures = [
+            (doc_id, clicks, satisfied)
+            for _, doc_id, clicks, satisfied, _ in judgements
+            if clicks is not None
+        ]
+        ranking = {doc_id: score for _, doc_id, _, _, score in judgements if score is not None}
         positives = {doc_id for doc_id, clicks, _ in exposures if clicks}
         rejected = {doc_id for doc_id, clicks, _ in exposures if not clicks}
         for source, triplet in _query_triplets(query_ids[number].as_py(), exposures, ranking, config):
@@ -248,52 +238,19 @@ def one_hop_triplets(
     return pa.Table.from_pylist(triplets, schema=ONE_HOP), known_table, dict(counts)
 
 
-def _exposures_and_ranking(
-    doc_ids: list[str], clicks: list[int | None], satisfied: list[int | None], scores: list[float | None]
-) -> tuple[list[tuple[str, int, int]], dict[str, float]]:
-    """Evidence rows of one query, best score first, as exposures and as doc_id -> score."""
-    exposures = [
-        (doc_id, count, satisfying or 0)
-        for doc_id, count, satisfying in zip(doc_ids, clicks, satisfied, strict=True)
-        if count is not None
-    ]
-    ranking: dict[str, float] = {}
-    for doc_id, score in zip(doc_ids, scores, strict=True):
-        if score is not None:
-            ranking.setdefault(doc_id, score)  # a document scored twice keeps its better rank
-    return exposures, ranking
-
-
 def _query_triplets(
     query_id: str, exposures: list[tuple[str, int, int]], ranking: dict[str, float], config: CollectConfig
 ) -> list[tuple[str, Triplet]]:
     """(source, triplet) of one query."""
     triplets: list[tuple[str, Triplet]] = []
     if "relevance" in config.sources:
-        triplet = relevance_triplet(
-            query_id,
-            list(ranking.items()),
-            clicked={doc_id for doc_id, clicks, _ in exposures if clicks},
-            top_k=config.top_k,
-            top_t=config.top_t,
-            num_negatives=config.num_negatives,
-            max_score_ratio=config.max_negative_score_ratio,
-            seed=config.seed,
-        )
-        triplets += [("relevance", triplet)] if triplet else []
+        clicked = {doc_id for doc_id, clicks, _ in exposures if clicks}
+        if triplet := relevance_triplet(query_id, list(ranking.items()), config, clicked=clicked):
+            triplets.append(("relevance", triplet))
+            # The positive of the ranking is no click negative, although users passed it over.
+            exposures = [row for row in exposures if row[1] or row[0] != triplet.positive]
     if "click" in config.sources:
-        # The positive of the ranking is no click negative, although users passed it over.
-        best = {triplet.positive for _, triplet in triplets}
-        triplets += [
-            ("click", triplet)
-            for triplet in click_triplets(
-                query_id,
-                [row for row in exposures if row[1] or row[0] not in best],
-                num_negatives=config.num_negatives,
-                min_clicks=config.min_clicks,
-                seed=config.seed,
-            )
-        ]
+        triplets += [("click", triplet) for triplet in click_triplets(query_id, exposures, config)]
     return triplets
 
 
@@ -331,8 +288,7 @@ def multi_hop_candidates(
     full = np.searchsorted(rows, associates, side="right") - start
     count = np.minimum(full, limit)
     pair = np.repeat(np.arange(len(associates)), count)
-    within = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
-    taken = triplets.take(pa.array(start[pair] + within))
+    taken = triplets.take(pa.array(start[pair] + rank_within_runs(pair)))
     columns = {
         "row": queries[pair],
         "via": query_ids.take(pa.array(associates[pair])),

@@ -1,4 +1,4 @@
-"""Settings of encoding: documents, the teacher's queries, and exports of query towers."""
+"""Settings of encoding: documents, new ones, the teacher's queries, and exports of query towers."""
 
 from typing import Literal
 
@@ -55,6 +55,13 @@ class EncodeConfig(Config):
                 f"engine {self.engine} gives one view of a document: set engine to own, or one view"
             )
         return self
+
+
+class IngestConfig(Config):
+    """How new documents are encoded."""
+
+    token_budget: int = Field(8192, ge=16, description="padded tokens per forward pass")
+    resources: Fleet = Fleet()
 
 
 class TeacherConfig(Config):

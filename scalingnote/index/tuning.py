@@ -271,8 +271,7 @@ def tune_weight(
         log.warning("the weight of dense scores is not tuned: no test query has a relevant document indexed")
         return layout, {}
     both = hybrid.merge([both], candidates=run.config.tuning.k)
-    tuned = hybrid.tune_weight(both, graded, background=layout.background or 0.0)
-    weight, curve = tuned.dense_weight, tuned.curve
+    weight, curve = hybrid.tune_weight(both, graded, background=layout.background or 0.0)
     log.info(
         "nDCG@10 of %.3f on %d judged queries by dense_weight=%.2f; embeddings alone %.3f, terms alone %.3f",
         *(curve[weight], judged, weight, curve[1.0], curve[0.0]),

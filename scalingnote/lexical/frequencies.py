@@ -21,7 +21,6 @@ from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, r
 
 WORDS = pa.schema({"word": pa.string(), "documents": pa.int64()})  # documents: texts that have the word
 MAX_BUCKET_TEXTS = 1 << 21  # whose words make one bucket
-_ORDER = [("documents", "descending"), ("word", "ascending")]
 WordReader = Callable[[Sequence[str]], Iterable[Sequence[str]]]
 
 
@@ -62,12 +61,8 @@ def count_frequencies(
     buckets = max(-(-texts // MAX_BUCKET_TEXTS), 1)
     do = partial(run_slices, folder=folder, each=each, section=section)
     counted = do("count", partial(_count, read=read, folder=folder, buckets=buckets), slices)
-    merged = do(
-        "merge",
-        partial(_merge, folder=folder, most=most, least=least),
-        range(buckets),
-        unit="buckets",
-    )
+    merge = partial(_merge, folder=folder, most=most, least=least)
+    merged = do("merge", merge, range(buckets), unit="buckets")
     words = fs.join(folder, "words.parquet")
     do("choose", partial(_choose, folder=folder, most=most, output=words), [buckets], unit="tables")
     totals = {name: sum(record[name] for record in counted) for name in ("texts", "length")}
@@ -95,7 +90,7 @@ def add_counts(counts: pa.Table) -> pa.Table:
 
 def most_frequent(words: pa.Table, most: int) -> pa.Table:
     """At most `most` words by falling frequency, equally frequent ones in alphabetical order."""
-    return words.sort_by(_ORDER).slice(0, most)
+    return words.sort_by([("documents", "descending"), ("word", "ascending")]).slice(0, most)
 
 
 def _count(item: NumberedSlice, *, read: WordReader, folder: str, buckets: int) -> JsonRecord:

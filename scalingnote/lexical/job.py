@@ -71,13 +71,12 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
     if not found.length:
         raise DataError(f"{source.uri}: none of {found.texts:,} documents has a word to index")
     do = partial(run_slices, folder=draft.work(), each=cluster.map_tasks, section="bm25", unit="tasks")
-    (vocabulary,) = do(
-        "vocabulary", partial(_write_vocabulary, config=config, output=draft.uri), [found.words]
-    )
+    write = partial(_write_vocabulary, config=config, output=draft.uri)
+    (vocabulary,) = do("vocabulary", write, [found.words])
     collection = {"documents": found.texts, "length": found.length}
     draft.write_json(COLLECTION, collection)
-    task = partial(weigh_documents, dataset=source, config=config, output=draft.uri, collection=collection)
-    weighed = do("weight", task, work)
+    weigh = partial(weigh_documents, dataset=source, config=config, output=draft.uri, collection=collection)
+    weighed = do("weight", weigh, work)
     for record in [vocabulary, *weighed]:
         for name, part in named_parts(record["files"]):
             draft.register(name, part)
@@ -89,8 +88,10 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
     }
     log.info(
         "%s documents of %.1f words; %s different words, %s kept",
-        *(f"{counts['documents']:,}", found.length / found.texts),
-        *(f"{counts[name]:,}" for name in ("words", "vocabulary")),
+        f"{counts['documents']:,}",
+        found.length / found.texts,
+        f"{counts['words']:,}",
+        f"{counts['vocabulary']:,}",
     )
     return draft.commit(counts=counts)
 

@@ -60,39 +60,31 @@ class BM25Weights:
             k1: term saturation.
             b: length normalisation, 0 to 1.
         """
-        self._number_of = {word: number for number, word in enumerate(words["word"].to_pylist())}
+        self.words = words["word"]
+        self._number_of = {word: number for number, word in enumerate(self.words.to_pylist())}
         frequency = words["documents"].to_numpy()
         self.idf: Float64[ndarray, " words"] = np.log1p((documents - frequency + 0.5) / (frequency + 0.5))
         self._mean_length, self._k1, self._b = length / documents, k1, b
-
-    @classmethod
-    def load(cls, artifact: Artifact) -> "BM25Weights":
-        """The weights of an artifact `bm25_terms`, for documents added later."""
-        config = artifact.manifest.config
-        words, collection = artifact.table(VOCABULARY), artifact.read_json(COLLECTION)
-        return cls(words, **collection, k1=config["k1"], b=config["b"])
 
     def columns(self, texts: Sequence[str]) -> pa.Table:
         """Terms and impacts of texts, in the schema SPARSE; terms ascend in each row.
 
         Words outside the vocabulary, and impacts that float16 rounds to 0, are left out.
         """
-        return pa.concat_tables(
-            [SPARSE.empty_table(), *map(self._columns, self.occurrences(texts))]
-        ).combine_chunks()
+        tables = [SPARSE.empty_table()]
+        for found in self.occurrences(texts):
+            impacts = (self.idf[found.words] * found.saturation).astype(np.float16)
+            kept = impacts > 0
+            offsets = _offsets(found.rows[kept], found.texts).astype(np.int32)
+            values = (pa.array(found.words[kept]), pa.array(impacts[kept]))
+            lists = [pa.ListArray.from_arrays(offsets, column) for column in values]
+            tables.append(pa.table(lists, schema=SPARSE))
+        return pa.concat_tables(tables).combine_chunks()
 
     def occurrences(self, texts: Sequence[str]) -> Iterator[Occurrences]:
         """The words of texts that are in the vocabulary, for some thousand texts at a time."""
         for start in range(0, len(texts), _BATCH_TEXTS):
             yield self._occurrences(texts[start : start + _BATCH_TEXTS])
-
-    def _columns(self, found: Occurrences) -> pa.Table:
-        impacts = (self.idf[found.words] * found.saturation).astype(np.float16)
-        kept = impacts > 0
-        offsets = np.concatenate([[0], np.bincount(found.rows[kept], minlength=found.texts).cumsum()])
-        values = (pa.array(found.words[kept]), pa.array(impacts[kept]))
-        lists = [pa.ListArray.from_arrays(offsets.astype(np.int32), column) for column in values]
-        return pa.table(lists, schema=SPARSE)
 
     def _occurrences(self, texts: Sequence[str]) -> Occurrences:
         number_of, lengths, known = self._number_of.get, [], []
@@ -110,6 +102,11 @@ class BM25Weights:
         relative = self._b * np.array(lengths, np.float64)[rows] / self._mean_length
         saturation = counts / (self._k1 * (1 - self._b + relative) + counts)
         return Occurrences(len(texts), rows, words_of.astype(np.int32), saturation)
+
+
+def _offsets(rows: Int64[ndarray, " entries"], texts: int) -> Int64[ndarray, " bounds"]:
+    """Where the entries of each text begin, and the end of all."""
+    return np.concatenate([[0], np.bincount(rows, minlength=texts).cumsum()])
 
 
 def read_columns(artifact: Artifact, part: str, doc_ids: pa.ChunkedArray) -> pa.Table:
@@ -145,22 +142,26 @@ SHARD = pa.schema(
 )
 
 
-def build_shard(texts: Sequence[str], weights: BM25Weights, words: pa.ChunkedArray) -> pa.Table:
+def build_shard(texts: Sequence[str], weights: BM25Weights) -> pa.Table:
     """The inverted lists of texts, in the schema SHARD.
 
     Args:
         texts: row i of every answer is ``texts[i]``; some 100,000, whose scores fit a core's cache.
         weights: of the whole corpus.
-        words: the vocabulary of `weights`.
     """
-    pieces = [_matrix(found, weights) for found in weights.occurrences(texts)]
-    empty = csr_array((0, len(words)), dtype=np.float32)
-    by_word = vstack([empty, *pieces], format="csr").tocsc()
+    # As bm25s computes impacts: the inverse document frequency is rounded before, the product after.
+    idf = weights.idf.astype(np.float32)
+    pieces = [csr_array((0, len(idf)), dtype=np.float32)]
+    for found in weights.occurrences(texts):
+        impacts = (idf[found.words] * found.saturation).astype(np.float32)
+        offsets = _offsets(found.rows, found.texts)
+        pieces.append(csr_array((impacts, found.words, offsets), shape=(found.texts, len(idf))))
+    by_word = vstack(pieces, format="csr").tocsc()
     present = np.flatnonzero(np.diff(by_word.indptr))
     offsets = np.append(by_word.indptr[present], by_word.indptr[-1]).astype(np.int64)
     values = (pa.array(by_word.indices.astype(np.int32)), pa.array(by_word.data))
     lists = [pa.LargeListArray.from_arrays(offsets, column) for column in values]
-    return pa.table([words.take(pa.array(present)), *lists], schema=SHARD)
+    return pa.table([weights.words.take(pa.array(present)), *lists], schema=SHARD)
 
 
 def search(
@@ -185,18 +186,9 @@ def search(
         lists = pc.fill_null(pc.index_in(flat, shard["word"].combine_chunks()), len(shard)).to_numpy()
         values = documents.values.to_numpy()
         totals = np.zeros(int(values.max(initial=-1)) + 1, np.float32)
-        bounds_of_lists = np.append(offsets, offsets[-1:])
-        _search(
-            bounds, lists, bounds_of_lists, values, impacts.values.to_numpy(), totals, first, rows, scores
-        )
+        ends = np.append(offsets, offsets[-1:])
+        _search(bounds, lists, ends, values, impacts.values.to_numpy(), totals, first, rows, scores)
     return rows, scores
-
-
-def _matrix(found: Occurrences, weights: BM25Weights) -> csr_array:
-    # As bm25s computes it: the inverse document frequency is rounded before, the product after.
-    impacts = (weights.idf.astype(np.float32)[found.words] * found.saturation).astype(np.float32)
-    offsets = np.concatenate([[0], np.bincount(found.rows, minlength=found.texts).cumsum()])
-    return csr_array((impacts, found.words, offsets), shape=(found.texts, len(weights.idf)))
 
 
 @compiled

@@ -1,15 +1,16 @@
-"""Search of the documents for the distinct queries of triplets.
+"""Search of the documents for the distinct queries of triplets, and the rankings that it gives.
 
     part of triplets ─► pieces: queries, and pairs of a query and its positive ─► embeddings of a piece
     pieces in order ─► batches ─┐
     parts of a shard ───────────┴─► best documents, scores of positives ─► merged over the shards of a batch
+    merged results of the part's batches ─► SearchedRankings
 
 A part's distinct queries are numbered by their first rows, so that its pieces and their pairs can be found
 again from the part alone. A shard is some parts of the embeddings. A task holds one part, a batch's queries
 and their results, and the merge holds two results: memory does not depend on the corpus. Whatever the shards,
 exact search gives the same documents.
 
-An inverted index of a shard (:class:`IndexedShard`) is built by the task that needs it and thrown away. It is
+An inverted index of a shard (`mine.search: index`) is built by the task that needs it and thrown away. It is
 faster from about a thousand queries in a batch on. Seconds of one core for the 100 best documents of queries
 with 64 dimensions, of which 32 lists of the index found 99.5 %:
 
@@ -19,15 +20,18 @@ with 64 dimensions, of which 32 lists of the index found 99.5 %:
     index         0.3      1.5                  3.1       7.3
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from math import isqrt
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote import topk
@@ -46,6 +50,7 @@ QUERIES_PER_BATCH = 1 << 16
 QUERIES, PAIRS, EMBEDDINGS = "queries.parquet", "pairs.parquet", "embeddings.parquet"
 RANKING, DOCUMENTS, POSITIVES = "ranking.parquet", "documents.parquet", "positives.parquet"
 Piece = dict[str, Any]  # JSON values: its "folder", and numbers of its "queries" and "pairs"
+RankedDocuments = Sequence[tuple[str, float]]  # doc_id and score, best first
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,12 @@ def write_pieces(item: tuple[int, str], *, triplets: Artifact, folder: str) -> l
     """Write the distinct queries of a part of triplets, and their positives."""
     number, name = item
     table = triplets.table(name, columns=["query_id", "query", "positive"])
-    numbers, query_ids = number_queries(table)
+    numbers, query_ids = _number_queries(table)
     first = np.unique(numbers, return_index=True)[1]
     pieces = []
     for start in range(0, len(query_ids), QUERIES_PER_PIECE):
         stop = min(start + QUERIES_PER_PIECE, len(query_ids))
-        rows = rows_between(numbers, start, stop)
+        rows = _rows_between(numbers, start, stop)
         target = fs.join(folder, "pieces", f"{number:05d}-{start // QUERIES_PER_PIECE:05d}")
         queries = pa.table({"query": table["query"].take(pa.array(first[start:stop]))})
         pairs = pa.table({"query": numbers[rows] - start, "positive": table["positive"].take(pa.array(rows))})
@@ -90,42 +95,41 @@ def write_pieces(item: tuple[int, str], *, triplets: Artifact, folder: str) -> l
     return pieces
 
 
-def number_queries(triplets: pa.Table) -> tuple[Int[ndarray, " rows"], pa.Array]:
-    """The number of each row's query, and the ids of queries by number."""
-    coded = pc.dictionary_encode(triplets["query_id"].combine_chunks())
-    return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), coded.dictionary
-
-
-def rows_between(numbers: Int[ndarray, " rows"], start: int, stop: int) -> Int[ndarray, " chosen"]:
-    """Rows of the queries from `start` to before `stop`."""
-    return np.flatnonzero((numbers >= start) & (numbers < stop))
-
-
 def batches_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Group pieces, in order, into batches."""
     sizes = [piece["queries"] for piece in pieces]
     return [[pieces[i] for i in group] for group in shuffle.group_by_size(sizes, limit=QUERIES_PER_BATCH)]
 
 
-def places_of(batches: Sequence[Sequence[Piece]]) -> dict[str, Place]:
-    """Folder of each piece -> where its results are."""
-    places = {}
+def places_of(batches: Sequence[Sequence[Piece]]) -> list[Place]:
+    """Where the results of each piece are."""
+    places = []
     for batch, pieces in enumerate(batches):
         query = pair = 0
         for piece in pieces:
-            places[piece["folder"]] = Place(batch, query, pair, piece["queries"], piece["pairs"])
+            places.append(Place(batch, query, pair, piece["queries"], piece["pairs"]))
             query, pair = query + piece["queries"], pair + piece["pairs"]
     return places
 
 
 def write_embeddings(piece: Piece, embeddings: Float[ndarray, "queries dim"]) -> None:
     """Store the embeddings of a piece's queries at length 1."""
-    column = arrow.to_arrow(arrow.l2_normalize(embeddings))
-    table = pa.table({"embedding": column})
+    table = pa.table({"embedding": arrow.to_arrow(arrow.l2_normalize(embeddings))})
     write_table(fs.join(piece["folder"], EMBEDDINGS), table)
 
 
-def read_batch(pieces: Sequence[Piece]) -> Batch:
+def _number_queries(triplets: pa.Table) -> tuple[Int[ndarray, " rows"], pa.Array]:
+    """The number of each row's query, and the ids of queries by number."""
+    coded = pc.dictionary_encode(triplets["query_id"].combine_chunks())
+    return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), coded.dictionary
+
+
+def _rows_between(numbers: Int[ndarray, " rows"], start: int, stop: int) -> Int[ndarray, " chosen"]:
+    """Rows of the queries from `start` to before `stop`."""
+    return np.flatnonzero((numbers >= start) & (numbers < stop))
+
+
+def _read_batch(pieces: Sequence[Piece]) -> Batch:
     """A batch whose queries have embeddings."""
     queries, asked, positives, first = [], [], [], 0
     for piece in pieces:
@@ -139,23 +143,6 @@ def read_batch(pieces: Sequence[Piece]) -> Batch:
 
 
 # --- search ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Training documents to search."""
-
-    embeddings: Artifact
-    held_out: pa.Array  # ids of those excluded from training
-    share: float  # of the others, by a seeded hash
-    seed: int
-
-    def is_searched(self, doc_ids: pa.ChunkedArray) -> Bool[ndarray, " docs"]:
-        """Whether each of these training documents is in the share."""
-        if self.share >= 1:
-            return np.ones(len(doc_ids), bool)
-        fractions = [hash_fraction(doc_id, seed=self.seed) for doc_id in doc_ids.to_pylist()]
-        return np.array(fractions) < self.share
 
 
 @dataclass(frozen=True)
@@ -185,55 +172,58 @@ class BatchNeighbors:
 
 
 def search_shard(
-    batch: Batch, parts: dict[str, int], documents: Documents, config: MineConfig
-) -> BatchNeighbors:
-    """Search a batch of queries in a shard.
+    item: tuple[int, tuple[int, int]],
+    *,
+    config: MineConfig,
+    batches: Sequence[Sequence[Piece]],
+    shards: Sequence[dict[str, int]],
+    embeddings: Artifact,
+    held_out: pa.Array,
+    share: float,
+    folder: str,
+) -> None:
+    """Task: search a batch of queries in a shard.
 
     Args:
-        batch: queries and pairs.
-        parts: name of each part of the shard -> the row of its first document.
-        documents: which documents are searched.
+        item: its number; the numbers of the batch and of the shard.
         config: depth, and kind of search.
+        batches: pieces of each batch.
+        shards: of each, the names of its parts and the row of a part's first document.
+        embeddings: of the documents.
+        held_out: ids of documents excluded from training.
+        share: of the others that is searched, by a seeded hash.
+        folder: work directory.
     """
+    batch = _read_batch(batches[item[1][0]])
     best = topk.Best(len(batch.queries), config.last_rank)
     positives = np.full(len(batch.asked), np.nan, np.float32)
-    index = IndexedShard(config) if config.search == "index" else None
+    indexed: list[Float[ndarray, "docs dim"]] = []
     ids: list[pa.ChunkedArray] = []
     rows: list[Int[ndarray, " docs"]] = []
-    for name, first in parts.items():
-        table = documents.embeddings.table(name, columns=["doc_id", SEARCHED_VIEW])
-        allowed = np.asarray(pc.invert(pc.is_in(table["doc_id"], value_set=documents.held_out)))
-        _score_positives(batch, table.filter(pa.array(allowed)), positives)
-        kept = np.flatnonzero(allowed)
-        kept = kept[documents.is_searched(table["doc_id"].take(pa.array(kept)))]
+    for name, first in shards[item[1][1]].items():
+        table = embeddings.table(name, columns=["doc_id", SEARCHED_VIEW])
+        kept = np.flatnonzero(pc.invert(pc.is_in(table["doc_id"], value_set=held_out)))
         table = table.take(pa.array(kept))
+        _score_positives(batch, table, positives)
+        if share < 1:
+            fractions = [hash_fraction(doc_id, seed=config.seed) for doc_id in table["doc_id"].to_pylist()]
+            chosen = np.flatnonzero(np.array(fractions) < share)
+            kept, table = kept[chosen], table.take(pa.array(chosen))
         ids.append(table["doc_id"])
         rows.append(kept + first)
         vectors = arrow.to_numpy(table[SEARCHED_VIEW])
-        if index is not None:
-            index.add(vectors)
+        if config.search == "index":
+            indexed.append(vectors)
         else:
-            _compare(batch.queries, vectors, rows[-1], best)
+            best.add_documents(batch.queries, vectors, rows[-1])
     numbers = np.concatenate(rows)
-    if index is not None:
-        index.search(batch.queries, numbers, best)
+    if indexed:
+        _search_index(batch.queries, np.concatenate(indexed), numbers, best, config)
     found = np.unique(best.ids[best.ids >= 0])
     doc_ids = pa.chunked_array([chunk for one in ids for chunk in one.chunks], pa.string())
     names = doc_ids.take(pa.array(np.searchsorted(numbers, found)))
-    return BatchNeighbors(best.scores, best.ids, pa.table({"row": found, "doc_id": names}), positives)
-
-
-def _compare(
-    queries: Float[ndarray, "queries dim"],
-    documents: Float[ndarray, "docs dim"],
-    rows: Int[ndarray, " docs"],
-    best: topk.Best,
-) -> None:
-    """Add all documents to the best."""
-    for start in range(0, len(documents), topk.DOCUMENT_BLOCK):
-        block = slice(start, start + topk.DOCUMENT_BLOCK)
-        for chosen in topk.query_blocks(len(queries)):
-            best.add_block(chosen, queries[chosen] @ documents[block].T, rows[block])
+    documents = pa.table({"row": found, "doc_id": names})
+    BatchNeighbors(best.scores, best.ids, documents, positives).write(_found_folder(folder, *item[1]))
 
 
 def _score_positives(batch: Batch, table: pa.Table, scores: Float[ndarray, " pairs"]) -> None:
@@ -249,53 +239,104 @@ def _score_positives(batch: Batch, table: pa.Table, scores: Float[ndarray, " pai
         scores[pairs] = np.einsum("pd,pd->p", batch.queries[batch.asked[pairs]], documents[places[pairs]])
 
 
-class IndexedShard:
-    """An inverted index (faiss IVF) over a shard, of as many lists as the square root of its documents."""
+def _search_index(
+    queries: Float[ndarray, "queries dim"],
+    documents: Float[ndarray, "docs dim"],
+    rows: Int[ndarray, " docs"],
+    best: topk.Best,
+    config: MineConfig,
+) -> None:
+    """Add the best documents of the `nprobe` nearest lists of an inverted index (faiss IVF) over a shard.
 
-    def __init__(self, config: MineConfig) -> None:
-        self._config, self._vectors = config, list[Float[ndarray, "docs dim"]]()
+    It has as many lists as the square root of its documents.
+    """
+    import faiss  # late: exact search needs no index
 
-    def add(self, vectors: Float[ndarray, "docs dim"]) -> None:
-        """Add documents; they are indexed by the search."""
-        self._vectors.append(vectors)
-
-    def search(
-        self, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, " docs"], best: topk.Best
-    ) -> None:
-        """Add the best documents of the `nprobe` nearest lists; `rows` are those of all documents."""
-        import faiss  # late: exact search needs no index
-
-        vectors, lists = np.concatenate(self._vectors), isqrt(len(rows))
-        if not lists:
-            return
-        index = faiss.IndexIVFFlat(
-            faiss.IndexFlatIP(vectors.shape[1]), vectors.shape[1], lists, faiss.METRIC_INNER_PRODUCT
-        )
-        index.cp.niter, index.cp.seed = _TRAINING_ROUNDS, self._config.seed
-        number = min(len(rows), lists * _TRAINED_VECTORS_PER_LIST)
-        sample = np.random.default_rng(self._config.seed).choice(len(rows), number, replace=False)
-        index.train(vectors[np.sort(sample)])
-        index.add(vectors)
-        index.nprobe = self._config.nprobe
-        for chosen in topk.query_blocks(len(queries)):
-            scores, places = index.search(queries[chosen], min(self._config.last_rank, len(rows)))
-            none = places < 0
-            best.add(chosen, np.where(none, -np.inf, scores), np.where(none, -1, rows[places]))
+    dim, lists = documents.shape[1], isqrt(len(rows))
+    if not lists:
+        return
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists, faiss.METRIC_INNER_PRODUCT)
+    index.cp.niter, index.cp.seed = _TRAINING_ROUNDS, config.seed
+    number = min(len(rows), lists * _TRAINED_VECTORS_PER_LIST)
+    sample = np.random.default_rng(config.seed).choice(len(rows), number, replace=False)
+    index.train(documents[np.sort(sample)])
+    index.add(documents)
+    index.nprobe = config.nprobe
+    for chosen in topk.query_blocks(len(queries)):
+        scores, places = index.search(queries[chosen], min(config.last_rank, len(rows)))
+        none = places < 0
+        best.add(chosen, np.where(none, -np.inf, scores), np.where(none, -1, rows[places]))
 
 
-def merge_shards(folders: Sequence[str]) -> BatchNeighbors:
-    """The result of a batch from those of its shards; any order gives the same."""
+def merge_shards(item: tuple[int, int], *, shards: int, folder: str) -> None:
+    """Task: merge the results of a batch over its shards; any order gives the same."""
+    folders = [_found_folder(folder, item[1], shard) for shard in range(shards)]
     first = BatchNeighbors.read(folders[0])
     best = topk.Best(*first.rows.shape)
     positives = np.full(len(first.positives), np.nan, np.float32)
-    for folder in folders:
-        found = BatchNeighbors.read(folder)
+    for found in map(BatchNeighbors.read, folders):
         for block in topk.query_blocks(len(best.ids)):
             best.add(block, found.scores[block], found.rows[block])
         positives = np.where(np.isnan(found.positives), positives, found.positives)
     rows = pa.array(np.unique(best.ids[best.ids >= 0]))
-    kept = []
-    for folder in folders:
-        documents = read_table(fs.join(folder, DOCUMENTS))
-        kept.append(documents.filter(pc.is_in(documents["row"], value_set=rows)))
-    return BatchNeighbors(best.scores, best.ids, pa.concat_tables(kept).sort_by("row"), positives)
+    tables = (read_table(fs.join(found, DOCUMENTS)) for found in folders)
+    documents = pa.concat_tables([table.filter(pc.is_in(table["row"], value_set=rows)) for table in tables])
+    merged = BatchNeighbors(best.scores, best.ids, documents.sort_by("row"), positives)
+    merged.write(_merged_folder(folder, item[1]))
+
+
+def _found_folder(folder: str, batch: int, shard: int) -> str:
+    return fs.join(folder, "found", f"{batch:05d}", f"{shard:05d}")
+
+
+def _merged_folder(folder: str, batch: int) -> str:
+    return fs.join(folder, "merged", f"{batch:05d}")
+
+
+# --- rankings --------------------------------------------------------------------------------------------
+
+
+class SearchedRankings(Mapping[str, RankedDocuments]):
+    """Rankings of the queries of a part of triplets, each read when it is asked for.
+
+    The results of one batch are in memory at a time.
+    """
+
+    def __init__(self, triplets: pa.Table, places: Sequence[Place], folder: str) -> None:
+        """Rank by the results in `folder`; `places` are those of the part's pieces, in order."""
+        self._row_numbers, query_ids = _number_queries(triplets)
+        self._number = {query_id: number for number, query_id in enumerate(query_ids.to_pylist())}
+        self._places, self._folder = places, folder
+        self._starts = [*accumulate((place.queries for place in places), initial=0)]
+
+    def positive_scores(self) -> list[float | None]:
+        """The score of each row's positive, if it was searched."""
+        scores = np.full(len(self._row_numbers), np.nan)
+        for start, place in zip(self._starts, self._places, strict=False):
+            rows = _rows_between(self._row_numbers, start, start + place.queries)
+            positives = _read_merged(self._folder, place.batch).positives
+            scores[rows] = positives[place.pair : place.pair + place.pairs]
+        return [None if np.isnan(score) else score for score in scores.tolist()]
+
+    def __getitem__(self, query_id: str) -> RankedDocuments:
+        number = self._number[query_id]
+        piece = bisect_right(self._starts, number) - 1
+        place = self._places[piece]
+        found = _read_merged(self._folder, place.batch)
+        line = place.query + number - self._starts[piece]
+        rows = found.rows[line][found.rows[line] >= 0]
+        at = np.searchsorted(found.documents["row"].to_numpy(), rows)
+        doc_ids = found.documents["doc_id"].take(pa.array(at)).to_pylist()
+        return list(zip(doc_ids, found.scores[line][: len(rows)].tolist(), strict=True))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._number)
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+
+@lru_cache(maxsize=1)
+def _read_merged(folder: str, batch: int) -> BatchNeighbors:
+    """The results of a batch; those of the last one asked for stay in memory."""
+    return BatchNeighbors.read(_merged_folder(folder, batch))

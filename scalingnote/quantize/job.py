@@ -22,7 +22,7 @@ from safetensors import numpy as safetensors
 from scalingnote import cluster
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.log import Progress, get_logger
+from scalingnote.log import get_logger
 from scalingnote.quantize import kmeans, naming, semantic_id
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.kmeans import draw, shares
@@ -75,12 +75,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
     draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source, earlier))
     _code(config, parts, rows, draft, source)
     corpus = naming.CodedCorpus(
-        coded=draft.work(),
-        output=draft.uri,
-        work=draft.work(),
-        levels=config.levels,
-        size=config.codes,
-        given=earlier,
+        output=draft.uri, work=draft.work(), levels=config.levels, size=config.codes, given=earlier
     )
     named = naming.name(corpus, [_codes_part(part) for part in parts], rows, each=cluster.map_tasks)
     for name, part in named.parts.items():
@@ -98,11 +93,8 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
 
 
 def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
-    """Number of rows of table parts, from the manifest or else from the Parquet footer."""
-    return [
-        known if (known := artifact.manifest.parts[name].rows) is not None else _footer_rows(artifact, name)
-        for name in parts
-    ]
+    """Number of rows of table parts."""
+    return [*artifact.rows_of(parts).values()]
 
 
 def sample(embeddings: Artifact, *, documents: int, seed: int) -> list[Any]:
@@ -153,7 +145,7 @@ def _require_fitting(
     config: QuantizeConfig, earlier: Artifact, source: Artifact, parts: Sequence[str]
 ) -> None:
     """Check that earlier codebooks have the shape and beam of the config, and the embeddings' dimension."""
-    levels, codes, dim = _load(earlier).shape
+    levels, codes, dim = safetensors.load(earlier.read_bytes(CODEBOOKS))["codebooks"].shape
     asked = {"levels": config.levels, "codes": config.codes, "beam": config.beam}
     made = {"levels": levels, "codes": codes, "beam": earlier.manifest.config.get("beam", config.beam)}
     if asked != made:
@@ -237,22 +229,12 @@ def _with_threads(item: Any, *, work: Callable[[Any], Any], resources: Resources
 def _code(
     config: QuantizeConfig, parts: Sequence[str], rows: Sequence[int], draft: Draft, source: Artifact
 ) -> None:
-    """Code the parts that earlier runs have not coded."""
-    finished = fs.list_files(draft.work())
     size = 0 if config.codebooks else _sample_size(config, rows)
-    takes = shares(rows, size=size, seed=config.seed)
-    items = [
-        (part, number, takes[number])
-        for number, part in enumerate(parts)
-        if _codes_part(part) not in finished
-    ]
-    if not items:
-        return
+    items = [*zip(parts, shares(rows, size=size, seed=config.seed), strict=True)]
     code = cluster.Loaded(partial(_Coder, config, source, draft.path(CODEBOOKS), draft.work()))
-    done = sum(rows) - sum(rows[number] for _, number, _ in items)
-    with Progress("quantize", total=sum(rows), unit="documents coded", done=done) as progress:
-        for documents in cluster.map_loaded(code, items, config.resources):
-            progress.advance(documents)
+    each = partial(cluster.map_loaded, resources=config.resources)
+    folder = draft.work()
+    run_slices("code", code, items, folder=folder, each=each, section="quantize", unit="documents", rows=rows)
 
 
 class _Coder:
@@ -263,18 +245,16 @@ class _Coder:
         self._config, self._source, self._work = config, source, work
         self._codebooks = safetensors.load(fs.read_bytes(codebooks))["codebooks"]
 
-    def __call__(self, item: tuple[str, int, int]) -> int:
-        """Code a part, of which so many rows are in the sample; returns its number of documents."""
-        part, number, sampled = item
+    def __call__(self, item: tuple[int, tuple[str, int]]) -> None:
+        """Code a part, of which so many rows are in the sample."""
+        number, (part, sampled) = item
         doc_ids, vectors = read_vectors(self._source, part)
         codes = kmeans.encode(vectors, self._codebooks, beam=self._config.beam)
         energy = kmeans.residual_energy(vectors, codes, self._codebooks)
         fitted = np.zeros(len(codes), bool)
         fitted[draw(len(codes), take=sampled, seed=self._config.seed, part=number)] = True
-        write_table(
-            fs.join(self._work, _codes_part(part)), naming.coded_table(doc_ids, codes, energy, fitted)
-        )
-        return len(codes)
+        table = naming.coded_table(doc_ids, codes, energy, fitted)
+        write_table(fs.join(self._work, _codes_part(part)), table)
 
 
 def _report(
@@ -313,16 +293,6 @@ def _dump(codebooks: Float[ndarray, "levels codes dim"]) -> bytes:
     return data
 
 
-def _load(artifact: Artifact) -> Float[ndarray, "levels codes dim"]:
-    codebooks: ndarray = safetensors.load(artifact.read_bytes(CODEBOOKS))["codebooks"]
-    return codebooks
-
-
 def _codes_part(part: str) -> str:
     """Name of the codes part of an embeddings part."""
     return "codes/" + part.removeprefix("embeddings/")
-
-
-def _footer_rows(artifact: Artifact, part: str) -> int:
-    with fs.open_input(fs.join(artifact.uri, part)) as source:
-        return int(pq.read_metadata(source).num_rows)

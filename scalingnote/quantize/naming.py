@@ -217,9 +217,8 @@ def _entropy(counts: ndarray) -> float:
 class CodedCorpus:
     """A corpus with codes, whose documents are to be named."""
 
-    coded: str  # folder of the coded parts
     output: str  # folder of the parts with IDs
-    work: str  # folder of intermediate files
+    work: str  # folder of the coded parts and of intermediate files
     levels: int
     size: int  # codes per level
     given: Artifact | None = None  # IDs that stay
@@ -337,10 +336,8 @@ def _partition(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, bounds: li
     tables = []
     for number, part in item[1]:
         table = _read(corpus, part)
-        place = {"part": np.full(len(table), number, np.int32), "row": np.arange(len(table), dtype=np.int32)}
-        for column, values in place.items():
-            table = table.append_column(column, pa.array(values))
-        tables.append(table)
+        table = table.append_column("part", pa.array(np.full(len(table), number, np.int32)))
+        tables.append(table.append_column("row", pa.array(np.arange(len(table), dtype=np.int32))))
     whole = pa.concat_tables(tables)
     ends = np.array(bounds, np.int64).reshape(-1, corpus.levels + 1)
     keys = semantic_id.sortable(to_matrix(whole["codes"]), whole["part"].to_numpy())
@@ -445,4 +442,4 @@ def _tally(corpus: CodedCorpus, number: int, which: str) -> str:
 
 
 def _read(corpus: CodedCorpus, part: str, columns: list[str] | None = None) -> pa.Table:
-    return read_table(fs.join(corpus.coded, part), columns)
+    return read_table(fs.join(corpus.work, part), columns)

@@ -16,6 +16,7 @@ found by binary search in one column after the other, and only the pages touched
 range of codes; a summary lists the ranges.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -156,20 +157,15 @@ class ByCode:
 
     def pieces(self, prefix: Sequence[int] = ()) -> Iterator[CodeRange]:
         """All documents with a prefix, one piece per file that has some."""
-        sought = list(prefix)
-        for found in self._ranges:
-            if found["first"][: len(sought)] <= sought <= found["last"][: len(sought)]:
-                piece = self._open(found["name"])
-                start, stop = piece.bounds(sought)
-                if stop > start:
-                    yield piece.cut(start, stop)
+        return self.between(prefix, prefix)
 
     def between(self, low: Sequence[int], high: Sequence[int]) -> Iterator[CodeRange]:
         """IDs from prefix `low` to prefix `high`, both included, one piece per file that has some."""
         for found in self._ranges:
             if found["last"][: len(low)] >= list(low) and found["first"][: len(high)] <= list(high):
                 piece = self._open(found["name"])
-                start, stop = piece.bounds(low)[0], piece.bounds(high)[1]
+                start, stop = piece.bounds(low)
+                stop = stop if high == low else piece.bounds(high)[1]
                 if stop > start:
                     yield piece.cut(start, stop)
 
@@ -233,12 +229,12 @@ class SemanticIds:
 
     def documents(self, prefix: Sequence[int], *, limit: int | None = None) -> pa.Table:
         """`doc_id` and `semantic_id` of documents with a prefix, by code; at most the first `limit`."""
-        tables, left = [LISTING.empty_table()], limit
+        tables, left = [LISTING.empty_table()], sys.maxsize if limit is None else limit
         for piece in self._by_code.pieces(self._checked(prefix)):
-            piece = piece if left is None else piece.cut(0, left)
-            left = None if left is None else left - len(piece.suffix)
+            piece = piece.cut(0, left)
+            left -= len(piece.suffix)
             tables.append(pa.table([piece.doc_ids, to_strings(piece.matrix(), piece.suffix)], schema=LISTING))
-            if left == 0:
+            if not left:
                 break
         return pa.concat_tables(tables)
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from scalingnote.index.config import LiveConfig
 from scalingnote.index.live_index import LiveIndex
-from scalingnote.ingest.job import DocumentFlow, IndexRows, index_rows
+from scalingnote.ingest import DocumentFlow, IndexRows, index_rows
 from scalingnote.serve import messages
 from scalingnote.serve.access import conflict, invalid, unavailable
 from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, gather_in_time

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from in_process import without_ray
+from scalingnote import topk
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect import job, steps
 from scalingnote.collect.config import (
@@ -412,7 +413,7 @@ def test_a_cross_encoder_scores_the_candidates_of_bm25(dataset, planner, tmp_pat
     bm25, rows = BM25.build(texts), artifact.table("triplets").to_pylist()
     assert len(rows) > 30
     for row in rows:
-        ((candidates,), _) = bm25.search([row["query"]], 14)
+        (candidates,) = topk.select(bm25.scores(row["query"])[None], k=14)
         asked = [row["query"]] * 14
         scores = Scorer(ranker).score(asked, [texts[i] for i in candidates])
         score_of = {names[i]: score for i, score in zip(candidates, scores, strict=True)}

@@ -23,7 +23,7 @@ TEXTS = st.lists(st.text("ab 12高血々カー한", max_size=12), max_size=8)
 
 
 def verdict(test: str, train: str, **knobs) -> int:
-    return int(Decontaminator(pa.array([test]), DecontaminationConfig(**knobs))(pa.array([train])).verdict[0])
+    return int(Decontaminator(pa.array([test]), DecontaminationConfig(**knobs))(pa.array([train]))[0])
 
 
 # --- exact ---------------------------------------------------------------------------------------------
@@ -49,24 +49,21 @@ def test_normalised(query, normal):
     assert normalise(pa.array([query], pa.string())).to_pylist() == [normal]
 
 
-def test_exact_duplicates_name_the_first_such_test_query():
-    overlap = Decontaminator(pa.array(["x y", "What is asthma", "what is asthma?"]), DecontaminationConfig())(
-        pa.array(["What is Asthma!", "unheard of"])
-    )
-    assert overlap.verdict.tolist() == [EXACT, CLEAN]
-    assert overlap.test_row.tolist() == [1, -1]
-    assert overlap.distance.tolist() == [0, -1]
+def test_exact_duplicates():
+    tests = pa.array(["x y", "What is asthma", "what is asthma?"])
+    found = Decontaminator(tests, DecontaminationConfig())(pa.array(["What is Asthma!", "unheard of"]))
+    assert found.tolist() == [EXACT, CLEAN]
 
 
 def test_queries_without_a_word_match_nothing():
     decontaminator = Decontaminator(pa.array(["?!", "", None, "a"]), DecontaminationConfig(max_distance=20))
-    assert decontaminator(pa.array(["?", "...", None, "", "A!"])).verdict.tolist() == [0, 0, 0, 0, EXACT]
+    assert decontaminator(pa.array(["?", "...", None, "", "A!"])).tolist() == [0, 0, 0, 0, EXACT]
 
 
 def test_no_test_queries_and_no_training_queries():
     nothing = pa.array([], pa.string())
-    assert Decontaminator(nothing, DecontaminationConfig())(pa.array(["a"])).verdict.tolist() == [CLEAN]
-    assert len(Decontaminator(pa.array(["a"]), DecontaminationConfig())(nothing).verdict) == 0
+    assert Decontaminator(nothing, DecontaminationConfig())(pa.array(["a"])).tolist() == [CLEAN]
+    assert len(Decontaminator(pa.array(["a"]), DecontaminationConfig())(nothing)) == 0
 
 
 # --- near ----------------------------------------------------------------------------------------------
@@ -111,13 +108,10 @@ def test_bits_alone_decide_when_letters_are_not_compared():
     assert verdict(one, other, max_distance=7, extra_letters=None) == CLEAN
 
 
-def test_the_closest_fingerprint_that_is_confirmed_wins():
-    tests = ["低血压怎么办", "高血压怎么办呢啊", "高血压怎么办呢", "高血压怎么办呀", "高血压怎么办呢 "]
-    overlap = Decontaminator(pa.array(tests), DecontaminationConfig())(pa.array(["高血压怎么办"]))
-    codes = fingerprints(normalise(pa.array([*tests, "高血压怎么办"])))
-    distances = [(codes[i] ^ codes[-1]).item().bit_count() for i in range(1, 5)]
-    best = min(range(1, 5), key=lambda i: (distances[i - 1], i))
-    assert (overlap.verdict[0], overlap.test_row[0], overlap.distance[0]) == (NEAR, best, min(distances))
+def test_a_farther_fingerprint_counts_where_a_closer_one_is_not_confirmed():
+    tests = ["低血压怎么办", "高血压怎么办呢啊", "高血压怎么办呢", "高血压怎么办呀"]
+    decontaminator = Decontaminator(pa.array(tests), DecontaminationConfig(max_distance=20))
+    assert decontaminator(pa.array(["高血压怎么办"])).tolist() == [NEAR]
 
 
 @settings(max_examples=60, deadline=None)
@@ -125,21 +119,21 @@ def test_the_closest_fingerprint_that_is_confirmed_wins():
 def test_search_equals_comparing_every_pair(tests, trains, max_distance, extra):
     tests, trains = pa.array(tests, pa.string()), pa.array(trains, pa.string())
     config = DecontaminationConfig(max_distance=max_distance, extra_letters=extra)
-    overlap = Decontaminator(tests, config)(trains)
+    found = Decontaminator(tests, config)(trains)
     known, texts = normalise(tests).to_pylist(), normalise(trains).to_pylist()
-    results = zip(overlap.verdict, overlap.test_row, overlap.distance, strict=True)
-    for text, code, result in zip(texts, fingerprints(normalise(trains)), results, strict=True):
+    for text, code, verdict in zip(texts, fingerprints(normalise(trains)), found, strict=True):
         if text and text in known:
-            assert result == (EXACT, known.index(text), 0)
+            assert verdict == EXACT
             continue
-        distances = enumerate(np.bitwise_count(fingerprints(normalise(tests)) ^ code).tolist())
-        near = [
-            (distance, row)
-            for row, distance in distances
-            if text and known[row] and distance <= max_distance
-            if extra is None or same_words(text, known[row], extra=extra)
-        ]
-        assert result == ((NEAR, min(near)[1], min(near)[0]) if near else (CLEAN, -1, -1))
+        distances = np.bitwise_count(fingerprints(normalise(tests)) ^ code).tolist()
+        near = any(
+            text
+            and other
+            and distance <= max_distance
+            and (extra is None or same_words(text, other, extra=extra))
+            for other, distance in zip(known, distances, strict=True)
+        )
+        assert verdict == (NEAR if near else CLEAN)
 
 
 # --- fingerprints --------------------------------------------------------------------------------------

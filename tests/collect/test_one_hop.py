@@ -25,6 +25,11 @@ from scalingnote.collect.triplets import (
 DOCS = st.sampled_from("abcdefgh")
 
 
+def settings(**values: object) -> CollectConfig:
+    """Also values that the config refuses together."""
+    return CollectConfig().model_copy(update=values)
+
+
 def seen(*log: tuple[str, bool]) -> list[tuple[str, bool, bool]]:
     """Impressions whose every click satisfied."""
     return [(doc, clicked, clicked) for doc, clicked in log]
@@ -32,34 +37,36 @@ def seen(*log: tuple[str, bool]) -> list[tuple[str, bool, bool]]:
 
 def test_clicked_is_positive_and_the_only_unclicked_exposure_its_negative():
     log = seen(("a", False), ("b", True))
-    assert click_triplets("q", log, num_negatives=1) == [Triplet("b", ["a"])]
+    assert click_triplets("q", log, settings(num_negatives=1)) == [Triplet("b", ["a"])]
 
 
 def test_a_click_in_another_session_forbids_a_negative():
     log = seen(("a", False), ("b", True), ("c", False), ("a", True))
-    assert click_triplets("q", log, num_negatives=2) == [Triplet("a", ["c"]), Triplet("b", ["c"])]
+    assert click_triplets("q", log, settings(num_negatives=2)) == [Triplet("a", ["c"]), Triplet("b", ["c"])]
 
 
 def test_min_clicks_keeps_a_rarely_clicked_document_out_of_both_roles():
     log = seen(("a", True), ("a", True), ("b", True), ("c", False))
-    assert click_triplets("q", log, num_negatives=3, min_clicks=2) == [Triplet("a", ["c"])]
+    assert click_triplets("q", log, settings(num_negatives=3, min_clicks=2)) == [Triplet("a", ["c"])]
 
 
 def test_a_click_that_did_not_satisfy_makes_neither_a_positive_nor_a_negative():
     log = [("a", True, False), ("b", True, True), ("c", False, False)]
-    assert click_triplets("q", log, num_negatives=3) == [Triplet("b", ["c"])]
+    assert click_triplets("q", log, settings(num_negatives=3)) == [Triplet("b", ["c"])]
 
 
 def test_nothing_is_drawn_from_outside_of_the_exposures():
-    assert click_triplets("q", seen(("a", True)), num_negatives=1) == [Triplet("a", [])]
-    assert click_triplets("q", seen(("a", False)), num_negatives=1) == []
-    assert click_triplets("q", [], num_negatives=1) == []
+    assert click_triplets("q", seen(("a", True)), settings(num_negatives=1)) == [Triplet("a", [])]
+    assert click_triplets("q", seen(("a", False)), settings(num_negatives=1)) == []
+    assert click_triplets("q", [], settings(num_negatives=1)) == []
 
 
 def test_the_draw_depends_on_query_and_seed():
     log = seen(("p", True), *((f"n{i}", False) for i in range(40)))
     drawn = {
-        click_triplets(q, log, num_negatives=1, seed=s)[0].negatives[0] for q in "abcd" for s in range(4)
+        click_triplets(q, log, settings(num_negatives=1, seed=s))[0].negatives[0]
+        for q in "abcd"
+        for s in range(4)
     }
     assert len(drawn) > 8
 
@@ -72,7 +79,7 @@ def test_the_draw_depends_on_query_and_seed():
 )
 def test_click_triplets_invariants(log, num_negatives, min_clicks, random):
     log = [(doc, click, click and satisfied) for doc, click, satisfied in log]
-    triplets = click_triplets("q", log, num_negatives=num_negatives, min_clicks=min_clicks)
+    triplets = click_triplets("q", log, settings(num_negatives=num_negatives, min_clicks=min_clicks))
     clicked = {doc for doc, click, _ in log if click}
     for positive, negatives in triplets:
         assert sum(satisfied for doc, _, satisfied in log if doc == positive) >= min_clicks
@@ -81,7 +88,10 @@ def test_click_triplets_invariants(log, num_negatives, min_clicks, random):
         assert set(negatives) <= exposed
         assert len(negatives) == len(set(negatives)) == min(num_negatives, len(exposed - clicked))
     shuffled = random.sample(log, len(log))
-    assert click_triplets("q", shuffled, num_negatives=num_negatives, min_clicks=min_clicks) == triplets
+    assert (
+        click_triplets("q", shuffled, settings(num_negatives=num_negatives, min_clicks=min_clicks))
+        == triplets
+    )
 
 
 def ranked(doc_ids: Iterable[str]) -> list[tuple[str, float]]:
@@ -89,21 +99,27 @@ def ranked(doc_ids: Iterable[str]) -> list[tuple[str, float]]:
 
 
 def test_best_is_positive_and_the_only_rank_between_k_and_t_is_negative():
-    triplet = relevance_triplet("q", ranked("abcde"), top_k=3, top_t=4, num_negatives=1)
+    triplet = relevance_triplet("q", ranked("abcde"), settings(top_k=3, top_t=4, num_negatives=1))
     assert triplet == Triplet("a", ["d"])
 
 
 def test_a_clicked_document_is_no_negative():
-    triplet = relevance_triplet("q", ranked("abcde"), clicked={"d"}, top_k=3, top_t=5, num_negatives=2)
+    triplet = relevance_triplet(
+        "q", ranked("abcde"), settings(top_k=3, top_t=5, num_negatives=2), clicked={"d"}
+    )
     assert triplet == Triplet("a", ["e"])
 
 
 def test_what_scores_nearly_as_well_as_the_positive_is_no_negative():
     ranking = [("a", 0.8), ("b", 0.7), ("c", 0.5), ("d", 0.4)]
-    triplet = relevance_triplet("q", ranking, top_k=1, top_t=4, num_negatives=3, max_score_ratio=0.625)
+    triplet = relevance_triplet(
+        "q", ranking, settings(top_k=1, top_t=4, num_negatives=3, max_negative_score_ratio=0.625)
+    )
     assert triplet == Triplet("a", sorted(["c", "d"], key=triplet.negatives.index))
     below_zero = [("a", -1.0), ("b", -2.0)]  # a ratio of negative scores says nothing
-    triplet = relevance_triplet("q", below_zero, top_k=1, top_t=2, num_negatives=1, max_score_ratio=0.5)
+    triplet = relevance_triplet(
+        "q", below_zero, settings(top_k=1, top_t=2, num_negatives=1, max_negative_score_ratio=0.5)
+    )
     assert triplet == Triplet("a", ["b"])
 
 
@@ -117,8 +133,10 @@ def test_the_config_bounds_the_score_of_a_negative():
 
 
 def test_short_rankings():
-    assert relevance_triplet("q", [], top_k=1, top_t=2, num_negatives=1) is None
-    assert relevance_triplet("q", ranked("ab"), top_k=2, top_t=9, num_negatives=1) == Triplet("a", [])
+    assert relevance_triplet("q", [], settings(top_k=1, top_t=2, num_negatives=1)) is None
+    assert relevance_triplet("q", ranked("ab"), settings(top_k=2, top_t=9, num_negatives=1)) == Triplet(
+        "a", []
+    )
 
 
 @given(
@@ -130,7 +148,10 @@ def test_short_rankings():
 )
 def test_relevance_triplet_invariants(ranking, clicked, top_k, width, num_negatives):
     triplet = relevance_triplet(
-        "q", ranked(ranking), clicked=clicked, top_k=top_k, top_t=top_k + width, num_negatives=num_negatives
+        "q",
+        ranked(ranking),
+        settings(top_k=top_k, top_t=top_k + width, num_negatives=num_negatives),
+        clicked=clicked,
     )
     if triplet is None:
         assert not ranking

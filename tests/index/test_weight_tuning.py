@@ -74,20 +74,20 @@ def test_the_weight_is_the_best_of_all_documents_scored(
     both = HybridCandidates(every, asked @ corpus.matrix.T, terms[numbers] @ terms.T)
     relevant = [{number: 2, (number + 1) % DOCUMENTS: 0} for number in numbers[:-1]] + [{}]
     background = float((asked @ corpus.matrix.T).mean())
-    expected = hybrid.tune_weight(both, relevant, background=background)
+    dense_weight, curve = hybrid.tune_weight(both, relevant, background=background)
     layout = index.read_json("index.json")
-    assert layout["dense_weight"] == expected.dense_weight
-    assert 0 < expected.dense_weight < 1  # both sides are needed
+    assert layout["dense_weight"] == dense_weight
+    assert 0 < dense_weight < 1  # both sides are needed
     told = index.manifest.info["hybrid_tuning"]
     assert told["queries"] == ASKED - 1
     assert {point["dense_weight"]: point["ndcg@10"] for point in told["curve"]} == pytest.approx(
-        {weight: round(value, 4) for weight, value in expected.curve.items()}, abs=2e-4
+        {weight: round(value, 4) for weight, value in curve.items()}, abs=2e-4
     )
     searcher = Searcher.open(index.uri)
     rows_of = SparseQuery.load(towers.directory("sparse_query")).encode(texts)
     own, same, other = (
         searcher.search(asked, rows_of, k=9, joining=Joining(dense_weight=weight))
-        for weight in (None, expected.dense_weight, 1 - expected.dense_weight / 2)
+        for weight in (None, dense_weight, 1 - dense_weight / 2)
     )
     assert own == same != other
 

@@ -11,12 +11,12 @@ from safetensors.numpy import save
 
 import tiny
 from in_process import without_ray
-from scalingnote import pipeline
+from scalingnote import ingest, pipeline
 from scalingnote.cli import main
 from scalingnote.config import load
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.encode import job as encoding
-from scalingnote.encode.config import EncodeConfig, Fleet
+from scalingnote.encode.config import EncodeConfig, Fleet, IngestConfig
 from scalingnote.encode.documents import load_document_prompt
 from scalingnote.encode.engines import load_document_encoder
 from scalingnote.errors import DataError
@@ -24,9 +24,7 @@ from scalingnote.fuse.config import Categorical, DocumentSide, Mlp
 from scalingnote.fuse.feature_encoding import fit, observe
 from scalingnote.fuse.fusion import DocumentFusion
 from scalingnote.fuse.networks import DocumentNetwork, SemanticIds
-from scalingnote.ingest import job
-from scalingnote.ingest.config import IngestConfig
-from scalingnote.ingest.job import DocumentFlow
+from scalingnote.ingest import DocumentFlow
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.quantize import kmeans
 from scalingnote.run_config import RunConfig
@@ -119,12 +117,12 @@ def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypat
     rows[3]["title"] = "word " * 90  # more than the model reads, less than the intake cuts off
     lines = [*(json.dumps(row) for row in rows), "{not json", json.dumps({"doc_id": "empty"})]
     (tmp_path / "new.jsonl").write_text("\n".join(lines))
-    new = job.describe_file(
+    new = ingest.describe_file(
         str(tmp_path / "new.jsonl"), {}, like=tiny.dataset(str(tmp_path / "like"), count=8)
     )
     new = new.model_copy(update={"documents_per_part": 8})
     config = IngestConfig(resources=Fleet(workers=2))
-    ready = job.run(config, new, **run, output=str(tmp_path / "taken"))
+    ready = ingest.run(config, new, **run, output=str(tmp_path / "taken"))
     assert ready.counts == {"documents": 19, "rejected": 1}
     assert ready.table("rejected")["row"].to_pylist() == [rows[3]["doc_id"]]
     flow = DocumentFlow(
@@ -136,15 +134,15 @@ def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypat
     assert ready.table("ready")["doc_id"].to_pylist() == expected["doc_id"].to_pylist()
     found = arrow.to_numpy(ready.table("ready")["summary"])
     np.testing.assert_allclose(found, arrow.to_numpy(expected["summary"]), **CLOSE)
-    assert job.run(config, new, **run, output=str(tmp_path / "taken")).digest == ready.digest
-    before = job.output_uri("runs/x", new)
+    assert ingest.run(config, new, **run, output=str(tmp_path / "taken")).digest == ready.digest
+    before = ingest.output_uri("runs/x", new)
     (tmp_path / "new.jsonl").write_text(lines[0])
-    assert job.output_uri("runs/x", new) != before
+    assert ingest.output_uri("runs/x", new) != before
 
     (tmp_path / "bad.jsonl").write_text(json.dumps(rows[3]))
     bad = NewDocuments(documents=TableFile(path=str(tmp_path / "bad.jsonl")))
     with pytest.raises(DataError, match="none of the new documents"):
-        job.run(config, bad, **run, output=str(tmp_path / "bad"))
+        ingest.run(config, bad, **run, output=str(tmp_path / "bad"))
 
 
 def test_from_the_command_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -16,7 +16,7 @@ from scalingnote.errors import ArtifactError, DataError
 from scalingnote.evaluate.exact_search import document_matrix, query_matrix
 from scalingnote.lexical import frequencies, job
 from scalingnote.lexical.config import BM25Config
-from scalingnote.lexical.weights import BM25Weights, read_columns
+from scalingnote.lexical.weights import COLLECTION, VOCABULARY, BM25Weights, read_columns
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run_config import RunConfig
 from scalingnote.storage import schema
@@ -144,7 +144,9 @@ def test_of_a_query_only_the_first_terms_are_read(dataset: Artifact, tmp_path: P
 
 def test_a_document_that_comes_later_is_weighted_by_the_same_statistics(dataset: Artifact, tmp_path: Path):
     found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
-    again = BM25Weights.load(found).columns(document_texts(dataset.table("documents")))
+    words, collection = found.table(VOCABULARY), found.read_json(COLLECTION)
+    weights = BM25Weights(words, **collection, k1=BM25Config().k1, b=BM25Config().b)
+    again = weights.columns(document_texts(dataset.table("documents")))
     assert again == found.table("terms").select(schema.SPARSE.names).combine_chunks()
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from scalingnote.mine.config import MineConfig
-from scalingnote.mine.refresh import candidates, positives_by_query, refresh
+from scalingnote.mine.job import candidates, positives_by_query, refresh
 from scalingnote.storage.schema import TRIPLETS
 
 RANKING = [("a", 0.9), ("b", 0.8), ("c", 0.7), ("d", 0.6), ("e", 0.5)]

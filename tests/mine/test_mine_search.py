@@ -20,7 +20,7 @@ from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.mine import job, search
 from scalingnote.mine.config import MineConfig
-from scalingnote.mine.refresh import positives_by_query, refresh
+from scalingnote.mine.job import positives_by_query, refresh
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.shuffle import TaskRunner, run_slices

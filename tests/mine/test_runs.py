@@ -6,7 +6,7 @@ import pytest
 import tiny
 from scalingnote.datasets import raw_rows
 from scalingnote.errors import DataError
-from scalingnote.mine.refresh import RunFileRanking, cut_runs
+from scalingnote.mine.job import cut_runs, read_runs
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -31,10 +31,10 @@ def test_a_part_reads_the_lines_of_its_own_queries(triplets, tmp_path, monkeypat
     asked = {"held_out": pa.array(["out"]), "folder": folder}
     cut_runs(runs, triplets, **asked, each=lambda task, items: map(task, reversed(items)))
     cut_runs(runs, triplets, **asked, each=lambda *_: pytest.fail("finished tasks are not repeated"))
-    ranking = RunFileRanking(triplets, folder)
     of_first = [("d0", 4.0), ("d1", 3.0), ("d2", 2.0)]
-    for name, query_ids in zip(triplets.names("triplets/", ".parquet"), PARTS, strict=True):
-        found, scores = ranking.rank(name, triplets.table(name))
+    names = triplets.names("triplets/", ".parquet")
+    for number, (name, query_ids) in enumerate(zip(names, PARTS, strict=True)):
+        found, scores = read_runs(number, triplets.table(name), folder=folder)
         assert found.keys() == {*query_ids} - {"q9"}
         for query_id in found:  # of a query in both files the last one counts
             assert found[query_id] == ([("d7", 9.0), ("d8", 8.0)] if query_id == "q1" else of_first)

@@ -34,7 +34,7 @@ def name(
         sampled = np.arange(rows) % 3 == 0
         table = naming.coded_table(names, codes[ours], energy[ours], sampled & (given is None))
         write_table(draft.work(part), table)
-    where = naming.CodedCorpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE, given)
+    where = naming.CodedCorpus(draft.uri, draft.work(), LEVELS, SIZE, given)
     named = naming.name(where, parts, SIZES, each=map)
     draft.write_json(semantic_id.BY_CODE_SUMMARY, named.ranges)
     for file, part in named.parts.items():

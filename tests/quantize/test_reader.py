@@ -36,7 +36,7 @@ def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
         write_table(draft.work(part), naming.coded_table(names, codes[end - size : end], energy, sampled))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(naming, "ROWS", 120)  # several files
-        where = naming.CodedCorpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE)
+        where = naming.CodedCorpus(draft.uri, draft.work(), LEVELS, SIZE)
         named = naming.name(where, parts, SIZES, each=map)
     draft.write_json(semantic_id.BY_CODE_SUMMARY, named.ranges)
     draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))

@@ -26,12 +26,12 @@ from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.file_formats import COLUMN_TYPES
 from scalingnote.datasets.raw_rows import find_files
+from scalingnote.encode.config import IngestConfig
 from scalingnote.encode.documents import COLUMNS, content_hashes, load_document_prompt, tokenise
 from scalingnote.encode.engines import load_document_encoder
 from scalingnote.encode.parts import EncodedPart, Rejected, Steps, write_parts
 from scalingnote.errors import DataError
 from scalingnote.index.shard import document_rows
-from scalingnote.ingest.config import IngestConfig
 from scalingnote.log import get_logger
 from scalingnote.models.prompt import DocumentPrompt, from_columns
 from scalingnote.quantize import kmeans, semantic_id
@@ -80,10 +80,6 @@ class DocumentFlow:
             dtype=dtype_of(first.field(VIEW)),
             fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
         )
-
-    def peak(self) -> float:
-        """FLOPs per second of large matrix products on this device."""
-        return float(self.encoder.peak())
 
     def __call__(self, documents: pa.Table) -> EncodedPart:
         """Encode documents with doc_id, title, topic, content, and features for the fusion networks.
@@ -242,7 +238,7 @@ class NewDocumentEncoder:
         self, towers: Artifact, semantic_ids: Artifact, embeddings: Artifact, *, token_budget: int
     ) -> None:
         self._flow = DocumentFlow.load(towers, semantic_ids, embeddings, token_budget=token_budget)
-        self.peak = self._flow.peak()
+        self.peak = float(self._flow.encoder.peak())
 
     def __call__(self, _: str, documents: pa.Table) -> EncodedPart:
         """One part."""
