@@ -141,16 +141,16 @@ class Log:
                 with self._lock:
                     self._acknowledged = target
                     self._note()
-                    if self._size >= self._segment_bytes and self._next == target + 1:
-                        self._rotate()
+                    if self._size >= self._segment_bytes:
+                        self._rotate_if_synced()
             return self._acknowledged
 
     def drop(self, *, through: int) -> None:
         """Remove segments without records above `through`."""
         with self._lock:
             self._require_usable()
-            if self._size and self._acknowledged <= through and self._next == self._acknowledged + 1:
-                self._rotate()
+            if self._acknowledged <= through:
+                self._rotate_if_synced()
             found = segments(self.folder)
             for (_, path), (following, _) in pairwise(found):
                 if following <= through + 1:
@@ -161,8 +161,7 @@ class Log:
         """Begin a new segment, so that the synced records can later be dropped with theirs."""
         with self._lock:
             self._require_usable()
-            if self._size and self._next == self._acknowledged + 1:
-                self._rotate()
+            self._rotate_if_synced()
 
     def close(self) -> None:
         """Release the log; records that were not synced may be lost. Closing twice is allowed."""
@@ -177,10 +176,12 @@ class Log:
         if self._broken:
             raise ArtifactError(f"{self.folder} is closed, or a write to it failed: open it again")
 
-    def _rotate(self) -> None:
-        path = start_segment(self.folder, self._next)
-        os.close(self._file)
-        self._path, self._file, self._size = path, os.open(path, os.O_WRONLY | os.O_APPEND), 0
+    def _rotate_if_synced(self) -> None:
+        """Begin a new segment, unless this one is empty or has a record that is not durable."""
+        if self._size and self._next == self._acknowledged + 1:
+            path = start_segment(self.folder, self._next)
+            os.close(self._file)
+            self._path, self._file, self._size = path, os.open(path, os.O_WRONLY | os.O_APPEND), 0
 
     def _note(self) -> None:
         number = _MARK.pack(self._acknowledged, zlib.crc32(self._acknowledged.to_bytes(8, "little")))

@@ -294,8 +294,7 @@ class Searcher:
     @property
     def shards(self) -> list[int]:
         """Numbers of the shards held."""
-        numbers: list[int] = self.view().shards.tolist()
-        return numbers
+        return [*self.view().shard_rows]
 
     @property
     def fields(self) -> pa.Schema:
@@ -402,7 +401,7 @@ class Searcher:
             terms = None if sparse is None else sparse[own]
             found = Candidates(
                 *(ids[own], shards[own], dense[own], terms, documents),
-                searched=len(view.shards),
+                searched=len(view.shard_rows),
                 version=self.version,
             )
             answers.append(found)
