@@ -29,14 +29,14 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from benchmarks import minilm
+from benchmarks import escalation, minilm
 from benchmarks.report import alone, arguments, show, write
 from scalingnote import pipeline, stages
 from scalingnote.bm25 import BM25
 from scalingnote.config import load
 from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.run_config import RunConfig
-from scalingnote.search import query_path
+from scalingnote.search.query_path import doubt
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 
@@ -242,16 +242,14 @@ def escalated(
     teacher: Float[ndarray, "queries docs"],
 ) -> list[Row]:
     """nDCG@10 against the share of queries that the teacher encodes."""
-    best = ranked(student)[:, : query_path.DEPTH]
+    best = ranked(student)[:, : escalation.DEPTH]
     order = np.argsort(-np.take_along_axis(teacher, best, axis=1), axis=1, kind="stable")
-    doubts = query_path.doubt(np.take_along_axis(student, best, axis=1))
-    points = query_path.curve(
+    doubts = doubt(np.take_along_axis(student, best, axis=1))
+    points = escalation.curve(
         doubts,
         best,
         np.take_along_axis(best, order, axis=1),
         lambda ranking: ndcg(ranking, pool.gains),
-        student_cost=0.0,
-        teacher_cost=1.0,
     )
     whole = float(ndcg(ranked(teacher), pool.gains).mean())
     return [

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from benchmarks import cross_teacher, minilm, smollm, training
+from benchmarks import cross_teacher, escalation, minilm, smollm, training
 from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -27,7 +27,7 @@ from scalingnote.evaluate.user_files import auc_section, test_set_pairs
 from scalingnote.log import environment
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run_config import RunConfig
-from scalingnote.search import query_path
+from scalingnote.search.query_path import doubt
 from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Artifact
 
@@ -222,13 +222,11 @@ def _escalated(
         run = {query: [(doc_ids[row], 0.0) for row in found] for query, found in rows}
         return _values(run, test)["nDCG@10"]
 
-    points = query_path.curve(
-        query_path.doubt(scores),
+    points = escalation.curve(
+        doubt(scores),
         best,
         np.take_along_axis(best, order, axis=1),
         ndcg,
-        student_cost=0.0,
-        teacher_cost=1.0,
     )
     return {f"{ESCALATED}{point.share:.0%}": point.value for point in points}
 

@@ -156,16 +156,8 @@ def train(
 ) -> Quantizer:
     """Fit a quantizer to a sample of unit vectors; centroids are fitted on GPUs where faiss sees some.
 
-    Args:
-        sample: unit vectors.
-        family: how vectors are stored and scanned.
-        nlist: number of inverted lists.
-        iterations: of K-means.
-        seed: of the initial centroids.
-        kind: of the coarse quantizer, see :func:`coarse_of`.
-
-    Raises:
-        ConfigError: the sample is too small for these settings.
+    ConfigError where the sample is too small for these settings; `kind` is of the coarse quantizer, see
+    :func:`coarse_of`.
     """
     dim = sample.shape[1]
     require_trainable(family, len(sample), dim=dim, nlist=nlist)

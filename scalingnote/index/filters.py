@@ -23,6 +23,7 @@ from scalingnote.errors import ConfigError, SearchError
 from scalingnote.storage.schema import is_valid_unicode
 
 Filter = Mapping[str, Any]
+Condition = list[Any] | tuple[Any, Any]  # values, or both ends of a range, in the type of a field
 RANGE = {"min", "max"}
 LARGEST = 1e300  # beyond every number of a document; JSON has no infinity
 
@@ -62,27 +63,26 @@ def mask(documents: pa.Table, wanted: Filter) -> Bool[ndarray, " rows"]:
     """Rows of a table of documents that match a checked filter."""
     found = np.ones(len(documents), bool)
     for name, condition in wanted.items():
-        found &= np.asarray(_matches(documents[name], condition).fill_null(False))
+        column = documents[name]
+        found &= np.asarray(_matches(column, _typed(condition, column.type)).fill_null(False))
     return found
 
 
-def conditions(wanted: Filter, fields: pa.Schema) -> dict[str, list[Any] | tuple[Any, Any]]:
+def conditions(wanted: Filter, fields: pa.Schema) -> dict[str, Condition]:
     """The conditions of a checked filter in the types of their fields, for other engines.
 
     Returns:
         Of each field the values of which a document has one (none: nothing matches), or both ends of a range,
         included; an open end is -LARGEST or LARGEST.
     """
-    found: dict[str, list[Any] | tuple[Any, Any]] = {}
+    found: dict[str, Condition] = {}
     for name, condition in wanted.items():
         kind = fields.field(name).type
-        if not isinstance(condition, Mapping):
-            found[name] = _as(_listed(condition), kind).to_pylist()
-            continue
-        low, high = _ends(condition.get("min"), condition.get("max"), kind)
-        least, most = _limits(kind) if pa.types.is_integer(kind) else (-math.inf, math.inf)
-        ends = (-LARGEST if low == least else low, LARGEST if high == most else high)
-        found[name] = ends if low <= high else []
+        typed = _typed(condition, kind)
+        if isinstance(typed, tuple):
+            (low, high), (least, most) = typed, _limits(kind)
+            typed = (-LARGEST if low == least else low, LARGEST if high == most else high)
+        found[name] = typed
     return found
 
 
@@ -98,39 +98,37 @@ def facets(documents: Sequence[pa.Table], fields: pa.Schema, *, most: int) -> di
     return found
 
 
-def _matches(column: pa.ChunkedArray, condition: Any) -> pa.ChunkedArray:
-    if isinstance(condition, Mapping):
-        ends = _ends(condition.get("min"), condition.get("max"), column.type)
-        low, high = (pa.scalar(end, column.type) for end in ends) if ends[0] <= ends[1] else (None, None)
+def _matches(column: pa.ChunkedArray, typed: Condition) -> pa.ChunkedArray:
+    if isinstance(typed, tuple):
+        low, high = (pa.scalar(end, column.type) for end in typed)
         return pc.and_kleene(pc.greater_equal(column, low), pc.less_equal(column, high))
-    values = _as(_listed(condition), column.type)
-    if len(values) == 1:
-        return pc.equal(column, values[0])
-    return pc.is_in(column, value_set=values)
+    values = pa.array(typed, column.type)
+    return pc.equal(column, values[0]) if len(values) == 1 else pc.is_in(column, value_set=values)
 
 
-def _as(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Values in the type of a column, without those that it cannot hold, such as 1.5 in integers."""
-    if pa.types.is_integer(kind):
-        least, most = _limits(kind)
+def _typed(condition: Any, kind: pa.DataType) -> Condition:
+    """The values of a condition in the type of a column, or both ends of its range; [] where nothing matches.
+
+    Values that the column cannot hold, such as 1.5 in integers, are left out.
+    """
+    least, most = _limits(kind)
+    whole = pa.types.is_integer(kind)
+    if isinstance(condition, Mapping):
+        up, down = (math.ceil, math.floor) if whole else (_float, _float)
+        low = max(least, up(condition.get("min", least)))
+        high = min(most, down(condition.get("max", most)))
+        return (low, high) if low <= high else []
+    values = _listed(condition)
+    if whole:
         values = [int(v) for v in values if v == int(v) and least <= v <= most]
     elif pa.types.is_floating(kind):
         values = [_float(v) for v in values]
-    return pa.array(values, kind)
+    return list(pa.array(values, kind).to_pylist())
 
 
-def _ends(low: Any, high: Any, kind: pa.DataType) -> tuple[Any, Any]:
-    """A range limited to the type of a column; empty where the low end exceeds the high one."""
+def _limits(kind: pa.DataType) -> tuple[float, float]:
     if not pa.types.is_integer(kind):
-        return -math.inf if low is None else _float(low), math.inf if high is None else _float(high)
-    least, most = _limits(kind)
-    return (
-        least if low is None else max(least, math.ceil(low)),
-        most if high is None else min(most, math.floor(high)),
-    )
-
-
-def _limits(kind: pa.DataType) -> tuple[int, int]:
+        return -math.inf, math.inf
     limits = np.iinfo(kind.to_pandas_dtype())
     return int(limits.min), int(limits.max)
 

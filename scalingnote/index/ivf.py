@@ -53,26 +53,25 @@ def empty(quantizer: Quantizer) -> Lists:
     return load(parse(quantizer.coarse), quantizer.lists, quantizer.kept)
 
 
-def load(coarse: Any, lists: bytes | None, kept: bytes | None) -> Lists:
-    """A shard from its files and the coarse quantizer that all shards share."""
-    index = None if lists is None else parse(lists)
-    if index is not None:
-        index.own_fields = False
-        index.quantizer = coarse
-    return Lists(index, None if kept is None else parse(kept), coarse)
+def load(coarse: Any, *files: bytes | None) -> Lists:
+    """A shard from the contents of its files and the coarse quantizer that all shards share."""
+    return _joined(coarse, [parse(data) for data in files if data is not None])
 
 
 def read(coarse: Any, files: Sequence[Path], *, mapped: bool = False) -> Lists:
     """A shard from local files of :func:`dump_files`; `mapped`: as views of the files, where faiss can."""
     flags = faiss.IO_FLAG_MMAP_IFC if mapped else 0
+    return _joined(coarse, [faiss.read_index(str(file), flags) for file in files])
+
+
+def _joined(coarse: Any, stored: Sequence[Any]) -> Lists:
     index = kept = None
-    for stored in (faiss.read_index(str(file), flags) for file in files):
-        if isinstance(stored, faiss.IndexIVF):
-            index = stored
-            index.own_fields = False
-            index.quantizer = coarse
+    for each in stored:
+        if isinstance(each, faiss.IndexIVF):
+            index = each
+            index.own_fields, index.quantizer = False, coarse
         else:
-            kept = stored
+            kept = each
     return Lists(index, kept, coarse)
 
 
@@ -220,14 +219,6 @@ def scan(
     return scores, rows
 
 
-def score_all(
-    lists: Lists, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, " candidates"], *, k: int
-) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """The k best of these rows by the vectors kept: for filters that leave few documents."""
-    every = np.broadcast_to(rows, (len(queries), len(rows)))
-    return best(lists.kept, queries, every, k=k)
-
-
 def bitmap(mask: Sequence[bool] | ndarray) -> UInt8[ndarray, " bytes"]:
     """A mask of rows as :func:`scan` takes it."""
     return np.packbits(np.asarray(mask, bool), bitorder="little")
@@ -251,14 +242,7 @@ def _compare_all(
 def best(
     kept: Any, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"], *, k: int
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """The k best of each query's candidates by the vectors kept, padded with -inf and -1.
-
-    Args:
-        kept: faiss.IndexFlatIP or IndexScalarQuantizer (8 bits).
-        queries: unit vectors.
-        rows: candidates, -1 for none.
-        k: candidates to return per query.
-    """
+    """The k best of each query's candidates (-1 for none) by the vectors kept, padded with -inf and -1."""
     best_scores, best_rows = _select(scores(kept, queries, rows), rows, min(k, rows.shape[1]))
     return best_scores, best_rows
 

@@ -70,9 +70,9 @@ def run(
         ArtifactError: the parents do not belong together, or there is no embedding.
         ConfigError: the settings do not fit the corpus.
     """
-    uris = {"dataset": dataset, "embeddings": embeddings, "semantic_ids": semantic_ids}
+    inputs = {"dataset": dataset, "embeddings": embeddings, "semantic_ids": semantic_ids}
     optional = {"student": student, "dual_encoder": dual_encoder, "bm25_terms": bm25_terms}
-    uris |= {kind: uri for kind, uri in optional.items() if uri is not None}
+    uris = inputs | {kind: uri for kind, uri in optional.items() if uri is not None}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="index", config=config, parents=parents)
     if draft.finished:
@@ -82,13 +82,12 @@ def run(
     cluster.connect()
     cluster.check_resources(config.resources, knob="index.resources")
     _train_quantizer(config, layout, draft, parents["embeddings"])
-    drawn = _test_queries(config, parents["dataset"])
-    relevant = _relevant(parents["dataset"], drawn)
+    drawn, relevant = _test_queries(config, parents["dataset"])
     sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
     shared = IndexRun(
         config=config,
         layout=layout,
-        parents={kind: artifact.uri for kind, artifact in parents.items()},
+        parents=uris,
         output=output,
         sampled=tuning.sampled_shards(sizes, config.tuning.shards),
         queries=_queries(config, parents, layout, drawn),
@@ -99,10 +98,8 @@ def run(
     layout, tuned = tuning.tune_recall(shared, sizes)
     layout, by_weight = tuning.tune_weight(shared, layout, sizes, relevant)
     draft.write_json(shard.LAYOUT, vars(layout))
-    log.info(
-        "%s documents in %d shards, %d lists, %d bytes per vector: %s",
-        *(f"{layout.documents:,}", layout.shards, layout.nlist, counts["bytes_per_vector"], output),
-    )
+    shown = f"{layout.documents:,}", layout.shards, layout.nlist, counts["bytes_per_vector"], output
+    log.info("%s documents in %d shards, %d lists, %d bytes per vector: %s", *shown)
     return draft.commit(counts=counts, hybrid_tuning=by_weight, **tuned)
 
 
@@ -183,7 +180,6 @@ def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> s
         recall=None,
         filters=config.filters,
         sparse=sparse,
-        background=None,
     )
 
 
@@ -198,11 +194,16 @@ def _train_quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, so
     cluster.task_result(train.remote(config, layout.nlist, folder, *matrices))
 
 
-def _test_queries(config: IndexConfig, dataset: Artifact) -> pa.Table:
-    """Test queries to tune with."""
+def _test_queries(config: IndexConfig, dataset: Artifact) -> tuple[pa.Table, list[dict[str, int]]]:
+    """Test queries to tune with, and the judgements of each: doc_id -> grade."""
     table = splits.queries(dataset, "test").sort_by("query_id")
     rng = np.random.default_rng(config.seed)
-    return table.take(np.sort(rng.permutation(len(table))[: config.tuning.queries]))
+    drawn = table.take(np.sort(rng.permutation(len(table))[: config.tuning.queries]))
+    judged: dict[str, dict[str, int]] = {query_id: {} for query_id in drawn["query_id"].to_pylist()}
+    if judged:
+        for row in splits.judgements(dataset, drawn["query_id"]).to_pylist():
+            judged[row["query_id"]][row["doc_id"]] = row["relevance"]
+    return drawn, list(judged.values())
 
 
 def _queries(
@@ -227,15 +228,6 @@ def _terms(parents: dict[str, Artifact], layout: shard.Layout, drawn: pa.Table) 
     if not layout.sparse or source is None or not source.names("sparse_query/"):
         return None
     return SparseQuery.load(source.directory("sparse_query")).encode(drawn["query"].to_pylist())
-
-
-def _relevant(dataset: Artifact, drawn: pa.Table) -> list[dict[str, int]]:
-    """Judgements of each test query: doc_id -> grade."""
-    judged: dict[str, dict[str, int]] = {query_id: {} for query_id in drawn["query_id"].to_pylist()}
-    if judged:
-        for row in splits.judgements(dataset, drawn["query_id"]).to_pylist():
-            judged[row["query_id"]][row["doc_id"]] = row["relevance"]
-    return list(judged.values())
 
 
 def _fill_shards(
@@ -283,14 +275,21 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
     )
     by_words = shared.parents.get("bm25_terms")
     words = None if by_words is None else open_artifact(by_words, kind="bm25_terms")
-    lists = _empty_lists(shared)
+    folder = shared.work("quantizer")
+    files = {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
+    lists = ivf.empty(families.parse_quantizer(files))
     stored: list[pa.Table] = []
     found: list[postings.Postings] = []
-    best = ExactAnswers(shared.queries if number in shared.sampled else None, k=config.tuning.k)
-    for piece in slices:
+    exact = None
+    if shared.queries is not None and number in shared.sampled:
+        exact = ExactAnswers(shared.queries, k=config.tuning.k)
+    # A shard without documents has the columns of the others.
+    nothing = shard.EmbeddingSlice(embeddings.names("embeddings/", ".parquet")[0], 0, 0)
+    for piece in slices or [nothing]:
         doc_ids, matrix = read_vectors(embeddings, piece.part)
         matrix = matrix[piece.start : piece.stop]
-        best.add(matrix)
+        if exact is not None:
+            exact.add(matrix)
         ivf.add(lists, matrix)
         base = piece.part.removeprefix("embeddings/")
         doc_ids = doc_ids.slice(piece.start, piece.stop - piece.start)
@@ -314,24 +313,10 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
         number,
         layout=layout,
         lists=lists,
-        documents=pa.concat_tables(stored) if stored else _no_documents(dataset, config),
+        documents=pa.concat_tables(stored),
         terms=postings.merged(found),
     )
-    if shared.queries is not None and number in shared.sampled:
-        fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), best.dump())
+    if exact is not None:
+        fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), exact.dump())
     record = json.dumps({name: vars(part) for name, part in parts.items()})
     fs.write_bytes(shared.work(f"shards/{number:05d}.json"), record.encode())
-
-
-def _empty_lists(shared: IndexRun) -> ivf.Lists:
-    """A shard without vectors, of the quantizer that the run has stored."""
-    folder = shared.work("quantizer")
-    files = {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
-    return ivf.empty(families.parse_quantizer(files))
-
-
-def _no_documents(dataset: Artifact, config: IndexConfig) -> pa.Table:
-    """Empty table of documents, with the columns of other shards."""
-    first = dataset.table(dataset.table_parts("documents")[0], shard.document_columns(config.filters))
-    none = pa.table({"doc_id": pa.array([], pa.string()), "semantic_id": pa.array([], pa.string())})
-    return shard.document_rows(none["doc_id"], documents=first[:0], semantic_ids=none, snippet_chars=0)

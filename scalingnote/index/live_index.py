@@ -10,6 +10,8 @@ the logs' folder: it shows what the writer had acknowledged by the follower's la
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,15 +51,10 @@ class MovedError(DataError):
 
 
 def owners(doc_ids: Sequence[str], known: Sequence[Sequence[bool]], *, shards: int) -> list[int]:
-    """Number of the shard that owns each document.
+    """Number of the shard that owns each document; `known` has the result of every :meth:`LiveShard.knows`.
 
     A document stays in its shard; a new one belongs to the shard of its hash. So neither two writers nor a
     delete between two upserts put a document into two shards.
-
-    Args:
-        doc_ids: ids of the documents.
-        known: for every shard, the result of :meth:`LiveShard.knows`.
-        shards: number of shards.
     """
     hashed = bucket_of(pa.array(doc_ids, pa.string()), shards).tolist()
     return [
@@ -86,19 +83,20 @@ class LiveShard:
         """Open at the last acknowledged write.
 
         Args:
-            base: shard of an index version that includes the records of the log up to `after`
-            quantizer: what the shards of that index share
-            log: local folder of this shard's log
-            needed: records above it are kept, for versions that may be activated again; None: `after`
-            shards: number of shards of the index, see :func:`owners`
-            strongest: terms indexed per document, where the index holds terms; None: all
-            follow: read only, and show the writes of another process
-            merge_rows: see LiveConfig
-            segment_bytes: see LiveConfig
+            base: shard of an index version that includes the records of the log up to `after`.
+            quantizer: what the shards of that index share.
+            log: local folder of this shard's log.
+            after: last log record that `base` includes.
+            needed: records above it are kept, for versions that may be activated again; None: `after`.
+            shards: number of shards of the index, see :func:`owners`.
+            strongest: terms indexed per document, where the index holds terms; None: all.
+            follow: read only, and show the writes of another process.
+            merge_rows: see LiveConfig.
+            segment_bytes: see LiveConfig.
 
         Raises:
-            ConfigError: another process writes this log
-            ArtifactError: an acknowledged record is damaged or missing
+            ConfigError: another process writes this log.
+            ArtifactError: an acknowledged record is damaged or missing.
         """
         self._folder, self._merge_rows, self._shards = Path(log), merge_rows, shards
         self._strongest = strongest
@@ -144,15 +142,8 @@ class LiveShard:
             DataError: columns or vectors have another type or shape than the index.
             ArtifactError: the log cannot be written; writes that were not acknowledged may still be there.
         """
-        base = self.snapshot.base
         write, rejected = checked_upsert(
-            documents,
-            vectors,
-            schema=base.documents.schema,
-            dim=self._state.dim,
-            sparse=base.postings is not None,
-            strongest=self._strongest,
-            rows=rows,
+            documents, vectors, self.snapshot.base, strongest=self._strongest, rows=rows
         )
         return WriteResult(self._written(write), write.documents.num_rows, rejected)
 
@@ -164,8 +155,7 @@ class LiveShard:
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """A document by its id, as of now."""
         snapshot, row = self._state.find(doc_id)
-        found: dict[str, Any] | None = None if row < 0 else snapshot.document(row)
-        return found
+        return None if row < 0 else snapshot.document(row)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
         """A document's vector as of now, as exact as the index keeps it; None where it is unknown."""
@@ -292,32 +282,29 @@ class LiveIndex:
         self._background = ThreadPoolExecutor(1, "compaction", faiss.omp_set_num_threads, (1,))
         self._compaction: Future[None] | None = None
         versions.current(folder, index)
+        _with_current(folder, partial(self._open, follow=follow))
 
-        def open_shards(version: LiveVersion) -> None:
-            opened = OpenVersion(version)
+    def _open(self, version: LiveVersion, *, follow: bool) -> None:
+        opened, needed = OpenVersion(version), versions.read_register(self.folder).unneeded_until
+        with ExitStack() as on_failure:
             self.shards: list[LiveShard] = []
-            try:
-                for number, after in enumerate(opened.included):
-                    each = LiveShard(
-                        opened.shard(number),
-                        opened.quantizer,
-                        log=versions.log_folder(folder, number),
-                        after=after,
-                        needed=versions.unneeded_until(folder)[number],
-                        shards=opened.layout.shards,
-                        strongest=opened.strongest,
-                        follow=follow,
-                        merge_rows=config.merge_rows,
-                        segment_bytes=config.segment_bytes,
-                    )
-                    self.shards.append(each)
-            except BaseException:
-                for each in self.shards:
-                    each.close()
-                raise
-            self._version, self.layout = version, opened.layout
-
-        _with_current(folder, open_shards)
+            for number, after in enumerate(opened.included):
+                each = LiveShard(
+                    opened.shard(number),
+                    opened.quantizer,
+                    log=versions.log_folder(self.folder, number),
+                    after=after,
+                    needed=needed[number],
+                    shards=opened.layout.shards,
+                    strongest=opened.config.terms,
+                    follow=follow,
+                    merge_rows=self._config.merge_rows,
+                    segment_bytes=self._config.segment_bytes,
+                )
+                on_failure.callback(each.close)
+                self.shards.append(each)
+            on_failure.pop_all()
+        self._version, self.layout = version, opened.layout
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -396,7 +383,7 @@ class LiveIndex:
             return self._version.number != before.number
 
     def _switch(self, version: LiveVersion) -> None:
-        opened, needed = OpenVersion(version), versions.unneeded_until(self.folder)
+        opened, needed = OpenVersion(version), versions.read_register(self.folder).unneeded_until
         for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
             each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
         self._version, self.layout = version, opened.layout
@@ -410,17 +397,17 @@ class LiveIndex:
     def _routed(self, doc_ids: Sequence[str], send: Callable[[int, Sequence[int]], T]) -> dict[int, T]:
         """Send each row to the shard that owns it, and again where a compaction moved documents meanwhile."""
         sent: dict[int, T] = {}
-        for attempt in range(MAX_ATTEMPTS):
+        for left in reversed(range(MAX_ATTEMPTS)):
             known = [each.knows(doc_ids) for each in self.shards]
             owner = np.array(owners(doc_ids, known, shards=len(self.shards)), np.int64)
             try:
                 for number in np.unique(owner).tolist():
                     sent[number] = send(number, np.flatnonzero(owner == number).tolist())
-                self._compact_if_due()
-                return sent
+                break
             except MovedError:
-                if attempt + 1 == MAX_ATTEMPTS:
+                if not left:
                     raise
+        self._compact_if_due()
         return sent
 
     def _compact_if_due(self) -> None:
@@ -429,8 +416,12 @@ class LiveIndex:
         if share is None:
             return
         with self._deciding:
-            idle = self._compaction is None or self._compaction.done()
-            if idle and compaction.due(self.snapshots(), share=share):
+            if self._compaction is not None and not self._compaction.done():
+                return
+            now = self.snapshots()
+            rows = sum(len(each.base_alive) for each in now)
+            changed = sum(int(np.count_nonzero(~each.base_alive)) + len(each.live_alive) for each in now)
+            if changed >= share * max(rows, 1):
                 # Should it fail, nothing has changed, and the next write tries again.
                 self._compaction = self._background.submit(
                     _logged, self.compact, f"{self.folder}: compaction"

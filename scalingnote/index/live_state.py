@@ -74,22 +74,18 @@ class WriteResult:
 def checked_upsert(
     documents: pa.Table,
     vectors: Shaped[ndarray, "..."],
+    base: Shard,
     *,
-    schema: pa.Schema,
-    dim: int,
-    sparse: bool = False,
-    strongest: int | None = None,
-    rows: Sequence[int] | None = None,
+    strongest: int | None,
+    rows: Sequence[int] | None,
 ) -> tuple[Upsert, list[dict[str, str]]]:
     """Separate the rows that can be written from those to reject; of rows with equal doc_ids the last counts.
 
     Args:
-        documents: with the columns of `schema`; where the index is sparse, with `terms` and `impacts`, which
-            may be null or missing for documents without terms.
+        documents: with the columns of the index; where it holds terms, with `terms` and `impacts`, which may
+            be null or missing for documents without terms.
         vectors: one per document, of any length.
-        schema: of the index's own columns.
-        dim: of the index.
-        sparse: whether the index holds terms.
+        base: a shard of the index.
         strongest: terms kept per document; None: all.
         rows: numbers that name rejected rows without a doc_id; None: their positions.
 
@@ -99,8 +95,8 @@ def checked_upsert(
     Raises:
         DataError: columns are missing or of another type, or `vectors` has another shape or type.
     """
-    table = _typed(documents, schema)
-    terms = _terms_of(documents) if sparse else None
+    table, dim = _typed(documents, base.documents.schema), base.lists.coarse.d
+    terms = None if base.postings is None else _terms_of(documents)
     unfit = {} if terms is None else _unfit(terms)
     if vectors.ndim != 2 or vectors.shape != (len(table), dim) or vectors.dtype.kind != "f":
         raise DataError(
@@ -121,11 +117,8 @@ def checked_upsert(
     kept = sorted(last.values())
     unit = (wide[kept] / lengths[kept, None]).astype(np.float32)
     places = pa.array(kept, pa.int64())
-    if terms is not None:
-        terms = _strongest(terms.take(places), strongest)
-    return Upsert(
-        _single_batch(table.take(places)), unit, None if terms is None else _single_batch(terms)
-    ), rejected
+    strong = None if terms is None else _single_batch(_strongest(terms.take(places), strongest))
+    return Upsert(_single_batch(table.take(places)), unit, strong), rejected
 
 
 def checked_delete(doc_ids: Sequence[str]) -> Delete:
@@ -311,26 +304,20 @@ class LiveState:
     def __init__(self, base: Shard, quantizer: families.Quantizer, *, sequence: int = 0) -> None:
         """Start from `base`, which includes the writes up to `sequence`; shards share the quantizer."""
         self._base_rows = base.doc_ids
-        self._known = np.ones(
-            len(base.documents), bool
-        )  # rows of the base whose documents belong to this shard
+        # Rows of the base whose documents belong to this shard.
+        self._known = np.ones(len(base.documents), bool)
         self._live_rows: dict[str, int] = {}  # counted from 0; -1 where the document was deleted again
         self._tail = np.empty((0, base.lists.coarse.d), np.float32)  # with spare capacity
         self._lock, self._merging = threading.Lock(), threading.Lock()
         self.snapshot = Snapshot(
             sequence=sequence,
             base=base,
-            base_alive=np.ones(len(base.documents), bool),
+            base_alive=self._known,
             live_alive=np.ones(0, bool),
             chunks=(),
             merged=ivf.load(base.lists.coarse, quantizer.lists, quantizer.kept),
             tail=self._tail,
         )
-
-    @property
-    def dim(self) -> int:
-        """Dimension of the vectors."""
-        return int(self._tail.shape[1])
 
     def apply(self, writes: Sequence[tuple[int, Upsert | Delete]]) -> None:
         """Apply numbered writes in order; the next snapshot shows all of them at once.
@@ -343,7 +330,7 @@ class LiveState:
             chunks, tail, rows = now.chunks, now.tail, len(now.live_alive)
             dead_base: list[int] = []
             dead_live: list[int] = []
-            terms: list[pa.RecordBatch] = []
+            segments, terms = now.postings, list[pa.RecordBatch]()
             for _, write in writes:
                 base_rows = self._base_rows.rows(write.doc_ids)
                 dead_base += base_rows[base_rows >= 0].tolist()
@@ -357,6 +344,9 @@ class LiveState:
                     terms += [] if write.terms is None else [write.terms]
                 else:
                     self._live_rows |= {i: -1 for i in write.doc_ids if i in self._live_rows}
+            if terms:
+                new = pa.Table.from_batches(terms)
+                segments = postings.appended(segments, postings.build(new["terms"], new["impacts"]))
             added = np.ones(rows - len(now.live_alive), bool)
             self.snapshot = replace(
                 now,
@@ -365,7 +355,7 @@ class LiveState:
                 live_alive=_without(np.concatenate([now.live_alive, added]), dead_live),
                 chunks=chunks,
                 tail=tail,
-                postings=_with_terms(now.postings, terms),
+                postings=segments,
             )
 
     def find(self, doc_id: str) -> tuple[Snapshot, int]:
@@ -430,14 +420,6 @@ def _without(alive: Bool[ndarray, " rows"], dead: Sequence[int]) -> Bool[ndarray
         alive = alive.copy()
         alive[list(dead)] = False
     return alive
-
-
-def _with_terms(segments: tuple[Postings, ...], batches: Sequence[pa.RecordBatch]) -> tuple[Postings, ...]:
-    """Append term lists of new rows; segments stay few, and a row is copied once per doubling."""
-    if not batches:
-        return segments
-    new = pa.Table.from_batches(batches)
-    return postings.appended(segments, postings.build(new["terms"], new["impacts"]))
 
 
 def _appended(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:

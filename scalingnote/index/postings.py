@@ -80,7 +80,7 @@ def build(terms: Column, impacts: Column, *, strongest: int | None = None) -> Po
         raise DataError(
             f"{len(terms)} documents have terms and {len(impacts)} have impacts: pass both of each"
         )
-    return _joined_blocks(
+    return _joined(
         _inverted(_documents(terms[start : start + BLOCK], impacts[start : start + BLOCK], start), strongest)
         for start in range(0, len(terms), BLOCK)
     )
@@ -92,9 +92,7 @@ def columns(segments: Segments) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
     for block in (block for segment in segments for block in _blocks(segment)):
         # SciPy transposes in C, but has no float16: the bit patterns are transposed instead.
         bits = block.impacts.view(np.uint16)
-        found = csc_array(
-            (bits, block.rows, block.offsets), shape=(block.documents, len(block.terms))
-        ).tocsr()
+        found = csc_array((bits, block.rows, block.offsets), shape=(len(block), len(block.terms))).tocsr()
         offsets = found.indptr.astype(np.int32)
         terms.append(pa.ListArray.from_arrays(offsets, pa.array(block.terms[found.indices])))
         impacts.append(pa.ListArray.from_arrays(offsets, pa.array(found.data.view(np.float16))))
@@ -128,17 +126,6 @@ def frozen(array: ndarray, kind: Any) -> ndarray:
     view = np.ascontiguousarray(array, kind).view()
     view.flags.writeable = False
     return view
-
-
-@dataclass(frozen=True)
-class _Block:
-    """One block; offsets count from its first entry."""
-
-    documents: int
-    terms: Int32[ndarray, " lists"]
-    offsets: Int64[ndarray, " list_bounds"]
-    rows: UInt16[ndarray, " entries"]
-    impacts: Float16[ndarray, " entries"]
 
 
 @dataclass(frozen=True)
@@ -182,7 +169,7 @@ def _documents(terms: Column, impacts: Column, first: int) -> _Documents:
     return _Documents(offsets, numbers.astype(np.int32, copy=False), values).only(values > 0)
 
 
-def _inverted(documents: _Documents, strongest: int | None) -> _Block:
+def _inverted(documents: _Documents, strongest: int | None) -> Postings:
     if strongest is not None:
         documents = documents.only(_strongest(documents, strongest))
     shape = len(documents.offsets) - 1, int(documents.terms.max(initial=-1)) + 1
@@ -190,8 +177,8 @@ def _inverted(documents: _Documents, strongest: int | None) -> _Block:
     by_term = by_row.tocsc()
     lengths = np.diff(by_term.indptr)
     terms = np.flatnonzero(lengths)
-    rows, impacts = by_term.indices.astype(np.uint16), by_term.data.view(np.float16)
-    return _Block(shape[0], terms.astype(np.int32), _bounds(lengths[terms]), rows, impacts)
+    impacts = by_term.data.view(np.float16)
+    return _block(shape[0], terms, _bounds(lengths[terms]), by_term.indices, impacts)
 
 
 def _strongest(documents: _Documents, k: int) -> Bool[ndarray, " entries"]:
@@ -207,27 +194,37 @@ def _strongest(documents: _Documents, k: int) -> Bool[ndarray, " entries"]:
     return kept
 
 
-def _joined_blocks(blocks: Iterable[_Block]) -> Postings:
-    every = [*blocks]
-    shapes = np.array([(0, 0), *((block.documents, len(block.terms)) for block in every)], np.int64)
-    before = _bounds(np.array([len(block.rows) for block in every], np.int64))
-    offsets = [block.offsets[1:] + start for block, start in zip(every, before, strict=False)]
-    laid: dict[str, list[ndarray]] = {
-        "terms": [np.empty(0, np.int32), *(block.terms for block in every)],
-        "offsets": [np.zeros(1, np.int64), *offsets],
-        "rows": [np.empty(0, np.uint16), *(block.rows for block in every)],
-        "impacts": [np.empty(0, np.float16), *(block.impacts for block in every)],
-    }
-    arrays = {name: frozen(np.concatenate(pieces), pieces[0].dtype) for name, pieces in laid.items()}
-    return Postings(frozen(shapes.cumsum(0), np.int64), **arrays)
+def _block(documents: int, terms: ndarray, offsets: ndarray, rows: ndarray, impacts: ndarray) -> Postings:
+    """Postings of one block."""
+    return _postings(np.array([(0, 0), (documents, len(terms))]), terms, offsets, rows, impacts)
 
 
-def _blocks(postings: Postings) -> Iterator[_Block]:
+def _postings(*arrays: ndarray) -> Postings:
+    return Postings(*(frozen(array, kind) for array, kind in zip(arrays, _DTYPES.values(), strict=True)))
+
+
+def _joined(pieces: Iterable[Postings]) -> Postings:
+    """Postings one after the other."""
+    nothing = np.empty(0)
+    empty = _postings(np.zeros((1, 2)), nothing, np.zeros(1), nothing, nothing)
+    every = [empty, *pieces]
+    starts = _bounds(np.array([len(piece.rows) for piece in every]))
+    offsets = [piece.offsets[1:] + start for piece, start in zip(every, starts, strict=False)]
+    return _postings(
+        np.concatenate([empty.blocks, *(np.diff(piece.blocks, axis=0) for piece in every)]).cumsum(0),
+        np.concatenate([piece.terms for piece in every]),
+        np.concatenate([empty.offsets, *offsets]),
+        np.concatenate([piece.rows for piece in every]),
+        np.concatenate([piece.impacts for piece in every]),
+    )
+
+
+def _blocks(postings: Postings) -> Iterator[Postings]:
     for (first, start), (last, stop) in pairwise(postings.blocks):
         offsets = postings.offsets[start : stop + 1]
         entries = slice(offsets[0], offsets[-1])
         terms, rows, impacts = postings.terms[start:stop], postings.rows[entries], postings.impacts[entries]
-        yield _Block(int(last - first), terms, offsets - offsets[0], rows, impacts)
+        yield _block(int(last - first), terms, offsets - offsets[0], rows, impacts)
 
 
 def _flat(column: Column) -> ndarray:

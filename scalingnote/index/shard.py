@@ -14,9 +14,11 @@ Where neighbouring documents are similar, one shard may hold most of what a quer
 between shards, but never changes the merged answer, because all shards share one quantizer.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,6 @@ from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
 from scalingnote.storage.shuffle import hash_of
 
 DOCUMENTS = pa.schema({name: pa.string() for name in ("doc_id", "title", "topic", "snippet", "semantic_id")})
-
-
 COARSE = "coarse.faiss"  # the centroids all shards share
 LAYOUT = "index.json"
 
@@ -101,19 +101,16 @@ class Shard:
 
 def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[list[EmbeddingSlice]]:
     """Divide parts into `shards` contiguous ranges whose sizes differ by at most one row."""
-    total = sum(rows)
-    bounds = [total * number // shards for number in range(shards + 1)]
-    assigned: list[list[EmbeddingSlice]] = [[] for _ in range(shards)]
-    number = first = 0
-    for part, count in zip(parts, rows, strict=True):
-        while number < shards:
-            start, stop = max(bounds[number], first), min(bounds[number + 1], first + count)
-            if start < stop:
-                assigned[number].append(EmbeddingSlice(part, start - first, stop - first))
-            if bounds[number + 1] > first + count:
-                break  # the next part continues this shard
-            number += 1
-        first += count
+    firsts = [*accumulate(rows, initial=0)]
+    bounds = [firsts[-1] * number // shards for number in range(shards + 1)]
+    assigned = []
+    for start, stop in pairwise(bounds):
+        own = []
+        for part in range(bisect_right(firsts, start) - 1, bisect_left(firsts, stop)):
+            first, last = max(start, firsts[part]), min(stop, firsts[part + 1])
+            if first < last:
+                own.append(EmbeddingSlice(parts[part], first - firsts[part], last - firsts[part]))
+        assigned.append(own)
     return assigned
 
 
@@ -134,8 +131,8 @@ def ids_file(number: int) -> str:
 
 def vector_files(number: int, *, family: str, refine: Refine) -> list[str]:
     """Files of a shard's inverted lists and kept vectors, as far as the family has them."""
-    names = [*(["lists.faiss"] if family != "flat" else []), *(["kept.faiss"] if refine != "none" else [])]
-    return [f"shard-{number:05d}/{name}" for name in names]
+    names = {"lists.faiss": family != "flat", "kept.faiss": refine != "none"}
+    return [f"shard-{number:05d}/{name}" for name, is_there in names.items() if is_there]
 
 
 def term_files(number: int) -> dict[str, str]:
@@ -145,8 +142,7 @@ def term_files(number: int) -> dict[str, str]:
 
 def document_columns(filters: Sequence[str]) -> list[str]:
     """Columns of the dataset's documents that a shard reads."""
-    own = ("doc_id", "title", "topic", "content")
-    return [*own, *(name for name in filters if name not in own)]
+    return [*dict.fromkeys(("doc_id", "title", "topic", "content", *filters))]
 
 
 def document_rows(
@@ -189,9 +185,8 @@ def write_shard(
         files |= {own[name]: data for name, data in postings.dump(terms).items()}
     files[ids_file(number)] = arrow.npy_bytes(sorted_ids(documents["doc_id"]))
     parts = {name: write_file(fs.join(folder, name), data) for name, data in files.items()}
-    columns = documents.select(["doc_id", *(name for name in layout.filters if name != "doc_id")])
     # In one batch: opening reads the head of each batch, for which Linux maps up to 2 MB around it.
-    columns = columns.combine_chunks()
+    columns = documents.select([*dict.fromkeys(("doc_id", *layout.filters))]).combine_chunks()
     tables = {columns_file(number): columns, documents_file(number): documents}
     parts |= {name: write_table(fs.join(folder, name), table) for name, table in tables.items()}
     # A document has rows in two tables, and is counted once.
@@ -240,7 +235,7 @@ def open_shard(
     if mapped or fs.is_local(index.uri):
         lists = ivf.read(coarse, [local_file(index, name) for name in files], mapped=mapped)
     else:
-        lists = parse([index.read_bytes(name) for name in files], layout=layout, coarse=coarse)
+        lists = ivf.load(coarse, *(index.read_bytes(name) for name in files))
     documents = open_columns(index, number) if columns_only else index.table(documents_file(number))
     if len(documents) != len(lists):
         raise ArtifactError(
@@ -275,12 +270,6 @@ def local_file(index: Artifact, name: str) -> Path:
     """A part as a file of this machine, checked; a remote one is copied first."""
     index.file(name)
     return fs.download(index.uri, [name], version=index.digest) / name
-
-
-def parse(files: Sequence[bytes], *, layout: Layout, coarse: Any) -> ivf.Lists:
-    """Vectors of a shard from the contents of :func:`vector_files`."""
-    lists = files[0] if layout.family != "flat" else None
-    return ivf.load(coarse, lists, files[-1] if layout.refine != "none" else None)
 
 
 def _lookup(table: pa.Table, doc_ids: pa.ChunkedArray, missing: str) -> pa.Table:
@@ -349,7 +338,7 @@ class DocumentStore:
         """Take the documents of shards by their numbers, and :func:`sorted_ids` of them where known."""
         self._stored = {number: StoredRows(documents) for number, documents in shards.items()}
         self._documents, self._ids = shards, ids or {}
-        self._rows = sum(len(documents) for documents in shards.values())
+        self._rows = sum(map(len, shards.values()))
 
     @classmethod
     def open(cls, index: Artifact, shards: Sequence[int] | None = None) -> "DocumentStore":

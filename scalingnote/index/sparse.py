@@ -97,13 +97,7 @@ def hybrid_candidates(
 ) -> HybridCandidates:
     """Add the k best documents by terms to those of dense search, and score all of them by both.
 
-    Args:
-        by_vectors: rows that dense search found, padded with -1.
-        score: dense scores of rows.
-        segments: postings of the documents.
-        terms: the queries' terms.
-        k: documents by terms.
-        allowed: rows that may be found by terms; None: all.
+    `by_vectors` are the rows that dense search found, padded with -1; `score` gives dense scores of rows.
     """
     _, by_terms = search(segments, terms, k=k, allowed=allowed)
     rows = hybrid.union(by_vectors, by_terms)

@@ -86,26 +86,21 @@ class OperatingPoint:
 class ExactAnswers:
     """The k best of all vectors added so far, for every query; and the sum of the vectors."""
 
-    def __init__(self, queries: Float[ndarray, "queries dim"] | None, *, k: int) -> None:
-        self._queries, self._k, self._rows_added = queries, k, 0
-        count = 0 if queries is None else len(queries)
-        self._total: Any = np.float64(0)
-        self._scores, self._rows = np.empty((count, 0), np.float32), np.empty((count, 0), np.int64)
+    def __init__(self, queries: Float[ndarray, "queries dim"], *, k: int) -> None:
+        self._queries, self._rows_added = queries, 0
+        self._best, self._total = topk.Best(len(queries), k), np.zeros(queries.shape[1])
 
     def add(self, matrix: Float[ndarray, "docs dim"]) -> None:
         """Compare the next vectors of the shard with all queries."""
-        if self._queries is not None:
-            scores, rows = topk.search(self._queries, matrix, k=self._k)
-            scores = np.hstack([self._scores, scores])
-            rows = np.hstack([self._rows, rows + self._rows_added])
-            self._scores, self._rows = topk.merge(scores, rows, k=self._k)
+        scores, rows = topk.search(self._queries, matrix, k=self._best.ids.shape[1])
+        self._best.add(slice(None), scores, rows + self._rows_added)
         self._rows_added += len(matrix)
-        self._total = self._total + matrix.sum(0, dtype=np.float64)
+        self._total += matrix.sum(0, dtype=np.float64)
 
     def dump(self) -> bytes:
         """The answers as an npz file."""
         sink = io.BytesIO()
-        np.savez(sink, scores=self._scores, rows=self._rows, total=self._total)
+        np.savez(sink, scores=self._best.scores, rows=self._best.ids, total=self._total)
         return sink.getvalue()
 
 
@@ -140,7 +135,7 @@ def candidates(
 def joined(one: ShardAnswers, other: ShardAnswers, *, depth: int) -> ShardAnswers:
     """The `depth` best by codes of either; of equal ones those of `one` first."""
     columns = [np.concatenate(pair, axis=1) for pair in zip(one[:3], other[:3], strict=True)]
-    best = np.argsort(-columns[1], axis=1, kind="stable")[:, :depth]
+    best = topk.select(columns[1], k=depth)
     rows, codes, vectors = (np.take_along_axis(column, best, axis=1) for column in columns)
     return ShardAnswers(rows, codes, vectors, one.scanned + other.scanned)
 
@@ -155,12 +150,8 @@ def measure(
 ) -> list[OperatingPoint]:
     """Recall and cost of one nprobe with each refine factor.
 
-    Args:
-        found: from :func:`candidates`, with rows counted over these shards.
-        exact: rows of the exact answers, -1 where there are fewer documents.
-        nprobe: that the candidates were found with.
-        factors: refine factors.
-        share: of the documents that the shards hold.
+    `found` and `exact` (-1 where there are fewer documents) count rows over these shards, which hold `share`
+    of the documents.
     """
     order = np.argsort(-found.by_codes, axis=1, kind="stable")
     k = exact.shape[1]
@@ -204,15 +195,11 @@ def choose(points: Sequence[OperatingPoint], *, target: float) -> OperatingPoint
 
 
 def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict[str, Any]]:
-    """Tune nprobe and refine_factor on the sampled shards.
-
-    Args:
-        run: its queries are those to tune with; None: nothing is tuned.
-        sizes: documents of each shard.
+    """Tune nprobe and refine_factor on the sampled shards, given the documents of each shard.
 
     Returns:
         The layout with what was chosen; and for the manifest, the curve of recall, cost and time that led to
-        it, and the sample that it was measured on.
+        it, and the sample that it was measured on. Without queries the layout as it is and no curve.
     """
     config, layout = run.config, run.layout
     if run.queries is None:
@@ -232,9 +219,14 @@ def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict
         *(min(config.tuning.k, documents), best.recall, len(run.queries), best.nprobe, layout.nlist),
         best.refine_factor,
     )
-    chosen = {name: getattr(best, name) for name in ("nprobe", "refine_factor", "recall")}
-    chosen["background"] = background
-    return replace(layout, **chosen), {
+    tuned = replace(
+        layout,
+        nprobe=best.nprobe,
+        refine_factor=best.refine_factor,
+        recall=best.recall,
+        background=background,
+    )
+    return tuned, {
         "tuning": [vars(point) | {"us_per_query": us} for point, us in zip(curve, timed, strict=True)],
         "tuning_sample": {"shards": list(run.sampled), "documents": documents, "queries": len(run.queries)},
     }
@@ -246,7 +238,7 @@ def tune_weight(
     """Tune the weight of dense scores in hybrid search.
 
     Args:
-        run: as for :func:`tune_recall`.
+        run: its queries and their terms are those to tune with.
         layout: with nprobe and refine_factor.
         sizes: documents of each shard.
         relevant: judgements of each query, doc_id -> grade.
@@ -355,17 +347,12 @@ def _exact_answers(
 ) -> tuple[Int[ndarray, "queries k"], float]:
     """Rows of the exact answers in shards, given the rows before each; and the mean cosine of all pairs."""
     assert run.queries is not None
-    scores, rows = np.empty((len(run.queries), 0), np.float32), np.empty((len(run.queries), 0), np.int64)
-    total = np.zeros(run.layout.dim)
+    best, total = topk.Best(len(run.queries), min(run.config.tuning.k, documents)), np.zeros(run.layout.dim)
     for number, first_row in first.items():
         share = np.load(io.BytesIO(fs.read_bytes(run.work(f"exact/{number:05d}.npz"))))
         total += share["total"]
-        scores, rows = topk.merge(
-            np.hstack([scores, share["scores"]]),
-            np.hstack([rows, share["rows"] + first_row]),
-            k=run.config.tuning.k,
-        )
-    return rows, round(hybrid.background_of(run.queries, (total / documents)[np.newaxis]), 6)
+        best.add(slice(None), share["scores"], _counted_from(first_row, share["rows"]))
+    return best.ids, round(hybrid.background_of(run.queries, (total / documents)[np.newaxis]), 6)
 
 
 def _counted_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, "*shape"]:
@@ -374,9 +361,8 @@ def _counted_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, 
 
 def _reopen(number: int, run: IndexRun) -> ivf.Lists:
     names = shard.vector_files(number, family=run.layout.family, refine=run.layout.refine)
-    data = [fs.read_bytes(fs.join(run.output, name)) for name in names]
-    coarse = families.parse(fs.read_bytes(fs.join(run.output, shard.COARSE)))
-    return shard.parse(data, layout=run.layout, coarse=coarse)
+    coarse, *data = (fs.read_bytes(fs.join(run.output, name)) for name in (shard.COARSE, *names))
+    return ivf.load(families.parse(coarse), *data)
 
 
 def _list_sizes(lists: ivf.Lists) -> Int[ndarray, " nlist"]:

@@ -17,11 +17,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import families, ivf, shard, wal
+from scalingnote.index import families, shard, wal
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.shard import Shard
 from scalingnote.index.wal import lock_file, make_folder
@@ -71,28 +72,13 @@ class Register:
         others = tuple(each for each in self.kept if each.number != version.number)
         return Register((*others, version), max(self.last, version.number))
 
-    def limited(self, keep: int) -> "Register":
-        """Keep only the `keep` versions that were current last."""
-        return replace(self, kept=self.kept[-keep:])
-
 
 @dataclass(frozen=True)
-class ListedVersion:
+class ListedVersion(LiveVersion):
     """A version as :func:`listing` describes it."""
 
-    number: int
-    uri: str
-    documents: int
-    created: str  # in UTC
     current: bool
     log_kept: bool  # whether the log since is complete, so that it can be activated
-
-
-class NextVersion(NamedTuple):
-    """A version that is not written yet."""
-
-    number: int
-    path: str  # by default
 
 
 def current(folder: str | Path, index: str | None = None) -> LiveVersion:
@@ -107,7 +93,11 @@ def current(folder: str | Path, index: str | None = None) -> LiveVersion:
     """
     built = None if index is None else described(0, open_artifact(index, kind="index"))
     if built is not None and not register_exists(folder):
-        create_register(folder, Register((built,), 0))
+        make_folder(Path(folder))
+        with (Path(folder) / f"{REGISTER_FILE}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that try at once, one writes; released by closing
+            if not register_exists(folder):
+                write_register(folder, Register((built,), 0))
     found = read_register(folder).current
     if built is not None and built.origin != found.origin:
         raise ArtifactError(
@@ -121,14 +111,7 @@ def listing(folder: str | Path) -> list[ListedVersion]:
     """All versions kept, by number."""
     found = read_register(folder)
     return [
-        ListedVersion(
-            number=each.number,
-            uri=each.uri,
-            documents=each.documents,
-            created=each.created,
-            current=each == found.current,
-            log_kept=_log_kept(folder, each),
-        )
+        ListedVersion(**vars(each), current=each == found.current, log_kept=_log_kept(folder, each))
         for each in sorted(found.kept, key=lambda each: each.number)
     ]
 
@@ -146,7 +129,7 @@ def activate(folder: str | Path, number: int) -> LiveVersion:
         found = read_register(folder)
         version = next((each for each in found.kept if each.number == number), None)
         if version is None:
-            kept = ", ".join(str(each.number) for each in listing(folder))
+            kept = ", ".join(str(number) for number in sorted(each.number for each in found.kept))
             raise ConfigError(f"{folder} keeps no version {number}: it keeps {kept}")
         if not _log_kept(folder, version):
             raise ArtifactError(
@@ -154,7 +137,7 @@ def activate(folder: str | Path, number: int) -> LiveVersion:
             )
         check(version.open())
         # A killed compaction's draft, based on another version.
-        fs.delete(_default_path(folder, found.last + 1))
+        fs.delete(default_path(folder, found.last + 1))
         write_register(folder, found.activated(version))
     get_logger("index").info("version %d of %s is current", number, folder)
     return version
@@ -166,15 +149,10 @@ def check(index: Artifact) -> None:
         index.file(name)
 
 
-def next_version(folder: str | Path) -> NextVersion:
-    """The version that the next compaction writes; its number was never used before."""
-    number = read_register(folder).last + 1
-    return NextVersion(number, _default_path(folder, number))
-
-
 def make_current(folder: str | Path, version: LiveVersion, *, keep: int) -> None:
     """Make a new version the current one, durably; then remove all but the `keep` that were current last."""
-    write_register(folder, read_register(folder).activated(version).limited(keep))
+    register = read_register(folder).activated(version)
+    write_register(folder, replace(register, kept=register.kept[-keep:]))
     delete_unlisted(folder)
 
 
@@ -187,21 +165,16 @@ def delete_unlisted(folder: str | Path) -> None:
             shutil.rmtree(path)
 
 
-def unneeded_until(folder: str | Path) -> list[int]:
-    """Last record of each log that no version kept needs."""
-    return read_register(folder).unneeded_until
-
-
 def described(number: int, index: Artifact) -> LiveVersion:
     """The entry of an index artifact in the register."""
-    live = index.read_json(LIVE) if LIVE in index.manifest.parts else {}
+    live = _live(index)
     return LiveVersion(
         number=number,
         uri=fs.absolute(index.uri),
-        origin=live.get("origin", index.digest),
+        origin=live["origin"],
         documents=index.counts["documents"],
         created=index.manifest.info["created"],
-        included=tuple(included(index)),
+        included=tuple(live["included"]),
     )
 
 
@@ -212,52 +185,48 @@ def log_folder(folder: str | Path, number: int) -> Path:
 
 def included(index: Artifact) -> list[int]:
     """Last log record that each shard of a version includes."""
-    if LIVE not in index.manifest.parts:
-        return [0] * shard.open_layout(index).shards
-    found: list[int] = index.read_json(LIVE)["included"]
+    found: list[int] = _live(index)["included"]
     return found
 
 
-def documents_since_training(index: Artifact) -> int:
-    """Number of documents in a version that were written since its quantizer was trained."""
+def _live(index: Artifact) -> dict[str, Any]:
+    """What compaction states of a version, in the form of `live.json`; of the built index, which has none."""
     if LIVE not in index.manifest.parts:
-        return 0
-    return int(index.read_json(LIVE)["written"])
-
-
-def open_quantizer(index: Artifact, layout: shard.Layout) -> families.Quantizer:
-    """The quantizer that the shards share, from the smallest shard, emptied."""
-    coarse = shard.open_coarse(index)
-    rows = {
-        number: index.manifest.parts[shard.documents_file(number)].rows for number in range(layout.shards)
-    }
-    smallest = min(rows, key=lambda number: (rows[number] or 0, number))
-    lists = shard.open_shard(index, smallest, layout=layout, coarse=coarse).lists
-    for stored in (lists.index, lists.kept):
-        if stored is not None:
-            stored.reset()
-    files = iter(ivf.dump_files(lists))
-    return families.Quantizer(
-        index.read_bytes(shard.COARSE),
-        None if lists.index is None else next(files),
-        None if lists.kept is None else next(files),
-    )
+        return {"origin": index.digest, "included": [0] * shard.open_layout(index).shards, "written": 0}
+    found: dict[str, Any] = index.read_json(LIVE)
+    return found
 
 
 class OpenVersion:
     """A version whose shards are opened one by one."""
 
     def __init__(self, version: LiveVersion) -> None:
-        self._artifact = version.open()
-        self.included = included(self._artifact)
-        self.strongest = IndexConfig.model_validate(self._artifact.manifest.config).terms
-        self.layout = shard.open_layout(self._artifact)
-        self.quantizer = open_quantizer(self._artifact, self.layout)
-        self._coarse = shard.open_coarse(self._artifact)
+        self.index = version.open()
+        self.config = IndexConfig.model_validate(self.index.manifest.config)
+        live = _live(self.index)
+        self.included: list[int] = live["included"]  # see :func:`included`
+        self.written: int = live["written"]  # documents, since the quantizer was trained
+        self.layout = shard.open_layout(self.index)
+        self._coarse = shard.open_coarse(self.index)
+
+    @cached_property
+    def quantizer(self) -> families.Quantizer:
+        """What the shards share, from the smallest shard, emptied."""
+        rows = self.index.rows_of(map(shard.documents_file, range(self.layout.shards)))
+        smallest = min(range(self.layout.shards), key=[*rows.values()].__getitem__)
+        lists = self.shard(smallest).lists
+        for stored in (lists.index, lists.kept):
+            if stored is not None:
+                stored.reset()
+        return families.Quantizer(
+            self.index.read_bytes(shard.COARSE),
+            None if lists.index is None else families.dump_lists(lists.index),
+            None if lists.kept is None else families.dump(lists.kept),
+        )
 
     def shard(self, number: int) -> Shard:
         """Shard `number`, open."""
-        return shard.open_shard(self._artifact, number, layout=self.layout, coarse=self._coarse)
+        return shard.open_shard(self.index, number, layout=self.layout, coarse=self._coarse)
 
 
 def _log_kept(folder: str | Path, version: LiveVersion) -> bool:
@@ -265,7 +234,8 @@ def _log_kept(folder: str | Path, version: LiveVersion) -> bool:
     return all(wal.holds(log_folder(folder, number), after=record) for number, record in logs)
 
 
-def _default_path(folder: str | Path, number: int) -> str:
+def default_path(folder: str | Path, number: int) -> str:
+    """Where compaction writes a version if it is not told otherwise."""
     return fs.absolute(fs.join(str(folder), "versions", f"{number:05d}"))
 
 
@@ -297,16 +267,6 @@ def write_register(folder: str | Path, register: Register) -> None:
         os.fsync(stream.fileno())
     pending.replace(folder / REGISTER_FILE)
     fs.sync(folder)
-
-
-def create_register(folder: str | Path, register: Register) -> None:
-    """Write the first register of a folder; of several processes that try at once, one succeeds."""
-    folder = Path(folder)
-    make_folder(folder)
-    with (folder / f"{REGISTER_FILE}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-        if not register_exists(folder):
-            write_register(folder, register)
 
 
 @contextmanager

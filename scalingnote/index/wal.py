@@ -37,14 +37,14 @@ _FRAME = _HEADER.size + _CRC.size
 
 @dataclass(frozen=True)
 class Record:
-    """A record: its number and payload."""
+    """A record of a log."""
 
     sequence: int
     payload: bytes
 
 
 class Header(NamedTuple):
-    """Header of a record."""
+    """Header of a record; its fields are stored in this order."""
 
     magic: bytes
     length: int  # bytes of the payload
@@ -135,21 +135,22 @@ class Log:
                 except OSError as error:
                     # The kernel now counts the pages as clean: a second sync would succeed without effect.
                     self._broken = True
-                    message = f"{self._path} cannot be made durable: {error}; open it again"
-                    raise ArtifactError(message) from error
+                    raise ArtifactError(
+                        f"{self._path} cannot be made durable: {error}; open it again"
+                    ) from error
                 with self._lock:
                     self._acknowledged = target
                     self._note()
-                    if self._size >= self._segment_bytes and self._next == target + 1:
-                        self._rotate()
+                    if self._size >= self._segment_bytes:
+                        self._rotate_if_synced()
             return self._acknowledged
 
     def drop(self, *, through: int) -> None:
         """Remove segments without records above `through`."""
         with self._lock:
             self._require_usable()
-            if self._size and self._acknowledged <= through and self._next == self._acknowledged + 1:
-                self._rotate()
+            if self._acknowledged <= through:
+                self._rotate_if_synced()
             found = segments(self.folder)
             for (_, path), (following, _) in pairwise(found):
                 if following <= through + 1:
@@ -160,8 +161,7 @@ class Log:
         """Begin a new segment, so that the synced records can later be dropped with theirs."""
         with self._lock:
             self._require_usable()
-            if self._size and self._next == self._acknowledged + 1:
-                self._rotate()
+            self._rotate_if_synced()
 
     def close(self) -> None:
         """Release the log; records that were not synced may be lost. Closing twice is allowed."""
@@ -176,10 +176,12 @@ class Log:
         if self._broken:
             raise ArtifactError(f"{self.folder} is closed, or a write to it failed: open it again")
 
-    def _rotate(self) -> None:
-        path = start_segment(self.folder, self._next)
-        os.close(self._file)
-        self._path, self._file, self._size = path, os.open(path, os.O_WRONLY | os.O_APPEND), 0
+    def _rotate_if_synced(self) -> None:
+        """Begin a new segment, unless this one is empty or has a record that is not durable."""
+        if self._size and self._next == self._acknowledged + 1:
+            path = start_segment(self.folder, self._next)
+            os.close(self._file)
+            self._path, self._file, self._size = path, os.open(path, os.O_WRONLY | os.O_APPEND), 0
 
     def _note(self) -> None:
         number = _MARK.pack(self._acknowledged, zlib.crc32(self._acknowledged.to_bytes(8, "little")))
@@ -221,13 +223,11 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
     folder = Path(folder)
     until = acknowledged(folder) if until is None else until
     found = segments(folder)
+    ends = [*(first for first, _ in found[1:]), until + 1]
     expected = after + 1
-    for number, (first, path) in enumerate(found):
-        following = found[number + 1][0] if number + 1 < len(found) else None
-        if expected > until or (following is not None and following <= expected):
+    for (first, path), end in zip(found, ends, strict=False):
+        if not first <= expected < min(end, until + 1):
             continue
-        if first > expected:
-            break
         with _open(path) as stream:
             for record, _ in records(stream, path, first=first):
                 if record.sequence == expected:
@@ -309,7 +309,7 @@ def records(stream: BinaryIO, path: Path, *, first: int) -> Iterator[tuple[Recor
     while data := stream.read(_FRAME):
         header = _parse(data)
         payload = stream.read(header.length) if header else b""
-        if not header or header.sequence != sequence or not _whole(header, payload):
+        if not header or header[1:4] != (len(payload), zlib.crc32(payload), sequence):
             raise ArtifactError(f"{path} is damaged at byte {start}, record {sequence}: restore the file")
         start += len(data) + len(payload)
         yield Record(sequence, payload), start
@@ -355,19 +355,10 @@ def _parse(data: bytes) -> Header | None:
     return header if header.magic == _MAGIC else None
 
 
-def _whole(header: Header, payload: bytes) -> bool:
-    return len(payload) == header.length and zlib.crc32(payload) == header.check
-
-
 def lock_file(path: Path, *, taken: str) -> int:
-    """Lock a file for this process; the system releases the lock when the process ends.
+    """Lock a file, created if missing, for this process; closing the handle or the process's end releases it.
 
-    Args:
-        path: of the file, created if missing.
-        taken: message of the ConfigError when another process, `{owner}`, holds the lock.
-
-    Returns:
-        Handle of the file; closing it releases the lock.
+    ConfigError with the message `taken` when another process, `{owner}` in it, holds the lock.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -7,12 +7,11 @@ documents of the answers are read, never its vectors: candidates name a shard an
 do, so they are ranked and shown by the same code. Documents that the index does not have are left out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -23,79 +22,26 @@ from scalingnote.errors import ArtifactError, ConfigError, DatabaseError, Scalin
 from scalingnote.hybrid import Joining
 from scalingnote.index import filters
 from scalingnote.index import shard as shards_of
-from scalingnote.index.shard import DocIds, DocumentStore, Layout
+from scalingnote.index.shard import DocIds, DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import collection as collections
 from scalingnote.search.collection import Collection, Conditions, Hits, Part, Terms
 from scalingnote.search.config import SearchConfig
 from scalingnote.search.scan import unit_queries
-from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, candidate_ids, candidate_places
+from scalingnote.search.searcher import (
+    DEFAULT_JOINING,
+    Candidates,
+    Searcher,
+    candidate_ids,
+    candidate_places,
+)
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 SAMPLED = 8  # documents that are compared with the collection's at the start
 TOLERANCE = 1e-4  # of their vectors: a database may keep them in another order of operations
-
-
-@runtime_checkable
-class SearchBackend(Protocol):
-    """What a service needs of an engine: :class:`Searcher` and :class:`DatabaseSearcher` have it."""
-
-    version: str
-
-    @property
-    def layout(self) -> Layout:
-        """Of the index version."""
-        ...
-
-    @property
-    def dim(self) -> int:
-        """Dimension of the queries."""
-        ...
-
-    @property
-    def shards(self) -> list[int]:
-        """Numbers of the shards searched."""
-        ...
-
-    @property
-    def fields(self) -> pa.Schema:
-        """Columns that a search may filter by."""
-        ...
-
-    def __len__(self) -> int:
-        """Number of documents."""
-        ...
-
-    def find(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        terms: SparseRows | None = None,
-        *,
-        k: int,
-        joining: Joining = DEFAULT_JOINING,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-        exact: bool = False,
-    ) -> list[Candidates]:
-        """Candidates of each query, see :meth:`Searcher.find`."""
-        ...
-
-    def get(self, doc_id: str) -> dict[str, Any] | None:
-        """The document with this id."""
-        ...
-
-    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """Vector of a document."""
-        ...
-
-    def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Id and filter columns of candidates."""
-        ...
-
-    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
-        """Number of documents per value of the text fields."""
-        ...
+# Of the candidates of a query: ids of documents, dense scores, and scores by terms (none without terms).
+_Scored: TypeAlias = tuple[list[str], list[float], list[float]]
 
 
 class DatabaseSearcher:
@@ -114,6 +60,7 @@ class DatabaseSearcher:
         self.layout = shards_of.open_layout(index)
         self.shards = list(range(self.layout.shards))
         self._columns = [shards_of.open_columns(index, n) for n in self.shards]
+        self._stored = [arrow.StoredRows(table) for table in self._columns]
         self._ids = [
             DocIds(table["doc_id"], shards_of.open_ids(index, n, rows=len(table)))
             for n, table in enumerate(self._columns)
@@ -133,7 +80,7 @@ class DatabaseSearcher:
         opened = collections.connect(search, collection, timeout_s=timeout_s)
         searcher = cls(index, opened, name=search.backend)
         try:
-            searcher.check(collection, str(search.url))
+            searcher._require_documents(collection, str(search.url))
         except BaseException:
             opened.close()
             raise
@@ -167,11 +114,6 @@ class DatabaseSearcher:
         return {each: self._stored[shard][row] for each, (shard, row) in places}
 
     @cached_property
-    def _stored(self) -> list[arrow.StoredRows]:
-        """Ids and filter columns of each shard, as rows of Python values."""
-        return [arrow.StoredRows(columns) for columns in self._columns]
-
-    @cached_property
     def store(self) -> DocumentStore:
         """The documents of the index; opened when the first answer is shown in this process."""
         return DocumentStore.open(self._index)
@@ -202,7 +144,7 @@ class DatabaseSearcher:
         where: filters.Filter | None = None,
         exact: bool = False,
     ) -> list[Candidates]:
-        """See :meth:`Searcher.find`; `exact` as far as the database can.
+        """As :meth:`Searcher.find`; `exact` as far as the database can.
 
         Raises:
             SearchError: the arguments are invalid for this index, or `nprobe` is given.
@@ -213,15 +155,14 @@ class DatabaseSearcher:
         if nprobe is not None:
             raise SearchError(f"nprobe is of the own index: search.ef is what {self._name} has")
         unit = unit_queries(queries, dim=self.dim, k=k)
-        if where:
-            filters.check(where, self.fields)
+        filters.check(where or {}, self.fields)
         conditions = filters.conditions(where or {}, self.fields)
         if not len(unit) or any(condition == [] for condition in conditions.values()):
-            return self._candidates([_Scored([], [], [])] * len(unit), hybrid=terms is not None)
+            return self._candidates([([], [], [])] * len(unit), hybrid=terms is not None)
         depth = k if terms is None else max(k, joining.candidates)
         found = self._dense(unit, depth, conditions, exact=exact)
         if terms is None:
-            return self._candidates([_Scored(*hits, []) for hits in found], hybrid=False)
+            return self._candidates([(*hits, []) for hits in found], hybrid=False)
         rows = _rows(terms)
         by_terms = self._sparse(rows, depth, conditions)
         return self._candidates(self._hybrid(unit, rows, found, by_terms), hybrid=True)
@@ -260,7 +201,7 @@ class DatabaseSearcher:
         rows: Sequence[Terms],
         by_vectors: Sequence[Hits],
         by_terms: Sequence[Hits],
-    ) -> list["_Scored"]:
+    ) -> list[_Scored]:
         """All candidates with both scores: what one search did not find is scored by what is stored of it."""
         dense = [dict(zip(*hits, strict=True)) for hits in by_vectors]
         sparse = [dict(zip(*hits, strict=True)) for hits in by_terms]
@@ -279,21 +220,20 @@ class DatabaseSearcher:
             terms = [
                 by_term[i] if i in by_term else _product(row, stored.get(i, {})) if row else 0.0 for i in ids
             ]
-            scored.append(_Scored(ids, [by_vector[i] for i in ids], terms))
+            scored.append((ids, [by_vector[i] for i in ids], terms))
         return scored
 
-    def _candidates(self, scored: Sequence["_Scored"], *, hybrid: bool) -> list[Candidates]:
+    def _candidates(self, scored: Sequence[_Scored], *, hybrid: bool) -> list[Candidates]:
         """Candidates of each query, without documents that the index does not have."""
-        shards, rows = self._places([doc_id for each in scored for doc_id in each.ids])
-        ids, answers, end = candidate_ids(shards, rows), [], 0
-        for each in scored:
-            start, end = end, end + len(each.ids)
-            known = rows[start:end] >= 0
+        answers = []
+        for doc_ids, dense, sparse in scored:
+            shards, rows = self._places(doc_ids)
+            known = rows >= 0
             found = Candidates(
-                ids[start:end][known],
-                shards[start:end][known],
-                np.asarray(each.dense, np.float32)[known],
-                np.asarray(each.sparse, np.float32)[known] if hybrid else None,
+                candidate_ids(shards, rows)[known],
+                shards[known],
+                np.asarray(dense, np.float32)[known],
+                np.asarray(sparse, np.float32)[known] if hybrid else None,
                 (),
                 searched=len(self.shards),
                 version=self.version,
@@ -329,7 +269,7 @@ class DatabaseSearcher:
 
     # --- the collection at the start --------------------------------------------------------------------
 
-    def check(self, collection: str, url: str) -> None:
+    def _require_documents(self, collection: str, url: str) -> None:
         """ConfigError unless a collection at a URL holds the documents of the index: a sample is compared."""
         layout, place = self.layout, f"collection {collection!r} of {self._name} at {url}"
         remedy = (
@@ -355,8 +295,12 @@ class DatabaseSearcher:
                 raise ConfigError(f"{place} does not hold {doc_id!r} of the index: {remedy}")
             if vector is not None and not np.allclose(stored[doc_id], vector, atol=TOLERANCE):
                 raise ConfigError(f"{place} has another vector of {doc_id!r} than the index: {remedy}")
-        if (missing := self._missing_column(ids, columns)) is not None:
-            raise ConfigError(f"{place} lacks the column {missing!r}, which the index filters by: {remedy}")
+        for doc_id, shard, row in zip(ids, *self._places(ids), strict=True):
+            for name in self.layout.filters if row >= 0 else ():
+                if name not in columns[doc_id] and self._stored[shard].value(int(row), name) is not None:
+                    raise ConfigError(
+                        f"{place} lacks the column {name!r}, which the index filters by: {remedy}"
+                    )
 
     def _sample(self) -> tuple[list[str], list[Any]]:
         """Ids of some documents, and their vectors; None where the embeddings are no longer there."""
@@ -372,23 +316,8 @@ class DatabaseSearcher:
         ids = max(self._columns, key=len)["doc_id"].slice(0, SAMPLED).to_pylist()
         return ids, [None] * len(ids)
 
-    def _missing_column(self, ids: Sequence[str], stored: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """The first filter column that a document has in the index, and not in the collection."""
-        shards, rows = self._places(ids)
-        for doc_id, shard, row in zip(ids, shards.tolist(), rows.tolist(), strict=True):
-            for name in self.layout.filters if row >= 0 else ():
-                if self._columns[shard][name][row].is_valid and name not in stored[doc_id]:
-                    return name
-        return None
 
-
-@dataclass(frozen=True)
-class _Scored:
-    """Candidates of a query by the ids of their documents."""
-
-    ids: list[str]
-    dense: list[float]
-    sparse: list[float]  # empty where the query has no terms
+SearchBackend: TypeAlias = Searcher | DatabaseSearcher
 
 
 def _rows(terms: SparseRows) -> list[dict[int, float]]:

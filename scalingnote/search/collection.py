@@ -13,55 +13,28 @@ the clients raise.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.export import databases
 from scalingnote.export.databases import DENSE, NO_TERM, TERMS
+from scalingnote.index.filters import Condition
 from scalingnote.search.config import SearchConfig
 
 MOST_EF = 32_768  # that Milvus takes
-Conditions = Mapping[str, list[Any] | tuple[Any, Any]]  # from scalingnote.index.filters.conditions
+Conditions = Mapping[str, Condition]  # of scalingnote.index.filters.conditions
 Hits = tuple[list[str], list[float]]  # ids of documents and scores, best first
 Terms = Mapping[int, float]  # term -> weight
 Part = Literal["dense", "terms", "columns"]
 _OPEN_FILES: Counter[str] = Counter()  # of Milvus Lite: collections that this process has open in each
 
 
-@runtime_checkable
-class Collection(Protocol):
-    """A collection of a database, to be searched."""
-
-    def described(self) -> tuple[int | None, bool] | None:
-        """Dimension of the dense vectors and whether there are terms; None: there is no collection."""
-
-    def count(self) -> int:
-        """Documents that the collection holds."""
-        ...
-
-    def dense(
-        self, queries: Float[ndarray, "queries dim"], *, k: int, where: Conditions, thorough: bool = False
-    ) -> list[Hits]:
-        """The k documents with the largest inner products; `thorough`: as exact as the database can."""
-        ...
-
-    def sparse(self, queries: Sequence[Terms], *, k: int, where: Conditions) -> list[Hits]:
-        """The k documents with the largest inner products of terms above 0; no query is without terms."""
-        ...
-
-    def read(self, doc_ids: Sequence[str], part: Part) -> dict[str, Any]:
-        """Vectors, terms or columns of the documents that are there."""
-        ...
-
-    def close(self) -> None:
-        """Release the database."""
-
-
 class QdrantCollection(databases.Qdrant):
-    """A collection of Qdrant."""
+    """A collection of Qdrant, to be searched."""
 
     def __init__(self, search: SearchConfig, collection: str, timeout_s: float) -> None:
         super().__init__(search.url or "", collection, timeout_s)
@@ -70,19 +43,19 @@ class QdrantCollection(databases.Qdrant):
     def dense(
         self, queries: Float[ndarray, "queries dim"], *, k: int, where: Conditions, thorough: bool = False
     ) -> list[Hits]:
-        """See :class:`Collection`; `thorough` compares with every vector."""
+        """The k documents with the largest inner products; `thorough` compares with every vector."""
         params = None
         if not self._is_local:  # which compares with every vector, and warns of settings
             params = self._models.SearchParams(exact=thorough, hnsw_ef=self._ef)
         return self._query([row.tolist() for row in queries], DENSE, k=k, where=where, params=params)
 
     def sparse(self, queries: Sequence[Terms], *, k: int, where: Conditions) -> list[Hits]:
-        """See :class:`Collection`."""
+        """The k documents with the largest inner products of terms above 0; no query is without terms."""
         vectors = [self._models.SparseVector(indices=[*row], values=[*row.values()]) for row in queries]
         return self._query(vectors, TERMS, k=k, where=where)
 
     def read(self, doc_ids: Sequence[str], part: Part) -> dict[str, Any]:
-        """See :class:`Collection`."""
+        """Vectors, terms or columns of the documents that are there."""
         points = self._client.retrieve(
             self._collection,
             ids=[databases.point_id(doc_id) for doc_id in doc_ids],
@@ -121,21 +94,19 @@ class QdrantCollection(databases.Qdrant):
         """Conditions in Qdrant's form: numbers with a fraction and truth values have no list of their own."""
         models, must = self._models, []
         for name, condition in where.items():
+            field = partial(models.FieldCondition, key=_key(name))
             if isinstance(condition, tuple):
-                kept = models.Range(gte=condition[0], lte=condition[1])
-                must.append(models.FieldCondition(key=_key(name), range=kept))
+                must.append(field(range=models.Range(gte=condition[0], lte=condition[1])))
             elif isinstance(condition[0], bool):
-                kept = [models.MatchValue(value=value) for value in condition]
                 must.append(
-                    models.Filter(should=[models.FieldCondition(key=_key(name), match=m) for m in kept])
+                    models.Filter(should=[field(match=models.MatchValue(value=v)) for v in condition])
                 )
             elif isinstance(condition[0], float):
-                kept = [models.Range(gte=value, lte=value) for value in condition]
                 must.append(
-                    models.Filter(should=[models.FieldCondition(key=_key(name), range=r) for r in kept])
+                    models.Filter(should=[field(range=models.Range(gte=v, lte=v)) for v in condition])
                 )
             else:
-                must.append(models.FieldCondition(key=_key(name), match=models.MatchAny(any=condition)))
+                must.append(field(match=models.MatchAny(any=condition)))
         return models.Filter(must=must)
 
 
@@ -145,7 +116,7 @@ def _key(name: str) -> str:
 
 
 class MilvusCollection(databases.Milvus):
-    """A collection of Milvus."""
+    """A collection of Milvus, as :class:`QdrantCollection`."""
 
     def __init__(self, search: SearchConfig, collection: str, timeout_s: float) -> None:
         super().__init__(search.url or "", collection, timeout_s)
@@ -154,7 +125,7 @@ class MilvusCollection(databases.Milvus):
             _OPEN_FILES[self._file] += 1
 
     def described(self) -> tuple[int | None, bool] | None:
-        """See :class:`Collection`; a collection that is there is loaded."""
+        """As of :class:`databases.Milvus`; a collection that is there is loaded."""
         found = super().described()
         if found is not None:
             self._client.load_collection(self._collection, timeout=self._timeout_s)
@@ -163,17 +134,17 @@ class MilvusCollection(databases.Milvus):
     def dense(
         self, queries: Float[ndarray, "queries dim"], *, k: int, where: Conditions, thorough: bool = False
     ) -> list[Hits]:
-        """See :class:`Collection`; `thorough` walks as much of the graph as Milvus allows."""
+        """The nearest by vectors; `thorough` walks as much of the graph as Milvus allows."""
         ef = MOST_EF if thorough else self._ef
         params = {} if ef is None else {"ef": max(ef, k)}
         return self._search([*queries], DENSE, k=k, where=where, params=params)
 
     def sparse(self, queries: Sequence[Terms], *, k: int, where: Conditions) -> list[Hits]:
-        """See :class:`Collection`."""
+        """The nearest by terms."""
         return self._search([{**row} for row in queries], TERMS, k=k, where=where, params={})
 
     def read(self, doc_ids: Sequence[str], part: Part) -> dict[str, Any]:
-        """See :class:`Collection`."""
+        """Vectors, terms or columns of documents."""
         # The client's own search by ids does not escape them.
         rows = self._client.query(
             self._collection,
@@ -216,7 +187,7 @@ class MilvusCollection(databases.Milvus):
         ]
 
 
-def _expression(name: str, condition: list[Any] | tuple[Any, Any]) -> str:
+def _expression(name: str, condition: Condition) -> str:
     """A condition in Milvus' language: columns of documents are dynamic fields."""
     field = name if name == "doc_id" else f"$meta[{_literal(name)}]"
     if isinstance(condition, tuple):
@@ -235,15 +206,10 @@ def _literal(text: str) -> str:
     return f'"{text}"'
 
 
-COLLECTIONS: dict[str, Callable[[SearchConfig, str, float], Collection]] = {
-    "qdrant": QdrantCollection,
-    "milvus": MilvusCollection,
-}
+Collection: TypeAlias = QdrantCollection | MilvusCollection
 
 
 def connect(search: SearchConfig, collection: str, *, timeout_s: float) -> Collection:
     """Open a collection to search it; ConfigError where the client is missing or nothing answers."""
-    open_collection = COLLECTIONS[search.backend]
-    return databases.connected(
-        search.backend, search.url, lambda: open_collection(search, collection, timeout_s)
-    )
+    kind: type[Collection] = QdrantCollection if search.backend == "qdrant" else MilvusCollection
+    return databases.connected(search.backend, search.url, lambda: kind(search, collection, timeout_s))

@@ -10,17 +10,17 @@ Unknown users, and all users where no query fusion was trained, get the plain em
 
 Escalation: a student finds nearly the same documents as its teacher, but orders them worse. The order is
 uncertain where candidates have similar scores, that is, where the ten best scores have a small standard
-deviation. :class:`scalingnote.Index` searches this way; this module decides when, and measures the effect.
+deviation. :class:`scalingnote.Index` searches this way; this module decides when.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -35,8 +35,6 @@ if TYPE_CHECKING:  # it needs torch, a lookup tower does not
     from scalingnote.fuse.fusion import QueryFusion
 
 COMPARED = 10  # best scores whose standard deviation is taken
-DEPTH = 100  # candidates of a query that the teacher scores
-SHARES = tuple(step / 10 for step in range(11))
 
 
 @dataclass(frozen=True)
@@ -124,17 +122,15 @@ def _personalised(
 def doubt(scores: Float[ndarray, "queries k"]) -> Float[ndarray, " queries"]:
     """How uncertain the student's order is: minus the standard deviation of a query's ten best scores.
 
-    Args:
-        scores: best first; -inf where a query has no further candidate.
-
-    Returns:
-        At most 0, which is most doubt; -inf where there are fewer than two candidates to order.
+    `scores` are best first, -inf where a query has no further candidate. The result is at most 0, which is
+    most doubt; -inf where there are fewer than two candidates to order.
     """
     best = scores[:, :COMPARED].astype(np.float64)
     found = np.isfinite(best)
     count = np.maximum(found.sum(axis=1), 1)
-    mean = np.where(found, best, 0.0).sum(axis=1) / count
-    squares = np.where(found, np.where(found, best, 0.0) - mean[:, None], 0.0) ** 2
+    best = np.where(found, best, 0.0)
+    mean = best.sum(axis=1) / count
+    squares = np.where(found, best - mean[:, None], 0.0) ** 2
     deviation = np.sqrt(squares.sum(axis=1) / count)
     return np.where(found.sum(axis=1) > 1, -deviation, -np.inf)
 
@@ -157,53 +153,3 @@ def threshold(doubts: Float[ndarray, " queries"], share: float) -> float:
         raise ConfigError("no held-out queries to tune the threshold of escalation on: give some")
     most = int(share * len(doubts) + 1e-9)  # 0.29 * 100 is 28.999999999999996
     return float(np.sort(doubts)[::-1][most])
-
-
-@dataclass(frozen=True)
-class EscalationPoint:
-    """One share of queries that escalate, with its quality and cost."""
-
-    share: float
-    """Asked for."""
-    escalated: float
-    """Reached: less than `share` where doubts are equal, more or less where tuned on other queries."""
-    value: float
-    """Mean of the metric."""
-    cost: float
-    """Mean per query, in the unit of the costs given."""
-
-
-def curve(
-    doubts: Float[ndarray, " queries"],
-    student: Int[ndarray, "queries k"],
-    teacher: Int[ndarray, "queries k"],
-    metric: Callable[[Int[ndarray, "queries k"]], Float[ndarray, " queries"]],
-    *,
-    student_cost: float,
-    teacher_cost: float,
-    shares: Sequence[float] = SHARES,
-    held_out: Float[ndarray, " queries2"] | None = None,
-) -> list[EscalationPoint]:
-    """Quality against cost, from no query escalated to all of them.
-
-    Args:
-        doubts: of the queries that are measured.
-        student: the student's ranking of each query.
-        teacher: the ranking once the teacher has re-ordered it.
-        metric: maps the rankings of all queries to a value per query, e.g. nDCG@10.
-        student_cost: of encoding and searching one query; every query costs it.
-        teacher_cost: of encoding one query, in the same unit; escalated queries cost it on top.
-        shares: points of the curve.
-        held_out: doubts of other queries to tune each threshold on; None tunes on `doubts`.
-
-    Raises:
-        ConfigError: as :func:`threshold`.
-    """
-    before, after = metric(student), metric(teacher)
-    points = []
-    for share in shares:
-        chosen = doubts > threshold(doubts if held_out is None else held_out, share)
-        escalated = float(chosen.mean())
-        value = float(np.where(chosen, after, before).mean())
-        points.append(EscalationPoint(share, escalated, value, student_cost + escalated * teacher_cost))
-    return points

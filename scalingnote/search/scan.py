@@ -10,7 +10,8 @@ that returns too few is repeated over all lists.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import ceil
 from typing import Any, no_type_check
@@ -35,6 +36,7 @@ Masks = Sequence[Bool[ndarray, " _"] | None]
 Ranking = tuple[Float[ndarray, "_ _"], Int[ndarray, "_ _"]]  # scores and rows, [queries, k], best first
 
 
+@dataclass(frozen=True, eq=False)
 class IndexView:
     """The rows that one search sees: those of all shards held, numbered from the first shard to the last.
 
@@ -42,37 +44,33 @@ class IndexView:
     `documents` are tables, `postings` are term lists; each sequence covers all rows in order.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        segments: Sequence[ivf.Lists],
-        alive: Masks,
-        documents: Sequence[pa.Table],
-        postings: Sequence[Postings],
-        shard_rows: Mapping[int, int],
-        lookup: Mapping[int, Callable[[int], Mapping[str, Any]]] | None = None,
-        cache_filters: bool = False,
-    ) -> None:
-        """Divide the rows by segments and shards.
+    layout: Layout
+    segments: Sequence[ivf.Lists]
+    alive: Masks  # of each segment, the rows that were not deleted or replaced; None: all
+    documents: Sequence[pa.Table]  # with the columns that a search may filter by
+    postings: Sequence[Postings]  # none where the index has no terms
+    shard_rows: Mapping[int, int]  # shard -> number of its rows, in order
+    # Of a live index, shard -> the function from a row of the shard to its document.
+    lookup: Mapping[int, Callable[[int], Mapping[str, Any]]] = field(default_factory=dict)
 
-        Args:
-            layout: of the index.
-            segments: inverted lists.
-            alive: of each segment, the rows that were not deleted or replaced; None: all.
-            documents: tables of the rows, with the columns that a search may filter by.
-            postings: term lists of the rows; empty where the index has no terms.
-            shard_rows: number of rows of each shard, in order.
-            lookup: of each shard of a live index, the function from a row of the shard to its document.
-            cache_filters: keep the masks of recent filters.
-        """
-        self.layout, self.segments, self.alive = layout, segments, alive
-        self.documents, self.postings, self.lookup = documents, postings, lookup or {}
-        self.starts = [*accumulate(map(len, segments), initial=0)]  # of the segments, and the number of rows
-        self.shards = np.array([*shard_rows], np.int64)
-        self.shard_starts = np.array([*accumulate(shard_rows.values(), initial=0)], np.int64)
-        matching = partial(_matching_rows, documents)
-        self._matching = lru_cache(CACHED_FILTERS)(matching) if cache_filters else matching
+    @cached_property
+    def starts(self) -> list[int]:
+        """First row of each segment, and the number of rows."""
+        return [*accumulate(map(len, self.segments), initial=0)]
+
+    @cached_property
+    def shards(self) -> Int[ndarray, " shards"]:
+        """Numbers of the shards."""
+        return np.array([*self.shard_rows], np.int64)
+
+    @cached_property
+    def shard_starts(self) -> Int[ndarray, " bounds"]:
+        """First row of each shard, and the number of rows."""
+        return np.array([*accumulate(self.shard_rows.values(), initial=0)], np.int64)
+
+    @cached_property
+    def _matching(self) -> Callable[[str], Bool[ndarray, " rows"]]:
+        return lru_cache(CACHED_FILTERS)(partial(_matching_rows, self.documents))
 
     @property
     def fields(self) -> pa.Schema:
@@ -116,10 +114,6 @@ class IndexView:
         found: tuple[ndarray, ndarray] = _locate(rows, self.shard_starts, self.shards)
         return found
 
-    def document(self, shard: int, row: int) -> Mapping[str, Any]:
-        """The document of a row of a shard of a live index."""
-        return self.lookup[shard](row)
-
 
 def search(
     segments: Sequence[ivf.Lists],
@@ -145,20 +139,14 @@ def search(
     Returns:
         Scores and rows, best first; at most k columns, padded with -inf and -1. Ties go to the lower row.
     """
-    masks = [None] * len(segments) if masks is None else masks
-    counts = [
-        len(lists) if mask is None else int(np.count_nonzero(mask))
-        for lists, mask in zip(segments, masks, strict=True)
-    ]
+    masks = masks or [None] * len(segments)
     starts = accumulate(map(len, segments), initial=0)
-    pieces = [
-        (start, lists, mask)
-        for start, lists, mask, count in zip(starts, segments, masks, counts, strict=False)
-        if count
-    ]
+    every = zip(starts, segments, masks, strict=False)
+    pieces = [piece for piece in every if len(piece[1]) and (piece[2] is None or piece[2].any())]
     if not pieces or not len(queries):
         return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
-    allowed, documents = sum(counts), sum(map(len, segments))
+    documents = sum(map(len, segments))
+    allowed = sum(len(lists) if mask is None else int(np.count_nonzero(mask)) for _, lists, mask in pieces)
     nlist = max(lists.coarse.ntotal for _, lists, _ in pieces)
     widened = nlist if exact else min(nlist, ceil(nprobe * documents / allowed))
     scanned = documents * widened / nlist
@@ -168,12 +156,11 @@ def search(
 
     probe = partial(_probe, pieces, k=k, refine_factor=refine_factor)
     scores, rows = probe(queries, nprobe=widened)
-    if widened == nlist:
-        return scores, rows
-    short = np.flatnonzero((rows >= 0).sum(axis=1) < min(k, allowed))
-    if not len(short):
-        return scores, rows
-    return _replaced((scores, rows), short, probe(queries[short], nprobe=nlist))
+    if widened < nlist:
+        short = np.flatnonzero((rows >= 0).sum(axis=1) < min(k, allowed))
+        if len(short):
+            scores[short], rows[short] = probe(queries[short], nprobe=nlist)
+    return scores, rows
 
 
 def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[ndarray, "queries dim"]:
@@ -230,7 +217,7 @@ def _probe(
     """Scan the lists of each query's nearest centroids in every segment."""
     chosen: dict[int, ivf.Chosen] = {}
     rankings = []
-    for start, lists, mask in pieces:
+    for _, lists, mask in pieces:
         coarse = lists.coarse
         if id(coarse) not in chosen:
             chosen[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
@@ -242,42 +229,30 @@ def _probe(
             refine_factor=refine_factor,
             allowed=None if mask is None else ivf.bitmap(mask),
         )
-        rankings.append(_shifted(found, start))
-    return _merged(rankings, k=k)
+        rankings.append(found)
+    return _merged(pieces, rankings, k=k)
 
 
 def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int) -> Ranking:
     """Score every allowed document: cheaper than a scan where a filter leaves few."""
     rankings = []
-    for start, lists, mask in pieces:
+    for _, lists, mask in pieces:
         rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask)
-        rankings.append(_shifted(ivf.score_all(lists, queries, rows, k=k), start))
-    return _merged(rankings, k=k)
+        every = np.broadcast_to(rows, (len(queries), len(rows)))
+        rankings.append(ivf.best(lists.kept, queries, every, k=k))
+    return _merged(pieces, rankings, k=k)
 
 
-def _shifted(found: Ranking, start: int) -> Ranking:
-    """Count rows from the first segment on."""
-    scores, rows = found
-    return (scores, np.where(rows < 0, -1, rows + start)) if start else found
-
-
-def _merged(rankings: Sequence[Ranking], *, k: int) -> Ranking:
-    if len(rankings) == 1:
-        return rankings[0]
-    scores, rows = (np.hstack(columns) for columns in zip(*rankings, strict=True))
+def _merged(pieces: _Pieces, rankings: Sequence[Ranking], *, k: int) -> Ranking:
+    """The k best of all segments, with rows counted from the first segment on."""
+    counted = [
+        (scores, np.where(rows < 0, -1, rows + start) if start else rows)
+        for (start, _, _), (scores, rows) in zip(pieces, rankings, strict=True)
+    ]
+    if len(counted) == 1:
+        return counted[0]
+    scores, rows = (np.hstack(columns) for columns in zip(*counted, strict=True))
     return topk.merge(scores, rows, k=k)
-
-
-def _replaced(found: Ranking, queries: Int[ndarray, " some"], new: Ranking) -> Ranking:
-    """Replace the rankings of some queries."""
-    width = max(found[1].shape[1], new[1].shape[1])
-    scores = np.full((len(found[0]), width), -np.inf, np.float32)
-    rows = np.full(scores.shape, -1, np.int64)
-    for wide, none, old, own in zip((scores, rows), (-np.inf, -1), found, new, strict=True):
-        wide[:, : old.shape[1]] = old
-        wide[queries] = none
-        wide[queries, : own.shape[1]] = own
-    return scores, rows
 
 
 def _matching_rows(documents: Sequence[pa.Table], where: str) -> Bool[ndarray, " rows"]:

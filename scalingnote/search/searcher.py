@@ -24,18 +24,11 @@ from scalingnote.hybrid import HybridCandidates, Joining
 from scalingnote.index import filters, ivf
 from scalingnote.index import shard as shards_of
 from scalingnote.index.live_index import LiveIndex
-from scalingnote.index.live_state import Snapshot
 from scalingnote.index.shard import DocumentStore, Layout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import scan
-from scalingnote.search.scan import (
-    IndexView,
-    checked_nprobe,
-    require_hybrid,
-    require_vectors,
-    unit_queries,
-)
+from scalingnote.search.scan import IndexView, checked_nprobe, require_hybrid, require_vectors, unit_queries
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 DEFAULT_JOINING = Joining()
@@ -207,7 +200,6 @@ class Searcher:
             documents=[shard.documents for shard in ordered],
             postings=[shard.postings for shard in ordered if shard.postings is not None],
             shard_rows={shard.number: len(shard.documents) for shard in ordered},
-            cache_filters=True,
         )
         # faiss would take every core of the machine for each call, however many replicas share it.
         faiss.omp_set_num_threads(threads)
@@ -274,13 +266,13 @@ class Searcher:
 
         SearchError where the index keeps codes only.
         """
-        row = self._row_of(doc_id)
-        if row is None:
-            return None
-        require_vectors(self.layout)
-        start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= row)
-        found: ndarray = ivf.vectors(kept, np.array([row - start]))[0]
-        return found
+        for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
+            if (row := int(self._shards[number].doc_ids.rows([doc_id])[0])) >= 0:
+                require_vectors(self.layout)
+                start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= first + row)
+                found: ndarray = ivf.vectors(kept, np.array([first + row - start]))[0]
+                return found
+        return None
 
     @cached_property
     def store(self) -> DocumentStore:
@@ -302,8 +294,7 @@ class Searcher:
     @property
     def shards(self) -> list[int]:
         """Numbers of the shards held."""
-        numbers: list[int] = self.view().shards.tolist()
-        return numbers
+        return [*self.view().shard_rows]
 
     @property
     def fields(self) -> pa.Schema:
@@ -406,21 +397,15 @@ class Searcher:
         for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
             own = query, slice(count)
             places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
-            documents = [view.document(shard, row) for shard, row in places] if view.lookup else ()
+            documents = [view.lookup[shard](row) for shard, row in places] if view.lookup else ()
             terms = None if sparse is None else sparse[own]
             found = Candidates(
                 *(ids[own], shards[own], dense[own], terms, documents),
-                searched=len(view.shards),
+                searched=len(view.shard_rows),
                 version=self.version,
             )
             answers.append(found)
         return answers
-
-    def _row_of(self, doc_id: str) -> int | None:
-        for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
-            if (row := int(self._shards[number].doc_ids.rows([doc_id])[0])) >= 0:
-                return int(first + row)
-        return None
 
 
 class LiveSearcher(Searcher):
@@ -433,15 +418,14 @@ class LiveSearcher(Searcher):
         """The rows of all shards as of now."""
         layout, snapshots = self._index.layout, self._index.snapshots()
         segments = [segment for snapshot in snapshots for segment in snapshot.segments]
-        numbered: dict[int, Snapshot] = dict(enumerate(snapshots))
         return IndexView(
             layout,
             segments=[segment.lists for segment in segments],
             alive=[segment.alive for segment in segments],
             documents=[segment.documents for segment in segments],
             postings=[each for snapshot in snapshots for each in snapshot.term_segments],
-            shard_rows={number: snapshot.rows for number, snapshot in numbered.items()},
-            lookup={number: snapshot.document for number, snapshot in numbered.items()},
+            shard_rows={number: snapshot.rows for number, snapshot in enumerate(snapshots)},
+            lookup={number: snapshot.document for number, snapshot in enumerate(snapshots)},
         )
 
     @property

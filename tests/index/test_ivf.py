@@ -158,7 +158,7 @@ def test_only_allowed_rows_are_found(family: Family, documents: np.ndarray, aske
 def test_scoring_all_rows_equals_exact_search_of_them(rows: list[int], k: int) -> None:
     asked = queries(_DOCUMENTS, 3)
     chosen = np.array(sorted(rows), np.int64)
-    scores, found = ivf.score_all(_FLAT, asked, chosen, k=k)
+    scores, found = ivf.best(_FLAT.kept, asked, np.tile(chosen, (3, 1)), k=k)
     exact_scores, exact = topk.search(asked, _DOCUMENTS[chosen], k=k)
     np.testing.assert_array_equal(found, chosen[exact])
     np.testing.assert_allclose(scores, exact_scores, atol=1e-6)

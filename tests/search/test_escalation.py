@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scalingnote.errors import ConfigError
-from scalingnote.search.query_path import EscalationPoint, curve, doubt, threshold
+from scalingnote.search.query_path import doubt, threshold
 
 INF = float("inf")
 
@@ -48,38 +48,3 @@ def test_threshold_errors():
     with pytest.raises(ConfigError, match="no held-out queries"):
         threshold(np.empty(0), 0.3)
     assert threshold(np.empty(0), 0.0) == INF
-
-
-def test_curve():
-    doubts = np.array([-0.3, -0.1, -0.2, -0.4])
-    student, teacher = np.array([[0], [0], [1], [1]]), np.array([[1], [1], [0], [1]])
-    points = curve(
-        doubts,
-        student,
-        teacher,
-        lambda ids: ids[:, 0].astype(float),  # document 1 is relevant to every query
-        student_cost=1.0,
-        teacher_cost=10.0,
-        shares=(0.0, 0.25, 0.5, 1.0),
-    )
-    assert points == [
-        EscalationPoint(0.0, 0.0, 0.5, 1.0),
-        EscalationPoint(0.25, 0.25, 0.75, 3.5),
-        EscalationPoint(0.5, 0.5, 0.5, 6.0),
-        EscalationPoint(1.0, 1.0, 0.75, 11.0),
-    ]
-
-
-def test_curve_tuned_on_other_queries():
-    ids = np.zeros((4, 1), int)
-    (point,) = curve(
-        np.array([-0.3, -0.1, -0.2, -0.4]),
-        ids,
-        ids,
-        lambda ids: np.ones(len(ids)),
-        student_cost=0.0,
-        teacher_cost=2.0,
-        shares=(0.5,),
-        held_out=np.array([-0.05, -0.35]),
-    )
-    assert point == EscalationPoint(0.5, 0.75, 1.0, 1.5)
