@@ -24,19 +24,18 @@ from scalingnote.serve.access import (
     Admission,
     RefusedError,
     RequestCallback,
+    as_refused,
     request_id,
     validation_refusal,
 )
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
 from scalingnote.serve.service import Service, State
-from scalingnote.serve.telemetry import get_logger
 
 # The function that adds the servicer to a gRPC server, which Serve's proxy imports.
 REGISTER = "scalingnote.serve.grpc.scalingnote_pb2_grpc.add_ScalingNoteServicer_to_server"
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Message)
-log = get_logger()
 CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -136,7 +135,7 @@ class Servicer(ScalingNoteServicer):
                 self._admission.admit(_bytes(metadata, "authorization"), _address(context.peer()), size=size)
                 response, status = await answer(state), 200
             except Exception as error:
-                refused = _as_refused(error, state["request_id"])
+                refused = as_refused(error, state["request_id"])
                 status, state["refused"] = refused.status, refused.code
                 details = status_of(refused, state["request_id"])
                 context.set_code(CODES[status])
@@ -150,13 +149,6 @@ class Servicer(ScalingNoteServicer):
                     self._on_done(path, state, status, time.perf_counter() - started)
         context.set_trailing_metadata(trailing)
         return response
-
-
-def _as_refused(error: Exception, request_id: str) -> RefusedError:
-    if isinstance(error, RefusedError):
-        return error
-    log.error("request %s failed", request_id, exc_info=error)
-    return RefusedError(500, "internal", "this is a fault of the server: see its log")
 
 
 def _bytes(metadata: dict[str, Any], name: str) -> bytes:
