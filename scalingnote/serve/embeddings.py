@@ -262,7 +262,7 @@ class Embeddings:
         """
         tower = self._side(request.model, request.input_type)
         found = await self._embed_input(tower, request.input)
-        vectors = await asyncio.to_thread(_cut, found.vectors, request.dimensions, "dimensions")
+        vectors = await asyncio.to_thread(_cut, found.vectors, request.dimensions)
         values: Sequence[Any] = (
             [base64.b64encode(row).decode() for row in vectors.astype("<f4")]
             if request.encoding_format == "base64"
@@ -279,7 +279,7 @@ class Embeddings:
         tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
         vectors = (await self._embed(tower, texts, truncate=request.truncate)).vectors
         if request.normalize or request.dimensions is not None:
-            vectors = _cut(vectors, request.dimensions, "dimensions", scale=request.normalize)
+            vectors = _cut(vectors, request.dimensions, scale=request.normalize)
         rows: list[list[float]] = vectors.tolist()
         return rows
 
@@ -408,21 +408,18 @@ class Embeddings:
         if answer is None:
             raise unavailable("the tower does not answer: try again, with fewer texts if they are many")
         if isinstance(answer, Refused):
-            raise (too_long if answer.too_long else refused)(answer.reason)
+            if answer.too_long:  # than the model reads, and it may not be cut: TEI answers 413
+                raise RefusedError(413, "too_long", answer.reason, "inputs")
+            raise refused(answer.reason)
         return answer
 
 
-def too_long(message: str) -> RefusedError:
-    """413, as TEI answers where a text is longer than the model reads and may not be cut."""
-    return RefusedError(413, "too_long", message, "inputs")
-
-
 def _cut(
-    vectors: Float32[ndarray, "texts dim"], dimensions: int | None, field: str, *, scale: bool = True
+    vectors: Float32[ndarray, "texts dim"], dimensions: int | None, *, scale: bool = True
 ) -> Float32[ndarray, "texts kept"]:
     """The first `dimensions` values of each embedding, scaled to length 1."""
     dim = vectors.shape[1]
     if dimensions is not None and dimensions > dim:
-        raise invalid(f"{dimensions} dimensions are asked for, embeddings have {dim}", field)
+        raise invalid(f"{dimensions} dimensions are asked for, embeddings have {dim}", "dimensions")
     kept: Float32[ndarray, "texts kept"] = vectors[:, :dimensions]
     return np.ascontiguousarray(l2_normalize(kept) if scale else kept)

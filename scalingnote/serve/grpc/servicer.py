@@ -104,7 +104,9 @@ class Servicer(ScalingNoteServicer):
     @_rpc("/encode", messages.EncodeRequest, pb.EncodeResponse)
     async def Encode(self, body: messages.EncodeRequest, _: State) -> pb.EncodeResponse:  # noqa: N802
         """Unit embeddings of queries."""
-        return encode_response(await self._service.encode(body))
+        answer = await self._service.encode(body)
+        embeddings = [{"values": row} for row in answer["embeddings"]]
+        return pb.EncodeResponse(**{**answer, "embeddings": embeddings})
 
     @_rpc("/documents", messages.UpsertRequest, pb.Written)
     async def Upsert(self, body: messages.UpsertRequest, _: State) -> pb.Written:  # noqa: N802
@@ -119,7 +121,7 @@ class Servicer(ScalingNoteServicer):
     @_rpc("/documents/{doc_id:path}", messages.GetRequest, pb.IndexedDocument)
     async def Get(self, body: messages.GetRequest, _: State) -> pb.IndexedDocument:  # noqa: N802
         """A document as the index shows it."""
-        return indexed_document(await self._service.document(body.doc_id))
+        return pb.IndexedDocument(**_document(await self._service.document(body.doc_id)))
 
     async def _admit_and_answer(
         self, path: str, answer: Callable[[State], Awaitable[R]], size: int, context: RayServegRPCContext
@@ -175,17 +177,6 @@ def search_response(answer: Mapping[str, Any]) -> pb.SearchResponse:
     """The answer of a search, as :class:`~scalingnote.serve.messages.SearchResponse` describes it."""
     results = [_document(hit) for hit in answer["results"]]
     return pb.SearchResponse(**{**answer, "results": results})
-
-
-def indexed_document(answer: Mapping[str, Any]) -> pb.IndexedDocument:
-    """A document as the index shows it."""
-    return pb.IndexedDocument(**_document(answer))
-
-
-def encode_response(answer: Mapping[str, Any]) -> pb.EncodeResponse:
-    """Embeddings of queries."""
-    embeddings = [{"values": row} for row in answer["embeddings"]]
-    return pb.EncodeResponse(**{**answer, "embeddings": embeddings})
 
 
 def status_of(refused: RefusedError, request_id: str) -> status_pb2.Status:
