@@ -86,13 +86,8 @@ class Gateway(_Ingress, Servicer):
         arms: an arm's encoder is a handle, or the parts to load in this process.
         catalog: of the index versions.
         searchers: one for each group of shards; none: this process holds all shards.
-        config: of the service.
-        reranker: None: no re-ranking.
-        writing: None: the index is read only.
-        name: of the model, for clients of embeddings.
-        documents: the document tower, for the same; None: it is not served.
-        aggregators: of the searchers, where there are many groups.
-        teacher: of the queries that the students are uncertain about; None: they have none.
+
+    The others are those of :class:`~scalingnote.serve.service.Service`.
     """
 
     def __init__(
@@ -134,9 +129,8 @@ class TowerGateway(_Ingress):
     Args:
         name: of the model.
         query: a handle of its query side, or the parts to load in this process; None: it has none.
-        documents: a handle of its document side; None: it is not served.
-        config: of the service.
-        reranker: None: no re-ranking.
+
+    The others are those of :class:`~scalingnote.serve.embeddings.Embeddings`.
     """
 
     def __init__(
