@@ -102,8 +102,6 @@ class Api(FastAPI):
         try:
             body = _validated(model, await request.body())
             response = await (handler(body, request) if takes_request else handler(body))
-        except ClientDisconnect:
-            response = await _on_error(request, RefusedError(400, "invalid", "the body ended early"))
         except Exception as error:
             response = await _on_error(request, error)
         await response(scope, receive, send)
@@ -152,6 +150,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
             headers = error.headers or {}
             code = HTTP_CODES.get(error.status_code, "refused")
             error = RefusedError(error.status_code, code, str(error.detail))
+        case ClientDisconnect():
+            error = RefusedError(400, "invalid", "the body ended early")
     response = refusal_response(as_refused(error, request.scope["state"]["request_id"]), request.scope)
     response.headers.update(headers)
     return response
