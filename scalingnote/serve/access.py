@@ -9,38 +9,34 @@ because it runs for every request.
 
 import asyncio
 import hashlib
-import json
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from scalingnote.errors import ConfigError
+from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve_config import LOOPBACK, Limits
 
-Message = MutableMapping[str, Any]
-Header = tuple[bytes, bytes]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 RequestCallback = Callable[[str, Mapping[str, Any], int, float], None]  # path, state, status, seconds
 
 MAX_CLIENTS = 10_000  # clients whose rates are remembered
 MIN_KEY_CHARS = 16
 HEALTH_PATHS = ("/healthz", "/health")
-PUBLIC_PATHS = (
-    "/",
-    *HEALTH_PATHS,
-    "/openapi.json",
-)  # without a key, like the page: nothing in them is secret
+PUBLIC_PATHS = ("/", *HEALTH_PATHS, "/openapi.json")  # without a key: nothing in them is secret
 PAGE_PREFIX = "/page/"
 ADMIN_PREFIX = "/admin/"
 OPENAI_PREFIX = "/v1/"
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 CLIENT_CLOSED_REQUEST = 499  # status of nginx and Ray Serve for a request whose client went away
+log = get_logger()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
@@ -97,15 +93,33 @@ def validation_refusal(problems: Sequence[Mapping[str, Any]]) -> RefusedError:
     return invalid(first["msg"] + (f" (and {len(more)} more)" if more else ""), field)
 
 
-def refusal(refused: RefusedError, request_id: str, path: str) -> tuple[int, dict[str, Any]]:
-    """Status and JSON body of a refusal: below ``/v1`` those of OpenAI, where a wrong request gets 400."""
-    if not path.startswith(OPENAI_PREFIX):
-        problem = {"code": refused.code, "message": refused.message, "field": refused.field}
-        return refused.status, {"error": problem, "request_id": request_id}
-    status = 400 if refused.status == 422 else refused.status
-    kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    openai = {"message": refused.message, "type": kind, "param": refused.field, "code": refused.code}
-    return status, {"error": openai}
+def as_refused(error: Exception, request_id: str) -> RefusedError:
+    """A refusal as it is; any other error as a fault of the server, which is logged."""
+    if isinstance(error, RefusedError):
+        return error
+    log.error("request %s failed", request_id, exc_info=error)
+    return RefusedError(500, "internal", "this is a fault of the server: see its log")
+
+
+def refusal_response(refused: RefusedError, scope: Scope) -> Response:
+    """The HTTP response of a refusal, and its code in the request's state.
+
+    Below ``/v1`` status and body are those of OpenAI, where a wrong request gets 400.
+    """
+    scope["state"]["refused"] = refused.code
+    status, content = refused.status, {"code": refused.code, "message": refused.message}
+    if scope["path"].startswith(OPENAI_PREFIX):
+        status = 400 if status == 422 else status
+        kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        body = {"error": {**content, "type": kind, "param": refused.field}}
+    else:
+        body = {"error": {**content, "field": refused.field}, "request_id": scope["state"]["request_id"]}
+    response = Response(to_json(body), status, media_type="application/json")
+    if refused.retry_after_s is not None:
+        response.headers["retry-after"] = str(refused.retry_after_s)
+    if status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    return response
 
 
 # --- admission --------------------------------------------------------------------------------------------
@@ -250,7 +264,7 @@ class AccessMiddleware:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         *,
         admission: Admission,
         on_done: RequestCallback | None = None,
@@ -258,7 +272,7 @@ class AccessMiddleware:
     ) -> None:
         self._app, self._admission, self._on_done, self._in_serve = app, admission, on_done, in_serve
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -295,9 +309,10 @@ class AccessMiddleware:
 
         async def refuse(refused: RefusedError) -> None:
             nonlocal status, refusal_sent
-            refusal_sent, state["refused"] = True, refused.code
-            status, body = refusal(refused, state["request_id"], scope["path"])
-            await _send_refusal(refused, status, body, id_header, send)
+            refusal_sent, response = True, refusal_response(refused, scope)
+            status = response.status_code
+            response.raw_headers.extend(id_header)
+            await response(scope, receive, send)
 
         with self._admission.count_request():
             try:
@@ -314,7 +329,7 @@ class AccessMiddleware:
                     path = getattr(scope.get("route"), "path", "other")
                     self._on_done(path, state, status or 500, time.perf_counter() - started)
 
-    def _admit(self, scope: Message, headers: dict[bytes, bytes]) -> None:
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         path = scope["path"]
         if path in HEALTH_PATHS:
             return  # health checks must pass on an overloaded server, too
@@ -339,20 +354,3 @@ class AccessMiddleware:
 def _is_json(content_type: bytes) -> bool:
     kind = content_type.partition(b";")[0].strip().lower()
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
-
-
-async def _send_refusal(
-    refused: RefusedError, status: int, content: dict[str, Any], id_header: Iterable[Header], send: Send
-) -> None:
-    body = json.dumps(content).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        *id_header,
-    ]
-    if refused.retry_after_s is not None:
-        headers.append((b"retry-after", str(refused.retry_after_s).encode()))
-    if refused.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -31,9 +31,7 @@ from scalingnote.serve.versions import Catalog, LiveCatalog, Versions
 from scalingnote.serve.writer import DocumentEncoder, WriteHandles, Writer
 from scalingnote.serve_config import AppArgs, Part, ServeConfig
 
-MAX_ONGOING_REQUESTS = (
-    1000  # of a replica: calls wait in its batcher, or are refused by the gateway's admission
-)
+MAX_ONGOING_REQUESTS = 1000  # of a replica: calls wait in its batcher, or the gateway's admission refuses
 MAX_UNBATCHED = 5  # of a replica without batches: the others wait in Serve's queue
 HEALTH_CHECK_PERIOD_S = 2.0  # a dead replica is replaced after the next check: Ray Serve's own is every 10 s
 
@@ -46,22 +44,50 @@ log = get_logger()
 # --- the gateway -------------------------------------------------------------------------------------------
 
 
+class _Ingress:
+    """A replica that answers HTTP: its admission, its metrics, and the application that Serve asks it for."""
+
+    _service: Any  # Service, or Embeddings of a model that is served alone
+
+    def __init__(self, config: ServeConfig) -> None:
+        gc.set_threshold(GC_THRESHOLD)
+        self._config, self._metrics = config, Metrics()
+        keys = read_keys(config.api_keys)
+        self._admission = Admission(config.limits, keys, is_open=config.allow_unauthenticated)
+        replica = serve.get_replica_context().replica_id.unique_id
+        log = None if config.access_log is None else AccessWriter(config.access_log, replica)
+        self._on_done = RequestObserver(self._metrics, log)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve's hook: the HTTP side of this replica."""
+        return api.build(
+            self._service,
+            self._config,
+            admission=self._admission,
+            scrape=scrape,
+            on_done=self._on_done,
+            on_poll=self._set_gauges,
+            in_serve=True,
+        )
+
+    def _set_gauges(self) -> None:
+        self._metrics.set_in_flight(self._admission.in_flight)
+        if isinstance(self._service, Service):
+            active = self._service.versions.active
+            self._metrics.set_version(active.name, active.documents)
+
+
 @serve.deployment
 @serve.ingress()
-class Gateway(Servicer):
-    """Ingress of the application. Its gRPC methods are inherited, its HTTP side is built by Serve's hook.
+class Gateway(_Ingress, Servicer):
+    """Ingress of the application, for HTTP and gRPC.
 
     Args:
         arms: an arm's encoder is a handle, or the parts to load in this process.
         catalog: of the index versions.
         searchers: one for each group of shards; none: this process holds all shards.
-        config: of the service.
-        reranker: None: no re-ranking.
-        writing: None: the index is read only.
-        name: of the model, for clients of embeddings.
-        documents: the document tower, for the same; None: it is not served.
-        aggregators: of the searchers, where there are many groups.
-        teacher: of the queries that the students are uncertain about; None: they have none.
+
+    The others are those of :class:`~scalingnote.serve.service.Service`.
     """
 
     def __init__(
@@ -77,8 +103,7 @@ class Gateway(Servicer):
         aggregators: Sequence[DeploymentHandle[Any]] = (),
         teacher: DeploymentHandle[Any] | None = None,
     ) -> None:
-        gc.set_threshold(GC_THRESHOLD)
-        self._config, self._metrics = config, Metrics()
+        _Ingress.__init__(self, config)
         handles: list[Handle] = [*searchers] if searchers else [_local_searcher(catalog, config)]
         service = Service(
             [replace(arm, encoder=_encoder(arm.encoder)) for arm in arms],
@@ -93,40 +118,19 @@ class Gateway(Servicer):
             aggregators=aggregators,
             teacher=teacher,
         )
-        replica = serve.get_replica_context().replica_id.unique_id
-        log = None if config.access_log is None else AccessWriter(config.access_log, replica)
-        super().__init__(service, _admission(config), RequestObserver(self._metrics, log))
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve's hook: the HTTP side of this replica."""
-        return api.build(
-            self._service,
-            self._config,
-            admission=self._admission,
-            scrape=scrape,
-            on_done=self._on_done,
-            on_poll=self._set_gauges,
-            in_serve=True,
-        )
-
-    def _set_gauges(self) -> None:
-        active = self._service.versions.active
-        self._metrics.set_state(
-            in_flight=self._admission.in_flight, version=active.name, documents=active.documents
-        )
+        Servicer.__init__(self, service, self._admission, self._on_done)
 
 
 @serve.deployment
 @serve.ingress()
-class TowerGateway:
+class TowerGateway(_Ingress):
     """Ingress of a model that is served without an index.
 
     Args:
         name: of the model.
         query: a handle of its query side, or the parts to load in this process; None: it has none.
-        documents: a handle of its document side; None: it is not served.
-        config: of the service.
-        reranker: None: no re-ranking.
+
+    The others are those of :class:`~scalingnote.serve.embeddings.Embeddings`.
     """
 
     def __init__(
@@ -137,29 +141,13 @@ class TowerGateway:
         config: ServeConfig,
         reranker: DeploymentHandle[Any] | None = None,
     ) -> None:
+        super().__init__(config)
         queries = {} if query is None else {name: _encoder(query)}
-        self._embeddings = Embeddings(name, queries, documents, config, reranker=reranker)
-        self._config, self._metrics, self._admission = config, Metrics(), _admission(config)
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve's hook: the HTTP side of this replica."""
-        return api.build(
-            self._embeddings,
-            self._config,
-            admission=self._admission,
-            scrape=scrape,
-            on_done=RequestObserver(self._metrics),
-            on_poll=lambda: self._metrics.set_in_flight(self._admission.in_flight),
-            in_serve=True,
-        )
+        self._service = Embeddings(name, queries, documents, config, reranker=reranker)
 
 
 def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
     return LocalHandle(ArmEncoder(encoder)) if isinstance(encoder, QueryPathParts) else encoder
-
-
-def _admission(config: ServeConfig) -> Admission:
-    return Admission(config.limits, read_keys(config.api_keys), is_open=config.allow_unauthenticated)
 
 
 def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> LocalHandle:
@@ -225,19 +213,17 @@ def _bind_tower(served: ServedTower) -> Application:
     gateway = _replicas(TowerGateway, config, "gateway", config.gateway_replicas, config.cpus_per_replica)
     documents = _documents(served.document, served.document_replicas, config)
     application: Application = gateway.bind(
-        served.name, None if arm is None else arm.encoder, documents, config, _reranker(config)
+        served.name, arm and arm.encoder, documents, config, _reranker(config)
     )
     return application
 
 
-def _documents(tower: Location | None, replicas: int, config: ServeConfig) -> DeploymentHandle[Any] | None:
+def _documents(tower: Location | None, replicas: int, config: ServeConfig) -> Any:
     """A deployment of the document tower; None where it is not served."""
     if tower is None or not replicas:
         return None
-    gpus = config.gpus_per_document_replica
-    deployed = _replicas(DocumentTower, config, "document_tower", replicas, config.cpus_per_replica, gpus)
-    handle: DeploymentHandle[Any] = deployed.bind(tower)
-    return handle
+    cpus, gpus = config.cpus_per_replica, config.gpus_per_document_replica
+    return _replicas(DocumentTower, config, "document_tower", replicas, cpus, gpus).bind(tower)
 
 
 def _searchers(served: ServedArtifacts) -> list[Any]:
@@ -304,26 +290,23 @@ def _in_replicas(arm: ServedArm, config: ServeConfig) -> ServedArm:
     return replace(arm, encoder=encoder.bind(arm.encoder))
 
 
-def _teacher(served: ServedArtifacts) -> DeploymentHandle[Any] | None:
+def _teacher(served: ServedArtifacts) -> Any:
     """A deployment of the teacher; None where no query escalates."""
     config, escalation = served.config, served.config.escalation
     if escalation is None or served.teacher is None:
         return None
     cpus, gpus = escalation.cpus_per_replica, escalation.gpus_per_replica
     replicas = _replicas(ArmEncoder, config, "teacher", escalation.replicas, cpus, gpus, name="QueryTeacher")
-    handle: DeploymentHandle[Any] = replicas.bind(served.teacher, escalation.max_batch)
-    return handle
+    return replicas.bind(served.teacher, escalation.max_batch)
 
 
-def _reranker(config: ServeConfig) -> DeploymentHandle[Any] | None:
+def _reranker(config: ServeConfig) -> Any:
     rerank = config.rerank
     if rerank is None:
         return None
     cpus, gpus = rerank.cpus_per_replica, rerank.gpus_per_replica
-    handle: DeploymentHandle[Any] = _replicas(
-        Reranker, config, "reranker", rerank.replicas, cpus, gpus, ongoing=MAX_UNBATCHED
-    ).bind(rerank.model)
-    return handle
+    replicas = _replicas(Reranker, config, "reranker", rerank.replicas, cpus, gpus, ongoing=MAX_UNBATCHED)
+    return replicas.bind(rerank.model)
 
 
 def _replicas(

@@ -11,24 +11,199 @@ import base64
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Float32
 from numpy import ndarray
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from scalingnote.serve import embedding_messages as forms
+from scalingnote.models.published_model import Role
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, conflict, invalid, unavailable
 from scalingnote.serve.concurrency import Handle, gather_in_time
-from scalingnote.serve.embedding_messages import ROLES
+from scalingnote.serve.messages import Name
 from scalingnote.serve.towers import Embedded, Refused
 from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.arrow import l2_normalize
 from scalingnote.version import __version__
 
-Role = Literal["query", "document"]
 MAX_TOKENS = 8192  # ids of one text in a request
+InputType = Literal["query", "document", "passage", "search_query", "search_document"]
+ROLES: dict[str, Role] = {
+    "query": "query",
+    "search_query": "query",
+    "document": "document",
+    "passage": "document",
+    "search_document": "document",
+}
+TRUNCATE = "false: a text longer than the model reads is refused with 413; null and true: it is cut"
+TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
+Texts = StrictStr | Annotated[list[StrictStr], Field(min_length=1)]
+
+
+class _Request(BaseModel):
+    """Fields that are not listed are accepted and not read, as both servers do."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+# --- messages of OpenAI -----------------------------------------------------------------------------------
+
+
+class EmbeddingRequest(_Request):
+    """The body of ``POST /v1/embeddings``."""
+
+    input: Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1)] = Field(
+        description="a text or several; or token ids of the model's own tokenizer, of one text or of several"
+    )
+    model: Name = Field(description="a name of /v1/models; NAME-query and NAME-document choose the side")
+    dimensions: Annotated[int | None, Field(ge=1, strict=True)] = Field(
+        None, description="the first values of each embedding, scaled to length 1 again; null: all"
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="base64: of little-endian float32, four bytes a value"
+    )
+    input_type: InputType | None = Field(None, description="the side that reads the texts; null: by `model`")
+
+
+class EmbeddingRow(BaseModel):
+    """One embedding."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Usage(BaseModel):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """The answer of ``POST /v1/embeddings``: unit embeddings in the order of the input."""
+
+    object: Literal["list"]
+    data: list[EmbeddingRow]
+    model: str
+    usage: Usage
+
+
+class Model(BaseModel):
+    """A name that requests for embeddings may give."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "scalingnote"
+
+
+class ModelList(BaseModel):
+    """The answer of ``GET /v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class OpenAIProblem(BaseModel):
+    """Why a request is refused, in OpenAI's fields."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIRefusal(BaseModel):
+    """The body of every answer below ``/v1`` whose status is not 2xx."""
+
+    error: OpenAIProblem
+
+
+# --- messages of TEI --------------------------------------------------------------------------------------
+
+
+class TeiRequest(_Request):
+    """Texts, and the side that reads them."""
+
+    inputs: Texts
+    prompt_name: InputType | None = Field(None, description="the side that reads the texts; null: query")
+
+
+class TeiEmbedRequest(TeiRequest):
+    """The body of ``POST /embed``."""
+
+    truncate: StrictBool | None = Field(None, description=TRUNCATE)
+    normalize: StrictBool = Field(True, description="whether every embedding has length 1")
+    dimensions: Annotated[int | None, Field(ge=1, strict=True)] = None
+
+
+class TeiTokenizeRequest(TeiRequest):
+    """The body of ``POST /tokenize``."""
+
+    add_special_tokens: StrictBool = True
+
+
+class TeiRerankRequest(_Request):
+    """The body of ``POST /rerank``."""
+
+    query: StrictStr
+    texts: Annotated[list[StrictStr], Field(min_length=1)]
+    raw_scores: StrictBool = Field(False, description="the model's output, not squashed to 0 to 1")
+    return_text: StrictBool = False
+
+
+class Sentences(_Request):
+    """One text, and those that it is compared with."""
+
+    source_sentence: StrictStr
+    sentences: Annotated[list[StrictStr], Field(min_length=1)]
+
+
+class SimilarityParameters(_Request):
+    """The side that reads all of the texts."""
+
+    prompt_name: InputType | None = None
+    truncate: StrictBool | None = Field(None, description=TRUNCATE)
+
+
+class TeiSimilarityRequest(_Request):
+    """The body of ``POST /similarity``."""
+
+    inputs: Sentences = Field(
+        description="the source is read as a query, the others as documents where there is a document tower"
+    )
+    parameters: SimilarityParameters | None = None
+
+
+class SparseValue(BaseModel):
+    """The weight of a term."""
+
+    index: int
+    value: float
+
+
+class Rank(BaseModel):
+    """The score of a text, higher is better."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class Token(BaseModel):
+    """A token, and the characters of the text that it stands for."""
+
+    id: int
+    text: str
+    special: bool
+    start: int
+    stop: int
+
+
+# --- answers ----------------------------------------------------------------------------------------------
 
 
 class Embeddings:
@@ -68,18 +243,18 @@ class Embeddings:
 
     # --- OpenAI ---------------------------------------------------------------------------------------
 
-    def models(self) -> forms.ModelList:
+    def models(self) -> ModelList:
         """Answer ``GET /v1/models``: the names that :meth:`openai` takes."""
         served = [name for name, (tower, _) in self._models.items() if tower is not None]
-        return forms.ModelList(data=[forms.Model(id=name, created=self._created) for name in sorted(served)])
+        return ModelList(data=[Model(id=name, created=self._created) for name in sorted(served)])
 
-    def model(self, name: str) -> forms.Model:
+    def model(self, name: str) -> Model:
         """Answer ``GET /v1/models/{name}``; RefusedError (404) for a name that is not served."""
         self._side(name, None)
-        return forms.Model(id=name, created=self._created)
+        return Model(id=name, created=self._created)
 
-    async def openai(self, request: forms.EmbeddingRequest) -> dict[str, Any]:
-        """Answer ``POST /v1/embeddings`` by an :class:`~scalingnote.serve.embedding_messages.EmbeddingList`.
+    async def openai(self, request: EmbeddingRequest) -> dict[str, Any]:
+        """Answer ``POST /v1/embeddings`` by an :class:`EmbeddingList`.
 
         Raises:
             RefusedError: 404 for an unknown model, 422 for a request beyond the limits, 503 when the tower
@@ -87,7 +262,7 @@ class Embeddings:
         """
         tower = self._side(request.model, request.input_type)
         found = await self._embed_input(tower, request.input)
-        vectors = await asyncio.to_thread(_cut, found.vectors, request.dimensions, "dimensions")
+        vectors = await asyncio.to_thread(_cut, found.vectors, request.dimensions)
         values: Sequence[Any] = (
             [base64.b64encode(row).decode() for row in vectors.astype("<f4")]
             if request.encoding_format == "base64"
@@ -99,16 +274,16 @@ class Embeddings:
 
     # --- TEI ------------------------------------------------------------------------------------------
 
-    async def embed(self, request: forms.TeiEmbedRequest) -> list[list[float]]:
+    async def embed(self, request: TeiEmbedRequest) -> list[list[float]]:
         """Answer ``POST /embed``: an embedding of each text."""
         tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
         vectors = (await self._embed(tower, texts, truncate=request.truncate)).vectors
         if request.normalize or request.dimensions is not None:
-            vectors = _cut(vectors, request.dimensions, "dimensions", scale=request.normalize)
+            vectors = _cut(vectors, request.dimensions, scale=request.normalize)
         rows: list[list[float]] = vectors.tolist()
         return rows
 
-    async def embed_sparse(self, request: forms.TeiRequest) -> list[list[dict[str, Any]]]:
+    async def embed_sparse(self, request: TeiRequest) -> list[list[dict[str, Any]]]:
         """Answer ``POST /embed_sparse``: terms of each query and their weights."""
         texts = self._checked(request.inputs, "inputs")
         if ROLES[request.prompt_name or "query"] == "document" or not self._queries:
@@ -117,7 +292,7 @@ class Embeddings:
         found = await self._answer(tower.terms.remote(texts), conflict)
         return [[{"index": term, "value": value} for term, value in zip(*row, strict=True)] for row in found]
 
-    async def rerank(self, request: forms.TeiRerankRequest) -> list[dict[str, Any]]:
+    async def rerank(self, request: TeiRerankRequest) -> list[dict[str, Any]]:
         """Answer ``POST /rerank``: scores of texts for a query by the cross-encoder, best first."""
         if self._reranker is None or self._config.rerank is None:
             raise conflict("this server does not re-rank: set serve.rerank")
@@ -130,7 +305,7 @@ class Embeddings:
         shown = {n: {"text": texts[n]} if request.return_text else {} for n in order}
         return [{"index": n, "score": float(scores[n]), **shown[n]} for n in order]
 
-    async def similarity(self, request: forms.TeiSimilarityRequest) -> list[float]:
+    async def similarity(self, request: TeiSimilarityRequest) -> list[float]:
         """Answer ``POST /similarity``: cosines of one text and others."""
         chosen = request.parameters.prompt_name if request.parameters else None
         (source,) = self._checked([request.inputs.source_sentence], "inputs.source_sentence")
@@ -142,7 +317,7 @@ class Embeddings:
         cosines: list[float] = (l2_normalize(second.vectors) @ l2_normalize(first.vectors)[0]).tolist()
         return cosines
 
-    async def tokenize(self, request: forms.TeiTokenizeRequest) -> list[list[dict[str, Any]]]:
+    async def tokenize(self, request: TeiTokenizeRequest) -> list[list[dict[str, Any]]]:
         """Answer ``POST /tokenize``: the tokens of each text."""
         tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
         rows: list[list[dict[str, Any]]] = await self._answer(
@@ -198,7 +373,7 @@ class Embeddings:
         return tower
 
     async def _embed_input(self, tower: Handle, given: Any) -> Embedded:
-        """The embeddings of `input` in any of its forms."""
+        """The embeddings of `input` in any of its"""
         if isinstance(given, str) or isinstance(given[0], str):
             return await self._embed(tower, self._checked(given, "input"))
         rows = [given] if isinstance(given[0], int) else given
@@ -216,10 +391,6 @@ class Embeddings:
                 raise invalid(
                     f"text {number} has {len(text)} characters, this server takes up to {limit}", field
                 )
-            try:
-                text.encode()
-            except UnicodeEncodeError:  # JSON can spell a lone surrogate, which tokenizers cannot read
-                raise invalid(f"text {number} is not valid Unicode", field) from None
         return texts
 
     def _check_count(self, texts: int, field: str) -> None:
@@ -237,21 +408,18 @@ class Embeddings:
         if answer is None:
             raise unavailable("the tower does not answer: try again, with fewer texts if they are many")
         if isinstance(answer, Refused):
-            raise (too_long if answer.too_long else refused)(answer.reason)
+            if answer.too_long:  # than the model reads, and it may not be cut: TEI answers 413
+                raise RefusedError(413, "too_long", answer.reason, "inputs")
+            raise refused(answer.reason)
         return answer
 
 
-def too_long(message: str) -> RefusedError:
-    """413, as TEI answers where a text is longer than the model reads and may not be cut."""
-    return RefusedError(413, "too_long", message, "inputs")
-
-
 def _cut(
-    vectors: Float32[ndarray, "texts dim"], dimensions: int | None, field: str, *, scale: bool = True
+    vectors: Float32[ndarray, "texts dim"], dimensions: int | None, *, scale: bool = True
 ) -> Float32[ndarray, "texts kept"]:
     """The first `dimensions` values of each embedding, scaled to length 1."""
     dim = vectors.shape[1]
     if dimensions is not None and dimensions > dim:
-        raise invalid(f"{dimensions} dimensions are asked for, embeddings have {dim}", field)
+        raise invalid(f"{dimensions} dimensions are asked for, embeddings have {dim}", "dimensions")
     kept: Float32[ndarray, "texts kept"] = vectors[:, :dimensions]
     return np.ascontiguousarray(l2_normalize(kept) if scale else kept)

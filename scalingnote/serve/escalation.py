@@ -11,16 +11,19 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote.search.query_path import COMPARED, doubt, threshold
+from scalingnote.search.query_path import COMPARED, Query, doubt, threshold
 from scalingnote.search.searcher import Candidates
-from scalingnote.serve.concurrency import Handle, cancel
+from scalingnote.serve.concurrency import Handle, RequestTimer, cancel
+from scalingnote.serve.fan_out import FanOut, GroupCandidates
 from scalingnote.serve.telemetry import get_logger
+from scalingnote.serve.towers import Refused
 from scalingnote.serve_config import Escalation
 
 WINDOW = 1000  # latest queries of a gateway that `share` is a share of
@@ -61,15 +64,36 @@ class Teacher:
                 self._threshold = threshold(np.array(self._doubts), self._config.share)
         return uncertain
 
-    async def encode(self, query: str, left_s: float) -> Float[ndarray, "one dim"] | str:
+    async def search(
+        self, text: str, query: Query, found: GroupCandidates, fan_out: FanOut, timer: RequestTimer
+    ) -> tuple[Query, GroupCandidates, str]:
+        """The teacher's query and what it finds where the student is uncertain, else those of the student.
+
+        Where the teacher or the second search is not in time, those of the student, with the reason.
+
+        Args:
+            text: of the query.
+            query: with the student's embedding.
+            found: by it.
+            fan_out: searches again.
+            timer: of the request.
+        """
+        if not self.is_uncertain(found.candidates):
+            return query, found, ""
+        embedding = await self._encode(text, timer.left_s())
+        if isinstance(embedding, str):
+            return query, found, embedding
+        second = replace(query, embedding=embedding)
+        answer = await fan_out.search(second, timer.left_s())
+        if isinstance(answer, Refused) or len(answer.missing) > len(found.missing):
+            return query, found, "teacher_late"
+        return second, answer, ""
+
+    async def _encode(self, query: str, left_s: float) -> Float[ndarray, "one dim"] | str:
         """The teacher's embedding of a query; or the reason why there is none.
 
         ``teacher_late``, ``teacher_failed``: it did not answer in time, or by an error. ``teacher_busy``: as
         many queries wait as may. ``teacher_silent``: it has not answered the calls before.
-
-        Args:
-            query: a text.
-            left_s: seconds until the request's deadline.
         """
         if time.monotonic() < self._paused_until:
             return "teacher_silent"

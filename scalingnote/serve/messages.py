@@ -1,8 +1,21 @@
-"""Bodies of requests and responses: every field has a type and bounds, unknown fields are refused."""
+"""Bodies of requests and responses: every field has a type and bounds, unknown fields are refused.
 
+What depends on the server's limits and on its index is checked by functions, which refuse a request by 422
+and name the field.
+"""
+
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictStr, StringConstraints, model_validator
+
+from scalingnote.hybrid import Joining
+from scalingnote.search.searcher import DEFAULT_JOINING
+from scalingnote.serve.access import invalid
+from scalingnote.serve_config import Limits, Rerank
 
 DocId = Annotated[StrictStr, StringConstraints(min_length=1, max_length=512)]
 Name = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)]
@@ -311,6 +324,9 @@ class Refusal(BaseModel):
     request_id: str
 
 
+# --- checks of requests -----------------------------------------------------------------------------------
+
+
 def index_filter(conditions: dict[str, Any] | None) -> dict[str, Any] | None:
     """A request's filter in the form of :mod:`scalingnote.index.filters`."""
     if conditions is None:
@@ -319,3 +335,49 @@ def index_filter(conditions: dict[str, Any] | None) -> dict[str, Any] | None:
         name: condition.model_dump(exclude_none=True) if isinstance(condition, Range) else condition
         for name, condition in conditions.items()
     }
+
+
+def rerank_depth(request: SearchRequest, rerank: Rerank | None) -> int:
+    """The number of results to re-rank; 0: none. With `rerank` None, the server does not re-rank."""
+    if request.rerank is None:
+        return 0
+    if rerank is None:
+        raise invalid("this server does not re-rank: set serve.rerank", "rerank")
+    if request.query is None:
+        raise invalid("only results of a text can be re-ranked: send query", "rerank")
+    if request.rerank > rerank.max_candidates:
+        raise invalid(f"rerank is {request.rerank}, up to {rerank.max_candidates} are done", "rerank")
+    return request.rerank
+
+
+def query_text(given: str, limits: Limits) -> str:
+    """A query without the spaces around it."""
+    query = given.strip()
+    if not query:
+        raise invalid("query is empty: send some text", "query")
+    if len(query) > limits.max_query_chars:
+        raise invalid(
+            f"query has {len(query)} characters, this server takes up to {limits.max_query_chars}", "query"
+        )
+    return query
+
+
+def joining(dense_weight: float | None, *, sparse: bool) -> Joining:
+    """How scores by embeddings and by terms are joined; `sparse`: whether the index has terms."""
+    if dense_weight is None:
+        return DEFAULT_JOINING
+    if not sparse:
+        raise invalid("dense_weight is given, but the documents of this index have no terms", "dense_weight")
+    return Joining(dense_weight=dense_weight)
+
+
+def unit_vector(values: Sequence[float], dim: int) -> Float[ndarray, "1 dim"]:
+    """A client's vector as a unit embedding."""
+    if len(values) != dim:
+        raise invalid(f"vector has {len(values)} numbers, the index has embeddings of dim {dim}", "vector")
+    row = np.asarray([values], np.float64)
+    largest = np.abs(row).max()
+    if not largest:
+        raise invalid("vector is all zero: it has no direction", "vector")
+    scaled = row / largest  # or the square of a large number would be infinite
+    return np.asarray(scaled / np.linalg.norm(scaled), np.float32)

@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -151,17 +150,18 @@ class Reranker:
 
     async def score(self, query: str, texts: Sequence[str]) -> list[float]:
         """A score of each text, higher is better."""
-        pairs = [(query, text) for text in texts]
-        scores = await asyncio.to_thread(self._model.predict, pairs, show_progress_bar=False)
-        return [float(score) for score in scores]
+        return await self._predict(query, texts)
 
     async def logits(self, query: str, texts: Sequence[str]) -> list[float]:
         """The model's output for each text, before any activation."""
         from torch.nn import Identity
 
+        return await self._predict(query, texts, activation_fn=Identity())
+
+    async def _predict(self, query: str, texts: Sequence[str], **options: Any) -> list[float]:
         pairs = [(query, text) for text in texts]
-        predict = partial(self._model.predict, activation_fn=Identity(), show_progress_bar=False)
-        return [float(logit) for logit in await asyncio.to_thread(predict, pairs)]
+        scores = await asyncio.to_thread(self._model.predict, pairs, show_progress_bar=False, **options)
+        return [float(score) for score in scores]
 
 
 # --- searchers ---------------------------------------------------------------------------------------------

@@ -11,16 +11,20 @@ do not answer.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
+from scalingnote.errors import SearchError
 from scalingnote.experiment.config import arm_of, unit_of
+from scalingnote.index import filters
+from scalingnote.index.shard import Layout
 from scalingnote.search.query_path import COMPARED, Query
 from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
-from scalingnote.serve import bodies, messages
+from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.embeddings import Embeddings
@@ -34,6 +38,7 @@ from scalingnote.serve.writer import DocumentWrites, WriteHandles
 from scalingnote.serve_config import ServeConfig
 
 CANARY_DEADLINE_S = 30.0  # an exact search is slow
+MAX_FACET_VALUES = 50  # of a field in /info
 State = dict[str, Any]  # of a request: its `request_id`, and what telemetry.RequestObserver reads
 T = TypeVar("T")
 log = get_logger()
@@ -83,14 +88,11 @@ class Service:
         aggregators: Sequence[Handle] = (),
         teacher: Handle | None = None,
     ) -> None:
-        self._teacher: Teacher | None = None
-        if teacher is not None and config.escalation is not None:
-            self._teacher = Teacher(teacher, config.escalation)
+        self._teacher = Teacher(teacher, config.escalation) if teacher and config.escalation else None
         self._arms, self._searchers = {arm.name: arm for arm in arms}, list(searchers)
         self._first_arm, self._aggregators = arms[0], list(aggregators)
         groups = sizes(len(searchers), config.fanout) if aggregators else [[n] for n in range(len(searchers))]
-        hedge_after = hedged(config)
-        self._fan_out = FanOut(aggregators or searchers, groups, hedge_after=hedge_after)
+        self._fan_out = FanOut(aggregators or searchers, groups, hedge_after=hedged(config))
         encoders = {arm.name: arm.encoder for arm in arms}
         self.embeddings = Embeddings(name, encoders, documents, config, reranker=reranker)
         self.versions, self._config, self._reranker = versions, config, reranker
@@ -115,62 +117,72 @@ class Service:
         """
         arm, timer = self._arm(request.arm or self._drawn(request, state)), self._timer(request.deadline_ms)
         state |= {"search": request, "arm": arm.name}
-        version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
-        content = self.versions.content(version)
-        layout = content.layout
-        bodies.check_search(request.k, where, content.fields, self._config.limits)
-        joining = bodies.joining(request.dense_weight, sparse=layout.sparse)
-        reranked = bodies.rerank_depth(request, self._config.rerank if self._reranker else None)
-        query = await self._query(request, arm, dim=layout.dim, timer=timer)
-        escalates = self._teacher is not None and _may_escalate(request, query, arm)
-        query = replace(
-            query,
-            terms=query.terms if layout.sparse else None,
-            k=max(request.k, reranked, COMPARED if escalates else 0),
+        version, layout, where = self._index(request, arm)
+        joining = messages.joining(request.dense_weight, sparse=layout.sparse)
+        reranked = messages.rerank_depth(request, self._config.rerank if self._reranker else None)
+        text, encoded = await self._encoded(request, arm, layout.dim, timer)
+        # The teacher encodes texts, of nobody in particular, in the space of its own documents.
+        teacher = self._teacher if text and not encoded.personalised and arm.version is None else None
+        query = student = replace(
+            encoded,
+            terms=encoded.terms if layout.sparse else None,
+            k=max(request.k, reranked, COMPARED if teacher else 0),
             nprobe=request.nprobe,
             where=where,
             version=version,
         )
         timings_ms = {"encode": timer.step_ms()}
-        used, candidates, reason = query, await self._candidates(query, timer), ""
+        candidates, reason = await self._candidates(query, timer), ""
         timings_ms["search"] = timer.step_ms()
-        if escalates:
-            used, candidates, reason = await self._escalated(request, query, candidates, timer)
-        timings_ms["escalate"] = timer.step_ms() if escalates else 0.0
+        if teacher is not None:
+            query, candidates, reason = await teacher.search(text, query, candidates, self._fan_out, timer)
+        timings_ms["escalate"] = timer.step_ms() if teacher else 0.0
         best = rank(candidates.candidates, k=query.k, joining=joining, layout=layout)
         found, readable = await self.versions.documents.shown(best, timer.left_s())
         timings_ms["search"] = round(timings_ms["search"] + timer.step_ms(), 3)
-        if self._on_recall is not None and query.terms is None and random.random() < self._config.canary:
-            self._start_canary(used, found)
+        self._start_canary(query, found)
         scores: list[float] = []
         if reranked and readable:
             found, scores = await self._rerank(request, found, timer)
         timings_ms["rerank"] = timer.step_ms() if reranked else 0.0
-        results = bodies.results(found, k=request.k)
-        if request.explain:
-            bodies.explain(results, found, scores)
+        results = _results(found, request.k, explain=request.explain, reranked=scores)
         timings_ms["total"] = timer.total_ms()
-        unranked = bool(reranked and len(found) and not scores)
-        state["answer"] = answer = bodies.response(
-            state,
-            arm.name,
-            results,
-            found,
-            timings_ms,
-            shards=layout.shards,
-            missing=candidates.missing,
-            personalised=query.personalised,
-            escalated=used is not query,
-            degraded=bodies.degraded(reason, unread=not readable, unranked=unranked),
-        )
+        unranked = reranked and len(found) and not scores
+        lacks = {reason: reason, "documents_unreadable": not readable, "not_reranked": unranked}
+        state["answer"] = answer = {
+            **_response(state, arm, layout, found, candidates, results, timings_ms),
+            "personalised": query.personalised,
+            "escalated": query is not student,
+            "degraded": [name for name, applies in lacks.items() if applies],
+        }
         return answer
 
-    async def _query(self, request: SearchRequest, arm: ServedArm, *, dim: int, timer: RequestTimer) -> Query:
+    def _index(
+        self, request: SearchRequest | SimilarRequest, arm: ServedArm
+    ) -> tuple[str, Layout, filters.Filter | None]:
+        """The index version that answers a request, its layout, and the filter of the request.
+
+        422 for more results than the server gives, and for a filter that does not fit the index's fields.
+        """
+        if request.k > (most := self._config.limits.max_k):
+            raise invalid(f"k is {request.k}, this server gives up to {most} results", "k")
+        version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
+        content = self.versions.content(version)
+        try:
+            filters.check(where or {}, content.fields)
+        except SearchError as error:
+            raise invalid(str(error), "filter") from None
+        return version, content.layout, where
+
+    async def _encoded(
+        self, request: SearchRequest, arm: ServedArm, dim: int, timer: RequestTimer
+    ) -> tuple[str, Query]:
+        """The text of a request, empty where it has a vector, and the encoded query."""
         if request.vector is not None:
-            return Query(bodies.unit_vector(request.vector, dim))
-        text = bodies.text(request.query or "", self._config.limits)
+            return "", Query(messages.unit_vector(request.vector, dim))
+        text = messages.query_text(request.query or "", self._config.limits)
         user_id = request.user_id if arm.personalised else None
-        return await _encoded(arm.encoder.encode.remote(text, user_id), timer)
+        return text, await _in_time(arm.encoder.encode.remote(text, user_id), timer)
 
     def _drawn(self, request: SearchRequest, state: State) -> str:
         """The arm that the traffic split gives to a request."""
@@ -182,10 +194,7 @@ class Service:
     async def similar(self, request: SimilarRequest, state: State) -> dict[str, Any]:
         """Answer ``POST /similar``: the documents nearest to one of the index, without that one."""
         arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
-        version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
-        content = self.versions.content(version)
-        layout = content.layout
-        bodies.check_search(request.k, where, content.fields, self._config.limits)
+        version, layout, where = self._index(request, arm)
         calls = [searcher.vector.remote(version, request.doc_id) for searcher in self._searchers]
         vector = await _from_one(calls, request.doc_id, timer)
         timings_ms = {"encode": timer.step_ms()}
@@ -193,30 +202,23 @@ class Service:
         candidates = await self._candidates(query, timer)
         best = rank(candidates.candidates, k=query.k, joining=DEFAULT_JOINING, layout=layout)
         found, readable = await self.versions.documents.shown(best, timer.left_s())
-        others = [result for result in bodies.results(found, k=query.k) if result["doc_id"] != request.doc_id]
+        others = [result for result in _results(found, query.k) if result["doc_id"] != request.doc_id]
         timings_ms |= {"search": timer.step_ms(), "escalate": 0.0, "rerank": 0.0, "total": timer.total_ms()}
-        return bodies.response(
-            state,
-            arm.name,
-            others[: request.k],
-            found,
-            timings_ms,
-            shards=layout.shards,
-            missing=candidates.missing,
-            personalised=False,
-            degraded=bodies.degraded("", unread=not readable, unranked=False),
-        )
+        return {
+            **_response(state, arm, layout, found, candidates, others[: request.k], timings_ms),
+            "personalised": False,
+            "escalated": False,
+            "degraded": [] if readable else ["documents_unreadable"],
+        }
 
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
         """Answer ``POST /encode``: unit embeddings of queries."""
         arm, timer = self._arm(request.arm), self._timer(None)
-        if len(request.queries) > self._config.limits.max_batch:
-            raise invalid(
-                f"{len(request.queries)} queries: send up to {self._config.limits.max_batch}", "queries"
-            )
-        queries = [bodies.text(query, self._config.limits) for query in request.queries]
+        if len(request.queries) > (most := self._config.limits.max_batch):
+            raise invalid(f"{len(request.queries)} queries: send up to {most}", "queries")
+        queries = [messages.query_text(query, self._config.limits) for query in request.queries]
         user_id = request.user_id if arm.personalised else None
-        encoded = await _encoded(arm.encoder.encode_many.remote(queries, user_id), timer)
+        encoded = await _in_time(arm.encoder.encode_many.remote(queries, user_id), timer)
         embeddings = [query.embedding[0].tolist() for query in encoded]
         return {"embeddings": embeddings, "dim": len(embeddings[0]), "arm": arm.name}
 
@@ -242,31 +244,10 @@ class Service:
             raise _refusal(found)
         if not found.candidates:
             engine = self._config.search.backend
-            silent = (
-                "no shard of the index answers" if engine == "own" else f"{engine} does not answer in time"
-            )
-            raise unavailable(f"{silent}: try again")
+            if engine == "own":
+                raise unavailable("no shard of the index answers: try again")
+            raise unavailable(f"{engine} does not answer in time: try again")
         return found
-
-    async def _escalated(
-        self, request: SearchRequest, query: Query, found: GroupCandidates, timer: RequestTimer
-    ) -> tuple[Query, GroupCandidates, str]:
-        """The teacher's query and what it finds where the student is uncertain, else those of the student.
-
-        Where the teacher or the second search is not in time, those of the student, with the reason.
-        """
-        assert self._teacher is not None
-        if not self._teacher.is_uncertain(found.candidates):
-            return query, found, ""
-        text = bodies.text(request.query or "", self._config.limits)
-        embedding = await self._teacher.encode(text, timer.left_s())
-        if isinstance(embedding, str):
-            return query, found, embedding
-        second = replace(query, embedding=embedding)
-        answer = await self._fan_out.search(second, timer.left_s())
-        if isinstance(answer, Refused) or len(answer.missing) > len(found.missing):
-            return query, found, "teacher_late"
-        return second, answer, ""
 
     async def _rerank(
         self, request: SearchRequest, found: Candidates, timer: RequestTimer
@@ -275,7 +256,7 @@ class Service:
 
         Candidates as they are, and no scores, when the cross-encoder does not answer.
         """
-        assert self._reranker is not None  # see rerank_depth
+        assert self._reranker is not None  # or rerank_depth would have refused the request
         best = found.documents[: request.rerank]
         texts = [" ".join(filter(None, (document["title"], document["snippet"]))) for document in best]
         call = self._reranker.score.remote(request.query, texts)
@@ -290,19 +271,21 @@ class Service:
     # --- canaries -------------------------------------------------------------------------------------
 
     def _start_canary(self, query: Query, found: Candidates) -> None:
-        """Measure the recall of an answer by an exact search, while the answer is sent."""
+        """Measure the recall of some answers by an exact search, while the answer is sent."""
+        if self._on_recall is None or query.terms is not None or random.random() >= self._config.canary:
+            return
         if self._canaries:  # one at a time: exact searches take processor time from the others
             return
-        task = asyncio.create_task(self._run_canary(query, found))
+        task = asyncio.create_task(self._run_canary(query, found, self._on_recall))
         self._canaries.add(task)
         task.add_done_callback(self._end_canary)
 
-    async def _run_canary(self, query: Query, found: Candidates) -> None:
+    async def _run_canary(self, query: Query, found: Candidates, on_recall: Callable[[float], None]) -> None:
         exact = await self._candidates(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
         layout = self.versions.content(query.version).layout
         best = rank(exact.candidates, k=query.k, joining=DEFAULT_JOINING, layout=layout)
-        if self._on_recall is not None and best.version == found.version and len(best):
-            self._on_recall(float(np.isin(best.ids, found.ids).mean()))
+        if best.version == found.version and len(best):
+            on_recall(float(np.isin(best.ids, found.ids).mean()))
 
     def _end_canary(self, task: asyncio.Task[None]) -> None:
         self._canaries.discard(task)
@@ -318,8 +301,26 @@ class Service:
             messages.ArmInfo(name=arm.name, tower=arm.tower, personalised=arm.personalised)
             for arm in self._arms.values()
         ]
-        tower, content = self.embeddings.info(active.dim), self.versions.content(active.name)
-        return bodies.info(tower, arms, active, content, self._config)
+        content = self.versions.content(active.name)
+        return messages.Info(
+            **self.embeddings.info(active.dim).model_dump(),
+            documents=active.documents,
+            index_version=active.name,
+            shards=content.layout.shards,
+            arms=arms,
+            fields={field.name: _field_kind(field.type) for field in content.fields},
+            facets={
+                name: [
+                    messages.Facet(value=value, count=count)
+                    for value, count in sorted(values.items(), key=lambda item: (-item[1], item[0]))
+                ][:MAX_FACET_VALUES]
+                for name, values in content.facets.items()
+            },
+            sparse=content.layout.sparse,
+            live=self._config.live is not None,
+            max_k=self._config.limits.max_k,
+            max_query_chars=self._config.limits.max_query_chars,
+        )
 
     async def health(self) -> messages.Health:
         """Answer ``GET /healthz``: whether encoders and searchers answer."""
@@ -364,7 +365,7 @@ class Service:
         return RequestTimer(limit_s if deadline_ms is None else min(limit_s, deadline_ms / 1000))
 
 
-async def _encoded(call: Awaitable[T], timer: RequestTimer) -> T:
+async def _in_time(call: Awaitable[T], timer: RequestTimer) -> T:
     """An encoder's answer; 503 when there is none in time."""
     (encoded,) = await gather_in_time([call], deadline_s=timer.left_s())
     if encoded is None:
@@ -390,6 +391,52 @@ async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: Request
     raise not_found(f"no document {doc_id!r}")
 
 
-def _may_escalate(request: SearchRequest, query: Query, arm: ServedArm) -> bool:
-    """Whether the teacher could encode a query: a text, of nobody in particular, of its own documents."""
-    return request.query is not None and not query.personalised and arm.version is None
+def _results(
+    found: Candidates, k: int, *, explain: bool = False, reranked: Sequence[float] = ()
+) -> list[dict[str, Any]]:
+    """The k best candidates as a response shows them.
+
+    Args:
+        found: ranked, with their documents.
+        k: number of results.
+        explain: whether each result has the parts of its score.
+        reranked: the cross-encoder's scores of the first candidates.
+    """
+    pairs = zip(found.documents[:k], found.scores, strict=False)
+    results = [{**document, "score": score} for document, score in pairs]
+    for place, result in enumerate(results if explain else ()):
+        result["explain"] = {
+            "dense": float(found.dense[place]),
+            "sparse": None if found.sparse is None else float(found.sparse[place]),
+            "rerank": reranked[place] if place < len(reranked) else None,
+            "shard": int(found.shards[place]),
+        }
+    return results
+
+
+def _response(
+    state: State,
+    arm: ServedArm,
+    layout: Layout,
+    found: Candidates,
+    candidates: GroupCandidates,
+    results: list[dict[str, Any]],
+    timings_ms: Mapping[str, float],
+) -> dict[str, Any]:
+    """The fields that an answer has of any search: pydantic would validate every hit of a model."""
+    return {
+        "request_id": state["request_id"],
+        "results": results,
+        "arm": arm.name,
+        "index_version": found.version,
+        "shards": layout.shards,
+        "shards_answered": found.searched,
+        "missing_groups": list(candidates.missing),
+        "timings_ms": timings_ms,
+    }
+
+
+def _field_kind(dtype: pa.DataType) -> Any:
+    if pa.types.is_boolean(dtype):
+        return "boolean"
+    return "number" if pa.types.is_integer(dtype) or pa.types.is_floating(dtype) else "text"

@@ -33,7 +33,6 @@ from ray.serve.schema import LoggingConfig
 
 from scalingnote.experiment.access_log import AccessWriter
 from scalingnote.experiment.config import unit_of
-from scalingnote.serve.messages import index_filter
 
 BUCKETS_MS = [0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000]
 BUCKETS_RECALL = [0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999]
@@ -119,13 +118,12 @@ class Metrics:
         """Count a request that was refused."""
         self._refused.inc(tags={"code": code})
 
-    def set_state(self, *, in_flight: int, version: str, documents: int) -> None:
-        """Set the gauges; called periodically."""
-        self.set_in_flight(in_flight)
-        if self._version not in ("", version):  # the gauge of the version before would stay at its value
+    def set_version(self, name: str, documents: int) -> None:
+        """Set the gauge of the active version's documents; called periodically."""
+        if self._version not in ("", name):  # the gauge of the version before would stay at its value
             self._documents.set(0, tags={"version": self._version})
-        self._version = version
-        self._documents.set(documents, tags={"version": version})
+        self._version = name
+        self._documents.set(documents, tags={"version": name})
 
     def set_in_flight(self, requests: int) -> None:
         """Set the gauge of requests that are worked on."""
@@ -203,7 +201,7 @@ class RequestObserver:
             "unit": unit,
             "query": request.query,
             "k": request.k,
-            "filter": index_filter(request.filter),
+            "filter": request.model_dump(include={"filter"}, exclude_none=True).get("filter"),
             "doc_ids": [hit["doc_id"] for hit in results],
             "scores": [hit["score"] for hit in results],
             "personalised": answer.get("personalised", False),

@@ -12,7 +12,7 @@ from gateway_here import Client, service
 
 from scalingnote.errors import ArtifactError
 from scalingnote.index.shard import DocumentStore, documents_file
-from scalingnote.serve import api, documents
+from scalingnote.serve import api, versions
 from scalingnote.serve.access import RefusedError
 from scalingnote.serve.messages import SearchRequest, SearchResponse
 from scalingnote.serve.service import Service
@@ -71,7 +71,7 @@ def test_a_gateway_without_documents_answers_by_ids_and_says_so(
     assert client("GET", "/documents/d7").status_code == 503
     similar = client("POST", "/similar", json={"doc_id": "d7", "k": 3}).json()
     assert (similar["degraded"], len(similar["results"])) == (["documents_unreadable"], 3)
-    monkeypatch.setattr(documents, "REOPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(versions, "REOPEN_AFTER_S", 0.0)
     client.wait(made.versions.follow())
     assert client.search(**QUERY).json()["degraded"] == ["documents_unreadable"]
     os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
@@ -96,7 +96,7 @@ def test_documents_that_fail_while_they_are_read_are_opened_again(
     client: Client, made: Service, moved: tuple[Artifact, Path], whole: Any, monkeypatch: pytest.MonkeyPatch
 ):
     os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
-    monkeypatch.setattr(documents, "REOPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(versions, "REOPEN_AFTER_S", 0.0)
     client.wait(made.versions.follow())
 
     def fail(*_: Any) -> Any:

@@ -17,8 +17,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models.lookup_table import Table
 from scalingnote.serve import api, artifacts, towers
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.embedding_messages import EmbeddingList, OpenAIRefusal
-from scalingnote.serve.embeddings import Embeddings
+from scalingnote.serve.embeddings import EmbeddingList, Embeddings, OpenAIRefusal
 from scalingnote.serve.replicas import ArmEncoder
 from scalingnote.serve.towers import DocumentTower
 from scalingnote.serve_config import AppArgs, Limits, Rerank, ServeConfig

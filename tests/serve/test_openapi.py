@@ -14,7 +14,7 @@ from schemathesis import GenerationMode, checks
 
 from scalingnote.serve import api
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.embedding_messages import OpenAIRefusal
+from scalingnote.serve.embeddings import OpenAIRefusal
 from scalingnote.serve.messages import Refusal
 from scalingnote.serve.writer import WriteHandles
 from scalingnote.serve_config import Limits, ServeConfig

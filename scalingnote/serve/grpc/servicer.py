@@ -24,19 +24,18 @@ from scalingnote.serve.access import (
     Admission,
     RefusedError,
     RequestCallback,
+    as_refused,
     request_id,
     validation_refusal,
 )
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
 from scalingnote.serve.service import Service, State
-from scalingnote.serve.telemetry import get_logger
 
 # The function that adds the servicer to a gRPC server, which Serve's proxy imports.
 REGISTER = "scalingnote.serve.grpc.scalingnote_pb2_grpc.add_ScalingNoteServicer_to_server"
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Message)
-log = get_logger()
 CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -105,7 +104,9 @@ class Servicer(ScalingNoteServicer):
     @_rpc("/encode", messages.EncodeRequest, pb.EncodeResponse)
     async def Encode(self, body: messages.EncodeRequest, _: State) -> pb.EncodeResponse:  # noqa: N802
         """Unit embeddings of queries."""
-        return encode_response(await self._service.encode(body))
+        answer = await self._service.encode(body)
+        embeddings = [{"values": row} for row in answer["embeddings"]]
+        return pb.EncodeResponse(**{**answer, "embeddings": embeddings})
 
     @_rpc("/documents", messages.UpsertRequest, pb.Written)
     async def Upsert(self, body: messages.UpsertRequest, _: State) -> pb.Written:  # noqa: N802
@@ -120,7 +121,7 @@ class Servicer(ScalingNoteServicer):
     @_rpc("/documents/{doc_id:path}", messages.GetRequest, pb.IndexedDocument)
     async def Get(self, body: messages.GetRequest, _: State) -> pb.IndexedDocument:  # noqa: N802
         """A document as the index shows it."""
-        return indexed_document(await self._service.document(body.doc_id))
+        return pb.IndexedDocument(**_document(await self._service.document(body.doc_id)))
 
     async def _admit_and_answer(
         self, path: str, answer: Callable[[State], Awaitable[R]], size: int, context: RayServegRPCContext
@@ -136,7 +137,7 @@ class Servicer(ScalingNoteServicer):
                 self._admission.admit(_bytes(metadata, "authorization"), _address(context.peer()), size=size)
                 response, status = await answer(state), 200
             except Exception as error:
-                refused = _as_refused(error, state["request_id"])
+                refused = as_refused(error, state["request_id"])
                 status, state["refused"] = refused.status, refused.code
                 details = status_of(refused, state["request_id"])
                 context.set_code(CODES[status])
@@ -150,13 +151,6 @@ class Servicer(ScalingNoteServicer):
                     self._on_done(path, state, status, time.perf_counter() - started)
         context.set_trailing_metadata(trailing)
         return response
-
-
-def _as_refused(error: Exception, request_id: str) -> RefusedError:
-    if isinstance(error, RefusedError):
-        return error
-    log.error("request %s failed", request_id, exc_info=error)
-    return RefusedError(500, "internal", "this is a fault of the server: see its log")
 
 
 def _bytes(metadata: dict[str, Any], name: str) -> bytes:
@@ -183,17 +177,6 @@ def search_response(answer: Mapping[str, Any]) -> pb.SearchResponse:
     """The answer of a search, as :class:`~scalingnote.serve.messages.SearchResponse` describes it."""
     results = [_document(hit) for hit in answer["results"]]
     return pb.SearchResponse(**{**answer, "results": results})
-
-
-def indexed_document(answer: Mapping[str, Any]) -> pb.IndexedDocument:
-    """A document as the index shows it."""
-    return pb.IndexedDocument(**_document(answer))
-
-
-def encode_response(answer: Mapping[str, Any]) -> pb.EncodeResponse:
-    """Embeddings of queries."""
-    embeddings = [{"values": row} for row in answer["embeddings"]]
-    return pb.EncodeResponse(**{**answer, "embeddings": embeddings})
 
 
 def status_of(refused: RefusedError, request_id: str) -> status_pb2.Status:
