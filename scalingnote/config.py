@@ -91,11 +91,6 @@ def identity(config: Config) -> dict[str, Any]:
     return values
 
 
-def variants(path: str | Path) -> list[str]:
-    """Names of the variants that a file defines."""
-    return [*_parse(Path(path)).get("variants", {})]
-
-
 def file_of(path: str | Path) -> Path:
     """The file of ``FILE.yaml`` or ``FILE.yaml:NAME``."""
     return _split(path)[0]

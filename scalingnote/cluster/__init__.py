@@ -1,10 +1,12 @@
 """The connection to Ray, checks of its resources, tasks and actors."""
 
 from scalingnote.cluster.connection import connect, is_private, restored_interrupt_handler
-from scalingnote.cluster.resources import actor_options, check_resources, check_resources_early
 from scalingnote.cluster.tasks import (
     RETRY_OPTIONS,
     Loaded,
+    actor_options,
+    check_resources,
+    check_resources_early,
     dataset_rows,
     error_column,
     execution_errors,

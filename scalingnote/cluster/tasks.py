@@ -1,26 +1,124 @@
-"""Work handed to Ray: items through tasks, or through actors of Ray Data that load something once."""
+"""Work handed to Ray: the resources it asks for, tasks, and actors of Ray Data that load something once."""
 
 import contextlib
 import json
+import os
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
 import ray
 
 from scalingnote import errors
-from scalingnote.cluster.resources import actor_options
 from scalingnote.config import Resources
-from scalingnote.errors import ScalingNoteError
+from scalingnote.errors import ConfigError, ScalingNoteError
+from scalingnote.log import get_logger
 
 T = TypeVar("T")
 R = TypeVar("R")
+NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
 # Of one map: the time of a wait and the driver's memory grow with the number of tasks in flight.
 MAX_TASKS_IN_FLIGHT = 1_000
 # Tasks are idempotent, so an OSError of the storage is retried like the death of a worker.
 ATTEMPTS = 4
 RETRY_OPTIONS: dict[str, Any] = {"max_retries": ATTEMPTS - 1, "retry_exceptions": [OSError]}
+log = get_logger("cluster")
+
+
+# --- resources --------------------------------------------------------------------------------------------
+
+
+def check_resources(resources: Resources, *, knob: str, task_cpus: int = 0) -> None:
+    """Refuse, before work is spent, resources that the cluster can never provide.
+
+    With SCALINGNOTE_NODES_WAIT_S set, the cluster's autoscaler is asked for the missing nodes first, and they
+    are awaited for at most that many seconds.
+
+    Args:
+        resources: of the stage.
+        knob: where the user set them, for the error message.
+        task_cpus: CPUs of the tasks that run at the same time as the workers.
+
+    Raises:
+        ConfigError: the cluster has too few CPUs or GPUs, or no node is large enough for a worker.
+    """
+    if not (lack := _missing_resources(resources, task_cpus=task_cpus, knob=knob)):
+        return
+    if seconds := _nodes_wait():
+        log.info("%s; waiting up to %g s for nodes", lack, seconds)
+        each = _needs_per_worker(resources)
+        _request_nodes([each] * resources.workers + [{"CPU": 1}] * task_cpus)
+        deadline = time.monotonic() + seconds
+        try:
+            while lack and time.monotonic() < deadline:
+                time.sleep(NODE_POLL_INTERVAL_S)
+                lack = _missing_resources(resources, task_cpus=task_cpus, knob=knob)
+        finally:
+            _request_nodes([])  # or they would be kept for ever
+    if lack:
+        raise ConfigError(lack)
+
+
+def check_resources_early(resources: Resources, *, knob: str, task_cpus: int = 0) -> None:
+    """:func:`check_resources` for a later step: skipped where nodes come on demand, which would wait idle."""
+    if not _nodes_wait():
+        check_resources(resources, knob=knob, task_cpus=task_cpus)
+
+
+def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> str:
+    """What the cluster lacks, as a message for the user; empty if it lacks nothing."""
+    have, workers = ray.cluster_resources(), resources.workers
+    each = _needs_per_worker(resources) if workers else {}
+    asked = " and ".join(f"{need:g} {key}" for key, need in each.items())
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    # A worker runs on one node: remainders on two nodes do not add up to a third worker.
+    workers_per_node = [
+        min(int(node.get(key, 0.0) / need + 1e-9) for key, need in each.items()) for node in nodes if each
+    ]
+    if each and not any(workers_per_node):
+        knobs = " or ".join(f"{knob}.{key.lower()}s_per_worker" for key in each)
+        return f"{knob} asks for {asked} a worker, no node has that: lower {knobs}, or add a node that has"
+    for key, spare in (("CPU", task_cpus), ("GPU", 0)):
+        if (need := workers * each.get(key, 0.0) + spare) > have.get(key, 0.0):
+            return (
+                f"{knob} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
+                f"lower {knob}.workers or add nodes"
+            )
+    if each and sum(workers_per_node) < workers:
+        return (
+            f"{knob} asks for {workers} workers of {asked}, the nodes have room for {sum(workers_per_node)}: "
+            f"lower {knob}.workers or add nodes"
+        )
+    return ""
+
+
+def _request_nodes(bundles: list[dict[str, float]]) -> None:
+    from ray.autoscaler.sdk import request_resources  # late: few clusters grow
+
+    request_resources(bundles=bundles)
+
+
+def _needs_per_worker(resources: Resources) -> dict[str, float]:
+    needs = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+    return {key: need for key, need in needs.items() if need}
+
+
+def _nodes_wait() -> float:
+    text = os.environ.get("SCALINGNOTE_NODES_WAIT_S", "0")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"SCALINGNOTE_NODES_WAIT_S is {text!r}: give seconds") from None
+
+
+def actor_options(resources: Resources) -> dict[str, Any]:
+    """Ray options of one actor or task."""
+    return {"num_cpus": resources.cpus_per_worker, "num_gpus": resources.gpus_per_worker}
+
+
+# --- tasks and actors ---------------------------------------------------------------------------------------
 
 
 def task_result(reference: Any) -> Any:
@@ -74,8 +172,8 @@ def _apply(work: Callable[[T], R], item: T) -> R:
 def dataset_rows(dataset: Any) -> Iterator[Any]:
     """Rows of a Ray Dataset in the order of completion; raises the error in a row's column `error`."""
     # Closed here: a traceback that is kept would otherwise keep the dataset's actors and their CPUs.
-    with contextlib.closing(_generator(dataset.iter_rows())) as found:
-        for row in found:
+    with contextlib.closing(row for row in dataset.iter_rows()) as rows:
+        for row in rows:
             if row.get("error"):
                 kind, text = json.loads(row["error"])
                 raise getattr(errors, kind)(text)
@@ -148,15 +246,15 @@ class _Mapper:
     def __init__(self, work: Any) -> None:
         self._work: Callable[[Any], Any] = ray.get(work)
 
-    def __call__(self, batch: dict[str, Any], *, again: int = ATTEMPTS - 1) -> dict[str, Any]:
+    def __call__(self, batch: dict[str, Any], *, attempts: int = ATTEMPTS) -> dict[str, Any]:
         try:
             result = self._work(tuple(json.loads(batch["item"][0])))
         except ScalingNoteError as error:
             return {"result": [""], "error": [error_column(error)]}
         except OSError:  # storage may recover; the last error ends the stage
-            if not again:
+            if attempts == 1:
                 raise
-            return self(batch, again=again - 1)
+            return self(batch, attempts=attempts - 1)
         return {"result": [json.dumps(result)], "error": [""]}
 
 
@@ -173,7 +271,3 @@ def execution_errors() -> tuple[type[Exception], ...]:
 def error_column(error: ScalingNoteError) -> str:
     """Value of the column `error`, raised by :func:`dataset_rows`: Ray Data hides exceptions of user code."""
     return json.dumps([type(error).__name__, str(error)])
-
-
-def _generator(found: Iterable[Any]) -> Generator[Any]:
-    yield from found

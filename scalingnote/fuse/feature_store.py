@@ -359,16 +359,13 @@ class RedisStore:
 
     def _arguments(self, event: Event, now: float) -> list[str | int | float]:
         member = f"{event.event_id}{REDIS_SEPARATOR}{event.semantic_id}" if event.semantic_id else ""
-        ttl, remember = round(1000 * self._config.ttl_s), round(1000 * self._config.remember_s)
-        columns: list[str | int | float] = []
+        ttl_ms, remember_ms = round(1000 * self._config.ttl_s), round(1000 * self._config.remember_s)
+        arguments: list[str | int | float] = [event.event_id, repr(event.timestamp), member]
+        arguments += [self._config.history, max(ttl_ms, 1)]
+        arguments += [repr(now), repr(now - self._config.remember_s), max(remember_ms, 1)]
         for name, value in event.profile.items():
-            columns += [name, json.dumps([event.timestamp, event.event_id, value])]
-        head = (event.event_id, repr(event.timestamp), member)
-        return [
-            *(*head, self._config.history, max(ttl, 1)),
-            *(repr(now), repr(now - self._config.remember_s), max(remember, 1)),
-            *columns,
-        ]
+            arguments += [name, json.dumps([event.timestamp, event.event_id, value])]
+        return arguments
 
 
 def _redis_keys(user_id: str) -> list[str]:

@@ -32,8 +32,6 @@ def to_matrix(column: pa.ChunkedArray | pa.Array) -> Shaped[ndarray, "rows dim"]
     """A FixedSizeList column as a matrix of its own dtype."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
-    if isinstance(column, pa.ChunkedArray):  # zero chunks stay a ChunkedArray in some versions
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     values: ndarray = column.flatten().to_numpy(zero_copy_only=False)
     return values.reshape(-1, column.type.list_size)
 
