@@ -33,8 +33,8 @@ class Finding:
     remedy: str = ""
 
 
-def examine(*, directory: Path | None = None) -> list[Finding]:
-    """Every check, in the order in which a newcomer meets them; runs would be written below `directory`."""
+def examine() -> list[Finding]:
+    """Every check, in the order in which a newcomer meets them."""
     checks = (
         _machine(),
         _python(),
@@ -44,7 +44,7 @@ def examine(*, directory: Path | None = None) -> list[Finding]:
         _accelerators(),
         _engines(),
         _memory(),
-        _disk(directory or Path.cwd()),
+        _disk(Path.cwd()),
         _datasets(),
     )
     return [finding for check in checks for finding in check]

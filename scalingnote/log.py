@@ -14,6 +14,7 @@ import time
 import psutil
 
 ROOT = "scalingnote"
+PROGRESS_INTERVAL_S = 5.0
 LINE = re.compile(r"\d\d:\d\d:\d\d \w+ ")  # start of every line of this package
 
 
@@ -22,10 +23,10 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(f"{ROOT}.{name}")
 
 
-def configure(level: int = logging.INFO, *, rank: int = 0) -> None:
+def configure(*, rank: int = 0) -> None:
     """Send this package's log to stderr. Ranks above 0 log warnings only."""
     root = logging.getLogger(ROOT)
-    root.setLevel(level if rank == 0 else logging.WARNING)
+    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.propagate = False
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -45,14 +46,14 @@ class _Formatter(logging.Formatter):
 
 
 class Progress:
-    """Counts finished rows and logs rate, ETA and CPU use, at most once every `every` seconds.
+    """Counts finished rows and logs rate, ETA and CPU use, at most once every PROGRESS_INTERVAL_S.
 
     ``done`` starts above zero when a run resumes, so that the rate only counts this run's work.
     """
 
-    def __init__(self, package: str, *, total: int, unit: str, done: int = 0, every: float = 5.0) -> None:
+    def __init__(self, package: str, *, total: int, unit: str, done: int = 0) -> None:
         self._log = get_logger(package)
-        self._total, self._unit, self._every = total, unit, every
+        self._total, self._unit = total, unit
         self._done, self._before = done, done
         self._start = self._last_line = time.monotonic()
 
@@ -77,7 +78,7 @@ class Progress:
         """Record `rows` more as finished; `note`, as a string, is appended to the next line that is shown."""
         self._done += rows
         now = time.monotonic()
-        if now - self._last_line < self._every:
+        if now - self._last_line < PROGRESS_INTERVAL_S:
             return
         self._last_line = now
         left = (self._total - self._done) / max(self.rate, 1e-9)

@@ -16,7 +16,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -98,23 +98,12 @@ def check(events: Sequence[Event]) -> None:
             raise DataError(
                 f"event {event.event_id!r} happened at {event.timestamp}: give seconds since 1970"
             )
-        for text in _texts([event.event_id, event.user_id, event.semantic_id, event.profile]):
-            if not is_valid_unicode(text):
-                raise DataError(
-                    f"event {event.event_id!r} of user {event.user_id!r} has {text!r}, with a lone surrogate "
-                    "(invalid UTF-8), which no store can hold: fix the producer of the events"
-                )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts of a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
+        values = [event.event_id, event.user_id, event.semantic_id, dict(event.profile)]
+        if not is_valid_unicode(json.dumps(values, ensure_ascii=False)):
+            raise DataError(
+                f"{event} has a text with a lone surrogate (invalid UTF-8), which no store can hold: fix the "
+                "producer of the events"
+            )
 
 
 def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore:

@@ -78,16 +78,6 @@ class StoredRows:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Row `row` as a dict, with the values of :meth:`pyarrow.Table.to_pylist`."""
-        readers, inside = self._place(row)
-        return {name: read(inside) for name, read in readers.items()}
-
-    def value(self, row: int, name: str) -> Any:
-        """The value of a row in one column."""
-        readers, inside = self._place(row)
-        return readers[name](inside)
-
-    def _place(self, row: int) -> tuple[dict[str, _Reader], int]:
-        """The column readers of the row's batch, and the row's number in the batch."""
         number = bisect_right(self._starts, row) - 1
         readers = self._readers[number]
         if readers is None:
@@ -96,7 +86,8 @@ class StoredRows:
                 name: _reader(values) for name, values in zip(batch.schema.names, batch.columns, strict=True)
             }
             self._readers[number] = readers
-        return readers, row - self._starts[number]
+        inside = row - self._starts[number]
+        return {name: read(inside) for name, read in readers.items()}
 
 
 def map_rows(path: Path) -> pa.Table:
