@@ -1,9 +1,17 @@
-"""Work handed to Ray: the resources it asks for, tasks, and actors of Ray Data that load something once."""
+"""Everything that the offline stages ask of Ray: a cluster, its resources, tasks and actors of Ray Data."""
 
+import atexit
 import contextlib
 import json
+import logging
 import os
+import secrets
+import signal
+import socket
+import sys
+import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -14,17 +22,196 @@ import ray
 from scalingnote import errors
 from scalingnote.config import Resources
 from scalingnote.errors import ConfigError, ScalingNoteError
-from scalingnote.log import get_logger
+from scalingnote.log import LINE, get_logger
 
 T = TypeVar("T")
 R = TypeVar("R")
+CONNECT_TIMEOUT_S = 10.0  # a cluster's head has for taking a connection
 NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
 # Of one map: the time of a wait and the driver's memory grow with the number of tasks in flight.
 MAX_TASKS_IN_FLIGHT = 1_000
 # Tasks are idempotent, so an OSError of the storage is retried like the death of a worker.
 ATTEMPTS = 4
 RETRY_OPTIONS: dict[str, Any] = {"max_retries": ATTEMPTS - 1, "retry_exceptions": [OSError]}
+_started = False  # whether the cluster that this process works on is its own
 log = get_logger("cluster")
+
+
+def connect(address: str | None = None) -> None:
+    """Join `address` (or RAY_ADDRESS, set inside every Ray job), else start a private local cluster.
+
+    "local" is passed on purpose: without an address Ray joins whatever cluster it finds on the machine,
+    also one left behind by a crash.
+
+    Raises:
+        ConfigError: no cluster answers at the address; Ray itself would try for many minutes.
+        ScalingNoteError: no local cluster came up.
+    """
+    global _started
+    if ray.is_initialized():
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    _started = not address
+    # Ray's own progress bars would interleave with ours.
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+    if address:
+        _check_address(address)
+        ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+    else:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ logs a line per actor
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # it watches for spot machines
+        # A token of its own, without which no process can submit work or read objects; Ray would write one
+        # to the user's home directory. RAY_AUTH_MODE=token is left to ray.init: set here, after Ray was
+        # imported, it would not be read.
+        if not any(name.startswith("RAY_AUTH_") for name in os.environ):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        try:
+            with _delayed_interrupt(), _silent_stderr(), _loopback(), _filtered_worker_lines():
+                ray.init(
+                    "local",
+                    num_cpus=max(2, os.cpu_count() or 2),
+                    include_dashboard=False,
+                    log_to_driver=True,
+                    logging_level=logging.ERROR,
+                )
+        except Exception as error:  # Ray raises no class of its own, and waits 30 s for its processes
+            raise ScalingNoteError(
+                f"Ray did not start on this machine: {error} Where other programs keep all processors busy, "
+                "run this again when they have ended: what is finished stays. `scalingnote doctor` looks for "
+                "other causes"
+            ) from error
+        atexit.register(ray.shutdown)
+    _disable_ray_progress()
+
+
+def is_private() -> bool:
+    """Whether this process started the cluster, and no other machine can join it: it listens on loopback."""
+    return _started and all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
+
+
+@contextlib.contextmanager
+def _delayed_interrupt() -> Iterator[None]:
+    """Delay CTRL-C until Ray has started: an interrupted start leaves processes behind or crashes."""
+    by_us = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not by_us or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        ray.shutdown()
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def restored_interrupt_handler() -> Iterator[None]:
+    """Restore the handler of SIGINT: Ray Train leaves its own, which aborts a controller that has ended.
+
+    With it, CTRL-C in a later stage ended the process with exit code 0, or did nothing at all.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Have Ray's processes listen on 127.0.0.1, as it does by default on macOS and Windows.
+
+    On Linux they listen on every interface, the metrics exporters without authentication. Ray reads the
+    variable once, when it is imported, so its constant is set too: for the start alone, because a process
+    that joins another cluster later needs its real address.
+    """
+    constants = ray._private.ray_constants
+    kept = constants.ENABLE_RAY_CLUSTER
+    os.environ.setdefault(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
+    constants.ENABLE_RAY_CLUSTER = os.environ[constants.ENABLE_RAY_CLUSTERS_ENV_VAR] not in ("0", "false")
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = kept
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address at which nothing listens; one that names no port, as "auto", is left to Ray."""
+    scheme, _, place = address.rpartition("://")
+    if scheme.startswith("http"):
+        raise ConfigError(
+            f"{address} takes jobs (`scalingnote submit`), it is no cluster to join: unset RAY_ADDRESS to "
+            "run on this machine, or give the head's own address, as HOST:6379"
+        )
+    host, _, port = place.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({error}): start one (ray start --head), correct `address` "
+            "or RAY_ADDRESS, or leave both out to run on this machine"
+        ) from error
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Silence stderr, where Ray's C++ core prints its log level. Exceptions still propagate."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _filtered_worker_lines() -> Iterator[None]:
+    """Show this package's lines of workers without Ray's prefix; Ray's own lines stay in its log files.
+
+    Without a dashboard Ray Train's placement group cleaner logs a warning per second during training. Ray
+    registers the function that prints workers' lines when it starts; errors are printed by another one.
+    """
+    worker: Any = ray._private.worker
+    kept = worker.print_to_stdstream
+
+    def show(data: dict[str, Any], **_: Any) -> None:
+        for line in data["lines"]:
+            if LINE.match(line):
+                print(line, file=sys.stderr, flush=True)
+
+    worker.print_to_stdstream = show
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = kept
+
+
+def _disable_ray_progress() -> None:
+    from ray.data import DataContext
+
+    with warnings.catch_warnings():
+        # Ray warns of its own default settings when it first makes a context.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    for name in ("ray.data", "ray.train"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # It logs "Progress bars disabled" for each dataset.
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
 
 # --- resources --------------------------------------------------------------------------------------------
@@ -44,9 +231,8 @@ def check_resources(resources: Resources, *, knob: str, task_cpus: int = 0) -> N
     Raises:
         ConfigError: the cluster has too few CPUs or GPUs, or no node is large enough for a worker.
     """
-    if not (lack := _missing_resources(resources, task_cpus=task_cpus, knob=knob)):
-        return
-    if seconds := _nodes_wait():
+    lack = _missing_resources(resources, task_cpus=task_cpus, knob=knob)
+    if lack and (seconds := _nodes_wait()):
         log.info("%s; waiting up to %g s for nodes", lack, seconds)
         each = _needs_per_worker(resources)
         _request_nodes([each] * resources.workers + [{"CPU": 1}] * task_cpus)
@@ -235,7 +421,7 @@ class Loaded:
 def map_loaded(work: Callable[[T], R], items: Sequence[T], resources: Resources) -> Iterator[R]:
     """Results of `work` for each item as they come, from actors, each with its own copy of `work`.
 
-    Items are tuples of JSON values, as results may be.
+    Items are tuples of JSON values, and results are JSON values.
     """
     rows = [{"item": json.dumps(item)} for item in items]
     for row in dataset_rows(map_with_actors(rows, _Mapper, {"work": ray.put(work)}, resources)):
