@@ -42,7 +42,7 @@ from scalingnote.fuse.fusion import (
     last_codes,
     query_inputs,
 )
-from scalingnote.fuse.impressions import CLICKS, flat, read_column
+from scalingnote.fuse.impressions import CLICKS, flat
 from scalingnote.fuse.networks import Clicks, Documents, Queries
 from scalingnote.log import get_logger
 from scalingnote.models.prompt import list_column
@@ -267,8 +267,9 @@ def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
     history = _numbers(flat(raw["history"]), "named", folder)
     of_row = np.repeat(np.arange(len(raw)), lengths)[history >= 0]
     ends = np.cumsum(np.bincount(of_row, minlength=len(raw)))
-    popular, share = (read_column(fs.join(folder, "popularity.arrow"), name) for name in ("hash", "share"))
-    log_q = np.log(share[np.searchsorted(popular, np.asarray(raw["clicked"]))]).astype(np.float32)
+    popularity = read_table(fs.join(folder, "popularity.arrow"))
+    clicked = np.searchsorted(np.asarray(popularity["hash"]), np.asarray(raw["clicked"]))
+    log_q = np.log(np.asarray(popularity["share"])[clicked]).astype(np.float32)
     table = one_chunk(
         {
             "query": pa.array(numbered["query"]),
