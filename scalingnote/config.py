@@ -1,7 +1,7 @@
 """Configuration: frozen pydantic sections, read from YAML files laid over each other, then `--set`.
 
 A section defines the result of a stage and is stored in its artifact. Settings that cannot change the result
-(:class:`Circumstances`: workers, tracking) are not part of the artifact's identity.
+(:class:`ExecutionConfig`: workers, tracking) are not part of the artifact's identity.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Circumstances(Config):
-    """A section without influence on results; never part of an artifact's identity."""
+class ExecutionConfig(Config):
+    """A section on how a stage runs, without influence on results: not part of an artifact's identity."""
 
 
-class Resources(Circumstances):
+class Resources(ExecutionConfig):
     """Where a stage runs."""
 
     workers: int = Field(2, ge=1, description="actors or training ranks")
@@ -80,11 +80,11 @@ def dump(config: Config) -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What of a section decides its artifact: everything but its :class:`Circumstances`."""
+    """What of a section decides its artifact: everything but its :class:`ExecutionConfig`."""
     values = dump(config)
     for name in type(config).model_fields:
         value = getattr(config, name)
-        if isinstance(value, Circumstances):
+        if isinstance(value, ExecutionConfig):
             del values[name]
         elif isinstance(value, Config):
             values[name] = identity(value)

@@ -358,11 +358,7 @@ def fusion_loss(
     """Both losses, summed over Matryoshka prefixes; the batch is that of all ranks."""
     share = shares(queries)
     all_clicked_rows = gather(clicks.group[:, 0], share)
-    log_q = (
-        gather(clicks.log_q, share)
-        if losses.log_q
-        else torch.zeros_like(all_clicked_rows, dtype=torch.float32)
-    )
+    log_q = gather(clicks.log_q if losses.log_q else torch.zeros_like(clicks.log_q), share)
     clicked = gather(documents[:, 0], share)
     positives = torch.arange(len(queries), device=queries.device) + share.start
     parts = {"batch": queries.new_zeros(()), "skipped": queries.new_zeros(())}
