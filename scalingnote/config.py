@@ -165,16 +165,7 @@ def _explain(item: dict[str, Any], known: set[str]) -> str:
 
 
 def _all_keys(model: type[BaseModel]) -> set[str]:
-    keys: set[str] = set()
-    waiting: list[Any] = [model]
-    seen: set[Any] = set()
-    while waiting:
-        kind = waiting.pop()
-        if kind in seen:
-            continue
-        seen.add(kind)
-        waiting += getattr(kind, "__args__", ())
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys |= set(kind.model_fields)
-            waiting += [field.annotation for field in kind.model_fields.values()]
-    return keys
+    """Keys of a section and of all sections below it."""
+    schema = model.model_json_schema()
+    sections = [schema, *schema.get("$defs", {}).values()]
+    return {key for section in sections for key in section.get("properties", ())}

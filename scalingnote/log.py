@@ -7,6 +7,7 @@ Progress is a plain log line every few seconds, the same on a terminal, in a job
 
 import logging
 import os
+import platform
 import re
 import sys
 import time
@@ -91,7 +92,6 @@ class Progress:
 
 def environment() -> dict[str, str | int | float]:
     """Machine and versions a measured number belongs to; stored in reports and benchmark files."""
-    import platform
     from importlib.metadata import PackageNotFoundError, version
 
     facts: dict[str, str | int | float] = {
@@ -111,8 +111,6 @@ def environment() -> dict[str, str | int | float]:
 
 def _processor() -> str:
     """Its name; Python's own `platform.processor` is empty on Linux."""
-    import platform
-
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

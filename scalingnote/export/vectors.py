@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
@@ -146,8 +145,9 @@ class Source:
     def batches(self, *, start: int, stop: int, size: int) -> Iterator[Rows]:
         """Rows from `start` to before `stop`, at most `size` at a time."""
         own = SPARSE.names if self.terms is None and self.layout().sparse else []
-        counts = self.embeddings.rows_of(self.embeddings.table_parts("embeddings"))
-        for (part, count), first in zip(counts.items(), accumulate(counts.values(), initial=0), strict=False):
+        firsts = self.embeddings.first_rows("embeddings")
+        for part, count in self.embeddings.rows_of(firsts).items():
+            first = firsts[part]
             if first + count <= start or first >= stop:
                 continue
             table = self._part(part, own)
@@ -184,9 +184,7 @@ def of_embeddings(uri: str, *, columns: Sequence[str] | None) -> Source:
     """The source of an `embeddings` artifact alone; its dataset is the one that it was made of."""
     embeddings = open_artifact(uri, kind="embeddings")
     parent = embeddings.manifest.parents.get("dataset")
-    dataset = None
-    if parent is not None and columns:
-        dataset = open_artifact(parent["uri"], kind="dataset")
+    dataset = open_artifact(parent["uri"], kind="dataset") if parent and columns else None
     return Source(embeddings, dataset, None, tuple(columns or ()))
 
 

@@ -140,16 +140,16 @@ def _features(config: FuseConfig) -> dict[str, Sequence[Feature]]:
 
 def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: TaskRunner) -> None:
     """Fit the features of documents and users, and mark the buckets of ids that training sees."""
-    fitted: dict[str, list[Encoding]] = {}
+    fitted: dict[str, list[dict[str, Any]]] = {}
     for table, features in _features(config).items():
         records: list[JsonRecord] = []
         if features:
             task = partial(_observe, dataset=dataset, features=features)
             parts = slices(dataset, table)
             records = run_slices(f"fit-{table}", task, parts, folder=folder, each=each, section="fuse")
-        fitted[table] = fit(features, [record["observed"] for record in records])
-    values = {table: [dump(encoding) for encoding in encodings] for table, encodings in fitted.items()}
-    fs.write_bytes(fs.join(folder, ENCODINGS), json.dumps(values).encode())
+        observed = [record["observed"] for record in records]
+        fitted[table] = [dump(encoding) for encoding in fit(features, observed)]
+    fs.write_bytes(fs.join(folder, ENCODINGS), json.dumps(fitted).encode())
     ids = config.document.ids
     seen = np.zeros(ids.buckets if ids else 1, bool)
     seen[id_buckets(read_array(fs.join(folder, "shown.arrow")), config.document)] = True
