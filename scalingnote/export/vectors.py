@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Float32
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.lexical import weights
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import arrow
@@ -169,14 +168,10 @@ class Source:
                 table = table.append_column(SPARSE.field(name), found[name])
         if self.columns and self.dataset is not None:
             documents = self.dataset.table(f"documents/{base}", ["doc_id", *self.columns])
-            at = pc.index_in(table["doc_id"], documents["doc_id"].combine_chunks())
-            if at.null_count:
-                raise ArtifactError(
-                    f"{at.null_count} embeddings of {part} have no document in {self.dataset.uri}: name the "
-                    "dataset that was encoded"
-                )
+            missing = f"row in {self.dataset.uri}: name the dataset that was encoded"
+            documents = arrow.take_documents(documents, table["doc_id"], missing=missing)
             for name in self.columns:
-                table = table.append_column(name, documents[name].take(at))
+                table = table.append_column(name, documents[name])
         return table
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,7 @@ from scalingnote.storage.shuffle import hash_of
 
 WEIGHTS_FILE, FACTS_FILE = "network.safetensors", "fusion.json"
 DOCUMENTS_PER_PASS = 4096
+F = TypeVar("F", bound="_Fusion")
 
 
 class _Fusion:
@@ -44,7 +45,7 @@ class _Fusion:
         self._network, self._config, self._encodings = network.eval(), config, list(encodings)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls: type[F], folder: Path) -> F:
         """The side that was saved in a folder; ArtifactError when there is none."""
         file = folder / FACTS_FILE
         if not file.exists():

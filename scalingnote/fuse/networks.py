@@ -13,7 +13,7 @@ click alone: they were shown, so neither popularity nor exposure biases them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from scalingnote.fuse.feature_encoding import MISSING, Encoding
 from scalingnote.losses import cross_entropy, prefixes
 from scalingnote.train.collectives import gather, shares
 
+R = TypeVar("R", bound="_TensorRecord")
 # The values of a feature, and which rows have one.
 Slot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
 NO_WORD = -1.0  # importance in a place where a query has no further word
@@ -38,7 +39,7 @@ WORD_STATISTICS = 4  # numbers beside the mean of a query's words, see _word_slo
 class _TensorRecord:
     """A batch whose fields are tensors or records of tensors."""
 
-    def to(self, device: torch.device) -> Self:
+    def to(self: R, device: torch.device) -> R:
         """A copy on a device."""
         return type(self)(**{name: part.to(device) for name, part in vars(self).items()})
 

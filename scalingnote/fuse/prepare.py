@@ -24,7 +24,7 @@ from jaxtyping import Float32, Int32, Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.config import dump
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.errors import ConfigError
 from scalingnote.fuse.config import Feature, FuseConfig
 from scalingnote.fuse.feature_encoding import (
     EncodedFeatures,
@@ -99,22 +99,13 @@ def read_part(corpus: FusedCorpus, part: str, columns: Sequence[str]) -> Documen
     doc_ids = embeddings["doc_id"]
     documents = corpus.dataset.table(f"documents/{name}", ["doc_id", *columns])
     codes = corpus.semantic_ids.table(f"codes/{name}", ["doc_id", "codes"])
+    remedy = "re-run the stages between"
+    codes = arrow.take_documents(codes, doc_ids, missing=f"semantic ID: {remedy}")
     return DocumentRows(
-        _aligned(documents, doc_ids, "document in the dataset"),
+        arrow.take_documents(documents, doc_ids, missing=f"row in the dataset: {remedy}"),
         arrow.to_numpy(embeddings[VIEW]),
-        arrow.to_matrix(_aligned(codes, doc_ids, "semantic ID")["codes"]).astype(np.int32),
+        arrow.to_matrix(codes["codes"]).astype(np.int32),
     )
-
-
-def _aligned(table: pa.Table, doc_ids: pa.ChunkedArray, what: str) -> pa.Table:
-    rows = pc.index_in(doc_ids, table["doc_id"])
-    if rows.null_count:
-        first = doc_ids.filter(rows.is_null())[0].as_py()
-        raise ArtifactError(
-            f"{rows.null_count} embeddings, first of {first!r}, have no {what}: re-run the stages between"
-        )
-    same = len(table) == len(doc_ids) and pc.all(pc.equal(doc_ids, table["doc_id"])).as_py()
-    return table if same else table.take(rows)
 
 
 # --- the store --------------------------------------------------------------------------------------------

@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
+
+from scalingnote.errors import ArtifactError
 
 BATCH_BYTES = 1 << 26  # maximal size of joined batches; a text column of a batch holds at most 2 GiB
 
@@ -114,6 +117,20 @@ def take_rows(table: pa.Table, rows: Int[ndarray, " rows"]) -> pa.Table:
         if start < stop
     )
     return pa.Table.from_batches(_joined(pieces), schema=table.schema)
+
+
+def take_documents(table: pa.Table, doc_ids: pa.ChunkedArray, *, missing: str) -> pa.Table:
+    """Rows of a table by their `doc_id`, in the order of `doc_ids`.
+
+    ArtifactError if a document is not in the table; `missing` says what it lacks, and what to do.
+    """
+    known = table["doc_id"].combine_chunks()
+    rows = pc.index_in(doc_ids, known)
+    if rows.null_count:
+        first = doc_ids.filter(rows.is_null())[0].as_py()
+        raise ArtifactError(f"{rows.null_count} documents, first {first!r}, have no {missing}")
+    same = len(known) == len(doc_ids) and pc.all(pc.equal(doc_ids, known)).as_py()
+    return table if same else table.take(rows)
 
 
 def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
