@@ -84,7 +84,8 @@ class _Fusion:
 class DocumentFusion(_Fusion):
     """A trained document side."""
 
-    _network_type, _config_type = DocumentNetwork, DocumentSide
+    _network_type = DocumentNetwork
+    _config_type = DocumentSide
 
     @property
     def columns(self) -> list[str]:
@@ -171,7 +172,8 @@ class ImportantWords:
 class QueryFusion(_Fusion):
     """A trained query side."""
 
-    _network_type, _config_type = QueryNetwork, QuerySide
+    _network_type = QueryNetwork
+    _config_type = QuerySide
 
     def fuse(
         self,

@@ -171,11 +171,11 @@ def finish(
     known = encodings(folder)
     task = partial(_documents, corpus=corpus, encodings=known["documents"], folder=folder)
     documents = run(DOCUMENTS, task, slices(corpus.embeddings, "embeddings"))
-    users = []
+    users: list[JsonRecord] = []
     if config.query.profile:
         task = partial(_users, dataset=corpus.dataset, encodings=known["users"], folder=folder)
         users = run(USERS, task, slices(corpus.dataset, USERS))
-    encoded = [{"files": queries, "problems": {}}]
+    encoded: list[JsonRecord] = [{"files": queries, "problems": {}}]
     for name, records in (("named", documents), ("known", users), ("asked", encoded)):
         place = number_documents(read_array(fs.join(folder, f"{name}.arrow")), records, folder)
         write_table(fs.join(folder, f"{name}-place.arrow"), pa.table({"row": place}))
