@@ -53,8 +53,8 @@ from scalingnote.planner.planner import load as load_planner
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.job import run as quantize
 from scalingnote.storage import arrow
-from scalingnote.storage.artifact import Artifact, write_table
-from scalingnote.storage.shuffle import slices
+from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.shuffle import slices, write_tables
 from scalingnote.train import strategies
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.data import Order, Store
@@ -163,7 +163,7 @@ def fuse(
     for number in range(len(of_queries)):
         name = f"{prepared.QUERIES}/{number:05d}.arrow"
         asked = read_queries(name, dataset=dataset, slices=of_queries, store=folder)
-        files.append((name, write_table(f"{folder}/{name}", encode(name, asked).table)))
+        files += write_tables(folder, {name: encode(name, asked).table})
     facts = prepared.finish(config, corpus, queries=files, folder=folder, each=map)
     known = prepared.encodings(folder)
     seen = torch.from_numpy(read_array(f"{folder}/{prepared.SEEN}").copy())

@@ -1,7 +1,5 @@
 """Embed the documents: `python jobs/encode.py --config FILE`."""
 
-import sys
-
 from entrypoint import main
 
-sys.exit(main("encode"))
+raise SystemExit(main("encode"))

@@ -1,7 +1,5 @@
 """Embed the documents with a student's own tower: `python jobs/encode_student.py --config FILE`."""
 
-import sys
-
 from entrypoint import main
 
-sys.exit(main("encode_student"))
+raise SystemExit(main("encode_student"))

@@ -1,7 +1,5 @@
 """Compare the arms of an experiment: `python jobs/experiment.py --config FILE`."""
 
-import sys
-
 from entrypoint import experiment
 
-sys.exit(experiment())
+raise SystemExit(experiment())

@@ -1,7 +1,5 @@
 """Merge features into the final embeddings: `python jobs/fuse.py --config FILE`."""
 
-import sys
-
 from entrypoint import main
 
-sys.exit(main("fuse"))
+raise SystemExit(main("fuse"))

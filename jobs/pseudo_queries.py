@@ -1,7 +1,5 @@
 """Draw pseudo-queries from the documents of a dataset: `python jobs/pseudo_queries.py --config FILE`."""
 
-import sys
-
 from entrypoint import main
 
-sys.exit(main("pseudo_queries"))
+raise SystemExit(main("pseudo_queries"))

@@ -19,6 +19,9 @@ Command = Callable[[str, Any, str], "_Parser"]  # name, function, help -> its pa
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 not fit, 2 wrong input, 130 interrupted."""
     options = _parser().parse_args(arguments)
+    from scalingnote.log import configure  # late, as `--help` logs nothing
+
+    configure()
     try:
         with explained_imports():
             return int(options.command(options))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalingnote.errors import ConfigError
+from scalingnote.terminal import Style, listing, table
 
 if TYPE_CHECKING:
     from scalingnote.run_config import RunConfig
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
 
 def _load(options: argparse.Namespace, *more: str) -> "RunConfig":
     from scalingnote.config import load
-    from scalingnote.log import configure
     from scalingnote.run_config import RunConfig
 
-    configure()
     return load(RunConfig, [*options.config, *more], options.overrides)
 
 
@@ -38,7 +37,6 @@ def run(options: argparse.Namespace) -> int:
     built = pipeline.run(config, chosen)
     if "report" in built:
         from scalingnote.evaluate.report import comparison_table, merge_artifacts
-        from scalingnote.terminal import Style, table
 
         print(table(comparison_table(merge_artifacts([[built["report"]]])), Style.of(sys.stdout)))
     width = max(len(kind) for kind in built)
@@ -98,11 +96,8 @@ def distill(options: argparse.Namespace) -> int:
         raise ConfigError("distill takes one MODEL, --texts PATH and --to DIR")
     from scalingnote import api
     from scalingnote.distillation import agreement
-    from scalingnote.log import configure
     from scalingnote.reports import markdown
-    from scalingnote.terminal import Style, table
 
-    configure()
     (model,) = options.config
     config = api.run_config(
         model,
@@ -141,7 +136,6 @@ def compare(options: argparse.Namespace) -> int:
     from scalingnote import pipeline
     from scalingnote.evaluate.report import comparison_table, merge_artifacts
     from scalingnote.storage import filesystem as fs
-    from scalingnote.terminal import Style, table
 
     places = {config.run_dir for config in configs}
     if len(places) > 1:
@@ -172,7 +166,6 @@ def search(options: argparse.Namespace) -> int:
     if not options.query.strip() or options.k < 1:
         raise ConfigError("nothing to search: give some text and -k of at least 1")
     from scalingnote.api import Index
-    from scalingnote.terminal import Style, listing
 
     clock = [time.perf_counter()]
     index = Index(options.run, form=options.form, escalate=options.escalate)
@@ -212,9 +205,6 @@ def ids(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve a finished run, or a model alone, until CTRL-C."""
-    from scalingnote.log import configure
-
-    configure()
     served = {"run_dir": options.run} if options.model is None else {"model": options.model}
     return _serve(served, options.overrides)
 
@@ -243,9 +233,7 @@ def export(options: argparse.Namespace) -> int:
     from scalingnote import pipeline
     from scalingnote.encode import exports
     from scalingnote.encode.config import ExportConfig
-    from scalingnote.log import configure
 
-    configure()
     config = pipeline.load_run(options.run)
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
     made = exports.build(
@@ -263,10 +251,8 @@ def _export_vectors(options: argparse.Namespace) -> int:
     if not options.to or not options.url:
         raise ConfigError("name the database (--to) and where it is (--url URL, FOLDER or FILE)")
     from scalingnote.export import databases, vectors
-    from scalingnote.log import configure
     from scalingnote.storage import filesystem as fs
 
-    configure()
     if options.embeddings:
         source = vectors.of_embeddings(options.embeddings, columns=options.columns)
     else:
@@ -297,9 +283,7 @@ def ingest(options: argparse.Namespace) -> int:
     from scalingnote import pipeline
     from scalingnote.config import load
     from scalingnote.encode.config import IngestConfig
-    from scalingnote.log import configure
 
-    configure()
     if wrong := [column for column in options.column if "=" not in column]:
         raise ConfigError(f"--column {wrong[0]!r} is not of the form ours=theirs")
     columns = dict(column.split("=", 1) for column in options.column)
@@ -315,10 +299,7 @@ def screen(options: argparse.Namespace) -> int:
     from scalingnote.datasets.sources import read_texts
     from scalingnote.distillation import screen as screening
     from scalingnote.distillation.config import ScreenConfig
-    from scalingnote.log import configure
-    from scalingnote.terminal import Style, table
 
-    configure()
     count = [] if options.count is None else [f"count={options.count}"]
     config = load(ScreenConfig, [], [*options.overrides, *count])
     found = screening.screen(options.models, read_texts(options.texts), config)
@@ -333,11 +314,8 @@ def mteb(options: argparse.Namespace) -> int:
     """Evaluate a model by mteb on BEIR folders."""
     from scalingnote import api
     from scalingnote.evaluate import mteb_model
-    from scalingnote.log import configure
     from scalingnote.reports import markdown
-    from scalingnote.terminal import Style, table
 
-    configure()
     measures = ("ndcg_at_10", "recall_at_100", "mrr_at_10", "map_at_100")
     is_tower = options.document is not None or (Path(options.model) / "modules.json").exists()
     model = (
@@ -359,9 +337,7 @@ def experiment(options: argparse.Namespace) -> int:
     from scalingnote.config import load
     from scalingnote.experiment import report
     from scalingnote.experiment.config import ExperimentConfig
-    from scalingnote.log import configure
 
-    configure()
     made = pipeline.experiment(load(ExperimentConfig, options.config, options.overrides))
     result = made.read_json("report.json")
     print(
@@ -431,9 +407,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 def datasets(options: argparse.Namespace) -> int:
     """List, describe or download datasets."""
     from scalingnote.datasets import sources
-    from scalingnote.log import configure
 
-    configure()
     if options.action == "list":
         width = max(map(len, sources.names()))
         for name in sources.names():

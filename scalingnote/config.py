@@ -1,7 +1,7 @@
 """Configuration: frozen pydantic sections, read from YAML files laid over each other, then `--set`.
 
 A section defines the result of a stage and is stored in its artifact. Settings that cannot change the result
-(:class:`Circumstances`: workers, tracking) are not part of the artifact's identity.
+(:class:`ExecutionConfig`: workers, tracking) are not part of the artifact's identity.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Circumstances(Config):
-    """A section without influence on results; never part of an artifact's identity."""
+class ExecutionConfig(Config):
+    """A section on how a stage runs, without influence on results: not part of an artifact's identity."""
 
 
-class Resources(Circumstances):
+class Resources(ExecutionConfig):
     """Where a stage runs."""
 
     workers: int = Field(2, ge=1, description="actors or training ranks")
@@ -80,20 +80,15 @@ def dump(config: Config) -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What of a section decides its artifact: everything but its :class:`Circumstances`."""
+    """What of a section decides its artifact: everything but its :class:`ExecutionConfig`."""
     values = dump(config)
     for name in type(config).model_fields:
         value = getattr(config, name)
-        if isinstance(value, Circumstances):
+        if isinstance(value, ExecutionConfig):
             del values[name]
         elif isinstance(value, Config):
             values[name] = identity(value)
     return values
-
-
-def variants(path: str | Path) -> list[str]:
-    """Names of the variants that a file defines."""
-    return [*_parse(Path(path)).get("variants", {})]
 
 
 def file_of(path: str | Path) -> Path:
@@ -170,16 +165,7 @@ def _explain(item: dict[str, Any], known: set[str]) -> str:
 
 
 def _all_keys(model: type[BaseModel]) -> set[str]:
-    keys: set[str] = set()
-    waiting: list[Any] = [model]
-    seen: set[Any] = set()
-    while waiting:
-        kind = waiting.pop()
-        if kind in seen:
-            continue
-        seen.add(kind)
-        waiting += getattr(kind, "__args__", ())
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys |= set(kind.model_fields)
-            waiting += [field.annotation for field in kind.model_fields.values()]
-    return keys
+    """Keys of a section and of all sections below it."""
+    schema = model.model_json_schema()
+    sections = [schema, *schema.get("$defs", {}).values()]
+    return {key for section in sections for key in section.get("properties", ())}

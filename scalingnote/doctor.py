@@ -33,8 +33,8 @@ class Finding:
     remedy: str = ""
 
 
-def examine(*, directory: Path | None = None) -> list[Finding]:
-    """Every check, in the order in which a newcomer meets them; runs would be written below `directory`."""
+def examine() -> list[Finding]:
+    """Every check, in the order in which a newcomer meets them."""
     checks = (
         _machine(),
         _python(),
@@ -42,10 +42,9 @@ def examine(*, directory: Path | None = None) -> list[Finding]:
         _ray(),
         _clusters(),
         _accelerators(),
-        _precision(),
         _engines(),
         _memory(),
-        _disk(directory or Path.cwd()),
+        _disk(Path.cwd()),
         _datasets(),
     )
     return [finding for check in checks for finding in check]
@@ -183,12 +182,13 @@ def _has_token() -> bool:
 
 
 def _accelerators() -> Iterator[Finding]:
-    torch = _torch()
-    if torch is None:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
         return  # reported among the packages
-    if not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
         yield Finding("gpu", "ok", "none: everything runs on the CPU")
-        return
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
@@ -199,13 +199,11 @@ def _accelerators() -> Iterator[Finding]:
             (True, "ok", "use it with --set train.resources.gpus_per_worker=1 (encode, distill...)"),
         )
 
+    yield _precision(torch, "cuda" if has_gpu else "cpu")
 
-def _precision() -> Iterator[Finding]:
+
+def _precision(torch: Any, device: str) -> Finding:
     """Whether bfloat16 is worth anything here: CPUs without AMX or AVX512-BF16 emulate it, slowly."""
-    torch = _torch()
-    if torch is None:
-        return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     seconds = {}
     for name in ("float32", "bfloat16"):
         matrix = torch.ones(512, 512, dtype=getattr(torch, name), device=device)
@@ -217,7 +215,7 @@ def _precision() -> Iterator[Finding]:
         seconds[name] = best
     ratio = seconds["float32"] / seconds["bfloat16"]
     found = f"{ratio:.2g} times the speed of float32 on {device} (512 x 512 matmul)"
-    yield _graded("bfloat16", found, (ratio < 1, "ok", "keep float32 here"))
+    return _graded("bfloat16", found, (ratio < 1, "ok", "keep float32 here"))
 
 
 def _engines() -> Iterator[Finding]:
@@ -270,10 +268,3 @@ def _datasets() -> Iterator[Finding]:
     else:
         held = sorted(path.name for path in Path(place).iterdir() if path.is_dir())
         yield Finding("datasets", "ok", f"SCALINGNOTE_DATA={place} holds {', '.join(held) or 'nothing'}")
-
-
-def _torch() -> Any | None:
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        return None

@@ -7,6 +7,7 @@ Progress is a plain log line every few seconds, the same on a terminal, in a job
 
 import logging
 import os
+import platform
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ import time
 import psutil
 
 ROOT = "scalingnote"
+PROGRESS_INTERVAL_S = 5.0
 LINE = re.compile(r"\d\d:\d\d:\d\d \w+ ")  # start of every line of this package
 
 
@@ -22,10 +24,10 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(f"{ROOT}.{name}")
 
 
-def configure(level: int = logging.INFO, *, rank: int = 0) -> None:
+def configure(*, rank: int = 0) -> None:
     """Send this package's log to stderr. Ranks above 0 log warnings only."""
     root = logging.getLogger(ROOT)
-    root.setLevel(level if rank == 0 else logging.WARNING)
+    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.propagate = False
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -45,14 +47,14 @@ class _Formatter(logging.Formatter):
 
 
 class Progress:
-    """Counts finished rows and logs rate, ETA and CPU use, at most once every `every` seconds.
+    """Counts finished rows and logs rate, ETA and CPU use, at most once every PROGRESS_INTERVAL_S.
 
     ``done`` starts above zero when a run resumes, so that the rate only counts this run's work.
     """
 
-    def __init__(self, package: str, *, total: int, unit: str, done: int = 0, every: float = 5.0) -> None:
+    def __init__(self, package: str, *, total: int, unit: str, done: int = 0) -> None:
         self._log = get_logger(package)
-        self._total, self._unit, self._every = total, unit, every
+        self._total, self._unit = total, unit
         self._done, self._before = done, done
         self._start = self._last_line = time.monotonic()
 
@@ -77,7 +79,7 @@ class Progress:
         """Record `rows` more as finished; `note`, as a string, is appended to the next line that is shown."""
         self._done += rows
         now = time.monotonic()
-        if now - self._last_line < self._every:
+        if now - self._last_line < PROGRESS_INTERVAL_S:
             return
         self._last_line = now
         left = (self._total - self._done) / max(self.rate, 1e-9)
@@ -90,7 +92,6 @@ class Progress:
 
 def environment() -> dict[str, str | int | float]:
     """Machine and versions a measured number belongs to; stored in reports and benchmark files."""
-    import platform
     from importlib.metadata import PackageNotFoundError, version
 
     facts: dict[str, str | int | float] = {
@@ -110,8 +111,6 @@ def environment() -> dict[str, str | int | float]:
 
 def _processor() -> str:
     """Its name; Python's own `platform.processor` is empty on Linux."""
-    import platform
-
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

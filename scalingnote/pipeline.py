@@ -153,13 +153,11 @@ def ladder(config: RunConfig) -> Artifact:
     run(config, stages.select(config, until="collect"), record=False)
     rows = locate(config, "triplets").counts["train"]
     trained = []
-    sized = [
-        config.model_copy(update={"train": train})
-        for train in rung_configs(config.ladder, config.train, rows=rows)
-    ]
-    for number, one in enumerate(sized, 1):
-        log.info("rung %d/%d", number, len(sized))
-        trained.append(run(one, stages.select(one, only="train"), record=False)["dual_encoder"])
+    rungs = rung_configs(config.ladder, config.train, rows=rows)
+    for number, train in enumerate(rungs, 1):
+        log.info("rung %d/%d", number, len(rungs))
+        sized = config.model_copy(update={"train": train})
+        trained.append(run(sized, stages.select(sized, only="train"), record=False)["dual_encoder"])
     return build(config.ladder, trained, output=fs.join(config.run_dir, "ladder"))
 
 

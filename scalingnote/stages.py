@@ -158,7 +158,6 @@ CROSS_TEACHER = replace(
 CROSS_ENCODE = replace(
     ENCODE, reads=("dataset", "cross_encoder"), job="scalingnote.cross_encoder.job:run_documents"
 )
-CROSS_ENCODER_STAGES = (CROSS_TEACHER, CROSS_ENCODE)
 NAMES = tuple(stage.name for stage in STAGES)
 
 

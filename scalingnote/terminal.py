@@ -69,7 +69,10 @@ class Style:
 
 def listing(hits: "Sequence[SearchHit]", query: str, style: Style) -> Iterator[str]:
     """Lines that show the documents of a search, best first, with an empty line after each."""
-    mark = _marker(query, style)
+
+    def mark(text: str, other: Callable[[str], str]) -> str:
+        return highlighted(text, query, style.marked, other)
+
     for rank, hit in enumerate(hits, 1):
         document = hit.document
         title = clean(document["title"] or hit.doc_id)
@@ -125,12 +128,6 @@ def highlighted(text: str, query: str, mark: Callable[[str], str], other: Callab
             shown += [other(text[done:start]), mark(text[start:end])]
             done = end
     return "".join([*shown, other(text[done:])])
-
-
-def _marker(query: str, style: Style) -> Callable[[str, Callable[[str], str]], str]:
-    if not style.coloured:
-        return lambda text, other: text
-    return lambda text, other: highlighted(text, query, style.marked, other)
 
 
 def _query_words(query: str) -> tuple[list[str], set[str]]:

@@ -8,7 +8,6 @@ import pytest
 import ray
 
 from scalingnote import cluster
-from scalingnote.cluster import connection
 from scalingnote.errors import ConfigError, ScalingNoteError
 
 
@@ -18,8 +17,8 @@ def unconnected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *given, **_: asked.append(given))
-    monkeypatch.setattr(connection, "_disable_ray_progress", lambda: None)
-    monkeypatch.setattr(connection, "_started", False)
+    monkeypatch.setattr(cluster, "_disable_ray_progress", lambda: None)
+    monkeypatch.setattr(cluster, "_started", False)
     return asked
 
 
@@ -104,7 +103,7 @@ def test_a_cluster_is_private_if_it_was_started_here_for_this_machine(
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": node} for node in nodes])
-    monkeypatch.setattr(connection, "_check_address", lambda _: None)
+    monkeypatch.setattr(cluster, "_check_address", lambda _: None)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token is made
     cluster.connect(address)
     assert cluster.is_private() is private

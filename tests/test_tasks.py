@@ -10,7 +10,6 @@ import ray
 
 from in_process import without_ray
 from scalingnote import cluster
-from scalingnote.cluster import resources, tasks
 from scalingnote.config import Resources
 from scalingnote.errors import ConfigError
 
@@ -54,7 +53,7 @@ def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.Monke
     asked: list[Any] = []
     wanted = Resources(workers=2, cpus_per_worker=4, gpus_per_worker=1)
     monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "30")
-    monkeypatch.setattr(resources, "NODE_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(cluster, "NODE_POLL_INTERVAL_S", 0.0)
     of_nodes(monkeypatch, NODES)
     cluster.check_resources_early(wanted, knob="train.resources")  # it is not needed yet
 
@@ -62,7 +61,7 @@ def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.Monke
         asked.append(bundles)
         of_nodes(monkeypatch, [*NODES, {"CPU": 8.0, "GPU": 1.0}])
 
-    monkeypatch.setattr(resources, "_request_nodes", ask)
+    monkeypatch.setattr(cluster, "_request_nodes", ask)
     cluster.check_resources(wanted, knob="train.resources")
     assert asked == [[{"CPU": 4.0, "GPU": 1.0}] * 2, []]  # and no longer than they are waited for
     monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "0.01")
@@ -104,7 +103,7 @@ def test_the_driver_holds_a_bounded_number_of_tasks(tmp_path: Path, monkeypatch:
         return number
 
     without_ray(monkeypatch)
-    monkeypatch.setattr(tasks, "MAX_TASKS_IN_FLIGHT", 3)
+    monkeypatch.setattr(cluster, "MAX_TASKS_IN_FLIGHT", 3)
     done = cluster.map_tasks(partial(begin, folder=tmp_path), range(9))
     first = next(done)
     assert len(list(tmp_path.iterdir())) <= 4  # three, and the one in place of the first

@@ -38,9 +38,8 @@ class Qdrant(Database):
     def __init__(self, url: str, collection: str, timeout_s: float | None = None) -> None:
         client = _client("qdrant", "qdrant_client")
         self._models, self._collection, self._on_server = client.models, collection, "://" in url
-        place = (
-            {"url": url, "api_key": os.environ.get("QDRANT_API_KEY")} if self._on_server else {"path": url}
-        )
+        server = {"url": url, "api_key": os.environ.get("QDRANT_API_KEY")}
+        place = server if self._on_server else {"path": url}
         # The client knows whole seconds.
         self._client = client.QdrantClient(**place, timeout=None if timeout_s is None else ceil(timeout_s))
 
@@ -218,10 +217,8 @@ class OpenSearch(Database):
     def __init__(self, url: str, collection: str) -> None:
         client = _client("opensearch", "opensearchpy")
         user, password = (os.environ.get(f"OPENSEARCH_{name}") for name in ("USER", "PASSWORD"))
-        self._client, self._collection = (
-            client.OpenSearch(url, http_auth=(user, password) if user else None, timeout=60),
-            collection,
-        )
+        login = (user, password) if user else None
+        self._client, self._collection = client.OpenSearch(url, http_auth=login, timeout=60), collection
 
     def open(self, layout: Layout) -> None:
         """Create the index if it is not there."""

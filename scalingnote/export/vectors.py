@@ -13,16 +13,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Float32
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.lexical import weights
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import arrow
@@ -146,8 +144,9 @@ class Source:
     def batches(self, *, start: int, stop: int, size: int) -> Iterator[Rows]:
         """Rows from `start` to before `stop`, at most `size` at a time."""
         own = SPARSE.names if self.terms is None and self.layout().sparse else []
-        counts = self.embeddings.rows_of(self.embeddings.table_parts("embeddings"))
-        for (part, count), first in zip(counts.items(), accumulate(counts.values(), initial=0), strict=False):
+        firsts = self.embeddings.first_rows("embeddings")
+        for part, count in self.embeddings.rows_of(firsts).items():
+            first = firsts[part]
             if first + count <= start or first >= stop:
                 continue
             table = self._part(part, own)
@@ -169,14 +168,10 @@ class Source:
                 table = table.append_column(SPARSE.field(name), found[name])
         if self.columns and self.dataset is not None:
             documents = self.dataset.table(f"documents/{base}", ["doc_id", *self.columns])
-            at = pc.index_in(table["doc_id"], documents["doc_id"].combine_chunks())
-            if at.null_count:
-                raise ArtifactError(
-                    f"{at.null_count} embeddings of {part} have no document in {self.dataset.uri}: name the "
-                    "dataset that was encoded"
-                )
+            missing = f"row in {self.dataset.uri}: name the dataset that was encoded"
+            documents = arrow.take_documents(documents, table["doc_id"], missing=missing)
             for name in self.columns:
-                table = table.append_column(name, documents[name].take(at))
+                table = table.append_column(name, documents[name])
         return table
 
 
@@ -184,9 +179,7 @@ def of_embeddings(uri: str, *, columns: Sequence[str] | None) -> Source:
     """The source of an `embeddings` artifact alone; its dataset is the one that it was made of."""
     embeddings = open_artifact(uri, kind="embeddings")
     parent = embeddings.manifest.parents.get("dataset")
-    dataset = None
-    if parent is not None and columns:
-        dataset = open_artifact(parent["uri"], kind="dataset")
+    dataset = open_artifact(parent["uri"], kind="dataset") if parent and columns else None
     return Source(embeddings, dataset, None, tuple(columns or ()))
 
 

@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Float, Float32, Int32
 from numpy import ndarray
-from pydantic import TypeAdapter
 
-from scalingnote.config import dump
+from scalingnote.config import Config
 from scalingnote.errors import ConfigError
 from scalingnote.fuse.config import Bucketed, Categorical, Feature, Numeric, Vector
 
@@ -40,8 +39,7 @@ class EncodedFeatures:
     numbers: Float32[ndarray, "rows numbers"]
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(Config):
     """A feature, and the facts that were fitted for it."""
 
     feature: Feature
@@ -59,11 +57,13 @@ class Encoding:
                 return 0
 
     @property
-    def numbers(self) -> int:
-        """Numbers of a feature without a table, 0 for any other."""
-        return (
-            self.feature.dim if isinstance(self.feature, Vector) else int(isinstance(self.feature, Numeric))
-        )
+    def width(self) -> int:
+        """Width of an embedding, or numbers of a feature without a table."""
+        match self.feature:
+            case Categorical(width=width) | Bucketed(width=width) | Vector(dim=width):
+                return width
+            case _:
+                return 1
 
 
 def observe(features: Sequence[Feature], table: pa.Table) -> list[Facts]:
@@ -80,16 +80,16 @@ def fit(features: Sequence[Feature], observed: Sequence[Sequence[Facts]]) -> lis
     ConfigError when a feature has no value at all.
     """
     return [
-        Encoding(feature, _fitted(feature, [slice_[number] for slice_ in observed]))
+        Encoding(feature=feature, facts=_fitted(feature, [slice_[number] for slice_ in observed]))
         for number, feature in enumerate(features)
     ]
 
 
 def encode(encodings: Sequence[Encoding], table: pa.Table) -> EncodedFeatures:
     """Encode the rows of a table; other columns are ignored."""
-    nothing = pa.chunked_array([pa.nulls(len(table))])
+    nulls = pa.chunked_array([pa.nulls(len(table))])
     names = [encoding.feature.column for encoding in encodings]
-    columns = [table[name] if name in table.column_names else nothing for name in names]
+    columns = [table[name] if name in table.column_names else nulls for name in names]
     return _encoded(encodings, columns, rows=len(table))
 
 
@@ -108,18 +108,8 @@ def encode_mappings(encodings: Sequence[Encoding], rows: Sequence[Mapping[str, A
 def no_values(encodings: Sequence[Encoding], rows: int) -> EncodedFeatures:
     """Rows of missing values."""
     indices = np.full((rows, sum(bool(e.size) for e in encodings)), MISSING, np.int32)
-    return EncodedFeatures(indices, np.full((rows, sum(e.numbers for e in encodings)), np.nan, np.float32))
-
-
-def dump_encodings(encodings: Sequence[Encoding]) -> list[dict[str, Any]]:
-    """JSON values for :func:`load_encodings`."""
-    return [{"feature": dump(each.feature), "facts": each.facts} for each in encodings]
-
-
-def load_encodings(values: Sequence[Mapping[str, Any]]) -> list[Encoding]:
-    """The encodings that :func:`dump_encodings` wrote."""
-    adapter: TypeAdapter[Any] = TypeAdapter(Feature)
-    return [Encoding(adapter.validate_python(each["feature"]), each["facts"]) for each in values]
+    numbers = sum(e.width for e in encodings if not e.size)
+    return EncodedFeatures(indices, np.full((rows, numbers), np.nan, np.float32))
 
 
 def _encoded(
@@ -127,7 +117,7 @@ def _encoded(
 ) -> EncodedFeatures:
     pairs = list(zip(encodings, columns, strict=True))
     indices = [_indices(encoding, column) for encoding, column in pairs if encoding.size]
-    numbers = [_scaled(encoding, column) for encoding, column in pairs if encoding.numbers]
+    numbers = [_scaled(encoding, column) for encoding, column in pairs if not encoding.size]
     return EncodedFeatures(
         np.stack(indices, axis=1) if indices else np.zeros((rows, 0), np.int32),
         np.concatenate(numbers, axis=1) if numbers else np.zeros((rows, 0), np.float32),

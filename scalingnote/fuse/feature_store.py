@@ -16,7 +16,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -98,23 +98,12 @@ def check(events: Sequence[Event]) -> None:
             raise DataError(
                 f"event {event.event_id!r} happened at {event.timestamp}: give seconds since 1970"
             )
-        for text in _texts([event.event_id, event.user_id, event.semantic_id, event.profile]):
-            if not is_valid_unicode(text):
-                raise DataError(
-                    f"event {event.event_id!r} of user {event.user_id!r} has {text!r}, with a lone surrogate "
-                    "(invalid UTF-8), which no store can hold: fix the producer of the events"
-                )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts of a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _texts(part)
+        values = [event.event_id, event.user_id, event.semantic_id, dict(event.profile)]
+        if not is_valid_unicode(json.dumps(values, ensure_ascii=False)):
+            raise DataError(
+                f"{event} has a text with a lone surrogate (invalid UTF-8), which no store can hold: fix the "
+                "producer of the events"
+            )
 
 
 def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore:
@@ -359,16 +348,13 @@ class RedisStore:
 
     def _arguments(self, event: Event, now: float) -> list[str | int | float]:
         member = f"{event.event_id}{REDIS_SEPARATOR}{event.semantic_id}" if event.semantic_id else ""
-        ttl, remember = round(1000 * self._config.ttl_s), round(1000 * self._config.remember_s)
-        columns: list[str | int | float] = []
+        ttl_ms, remember_ms = round(1000 * self._config.ttl_s), round(1000 * self._config.remember_s)
+        arguments: list[str | int | float] = [event.event_id, repr(event.timestamp), member]
+        arguments += [self._config.history, max(ttl_ms, 1)]
+        arguments += [repr(now), repr(now - self._config.remember_s), max(remember_ms, 1)]
         for name, value in event.profile.items():
-            columns += [name, json.dumps([event.timestamp, event.event_id, value])]
-        head = (event.event_id, repr(event.timestamp), member)
-        return [
-            *(*head, self._config.history, max(ttl, 1)),
-            *(repr(now), repr(now - self._config.remember_s), max(remember, 1)),
-            *columns,
-        ]
+            arguments += [name, json.dumps([event.timestamp, event.event_id, value])]
+        return arguments
 
 
 def _redis_keys(user_id: str) -> list[str]:

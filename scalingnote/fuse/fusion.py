@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,36 +24,43 @@ from safetensors import torch as safetensors
 from scalingnote.config import Config, dump, validate
 from scalingnote.errors import ArtifactError
 from scalingnote.fuse.config import DocumentSide, QuerySide
-from scalingnote.fuse.feature_encoding import (
-    MISSING,
-    EncodedFeatures,
-    Encoding,
-    dump_encodings,
-    encode,
-    encode_mappings,
-    load_encodings,
-)
+from scalingnote.fuse.feature_encoding import MISSING, EncodedFeatures, Encoding, encode, encode_mappings
 from scalingnote.fuse.feature_store import User
-from scalingnote.fuse.networks import (
-    NO_WORD,
-    DocumentNetwork,
-    Documents,
-    Queries,
-    QueryNetwork,
-    SemanticIds,
-)
+from scalingnote.fuse.networks import NO_WORD, DocumentNetwork, Documents, Queries, QueryNetwork, SemanticIds
 from scalingnote.planner.planner import TermScores
 from scalingnote.storage.shuffle import hash_of
 
 WEIGHTS_FILE, FACTS_FILE = "network.safetensors", "fusion.json"
 DOCUMENTS_PER_PASS = 4096
+F = TypeVar("F", bound="_Fusion")
 
 
 class _Fusion:
     """A trained side, with its settings and fitted features."""
 
+    _network_type: ClassVar[Any]
+    _config_type: ClassVar[type[Config]]
+
     def __init__(self, network: Any, config: Any, encodings: Sequence[Encoding]) -> None:
         self._network, self._config, self._encodings = network.eval(), config, list(encodings)
+
+    @classmethod
+    def load(cls: type[F], folder: Path) -> F:
+        """The side that was saved in a folder; ArtifactError when there is none."""
+        file = folder / FACTS_FILE
+        if not file.exists():
+            raise ArtifactError(
+                f"{folder} holds no trained fusion: {FACTS_FILE} is missing; run the stage fuse"
+            )
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        config = validate(cls._config_type, facts["config"], source=str(file))
+        # Earlier versions named the features of a query side `profile`.
+        features = facts["features"] if "features" in facts else facts["profile"]
+        encodings = [Encoding.model_validate(values) for values in features]
+        ids = None if facts["semantic_ids"] is None else SemanticIds(torch.zeros(facts["semantic_ids"]))
+        network = cls._network_type(config, encodings, dim=facts["dim"], semantic_ids=ids)
+        network.load_state_dict(safetensors.load((folder / WEIGHTS_FILE).read_bytes()))
+        return cls(network, config, encodings)
 
     def save(self, folder: Path) -> None:
         """Write weights and facts for :meth:`load`."""
@@ -66,24 +73,9 @@ class _Fusion:
             "config": dump(self._config),
             "dim": self._network.dim,
             "semantic_ids": None if ids is None else [ids.levels, ids.codes, ids.dim],
-            "features": dump_encodings(self._encodings),
+            "features": [dump(encoding) for encoding in self._encodings],
         }
         (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1, sort_keys=True), encoding="utf-8")
-
-
-def _load(folder: Path, network: Any, side: type[Config]) -> tuple[Any, Any, list[Encoding]]:
-    """Network, config and features of a side; ArtifactError when there are none."""
-    file = folder / FACTS_FILE
-    if not file.exists():
-        raise ArtifactError(f"{folder} holds no trained fusion: {FACTS_FILE} is missing; run the stage fuse")
-    facts = json.loads(file.read_text(encoding="utf-8"))
-    config = validate(side, facts["config"], source=str(file))
-    # Earlier versions named the features of a query side `profile`.
-    encodings = load_encodings(facts["features"] if "features" in facts else facts["profile"])
-    ids = None if facts["semantic_ids"] is None else SemanticIds(torch.zeros(facts["semantic_ids"]))
-    loaded = network(config, encodings, dim=facts["dim"], semantic_ids=ids)
-    loaded.load_state_dict(safetensors.load((folder / WEIGHTS_FILE).read_bytes()))
-    return loaded, config, encodings
 
 
 # --- documents --------------------------------------------------------------------------------------------
@@ -92,10 +84,8 @@ def _load(folder: Path, network: Any, side: type[Config]) -> tuple[Any, Any, lis
 class DocumentFusion(_Fusion):
     """A trained document side."""
 
-    @classmethod
-    def load(cls, folder: Path) -> "DocumentFusion":
-        """The document side in a folder; ArtifactError when there is none."""
-        return cls(*_load(folder, DocumentNetwork, DocumentSide))
+    _network_type = DocumentNetwork
+    _config_type = DocumentSide
 
     @property
     def columns(self) -> list[str]:
@@ -182,10 +172,8 @@ class ImportantWords:
 class QueryFusion(_Fusion):
     """A trained query side."""
 
-    @classmethod
-    def load(cls, folder: Path) -> "QueryFusion":
-        """The query side in a folder; ArtifactError when there is none."""
-        return cls(*_load(folder, QueryNetwork, QuerySide))
+    _network_type = QueryNetwork
+    _config_type = QuerySide
 
     def fuse(
         self,

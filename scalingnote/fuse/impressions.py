@@ -123,15 +123,13 @@ def _clicks(item: tuple[int, int], *, config: FuseConfig, folder: str) -> JsonRe
 
 def _write_popularity(config: FuseConfig, folder: str) -> None:
     """Write the share of each clicked document in all clicks of training."""
-    counted = [
-        [read_column(fs.join(folder, f"counts/{b:05d}.arrow"), name) for name in ("hash", "count")]
-        for b in range(config.parts)
-    ]
-    hashes, place = np.unique(np.concatenate([hashes for hashes, _ in counted]), return_inverse=True)
-    counts = np.bincount(place, weights=np.concatenate([count for _, count in counted]))
-    write_table(
-        fs.join(folder, "popularity.arrow"), pa.table({"hash": hashes, "share": counts / counts.sum()})
+    counted = pa.concat_tables(
+        read_table(fs.join(folder, f"counts/{b:05d}.arrow")) for b in range(config.parts)
     )
+    clicks = counted.group_by("hash").aggregate([("count", "sum")]).sort_by("hash")
+    counts = np.asarray(clicks["count_sum"])
+    popularity = pa.table({"hash": clicks["hash"], "share": counts / counts.sum()})
+    write_table(fs.join(folder, "popularity.arrow"), popularity.combine_chunks())
 
 
 def shuffle_keys(impressions: pa.Table) -> pa.ChunkedArray:
@@ -218,8 +216,3 @@ def _distinct(hashes: UInt64[ndarray, " rows"]) -> UInt64[ndarray, " distinct"]:
 def flat(column: pa.ChunkedArray) -> ndarray:
     """The values of a column of lists."""
     return np.asarray(pc.list_flatten(column.combine_chunks()))
-
-
-def read_column(uri: str, name: str) -> ndarray:
-    """A column of an Arrow file."""
-    return np.asarray(read_table(uri)[name].combine_chunks())

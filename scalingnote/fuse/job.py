@@ -29,7 +29,7 @@ from scalingnote.log import get_logger
 from scalingnote.quantize.semantic_id import require_origin
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import slices
 from scalingnote.train.config import prefix_lengths
 from scalingnote.train.data import Order, Store, one_chunk
@@ -121,7 +121,7 @@ def _prepare(
     steps = Steps(read, partial(QueryParts, tower=tower, planner=planner, words=words))
     where = {"output": folder, "work": draft.work("queries")}
     records = encode_parts(steps, **where, rows=rows, resources=config.writers, unit="queries", knob=WRITERS)
-    files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
+    files = [(record["name"], record["part"]) for record in records if record["part"]["rows"]]
     return prepare.finish(
         config, corpus, queries=files, folder=folder, each=cluster.map_tasks, left_out=left_out
     )
@@ -246,7 +246,7 @@ def build(
         # Both sides share the tables, so that histories and documents are in the same space.
         ids = SemanticIds(codebooks) if used else None
         dim = codebooks.shape[2]
-        knobs: dict[str, Any] = {"dim": dim, "semantic_ids": ids, "hide": config.hide}
+        knobs: dict[str, Any] = {"dim": dim, "semantic_ids": ids, "dropout": config.hide}
         prefixes = prefix_lengths(config.losses.matryoshka, dim=dim)
         return FusionStage(
             DocumentNetwork(config.document, documents, seen=seen, **knobs),

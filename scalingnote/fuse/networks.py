@@ -13,26 +13,19 @@ click alone: they were shown, so neither popularity nor exposure biases them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 
-from scalingnote.fuse.config import (
-    Cross,
-    DocumentSide,
-    FusionLosses,
-    History,
-    Mlp,
-    Network,
-    QuerySide,
-    Vector,
-)
+from scalingnote.fuse.config import DocumentSide, FusionLosses, History, Mlp, Network, QuerySide
 from scalingnote.fuse.feature_encoding import MISSING, Encoding
 from scalingnote.losses import cross_entropy, prefixes
 from scalingnote.train.collectives import gather, rank
 
+R = TypeVar("R", bound="_TensorRecord")
 # The values of a feature, and which rows have one.
 Slot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
 NO_WORD = -1.0  # importance in a place where a query has no further word
@@ -43,7 +36,16 @@ WORD_STATISTICS = 4  # numbers beside the mean of a query's words, see _word_slo
 
 
 @dataclass(frozen=True)
-class Documents:
+class _TensorRecord:
+    """A batch whose fields are tensors or records of tensors."""
+
+    def to(self: R, device: torch.device) -> R:
+        """A copy on a device."""
+        return type(self)(**{name: part.to(device) for name, part in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Documents(_TensorRecord):
     """Inputs of :class:`DocumentNetwork`."""
 
     embeddings: Float[Tensor, "docs dim"]  # of unit length
@@ -52,13 +54,9 @@ class Documents:
     indices: Int[Tensor, "docs indices"]  # of declared features, see feature_encoding
     numbers: Float[Tensor, "docs numbers"]
 
-    def to(self, device: torch.device) -> "Documents":
-        """A copy on a device."""
-        return Documents(**{name: part.to(device) for name, part in vars(self).items()})
-
 
 @dataclass(frozen=True)
-class Queries:
+class Queries(_TensorRecord):
     """Inputs of :class:`QueryNetwork`."""
 
     embeddings: Float[Tensor, "queries dim"]  # of unit length
@@ -69,10 +67,6 @@ class Queries:
     crosses: Int64[Tensor, "queries crosses"]  # buckets; -1 is missing
     history: Int64[Tensor, "queries last levels"]  # codes, the latest document last; -1 is no document
 
-    def to(self, device: torch.device) -> "Queries":
-        """A copy on a device."""
-        return Queries(**{name: part.to(device) for name, part in vars(self).items()})
-
 
 # --- parts of both sides ----------------------------------------------------------------------------------
 
@@ -80,13 +74,13 @@ class Queries:
 class ResidualFusion(nn.Module):
     """The residual network of one side; without features it is the identity.
 
-    `widths` are those of the features; `hide` is the probability with which training replaces a feature of a
-    row as if it were missing.
+    `widths` are those of the features; `dropout` is the probability with which training replaces a feature of
+    a row as if it were missing.
     """
 
-    def __init__(self, config: Network, *, dim: int, widths: Sequence[int], hide: float = 0.0) -> None:
+    def __init__(self, config: Network, *, dim: int, widths: Sequence[int], dropout: float = 0.0) -> None:
         super().__init__()
-        self._hide = hide
+        self._dropout = dropout
         self.missing = nn.ParameterList([nn.Parameter(torch.zeros(width)) for width in widths])
         self.network = _network(config, width=dim + sum(widths), dim=dim) if widths else None
         self.gate = nn.Parameter(torch.zeros(dim)) if widths else None
@@ -98,8 +92,8 @@ class ResidualFusion(nn.Module):
         if self.network is None or self.gate is None:
             return embeddings
         present = torch.stack([known for _, known in features], dim=1)
-        if self.training and self._hide:
-            present = present & (torch.rand(present.shape, device=present.device) >= self._hide)
+        if self.training and self._dropout:
+            present = present & (torch.rand(present.shape, device=present.device) >= self._dropout)
         slots = [
             torch.where(known[:, None], values, missing)
             for (values, _), known, missing in zip(features, present.unbind(1), self.missing, strict=True)
@@ -112,13 +106,9 @@ class ResidualFusion(nn.Module):
 
 def _network(config: Network, *, width: int, dim: int) -> nn.Module:
     """A network from `width` inputs to `dim` outputs."""
-    match config:
-        case Mlp():
-            return _layers(width, config.hidden, dim)
-        case Cross():
-            return nn.Sequential(
-                *(_CrossLayers(width, config.layers, config.rank), _layers(width, config.hidden, dim))
-            )
+    if isinstance(config, Mlp):
+        return _layers(width, config.hidden, dim)
+    return nn.Sequential(_CrossLayers(width, config.layers, config.rank), _layers(width, config.hidden, dim))
 
 
 def _layers(width: int, hidden: Sequence[int], dim: int) -> nn.Sequential:
@@ -177,9 +167,9 @@ class FeatureColumns(nn.Module):
 
     def __init__(self, encodings: Sequence[Encoding]) -> None:
         super().__init__()
-        self._sizes = [encoding.numbers for encoding in encodings if encoding.numbers]
-        self.tables = nn.ModuleList([HashTable(e.size, _width(e)) for e in encodings if e.size])
-        self.widths = [_width(e) for e in encodings if e.size] + self._sizes
+        self._sizes = [encoding.width for encoding in encodings if not encoding.size]
+        self.tables = nn.ModuleList([HashTable(e.size, e.width) for e in encodings if e.size])
+        self.widths = [e.width for e in encodings if e.size] + self._sizes
 
     def forward(
         self, indices: Int[Tensor, "rows indices"], numbers: Float[Tensor, "rows numbers"]
@@ -194,11 +184,6 @@ class FeatureColumns(nn.Module):
         return slots
 
 
-def _width(encoding: Encoding) -> int:
-    assert not isinstance(encoding.feature, Vector)
-    return int(getattr(encoding.feature, "width"))  # noqa: B009  # only the kinds with a table have it
-
-
 # --- the two sides ----------------------------------------------------------------------------------------
 
 
@@ -206,7 +191,7 @@ class DocumentNetwork(nn.Module):
     """Final document embeddings from embedding, semantic ID, hashed id and declared features.
 
     Both sides share `semantic_ids`. `seen` are the buckets of ids in training: an id in another bucket is
-    missing, as its row is random. `hide` is that of :class:`ResidualFusion`.
+    missing, as its row is random. `dropout` is that of :class:`ResidualFusion`.
     """
 
     seen: Bool[Tensor, " buckets"]
@@ -219,7 +204,7 @@ class DocumentNetwork(nn.Module):
         dim: int,
         semantic_ids: SemanticIds | None,
         seen: Bool[Tensor, " buckets"] | None = None,
-        hide: float = 0.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.semantic_ids = semantic_ids if config.semantic_ids else None
@@ -232,7 +217,7 @@ class DocumentNetwork(nn.Module):
         self.register_buffer("seen", seen if config.ids else None)
         self.columns = FeatureColumns(encodings)
         widths += self.columns.widths
-        self.fusion = ResidualFusion(config.network, dim=dim, widths=widths, hide=hide)
+        self.fusion = ResidualFusion(config.network, dim=dim, widths=widths, dropout=dropout)
 
     def forward(self, documents: Documents) -> Float[Tensor, "docs dim"]:
         """Rows without any feature keep their embedding, bit for bit."""
@@ -249,7 +234,7 @@ class DocumentNetwork(nn.Module):
 class QueryNetwork(nn.Module):
     """Final query embeddings from embedding, planner's words, profile, crosses and history of the user.
 
-    Both sides share `semantic_ids`, which a history needs. `hide` is that of :class:`ResidualFusion`.
+    Both sides share `semantic_ids`, which a history needs. `dropout` is that of :class:`ResidualFusion`.
     """
 
     def __init__(
@@ -259,7 +244,7 @@ class QueryNetwork(nn.Module):
         *,
         dim: int,
         semantic_ids: SemanticIds | None,
-        hide: float = 0.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.dim, widths = dim, list[int]()
@@ -276,7 +261,7 @@ class QueryNetwork(nn.Module):
             assert semantic_ids is not None, "a history needs the tables of semantic IDs"
             self.semantic_ids, self.pool = semantic_ids, _HistoryPool(config.history, dim)
             widths += [dim, dim]
-        self.fusion = ResidualFusion(config.network, dim=dim, widths=widths, hide=hide)
+        self.fusion = ResidualFusion(config.network, dim=dim, widths=widths, dropout=dropout)
 
     def forward(self, queries: Queries) -> Float[Tensor, "queries dim"]:
         """Rows without any feature keep their embedding, bit for bit."""
@@ -339,17 +324,13 @@ class _HistoryPool(nn.Module):
 
 
 @dataclass(frozen=True)
-class Clicks:
+class Clicks(_TensorRecord):
     """One rank's rows of a step: each query's clicked document, and those skipped in the same session."""
 
     queries: Queries
     documents: Documents  # row by row of `group`
     group: Int[Tensor, "queries group"]  # row numbers of the corpus, the clicked first; -1 is no document
     log_q: Float[Tensor, " queries"]  # log of the share of clicks that the clicked document has
-
-    def to(self, device: torch.device) -> "Clicks":
-        """A copy on a device."""
-        return Clicks(*(part.to(device) for part in vars(self).values()))
 
 
 class FusionStage(nn.Module):
@@ -377,7 +358,7 @@ def fusion_loss(
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Both losses, summed over Matryoshka prefixes; the batch is that of all ranks."""
     all_clicked_rows = gather(clicks.group[:, 0])
-    log_q = gather(clicks.log_q) if losses.log_q else torch.zeros_like(all_clicked_rows, dtype=torch.float32)
+    log_q = gather(clicks.log_q if losses.log_q else torch.zeros_like(clicks.log_q))
     clicked = gather(documents[:, 0])
     positives = torch.arange(len(queries), device=queries.device) + rank() * len(queries)
     parts = {"batch": queries.new_zeros(()), "skipped": queries.new_zeros(())}

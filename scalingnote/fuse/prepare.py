@@ -12,7 +12,7 @@ Work is done in slices, as in the preparation of stage I: a killed run repeats t
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,26 +23,32 @@ import torch
 from jaxtyping import Float32, Int32, Int64, UInt64
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.config import dump
+from scalingnote.errors import ConfigError
 from scalingnote.fuse.config import Feature, FuseConfig
 from scalingnote.fuse.feature_encoding import (
     EncodedFeatures,
     Encoding,
-    dump_encodings,
     encode,
     fit,
-    load_encodings,
     no_values,
     observe,
 )
-from scalingnote.fuse.fusion import ImportantWords, document_inputs, id_buckets, last_codes, query_inputs
-from scalingnote.fuse.impressions import CLICKS, flat, read_column
+from scalingnote.fuse.fusion import (
+    ImportantWords,
+    document_inputs,
+    id_buckets,
+    important_words,
+    last_codes,
+    query_inputs,
+)
+from scalingnote.fuse.impressions import CLICKS, flat
 from scalingnote.fuse.networks import Clicks, Documents, Queries
 from scalingnote.log import get_logger
 from scalingnote.models.prompt import list_column
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
+from scalingnote.storage.artifact import Artifact, read_table, write_table
 from scalingnote.storage.shuffle import (
     JsonRecord,
     NumberedSlice,
@@ -93,22 +99,13 @@ def read_part(corpus: FusedCorpus, part: str, columns: Sequence[str]) -> Documen
     doc_ids = embeddings["doc_id"]
     documents = corpus.dataset.table(f"documents/{name}", ["doc_id", *columns])
     codes = corpus.semantic_ids.table(f"codes/{name}", ["doc_id", "codes"])
+    remedy = "re-run the stages between"
+    codes = arrow.take_documents(codes, doc_ids, missing=f"semantic ID: {remedy}")
     return DocumentRows(
-        _aligned(documents, doc_ids, "document in the dataset"),
+        arrow.take_documents(documents, doc_ids, missing=f"row in the dataset: {remedy}"),
         arrow.to_numpy(embeddings[VIEW]),
-        arrow.to_matrix(_aligned(codes, doc_ids, "semantic ID")["codes"]).astype(np.int32),
+        arrow.to_matrix(codes["codes"]).astype(np.int32),
     )
-
-
-def _aligned(table: pa.Table, doc_ids: pa.ChunkedArray, what: str) -> pa.Table:
-    rows = pc.index_in(doc_ids, table["doc_id"])
-    if rows.null_count:
-        first = doc_ids.filter(rows.is_null())[0].as_py()
-        raise ArtifactError(
-            f"{rows.null_count} embeddings, first of {first!r}, have no {what}: re-run the stages between"
-        )
-    same = len(table) == len(doc_ids) and pc.all(pc.equal(doc_ids, table["doc_id"])).as_py()
-    return table if same else table.take(rows)
 
 
 # --- the store --------------------------------------------------------------------------------------------
@@ -134,16 +131,16 @@ def _features(config: FuseConfig) -> dict[str, Sequence[Feature]]:
 
 def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: TaskRunner) -> None:
     """Fit the features of documents and users, and mark the buckets of ids that training sees."""
-    fitted: dict[str, list[Encoding]] = {}
+    fitted: dict[str, list[dict[str, Any]]] = {}
     for table, features in _features(config).items():
-        parts = slices(dataset, table)
-        task = partial(_observe, dataset=dataset, features=features)
         records: list[JsonRecord] = []
         if features:
+            task = partial(_observe, dataset=dataset, features=features)
+            parts = slices(dataset, table)
             records = run_slices(f"fit-{table}", task, parts, folder=folder, each=each, section="fuse")
-        fitted[table] = fit(features, [record["observed"] for record in records])
-    values = {table: dump_encodings(encodings) for table, encodings in fitted.items()}
-    fs.write_bytes(fs.join(folder, ENCODINGS), json.dumps(values).encode())
+        observed = [record["observed"] for record in records]
+        fitted[table] = [dump(encoding) for encoding in fit(features, observed)]
+    fs.write_bytes(fs.join(folder, ENCODINGS), json.dumps(fitted).encode())
     ids = config.document.ids
     seen = np.zeros(ids.buckets if ids else 1, bool)
     seen[id_buckets(read_array(fs.join(folder, "shown.arrow")), config.document)] = True
@@ -153,55 +150,49 @@ def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: Ta
 def encodings(folder: str) -> dict[str, list[Encoding]]:
     """The encodings that :func:`fit_features` fitted, by table."""
     values = json.loads(fs.read_bytes(fs.join(folder, ENCODINGS)))
-    return {table: load_encodings(each) for table, each in values.items()}
+    return {table: [Encoding.model_validate(each) for each in all_] for table, all_ in values.items()}
 
 
 def finish(
     config: FuseConfig,
     corpus: FusedCorpus,
     *,
-    queries: Sequence[tuple[str, Part]],
+    queries: Sequence[Any],
     folder: str,
     each: TaskRunner,
     left_out: int = 0,
 ) -> dict[str, Any]:
     """Write the rest of the store: documents, users and rows; returns its facts.
 
-    `queries` are the files that the query tower has encoded, `left_out` the number of clicks that
-    :func:`read_clicks` left out; more may be left out here.
+    `queries` are the files that the query tower has encoded, as :func:`write_tables` names them, `left_out`
+    the number of clicks that :func:`read_clicks` left out; more may be left out here.
     """
-    if not Store.finished(folder):
-        run = partial(run_slices, folder=folder, each=each, section="fuse")
-        known = encodings(folder)
-        documents = run(
-            DOCUMENTS,
-            partial(_documents, corpus=corpus, encodings=known["documents"], folder=folder),
-            slices(corpus.embeddings, "embeddings"),
-        )
-        _write_place("named", documents, folder)
-        users = []
-        if config.query.profile:
-            task = partial(_users, dataset=corpus.dataset, encodings=known["users"], folder=folder)
-            users = run(USERS, task, slices(corpus.dataset, USERS))
-        _write_place("known", users, folder)
-        query_files = [(name, asdict(part)) for name, part in queries]
-        _write_place("asked", [{"problems": {}, "files": query_files}], folder)
-        rows = run(ROWS, partial(_rows, folder=folder), range(config.parts))
-        files = {
-            DOCUMENTS: [file for record in documents for file in named_parts(record["files"])],
-            QUERIES: list(queries),
-            USERS: [file for record in users for file in named_parts(record["files"])],
-            ROWS: [file for record in rows for file in named_parts(record["files"])],
-        }
-        sizes = {name: sum(part.rows or 0 for _, part in written) for name, written in files.items()}
-        left_out += sum(record["left_out"] for record in rows)
-        facts = {"sizes": {ROWS: sizes.pop(ROWS)}, "left_out": left_out, **sizes}
-        Store.finish(folder, {name: written for name, written in files.items() if written}, facts)
-    facts = Store.facts_of(folder)
-    if facts["left_out"]:
+    run = partial(run_slices, folder=folder, each=each, section="fuse")
+    known = encodings(folder)
+    task = partial(_documents, corpus=corpus, encodings=known["documents"], folder=folder)
+    documents = run(DOCUMENTS, task, slices(corpus.embeddings, "embeddings"))
+    users: list[JsonRecord] = []
+    if config.query.profile:
+        task = partial(_users, dataset=corpus.dataset, encodings=known["users"], folder=folder)
+        users = run(USERS, task, slices(corpus.dataset, USERS))
+    encoded: list[JsonRecord] = [{"files": queries, "problems": {}}]
+    for name, records in (("named", documents), ("known", users), ("asked", encoded)):
+        place = number_documents(read_array(fs.join(folder, f"{name}.arrow")), records, folder)
+        write_table(fs.join(folder, f"{name}-place.arrow"), pa.table({"row": place}))
+    rows = run(ROWS, partial(_rows, folder=folder), range(config.parts))
+    written = {DOCUMENTS: documents, QUERIES: encoded, USERS: users, ROWS: rows}
+    files = {
+        name: [file for record in records for file in named_parts(record["files"])]
+        for name, records in written.items()
+    }
+    sizes = {name: sum(part.rows or 0 for _, part in found) for name, found in files.items()}
+    left_out += sum(record["left_out"] for record in rows)
+    facts = {"sizes": {ROWS: sizes.pop(ROWS)}, "left_out": left_out, **sizes}
+    Store.finish(folder, {name: found for name, found in files.items() if found}, facts)
+    if left_out:
         log.warning(
             "%s clicks left out: of documents without an embedding, or of queries that are not for training",
-            f"{facts['left_out']:,}",
+            f"{left_out:,}",
         )
     return facts
 
@@ -267,8 +258,9 @@ def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
     history = _numbers(flat(raw["history"]), "named", folder)
     of_row = np.repeat(np.arange(len(raw)), lengths)[history >= 0]
     ends = np.cumsum(np.bincount(of_row, minlength=len(raw)))
-    popular, share = (read_column(fs.join(folder, "popularity.arrow"), name) for name in ("hash", "share"))
-    log_q = np.log(share[np.searchsorted(popular, np.asarray(raw["clicked"]))]).astype(np.float32)
+    popularity = read_table(fs.join(folder, "popularity.arrow"))
+    clicked = np.searchsorted(np.asarray(popularity["hash"]), np.asarray(raw["clicked"]))
+    log_q = np.log(np.asarray(popularity["share"])[clicked]).astype(np.float32)
     table = one_chunk(
         {
             "query": pa.array(numbered["query"]),
@@ -287,16 +279,10 @@ def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
 # --- pieces -----------------------------------------------------------------------------------------------
 
 
-def _write_place(name: str, written: Sequence[JsonRecord], folder: str) -> None:
-    """Write the row in the store of each of the hashes in ``{name}.arrow``."""
-    place = number_documents(read_array(fs.join(folder, f"{name}.arrow")), written, folder)
-    write_table(fs.join(folder, f"{name}-place.arrow"), pa.table({"row": place}))
-
-
 def _numbers(hashes: UInt64[ndarray, " rows"], name: str, folder: str) -> Int64[ndarray, " rows"]:
-    return row_numbers(
-        hashes, *(read_array(fs.join(folder, f"{file}.arrow")) for file in (name, f"{name}-place"))
-    )
+    """Row numbers in the store of what has these hashes, which ``{name}.arrow`` lists."""
+    known, place = (read_array(fs.join(folder, f"{file}.arrow")) for file in (name, f"{name}-place"))
+    return row_numbers(hashes, known, place)
 
 
 def _matrices(
@@ -351,11 +337,10 @@ class ClickBatches:
     def _query_rows(self, rows: Int64[ndarray, " rows"]) -> Queries:
         queries, users = self._rows.values("query", rows), self._rows.values("user", rows)
         side = self._config.query
-        words = ImportantWords(np.zeros((len(rows), 0), np.uint64), np.zeros((len(rows), 0), np.float32))
+        words = important_words(None, len(rows), most=0)
         if side.planner:
-            words = ImportantWords(
-                *(self._queries.values(name, queries) for name in ("words", "importances"))
-            )
+            hashes, importances = (self._queries.values(name, queries) for name in ("words", "importances"))
+            words = ImportantWords(hashes, importances)
         return query_inputs(
             self._queries.values("embedding", queries),
             words,

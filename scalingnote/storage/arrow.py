@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
+
+from scalingnote.errors import ArtifactError
 
 BATCH_BYTES = 1 << 26  # maximal size of joined batches; a text column of a batch holds at most 2 GiB
 
@@ -32,8 +35,6 @@ def to_matrix(column: pa.ChunkedArray | pa.Array) -> Shaped[ndarray, "rows dim"]
     """A FixedSizeList column as a matrix of its own dtype."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
-    if isinstance(column, pa.ChunkedArray):  # zero chunks stay a ChunkedArray in some versions
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     values: ndarray = column.flatten().to_numpy(zero_copy_only=False)
     return values.reshape(-1, column.type.list_size)
 
@@ -80,16 +81,6 @@ class StoredRows:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Row `row` as a dict, with the values of :meth:`pyarrow.Table.to_pylist`."""
-        readers, inside = self._place(row)
-        return {name: read(inside) for name, read in readers.items()}
-
-    def value(self, row: int, name: str) -> Any:
-        """The value of a row in one column."""
-        readers, inside = self._place(row)
-        return readers[name](inside)
-
-    def _place(self, row: int) -> tuple[dict[str, _Reader], int]:
-        """The column readers of the row's batch, and the row's number in the batch."""
         number = bisect_right(self._starts, row) - 1
         readers = self._readers[number]
         if readers is None:
@@ -98,7 +89,8 @@ class StoredRows:
                 name: _reader(values) for name, values in zip(batch.schema.names, batch.columns, strict=True)
             }
             self._readers[number] = readers
-        return readers, row - self._starts[number]
+        inside = row - self._starts[number]
+        return {name: read(inside) for name, read in readers.items()}
 
 
 def map_rows(path: Path) -> pa.Table:
@@ -125,6 +117,20 @@ def take_rows(table: pa.Table, rows: Int[ndarray, " rows"]) -> pa.Table:
         if start < stop
     )
     return pa.Table.from_batches(_joined(pieces), schema=table.schema)
+
+
+def take_documents(table: pa.Table, doc_ids: pa.ChunkedArray, *, missing: str) -> pa.Table:
+    """Rows of a table by their `doc_id`, in the order of `doc_ids`.
+
+    ArtifactError if a document is not in the table; `missing` says what it lacks, and what to do.
+    """
+    known = table["doc_id"].combine_chunks()
+    rows = pc.index_in(doc_ids, known)
+    if rows.null_count:
+        first = doc_ids.filter(rows.is_null())[0].as_py()
+        raise ArtifactError(f"{rows.null_count} documents, first {first!r}, have no {missing}")
+    same = len(known) == len(doc_ids) and pc.all(pc.equal(doc_ids, known)).as_py()
+    return table if same else table.take(rows)
 
 
 def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -91,15 +91,10 @@ class Artifact:
 
     def file(self, name: str) -> str:
         """URI of a part; its checksum is verified at the first use in this process."""
-        part = self.manifest.parts.get(name)
-        uri = fs.join(self.uri, name)
-        if part is None:
+        if name not in self.manifest.parts:
             raise ArtifactError(f"{self.uri} has no part {name!r}; it has {self.names()[:8]}")
-        if name not in self._verified:
-            try:
-                self._verify(name, fs.checksum(uri))
-            except FileNotFoundError:
-                raise self._missing(uri) from None
+        uri = fs.join(self.uri, name)
+        self._verify(name, uri)
         return uri
 
     def open(self, name: str) -> pa.NativeFile:
@@ -111,13 +106,20 @@ class Artifact:
         small = part is not None and part.bytes <= MAX_MEMORY_PART_BYTES
         if name in self._verified or not small or fs.is_local(self.uri):
             return fs.open_input(self.file(name))
-        uri = fs.join(self.uri, name)
-        if (data := fs.read_if_exists(uri)) is None:
-            raise self._missing(uri)
-        self._verify(name, hashlib.sha256(data).hexdigest())
+        if (data := fs.read_if_exists(fs.join(self.uri, name))) is None:
+            raise self._missing(name)
+        self._compare(name, hashlib.sha256(data).hexdigest())
         return pa.BufferReader(data)
 
-    def _verify(self, name: str, actual: str) -> None:
+    def _verify(self, name: str, file: str) -> None:
+        """Read a part's file, or a copy of it, and compare its checksum, unless it was done before."""
+        if name not in self._verified:
+            try:
+                self._compare(name, fs.checksum(file))
+            except FileNotFoundError:
+                raise self._missing(name) from None
+
+    def _compare(self, name: str, actual: str) -> None:
         expected = self.manifest.parts[name].sha256
         if actual != expected:
             raise ArtifactError(
@@ -126,8 +128,10 @@ class Artifact:
             )
         self._verified.add(name)
 
-    def _missing(self, uri: str) -> ArtifactError:
-        return ArtifactError(f"{uri} is missing: restore it or delete {self.uri} and re-run")
+    def _missing(self, name: str) -> ArtifactError:
+        return ArtifactError(
+            f"{fs.join(self.uri, name)} is missing: restore it or delete {self.uri} and re-run"
+        )
 
     def directory(self, prefix: str) -> Path:
         """A local directory with the verified parts below `prefix`; remote parts are copied."""
@@ -136,11 +140,7 @@ class Artifact:
             raise ArtifactError(f"{self.uri} has no parts below {prefix!r}")
         local = fs.download(self.uri, names, version=self.digest)
         for name in names:
-            if name not in self._verified:
-                try:
-                    self._verify(name, fs.checksum(str(local / name)))
-                except FileNotFoundError:
-                    raise self._missing(fs.join(self.uri, name)) from None
+            self._verify(name, str(local / name))
         return local / prefix
 
     def table_parts(self, name: str) -> list[str]:

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -272,4 +271,4 @@ def _copy_to(copy: Path, uri: str) -> None:
         except BaseException:
             os.unlink(stream.name)  # or the partial copy would stay on a full disk
             raise
-    shutil.move(stream.name, copy)
+    os.replace(stream.name, copy)

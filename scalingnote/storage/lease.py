@@ -114,10 +114,12 @@ def _holder(text: bytes | None) -> dict[str, Any] | None:
 def _is_free(text: bytes | None, *, unchanged_s: float) -> bool:
     """Whether a lease may be taken that has held `text` for a while."""
     holder = _holder(text)
-    if holder is not None and unchanged_s > EXPIRY_S and not _ended(holder):
+    if holder is None or _ended(holder):
+        return True
+    if unchanged_s > EXPIRY_S:
         log.info("its lease has expired: resuming its work")
         return True
-    return holder is None or _ended(holder)
+    return False
 
 
 def _ended(holder: dict[str, Any]) -> bool:

@@ -112,7 +112,7 @@ def named_stream(
 ) -> Iterator[tuple[str, pa.Table]]:
     """The same tables, each with the name of the task that scattered it."""
     for name, file in _files(target, columns):
-        for number in np.flatnonzero(file.batches[:, 0] == bucket).tolist():
+        for number in np.flatnonzero(file.buckets == bucket).tolist():
             rows = pa.Table.from_batches([file.reader.get_batch(number)]).replace_schema_metadata()
             yield name, rows if columns is None else rows.select(columns)
 
@@ -122,27 +122,20 @@ def gather(target: str, bucket: int, *, schema: pa.Schema) -> pa.Table:
     return pa.concat_tables([schema.empty_table(), *stream(target, bucket, schema.names)])
 
 
-def count_rows(target: str, bucket: int) -> int:
-    """The number of rows of a bucket; only the footers of the files are read."""
-    return sum(int(file.batches[file.batches[:, 0] == bucket, 1].sum()) for _, file in _files(target))
-
-
 class _Scattered(NamedTuple):
     reader: Any  # of record batches
-    batches: Int64[ndarray, "batches 2"]  # the bucket and the rows of each batch
+    buckets: Int64[ndarray, " batches"]  # of each batch
 
 
-def _files(target: str, columns: Sequence[str] | None = None) -> Iterator[tuple[str, _Scattered]]:
+def _files(target: str, columns: Sequence[str] | None) -> Iterator[tuple[str, _Scattered]]:
     """Complete files, by name: a writer that was killed may have left a pending one."""
     filesystem, path = fs.resolve(target)
     found = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
     for info in sorted(found, key=lambda info: str(info.base_name)):
         if info.extension == "arrow":
             uri, version = fs.join(target, info.base_name), (info.size, info.mtime_ns)
-            yield (
-                info.base_name.removesuffix(".arrow"),
-                _open(uri, version, tuple(columns) if columns else None),
-            )
+            file = _open(uri, version, tuple(columns) if columns else None)
+            yield info.base_name.removesuffix(".arrow"), file
 
 
 @lru_cache(maxsize=_MAX_OPEN_FILES)
@@ -154,7 +147,7 @@ def _open(uri: str, version: tuple[int, int], columns: tuple[str, ...] | None) -
     if columns is not None and set(columns) != set(reader.schema.names):
         fields = sorted(map(reader.schema.get_field_index, columns))
         reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
-    return _Scattered(reader, index)
+    return _Scattered(reader, index[:, 0])
 
 
 # --- resumable tasks ---------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ all other ids are written unchanged.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,8 @@ Qrels = dict[str, dict[str, int]]  # query_id -> doc_id -> relevance
 Run = dict[str, list[tuple[str, float]]]  # query_id -> (doc_id, score), best first
 RUN_ORDER = [("query_id", "ascending"), ("score", "descending"), ("rank", "ascending")]  # columns to sort by
 _ENCODED = "%:"
+# A reader may treat these as the end of a column or of the file, or as a byte-order mark.
+_BREAKS = r"\s\x00\ufeff"
 
 
 def write_qrels(uri: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
@@ -129,20 +132,10 @@ def _number(text: str, place: str) -> float:
 def _escape(text: str) -> str:
     if not text:
         raise DataError("an empty id cannot stand in a TREC file: give every query and document an id")
-    if not (text.startswith(_ENCODED) or any(map(_breaks, text))):
+    if not (text.startswith(_ENCODED) or re.search(f"[{_BREAKS}]", text)):
         return text
-    return _ENCODED + "".join(
-        "".join(f"%{byte:02X}" for byte in character.encode())
-        if _breaks(character) or character == "%"
-        else character
-        for character in text
-    )
+    return _ENCODED + re.sub(f"[{_BREAKS}%]", lambda match: quote(match[0], safe=""), text)
 
 
 def _unescape(text: str) -> str:
     return unquote(text.removeprefix(_ENCODED)) if text.startswith(_ENCODED) else text
-
-
-def _breaks(character: str) -> bool:
-    """Whether a reader may treat it as the end of a column or of the file, or as a byte-order mark."""
-    return character.isspace() or character in "\x00\ufeff"

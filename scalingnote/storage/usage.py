@@ -6,7 +6,6 @@ same job. A file that is mapped into memory counts as read in full when it is op
 """
 
 import mmap
-import os
 import resource
 import struct
 import sys
@@ -41,7 +40,7 @@ def count(*, requests: int = 1, read: int = 0, written: int = 0) -> None:
 
 def snapshot() -> Counts:
     """The counts of all processes of this job, on all nodes."""
-    found = _on_this_node(_folder())
+    found = _on_this_node()
     for counts in _on_other_nodes():
         found |= counts
     count(requests=0)  # its peak
@@ -110,14 +109,11 @@ def _folder() -> Path | None:
     return Path(node.get_session_dir_path(), "scalingnote-usage", job)
 
 
-def _on_this_node(folder: Path | None) -> Counts:
-    names = os.listdir(folder) if folder and folder.is_dir() else []
-    found = {name: Path(folder or "", name).read_bytes() for name in names}
+def _on_this_node() -> Counts:
+    folder = _folder()
+    files = folder.iterdir() if folder and folder.is_dir() else ()
+    found = {file.name: file.read_bytes() for file in files}
     return {name: LAYOUT.unpack(data) for name, data in found.items() if len(data) == LAYOUT.size}
-
-
-def _counts_here() -> Counts:
-    return _on_this_node(_folder())
 
 
 def _on_other_nodes() -> list[Counts]:
@@ -126,13 +122,12 @@ def _on_other_nodes() -> list[Counts]:
         return []
     own = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-    on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy if others else None
-    task = ray.remote(num_cpus=0, max_retries=0)(_counts_here)
-    tasks = [
-        task.options(scheduling_strategy=on_node(node_id=node, soft=True)).remote()  # type: ignore[misc]
-        for node in others
-    ]
-    done, _ = ray.wait(tasks, num_returns=len(tasks), timeout=NODE_TIMEOUT_S) if tasks else ([], [])
+    if not others:
+        return []
+    on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    task = ray.remote(num_cpus=0, max_retries=0)(_on_this_node)
+    tasks = [task.options(scheduling_strategy=on_node(node_id=node, soft=True)).remote() for node in others]
+    done, _ = ray.wait(tasks, num_returns=len(tasks), timeout=NODE_TIMEOUT_S)
     found = []
     for each in done:
         try:

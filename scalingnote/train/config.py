@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scalingnote.config import Circumstances, Config, Resources
+from scalingnote.config import Config, ExecutionConfig, Resources
 from scalingnote.models.config import LookupConfig, QueryTowerConfig, TokenWiseConfig, TowerConfig
 
 
@@ -168,7 +168,7 @@ class Batching(Config):
     )
 
 
-class DataAccess(Circumstances):
+class DataAccess(ExecutionConfig):
     """How ranks reach the training rows. Batches have the same rows either way."""
 
     stream: Literal["auto", "always", "never"] = Field(
@@ -202,7 +202,7 @@ class Validation(ValidationSchedule):
     )
 
 
-class Tracking(Circumstances):
+class Tracking(ExecutionConfig):
     """Trackers of the numbers beside TensorBoard files, which are always written."""
 
     wandb: str | None = Field(None, description="project name; needs the `track` extra")

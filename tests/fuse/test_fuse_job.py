@@ -31,7 +31,7 @@ from scalingnote.quantize.kmeans import encode_nearest, fit
 from scalingnote.quantize.semantic_id import assign_suffixes, to_table
 from scalingnote.storage import schema
 from scalingnote.storage.arrow import to_arrow, to_numpy
-from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table
 from scalingnote.train.collectives import rank, world_size
 from scalingnote.train.job import Settings
 
@@ -190,14 +190,13 @@ def test_what_test_queries_show_is_in_no_history_and_no_share_of_clicks(inputs: 
     usable = pa.Table.from_pylist([row for row in seen if row["query_id"] != "q1"], schema=schema.IMPRESSIONS)
     wanted = training_rows(usable.select(SCHEMA.names), last=5, skipped=2)
     rows = ["query", "user", "clicked", "history"]
-    found = [impressions.read_column(f"{tmp_path}/clicks/00000.arrow", name).tolist() for name in rows]
+    clicks = read_table(f"{tmp_path}/clicks/00000.arrow")
+    found = [np.asarray(clicks[name].combine_chunks()).tolist() for name in rows]
     assert list(map(str, found)) == [str(np.asarray(wanted[name]).tolist()) for name in rows]
     documents, counts = np.unique(wanted["clicked"], return_counts=True)
-    popular, share = (
-        impressions.read_column(f"{tmp_path}/popularity.arrow", name) for name in ("hash", "share")
-    )
-    np.testing.assert_array_equal(popular, documents)
-    np.testing.assert_allclose(share, counts / counts.sum())
+    popularity = read_table(f"{tmp_path}/popularity.arrow")
+    np.testing.assert_array_equal(popularity["hash"], documents)
+    np.testing.assert_allclose(popularity["share"], counts / counts.sum())
 
 
 def test_one_document_by_the_saved_network_is_the_bulk_row(fused: Artifact, inputs: Inputs):

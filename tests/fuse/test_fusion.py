@@ -255,7 +255,7 @@ def test_attention_weights_are_the_softmax_of_what_the_query_asks():
 def test_training_hides_features_and_serving_never_does():
     fusion = document_side()
     network = fusion._network
-    network.fusion._hide = 0.5
+    network.fusion._dropout = 0.5
     plain = unit(ROWS)
     served = fusion.fuse(products(), plain, CODED)
     network.train()

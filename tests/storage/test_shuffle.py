@@ -22,7 +22,6 @@ def test_every_row_arrives_once_in_the_bucket_of_its_key(tmp_path, keys):
         )
     gathered = [shuffle.gather(str(tmp_path), bucket, schema=whole.schema) for bucket in range(7)]
     assert sorted(v for table in gathered for v in table["value"].to_pylist()) == list(range(400))
-    assert [shuffle.count_rows(str(tmp_path), bucket) for bucket in range(7)] == [len(t) for t in gathered]
     for bucket, table in enumerate(gathered):
         assert set(shuffle.bucket_of(table["key"], 7).tolist()) <= {bucket}
         assert table["value"].to_pylist() == sorted(table["value"].to_pylist())  # slice after slice
@@ -68,7 +67,7 @@ def test_a_key_with_a_tenth_of_all_rows_is_read_in_bounded_tables(tmp_path, monk
     assert [name for name, _ in tables] == sorted(name for name, _ in tables)
     found = pa.concat_tables(rows for _, rows in tables)
     assert found["key"].to_pylist().count("head") == 2000 == 4 * 5000 // 10
-    assert len(found) == shuffle.count_rows(str(tmp_path), heavy)
+    assert found.equals(shuffle.gather(str(tmp_path), heavy, schema=SCHEMA))
 
 
 def test_more_rows_make_larger_slices_not_more(tmp_path, monkeypatch):

@@ -33,7 +33,6 @@ TABLE = pa.table(COLUMNS)
 def test_rows_are_what_arrow_makes_of_them(table: pa.Table) -> None:
     rows = StoredRows(table)
     assert [rows[number] for number in range(len(table))] == table.to_pylist()
-    assert [rows.value(number, "price") for number in range(len(table))] == table["price"].to_pylist()
 
 
 @pytest.mark.parametrize("rows", [[], [3], [0, 1, 4, 5, 9], [9, 0, 0, 7, 4, 5]], ids=len)
