@@ -54,6 +54,11 @@ def section(title: str, *parts: str, text: str = "") -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n{small}{body}\n</section>"
 
 
+def environment_line(environment: Mapping[str, object]) -> str:
+    """Versions and hardware as one line of text."""
+    return ", ".join(f"{name} {value}" for name, value in environment.items())
+
+
 def definitions(items: Mapping[str, object]) -> str:
     """Names and values as an HTML list."""
     rows = (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in items.items())
@@ -116,10 +121,8 @@ def scatter(
 ) -> str:
     """Named points over a logarithmic x; one without x is a dashed line at its y."""
     known = [place for place, _ in points.values() if place]
-    low, high = (
-        round_(math.log10(value)) for round_, value in ((math.floor, min(known)), (math.ceil, max(known)))
-    )
-    high = max(high, low + 1)
+    low = math.floor(math.log10(min(known)))
+    high = max(math.ceil(math.log10(max(known))), low + 1)
     top = max(value for _, value in points.values()) or 1
     shapes = [_line(60, 260, 560, 260), _line(60, 20, 60, 260), _text(310, 298, x, anchor="middle")]
     shapes += [_text(60, 12, y, anchor="middle")]

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 from scalingnote.config import Config, Resources
 from scalingnote.datasets.config import TableFile
 
+# Behind the name of a query tower, in the name of a method that searches by it.
+METHOD_SUFFIX = re.compile(r" \((index|sparse|hybrid|raw hybrid)\)$| \+ bm25$")
 Depth = Annotated[int, Field(ge=1, le=1000)]  # 1000 is the deepest an index is searched
 
 
@@ -22,7 +24,7 @@ class MethodNames(Config):
         if self.student == self.dual_encoder:
             raise ValueError(f"evaluate.names calls both towers {self.student!r}: they are two rows")
         for name in (self.student, self.dual_encoder):
-            if name == "bm25" or re.search(r" \((index|sparse|hybrid|raw hybrid)\)$", name):
+            if name == "bm25" or METHOD_SUFFIX.search(name):
                 raise ValueError(
                     f"evaluate.names holds {name!r}, which is the name of another row: change it"
                 )

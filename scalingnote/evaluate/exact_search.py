@@ -74,15 +74,11 @@ class TermScores:
     """Inner products of sparse vectors."""
 
     queries: Any  # csr_array [queries, vocabulary]
-    read: Callable[[PoolPart], Any]  # a part's documents as a csr_array [docs, vocabulary]
+    documents: Callable[[PoolPart], Any]  # those of a part, as a csr_array [docs, vocabulary]
     columns: Sequence[str]  # of the embeddings artifact
 
     def __len__(self) -> int:
         return int(self.queries.shape[0])
-
-    def documents(self, part: PoolPart) -> Any:
-        """Terms of the documents, as a csr_array."""
-        return self.read(part)
 
     def block(self, documents: Any, queries: slice) -> Float[ndarray, "queries docs"]:
         """Scores of some queries and some documents."""
@@ -142,13 +138,6 @@ class PairTable:
 
 
 # --- terms -------------------------------------------------------------------------------------------------
-
-
-def has_terms(embeddings: Artifact, towers: Artifact | None) -> bool:
-    """Whether the documents were encoded by `towers`, and these have a sparse head."""
-    if towers is None or "dual_encoder" not in embeddings.manifest.parents:
-        return False
-    return bool(towers.names("sparse_query/"))
 
 
 def own_terms(towers: Artifact, queries: Sequence[str]) -> TermScores:
@@ -214,9 +203,9 @@ class TopDocuments(topk.Best):
 
     def table(self) -> pa.Table:
         """The result as a row per query."""
-        low, high = self.ranges.low, self.ranges.high
-        columns = {"score": arrow.to_arrow(self.scores), "row": arrow.to_arrow(self.ids), "low": low}
-        return pa.table({**columns, "high": high, "documents": np.full(len(low), self.documents)})
+        columns = {"score": arrow.to_arrow(self.scores), "row": arrow.to_arrow(self.ids)}
+        columns |= {"low": self.ranges.low, "high": self.ranges.high}
+        return pa.table(columns | {"documents": np.full(len(self.ids), self.documents)})
 
     def merge(self, other: pa.Table) -> None:
         """Add the result of a search of other documents, as :meth:`table` gives it."""
@@ -242,17 +231,12 @@ def search(
     joined: Mapping[str, JoinedScores] | None = None,
     each: TaskRunner = map,
 ) -> dict[str, TopDocuments]:
-    """The `k` best documents of every query, by each of the scores.
+    """The `k` best documents of every query, by each of the scores, which are of the same queries.
 
-    Args:
-        pool: documents to search.
-        scores: by name; all of the same number of queries.
-        k: results per query.
-        joined: by name, what ranks in place of `scores`, from which it is made.
-        each: runs the tasks.
+    With `joined`, its scores rank the documents in place of `scores`, which they are made from.
     """
     queries = len(next(iter(scores.values())))
-    total = {name: TopDocuments(queries, k) for name in (scores if joined is None else joined)}
+    total = {name: TopDocuments(queries, k) for name in joined or scores}
     task = partial(_search_group, pool=pool, scores=scores, k=k, joined=joined)
     documents = pool.embeddings.counts["documents"]
     with Progress("evaluate", total=documents, unit="documents searched") as progress:
@@ -273,7 +257,7 @@ def _search_group(
 ) -> pa.Table:
     """The best of a group of parts, one score after the other, and the number of documents read."""
     queries = len(next(iter(scores.values())))
-    best = {name: TopDocuments(queries, k) for name in (scores if joined is None else joined)}
+    best = {name: TopDocuments(queries, k) for name in joined or scores}
     for part in pool.read(group, {column for one in scores.values() for column in one.columns}):
         matrices = {name: one.documents(part) for name, one in scores.items()}
         for start in range(0, len(part), topk.DOCUMENT_BLOCK):
@@ -281,7 +265,7 @@ def _search_group(
             block = {name: matrix[chosen] for name, matrix in matrices.items()}
             for asked in topk.query_blocks(queries):
                 found = {name: one.block(block[name], asked) for name, one in scores.items()}
-                if joined is not None:
+                if joined:
                     found = {name: one.block(found, asked) for name, one in joined.items()}
                 for name, values in found.items():
                     best[name].score(asked, values, part.rows[chosen])
@@ -302,14 +286,8 @@ def score_pairs(
 ) -> dict[str, Float[ndarray, " pairs"]]:
     """Scores of pairs of a query and a document, in the order of `pairs`; NaN where the pool lacks it.
 
-    Pairs in files are read in the tasks alone: a number for each reaches the caller.
-
-    Args:
-        pool: documents.
-        scores: by name, of `queries`.
-        queries: distinct texts.
-        pairs: tables of them.
-        each: runs the tasks.
+    `scores` are of `queries`, distinct texts. Pairs in files are read in the tasks alone: only a number for
+    each reaches the caller.
     """
     starts = np.cumsum([0, *(table.rows for table in pairs)])
     total = {name: np.full(starts[-1], np.nan) for name in scores}
@@ -330,9 +308,9 @@ def _score_group(
     pairs: Sequence[PairTable],
 ) -> pa.Table:
     """Numbers and scores of the pairs whose document is in a group of parts."""
-    none: dict[str, list[Any]] = {"table": [], "pair": [], **{name: [] for name in scores}}
-    kinds = {name: pa.float64() if name in scores else pa.int64() for name in none}
-    found = [pa.table(none, schema=pa.schema(kinds))]
+    numbers = {"table": pa.int64(), "pair": pa.int64()}
+    layout = pa.schema(numbers | {name: pa.float64() for name in scores})
+    found = [layout.empty_table()]
     columns = {"doc_id", *(column for one in scores.values() for column in one.columns)}
     for part in pool.read(group, columns):
         documents = {name: one.documents(part) for name, one in scores.items()}
@@ -346,5 +324,5 @@ def _score_group(
                     name: one.pairs(documents[name], asked, place[rows]) for name, one in scores.items()
                 }
                 block = pa.table({"table": np.full(len(rows), number), "pair": rows, **values})
-                found.append(block.cast(found[0].schema))
+                found.append(block.cast(layout))
     return pa.concat_tables(found)

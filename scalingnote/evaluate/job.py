@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from scalingnote.evaluate.measures import (
     means,
     measure_methods,
     per_query_table,
+    rankings_of,
     significance_section,
 )
 from scalingnote.evaluate.page import markdown, page
@@ -104,8 +105,8 @@ def run(
     if draft.finished:
         return draft.existing()
     counts = _evaluate(config, parents, draft)
-    counted = ", ".join(f"{counts[name]:,} {name}" for name in ("documents", "queries", "methods"))
-    log.info("%s: %s", counted, fs.join(output, "report.html"))
+    sizes = ", ".join(f"{counts[name]:,} {name}" for name in ("documents", "queries", "methods"))
+    log.info("%s: %s", sizes, fs.join(output, "report.html"))
     return draft.commit(counts=counts)
 
 
@@ -125,13 +126,12 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     encoded, teacher = _encode(methods, ancestors, asked, test=test, keep=each)
 
     bm25 = count_bm25(methods, asked, test=queries)
-    all_runs, searched = retrieve(methods, encoded, bm25, test=queries)
-    runs = {name: {q: run[q] for q in test.query_ids} for name, run in all_runs.items()}
-    rankings = {name: {q: [doc for doc, _ in run[q]] for q in run} for name, run in runs.items()}
+    runs, searched = retrieve(methods, encoded, bm25, test=queries)
+    rankings = rankings_of(runs, test.query_ids)
     values = measure_methods(config, rankings, qrels=test.qrels)
     slices = slice_queries(config, parents["dataset"], values, test=test, each=each)
     if with_typos:
-        slices["typos"] = typo_slices(config, all_runs, values, with_typos=with_typos)
+        slices["typos"] = typo_slices(config, runs, values, with_typos=with_typos)
     report: dict[str, Any] = {
         **_about(parents, searched, test=test),
         "methods": means(values),
@@ -159,11 +159,15 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     draft.write_bytes("report.html", page(report, examples=examples, ancestors=ancestors).encode())
     draft.write_bytes("report.md", markdown(report).encode())
     draft.write_json("report.json", report)
-    further = {tower_measures.ENTROPY: entropy.values} if entropy else {}
-    draft.write_table("per_query.parquet", per_query_table(values, query_ids=test.query_ids, further=further))
+    entropy_values = entropy.values if entropy else {}
+    draft.write_table("per_query.parquet", per_query_table(values, entropy_values, query_ids=test.query_ids))
     _write_runs(draft, runs, qrels=test.qrels, depth=config.run_depth)
-    counts = {"documents": report["num_documents"], "queries": len(test.query_ids), "methods": len(runs)}
-    return counts | {"queries_without_relevant": test.without_relevant}
+    return {
+        "documents": report["num_documents"],
+        "queries": len(test.query_ids),
+        "methods": len(runs),
+        "queries_without_relevant": test.without_relevant,
+    }
 
 
 def _encode(
@@ -234,11 +238,11 @@ def _user_file_sections(
 
 
 def _write_runs(draft: Draft, runs: Mapping[str, trec.Run], *, qrels: trec.Qrels, depth: int) -> None:
-    """Write every method's results and the judgements in TREC's formats."""
+    """Write the judgements, and every method's results for the judged queries, in TREC's formats."""
     trec.write_qrels(draft.path("qrels.trec"), qrels)
     for name, run in runs.items():
         tag = re.sub(r"[ (+]+", "-", name.replace(")", ""))
-        best = {query_id: results[:depth] for query_id, results in run.items()}
+        best = {query_id: run[query_id][:depth] for query_id in qrels}
         trec.write_run(draft.path(f"runs/{tag}.trec"), best, tag=tag)
 
 
@@ -281,21 +285,12 @@ class RecordedTasks:
         """The tables of all items, in any order; `each` runs the tasks that have none yet."""
         folder = fs.join(self._folder, f"{next(self._passes):03d}")
         done = fs.list_files(folder)
-        names = {number: f"{number:05d}.arrow" for number, _ in enumerate(items)}
-        todo = [
-            (fs.join(folder, names[number]), item)
-            for number, item in enumerate(items)
-            if names[number] not in done
-        ]
+        named = {f"{number:05d}.arrow": item for number, item in enumerate(items)}
+        todo = [(fs.join(folder, name), item) for name, item in named.items() if name not in done]
         if done:
-            log.info("resuming: %d of %d tasks of a pass are done", len(done), len(names))
-        return self._tables([fs.join(folder, name) for name in done], task, todo, each or self._each)
-
-    def _tables(
-        self, done: list[str], task: Callable[[Any], pa.Table], todo: Sequence[Any], each: TaskRunner
-    ) -> Iterator[pa.Table]:
-        yield from map(read_table, done)
-        yield from map(read_table, each(partial(_kept, task=task), todo) if todo else ())
+            log.info("resuming: %d of %d tasks of a pass are done", len(done), len(named))
+        new = (each or self._each)(partial(_kept, task=task), todo) if todo else ()
+        return map(read_table, chain((fs.join(folder, name) for name in done), new))
 
 
 def _kept(item: tuple[str, Any], *, task: Callable[[Any], pa.Table]) -> str:
@@ -318,14 +313,12 @@ def encode_queries(
     """
     cluster.check_resources(config.resources.model_copy(update={"workers": 1}), knob="evaluate.resources")
     encoded: dict[str, QueryEmbeddings] = {}
-    on_actor = _ActorTasks(
-        cluster.actor_options(config.resources) | {"max_restarts": 3, "max_task_retries": 3}
-    )
+    options = cluster.actor_options(config.resources) | {"max_restarts": 3, "max_task_retries": 3}
+    on_actor = _ActorTasks(options)
     for name, tower in towers.items():
         texts = list(dict.fromkeys(queries[name]))
-        blocks = [
-            texts[start : start + QUERIES_PER_BLOCK] for start in range(0, len(texts), QUERIES_PER_BLOCK)
-        ]
+        starts = range(0, len(texts), QUERIES_PER_BLOCK)
+        blocks = [texts[start : start + QUERIES_PER_BLOCK] for start in starts]
         tables = []
         with Progress("evaluate", total=len(texts), unit=f"queries encoded by {name}") as progress:
             for table in keep(partial(_encode_block, tower=tower), blocks, each=on_actor):

@@ -16,11 +16,18 @@ from scipy import stats
 from scalingnote.errors import ConfigError
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.experiment.report import holm, resampled_sums
+from scalingnote.storage import trec
 
 Rankings = Mapping[str, Sequence[str]]  # query_id -> doc_ids, best first
 Grades = Mapping[str, Mapping[str, int]]  # query_id -> doc_id -> grade
 MeasureValues = Mapping[str, Float[ndarray, " queries"]]  # measure -> value of each query
 FAMILIES = ("R", "Recall", "MRR", "MAP", "nDCG")  # in the order of reports
+ENTROPY = "contrastive_entropy"
+
+
+def rankings_of(runs: Mapping[str, trec.Run], query_ids: Sequence[str]) -> dict[str, Rankings]:
+    """Method -> query -> documents, of the results of some queries."""
+    return {name: {q: [doc for doc, _ in run[q]] for q in query_ids} for name, run in runs.items()}
 
 
 def measure(rankings: Rankings, qrels: Grades, **depths: Any) -> dict[str, float]:
@@ -41,15 +48,8 @@ def per_query(
 
     R@K is 1 if a relevant document is among the first K (ScalingNote, section 4.1.2); ir-measures calls it
     Success@K. If queries have several relevant documents, ``Recall@K`` is added, the share of them among the
-    first K; otherwise both are equal. A grade of 1 or more is relevant; nDCG uses the grade as the gain.
-
-    Args:
-        rankings: of each query; one without a ranking scores 0.
-        qrels: grades of each query's judged documents.
-        recall_at: depths of R and Recall.
-        mrr_at: depth of MRR.
-        map_at: depth of MAP.
-        ndcg_at: depth of nDCG.
+    first K; otherwise both are equal. A grade of 1 or more is relevant; nDCG uses the grade as the gain. A
+    query without a ranking scores 0.
     """
     measures = {f"R@{k}": Success @ k for k in recall_at}
     if any(sum(grade > 0 for grade in judged.values()) > 1 for judged in qrels.values()):
@@ -73,9 +73,14 @@ def per_query(
     return values
 
 
-def ordered_measures(names: Iterable[str]) -> list[str]:
-    """Distinct names of measures by family, then by depth; JSON files do not keep their order."""
-    return sorted(set(names), key=lambda name: (FAMILIES.index(name.split("@")[0]), int(name.split("@")[1])))
+def measure_names(methods: Mapping[str, Iterable[str]]) -> list[str]:
+    """Measures of any of the methods by family, then by depth; JSON files do not keep their order."""
+
+    def order(name: str) -> tuple[int, int]:
+        family, depth = name.split("@")
+        return FAMILIES.index(family), int(depth)
+
+    return sorted({name for row in methods.values() for name in row}, key=order)
 
 
 def is_recall(name: str) -> bool:
@@ -128,15 +133,9 @@ def differences_from_baseline(
 ) -> dict[str, dict[str, BaselineDifference]]:
     """Method -> measure -> difference from the baseline, for every method except the baseline itself.
 
-    Corrections are over the methods in each measure, so `alpha` bounds the probability of at least one false
-    mark, and of at least one interval without the true value, in each column of a table.
-
-    Args:
-        baseline: one of the methods.
-        methods: values per query; all methods have the same queries.
-        alpha: level of tests and intervals.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
+    All methods have values of the same queries. Corrections are over the methods in each measure, so `alpha`
+    bounds the probability of at least one false mark, and of at least one interval without the true value, in
+    each column of a table.
 
     Raises:
         ConfigError: there is no such baseline.
@@ -149,14 +148,17 @@ def differences_from_baseline(
     differences = np.stack([methods[n][m] - methods[baseline][m] for n, m in keys], axis=1)
     p = dict(zip(keys, paired_t_test(differences).tolist(), strict=True))
     families = [measure for _, measure in keys]
+    p_holm = {
+        measure: holm({name: value for (name, m), value in p.items() if m == measure})
+        for measure in dict.fromkeys(families)
+    }
     ends = bootstrap(differences, families=families, alpha=alpha, resamples=resamples, seed=seed)
     low, high = ends.tolist()
     result: dict[str, dict[str, BaselineDifference]] = {}
     for i, (name, measure) in enumerate(keys):
-        corrected = holm({other: value for (other, m), value in p.items() if m == measure})
-        difference = float(differences[:, i].mean())
-        entry = BaselineDifference(difference, low[i], high[i], p[name, measure], corrected[name])
-        result.setdefault(name, {})[measure] = entry
+        result.setdefault(name, {})[measure] = BaselineDifference(
+            float(differences[:, i].mean()), low[i], high[i], p[name, measure], p_holm[measure][name]
+        )
     return result
 
 
@@ -188,13 +190,7 @@ def bootstrap(
 
     Their half-width in standard errors is the 1 - `alpha` quantile of the largest deviation within the family
     (max-t; Westfall and Young, 1993). All columns are resampled together, so that one draw serves them all.
-
-    Args:
-        differences: of a method from the baseline.
-        families: a name per column, equal within a family; None: every column is a family.
-        alpha: level of the intervals.
-        resamples: number of bootstrap samples.
-        seed: of the bootstrap.
+    `families` has a name per column, equal within a family; None: every column is a family.
     """
     rng = np.random.default_rng(seed)
     means = resampled_sums(differences, replicates=resamples, rng=rng) / len(differences)
@@ -230,8 +226,10 @@ def significance_section(
     config: EvaluateConfig, methods: Mapping[str, MeasureValues], *, baseline: str
 ) -> dict[str, Any]:
     """The section of report.json: how every method differs from the baseline."""
-    settings = {"alpha": config.alpha, "resamples": config.bootstrap}
-    by_method = differences_from_baseline(baseline, methods, **settings, seed=config.seed)  # type: ignore[arg-type]
+    alpha, resamples = config.alpha, config.bootstrap
+    by_method = differences_from_baseline(
+        baseline, methods, alpha=alpha, resamples=resamples, seed=config.seed
+    )
     differences = {
         name: {
             measure: {key: None if math.isnan(value) else value for key, value in asdict(difference).items()}
@@ -239,36 +237,23 @@ def significance_section(
         }
         for name, row in by_method.items()
     }
-    return {"baseline": baseline, **settings, "differences": differences}
+    return {"baseline": baseline, "alpha": alpha, "resamples": resamples, "differences": differences}
 
 
 def per_query_table(
-    methods: Mapping[str, MeasureValues],
-    *,
-    query_ids: list[str],
-    further: Mapping[str, Mapping[str, Float[ndarray, " queries"]]] | None = None,
+    methods: Mapping[str, MeasureValues], entropies: MeasureValues, *, query_ids: list[str]
 ) -> pa.Table:
     """A table with a row per method and query and a column per measure, for other significance tests.
 
-    Args:
-        methods: method -> measure -> value per query.
-        query_ids: of the queries, in the order of the values.
-        further: columns that some methods lack: name -> method -> value per query, NaN if there is none.
+    Contrastive `entropies` of some of the methods are a column too, with nulls; values are in the order of
+    `query_ids`.
     """
-    names = ordered_measures(name for row in methods.values() for name in row)
-    none = np.full(len(query_ids), math.nan)
-    parts = [
-        pa.table(
-            {
-                "method": pa.array([method] * len(query_ids), pa.string()),
-                "query_id": pa.array(query_ids, pa.string()),
-                **{name: pa.array(row[name], pa.float64()) for name in names},
-                **{
-                    name: pa.array(of.get(method, none), pa.float64(), from_pandas=True)
-                    for name, of in (further or {}).items()
-                },
-            }
-        )
-        for method, row in methods.items()
-    ]
+    names, unknown = measure_names(methods), np.full(len(query_ids), math.nan)
+    parts = []
+    for method, row in methods.items():
+        columns: dict[str, Any] = {"method": [method] * len(query_ids), "query_id": query_ids}
+        columns |= {name: row[name] for name in names}
+        if entropies:
+            columns[ENTROPY] = pa.array(entropies.get(method, unknown), from_pandas=True)
+        parts.append(pa.table(columns))
     return pa.concat_tables(parts)

@@ -13,7 +13,8 @@ A tower is an encoder (EncoderProtocol, model type "router"), whose documents mt
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from scalingnote.datasets.raw_rows import readable_rows
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.evaluate.mteb_prompts import Prompts, prompt_name, task_prompts
 from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.log import get_logger
 from scalingnote.models import published_model
@@ -51,6 +51,33 @@ _ABOUT = {  # what is true of every model of ours
 }
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """What a tower reads before the texts of a task, by mteb's names and order of prompts."""
+
+    # Names as mteb resolves them: TASK-query, TASK, TYPE-query, TYPE, query; and the same with document.
+    named: Mapping[str, str]
+    # Of queries where no name fits: text with {instruction}, for the instruction that mteb has of a task.
+    template: str | None = None
+
+    def prefix(self, task: Any, role: str | None) -> str | None:
+        """The prefix for a task (mteb's TaskMetadata, or None) and a role; None: the model's own."""
+        if (name := prompt_name(self.named, task, role)) is not None:
+            return self.named[name]
+        if self.template is None or role == "document":
+            return None
+        stated = getattr(task, "prompt", None)
+        instruction = stated.get("query") if isinstance(stated, Mapping) else stated
+        return self.template.replace("{instruction}", instruction) if instruction else None
+
+
+def prompt_name(names: Container[str], task: Any, role: str | None) -> str | None:
+    """The first of mteb's names of a task's prompt that is in `names`; None if none is."""
+    bases = [] if task is None else [task.name, task.type]
+    offered = [*(each for base in bases for each in (f"{base}-{role}", base)), role]
+    return next((name for name in offered if name is not None and name in names), None)
+
+
 class MtebModel:
     """A query tower and a document tower. Embeddings have length 1; scores are cosines."""
 
@@ -65,17 +92,16 @@ class MtebModel:
         prompts: Prompts | None = None,
         tables: Mapping[str, QueryEncoder] | None = None,
     ) -> None:
-        """Args:
+        """Two towers of one dimension; ConfigError if their dimensions differ.
+
+        Args:
             query: the query tower; an Encoder where queries have prompts.
-            document: a document tower of the same dimension.
+            document: the document tower.
             name: ORGANISATION/MODEL, under which mteb stores results.
             revision: of the model.
             facts: further fields of mteb's ModelMeta.
-            prompts: read before the texts of a task; None: the model's own always.
+            prompts: of tasks; None: the model's own always.
             tables: query towers of further tasks by name, in place of prompts of queries.
-
-        Raises:
-            ConfigError: the dimensions differ.
         """
         if query.dim != document.dim:
             raise ConfigError(
@@ -116,7 +142,7 @@ class MtebModel:
         folder = Path(query)
         if template is not None and "{instruction}" not in template:
             raise ConfigError(f"the template {template!r} has no {{instruction}}: put it where mteb's goes")
-        read = Prompts(task_prompts(folder) if prompts is None else prompts, template)
+        read = Prompts(_task_prompts(folder) if prompts is None else prompts, template)
         served = QueryEncoder.load(folder)
         tower: QueryEncoder | Encoder = served
         looked_up = served.form == "lookup"
@@ -129,13 +155,18 @@ class MtebModel:
             tower = Encoder.load(folder, "query")
         tables = {path.name: QueryEncoder.load(path) for path in sorted(folder.glob(f"{TASKS}/*"))}
         encoder = Encoder.load(folder, "document") if document is None else Encoder.load(Path(document))
-        folders = [folder] if document is None else [folder, Path(document)]
-        name = name or f"scalingnote/{folder.resolve().name}"
         sides = [*folder.glob("query_*")] if document is None else [folder]
         facts = model_facts(folder, encoder, query=sides, active=0 if looked_up else None)
         facts["use_instructions"] |= bool(read.named or template or tables)
-        revision = _checksum(folders)
-        return cls(tower, encoder, name=name, revision=revision, facts=facts, prompts=read, tables=tables)
+        return cls(
+            tower,
+            encoder,
+            name=name or f"scalingnote/{folder.resolve().name}",
+            revision=_checksum([folder] if document is None else [folder, Path(document)]),
+            facts=facts,
+            prompts=read,
+            tables=tables,
+        )
 
     def encode(
         self,
@@ -157,8 +188,9 @@ class MtebModel:
             encoder = self._with_prompt(self._document, task_metadata, role)
             parts = [self._documents(batch, encoder) for batch in inputs]
         else:
-            tower = self._asking(task_metadata, role)
-            parts = [self._queries(batch, tower) for batch in inputs]
+            tower = self._query_tower(task_metadata, role)
+            texts = (list(batch.get("query") or batch["text"]) for batch in inputs)
+            parts = [arrow.l2_normalize(tower.encode_queries(queries)) for queries in texts]
         found: ndarray = np.concatenate([np.empty((0, self._query.dim), np.float32), *parts])
         return found
 
@@ -177,15 +209,12 @@ class MtebModel:
         """Metadata that mteb stores with results."""
         return _meta(self._about, kind="router")
 
-    def _asking(self, task: Any, role: str | None) -> QueryEncoder | Encoder:
-        """The query tower for a task."""
+    def _query_tower(self, task: Any, role: str | None) -> QueryEncoder | Encoder:
         if (name := prompt_name(self._tables, task, role)) is not None:
             return self._tables[name]
-        return (
-            self._query
-            if isinstance(self._query, QueryEncoder)
-            else self._with_prompt(self._query, task, role)
-        )
+        if isinstance(self._query, QueryEncoder):
+            return self._query
+        return self._with_prompt(self._query, task, role)
 
     def _with_prompt(self, encoder: Encoder, task: Any, role: str | None) -> Encoder:
         prefix = self._prompts.prefix(task, role)
@@ -195,11 +224,6 @@ class MtebModel:
         if key not in self._prompted:
             self._prompted[key] = encoder.with_prefix(prefix)
         return self._prompted[key]
-
-    def _queries(
-        self, batch: Mapping[str, Sequence[str]], tower: QueryEncoder | Encoder
-    ) -> Float[ndarray, "texts dim"]:
-        return arrow.l2_normalize(tower.encode_queries(list(batch.get("query") or batch["text"])))
 
     def _documents(self, batch: Mapping[str, Sequence[str]], encoder: Encoder) -> Float[ndarray, "texts dim"]:
         content = list(batch.get("body") or batch["text"])
@@ -222,19 +246,9 @@ class MtebSearch:
     """
 
     def __init__(
-        self,
-        searcher: Any,
-        query_path: Any,
-        doc_ids: Iterable[str],
-        *,
-        about: Mapping[str, Any],
+        self, searcher: Any, query_path: Any, doc_ids: Iterable[str], *, about: Mapping[str, Any]
     ) -> None:
-        """Args:
-        searcher: over all shards.
-        query_path: queries to embeddings and terms.
-        doc_ids: of the indexed documents.
-        about: fields of mteb's ModelMeta.
-        """
+        """`query_path` turns queries into embeddings and terms; `about` are fields of mteb's ModelMeta."""
         self._searcher, self._query_path, self._about = searcher, query_path, about
         self._doc_ids = frozenset(doc_ids)
 
@@ -251,20 +265,16 @@ class MtebSearch:
     def search(
         self, queries: Any, *, top_k: int, top_ranked: Mapping[str, Sequence[str]] | None = None, **_: Any
     ) -> dict[str, dict[str, float]]:
-        """The best documents of each query, as the run's service finds them.
+        """The `top_k` best documents of each query, as the run's service finds them.
 
-        Args:
-            queries: a dataset with `id` and `text`.
-            top_k: results per query.
-            top_ranked: not supported: candidates cannot be given to an index.
+        `queries` is a dataset with `id` and `text`; candidates (`top_ranked`) cannot be given to an index.
         """
         if top_ranked is not None:
             raise ConfigError("a search model ranks the whole corpus: re-ranking tasks need MtebModel")
         ids, texts, found = list(queries["id"]), list(queries["text"]), {}
         for start in range(0, len(ids), QUERIES_PER_BLOCK):
-            for query_id, query in zip(
-                ids[start:], self._query_path(texts[start : start + QUERIES_PER_BLOCK]), strict=False
-            ):
+            block = slice(start, start + QUERIES_PER_BLOCK)
+            for query_id, query in zip(ids[block], self._query_path(texts[block]), strict=True):
                 (hits,) = self._searcher.search(query.embedding, query.terms, k=top_k)
                 found[query_id] = {hit.doc_id: float(hit.score) for hit in hits}
         return found
@@ -309,11 +319,8 @@ def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = 
 
         def load_data(self, *_: Any, **__: Any) -> None:
             judged: dict[str, dict[str, int]] = {}
-            asked = {
-                row["query_id"]: row["query"]
-                for row in readable_rows(source.queries)
-                if row["split"] in ("test", "")
-            }
+            rows = readable_rows(source.queries)
+            asked = {row["query_id"]: row["query"] for row in rows if row["split"] in ("test", "")}
             for row in readable_rows(source.qrels):
                 if row["query_id"] in asked:
                     judged.setdefault(row["query_id"], {})[row["doc_id"]] = int(row["relevance"])
@@ -335,24 +342,20 @@ def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = 
 def evaluate(
     model: MtebModel | MtebSearch, tasks: Iterable[Any], *, to: str | Path, resume: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Evaluate a model by mteb, which writes its results files.
+    """Evaluate a model by tasks of mteb or of :func:`beir_task`; returns task -> measure -> value.
 
-    Args:
-        model: of ours.
-        tasks: of mteb, or of :func:`beir_task`.
-        to: folder of the results files.
-        resume: take results that are there already, of the same files of model and data.
-
-    Returns:
-        Task -> measure -> value.
+    mteb writes its results files to the folder `to`. With `resume`, results that are there already, of the
+    same files of model and data, are taken.
     """
     import mteb
 
-    known: Any = {
-        "cache": mteb.ResultCache(Path(to)),
-        "overwrite_strategy": "only-missing" if resume else "always",
-    }
-    done = mteb.evaluate(model, list(tasks), **known, show_progress_bar=False)
+    done = mteb.evaluate(
+        model,
+        list(tasks),
+        cache=mteb.ResultCache(Path(to)),
+        overwrite_strategy="only-missing" if resume else "always",
+        show_progress_bar=False,
+    )
     return {
         result.task_name: {
             measure: value
@@ -374,27 +377,21 @@ def model_facts(
 ) -> dict[str, Any]:
     """Facts of a model's folder as fields of mteb's ModelMeta: card, sizes, prompts.
 
-    Args:
-        folder: with the model's card.
-        document: the document tower.
-        query: folders of the query side.
-        active: parameters that a query uses, if not all; 0 for a table.
+    `query` are folders of the query side; `active` parameters that a query uses, if not all: 0 for a table.
     """
     from huggingface_hub.repocard import metadata_load
 
     card = folder / "README.md"
     stated: Mapping[str, Any] = (metadata_load(card) or {}) if card.exists() else {}
     base = stated.get("base_model")
-    files = {
-        path for each in (folder, *query) for path in (*each.rglob("*.safetensors"), *each.rglob("*.npy"))
-    }
+    kinds = ("*.safetensors", "*.npy")
+    files = {path for each in (folder, *query) for kind in kinds for path in each.rglob(kind)}
     table = sum(_numbers(path) for path in files if any(path.is_relative_to(each) for each in query))
     parameters = sum(parameter.numel() for parameter in document.tower.parameters())
     backbone: Any = document.tower.backbone
     embeddings = backbone.get_input_embeddings().weight.numel()
-    stated_languages = stated.get("language") or []
-    languages = [stated_languages] if isinstance(stated_languages, str) else stated_languages
-    prompts = [published_model.role_prompt(folder, role) for role in ("query", "document")]
+    languages = stated.get("language") or []
+    languages = [languages] if isinstance(languages, str) else languages
     return {
         "n_parameters": parameters + table,
         "n_embedding_parameters": embeddings + (table if active == 0 else 0),
@@ -404,9 +401,16 @@ def model_facts(
         "languages": [_LANGUAGES[name] for name in languages if name in _LANGUAGES] or None,
         "license": stated.get("license"),
         "framework": ["Sentence Transformers", "PyTorch", "NumPy"],
-        "use_instructions": any(prompts),
+        "use_instructions": any(published_model.role_prompt(folder, role) for role in ("query", "document")),
         "adapted_from": base[0] if isinstance(base, list) else base,
     }
+
+
+def _task_prompts(folder: Path) -> dict[str, str]:
+    """The prompts that a published folder names for tasks; those of its roles the towers read anyway."""
+    named: Mapping[str, str | None] = published_model.model_settings(folder).get("prompts") or {}
+    roles = ("query", "document", "passage", "corpus")
+    return {name: text for name, text in named.items() if text and name not in roles}
 
 
 def _numbers(path: Path) -> int:

@@ -1,14 +1,14 @@
 """report.md and report.html: sections of measures; on the page also plots, example queries and lineage."""
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from scalingnote import reports
-from scalingnote.evaluate.measures import FAMILIES, is_recall, ordered_measures
+from scalingnote.evaluate.config import METHOD_SUFFIX
+from scalingnote.evaluate.measures import FAMILIES, is_recall, measure_names
 from scalingnote.evaluate.report import (
     BETTER,
     WORSE,
@@ -82,19 +82,11 @@ class ReportSection:
 
 def markdown(report: Report) -> str:
     """report.md: the comparison table, how to read it, all sections and the time of each stage."""
-    lines = [
-        "# Retrieval report",
-        "",
-        comparison_table(merge_reports([report]), differences=False),
-        "",
-        READING,
-        "",
-    ]
+    parts = ["# Retrieval report", comparison_table(merge_reports([report]), differences=False), READING]
     for section in report_sections(report):
-        table = reports.markdown(section.head, section.rows)
-        lines += [f"## {section.title}", "", section.text, "", table, ""]
-    environment = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
-    return "\n".join([*lines, reports.markdown(*stage_table(report)), "", environment, ""])
+        parts += [f"## {section.title}", section.text, reports.markdown(section.head, section.rows)]
+    parts += [reports.markdown(*stage_table(report)), reports.environment_line(report["environment"])]
+    return "\n\n".join(parts) + "\n"
 
 
 def report_sections(report: Report) -> list[ReportSection]:
@@ -104,7 +96,7 @@ def report_sections(report: Report) -> list[ReportSection]:
 
 
 def _recall(report: Report) -> Iterator[ReportSection]:
-    names = [name for name in _measure_names(report["methods"]) if is_recall(name)]
+    names = [name for name in measure_names(report["methods"]) if is_recall(name)]
     if names:
         text = "The share of a query's relevant documents among its first K: here some queries have several."
         rows = {method: {name: row[name] for name in names} for method, row in report["methods"].items()}
@@ -127,7 +119,7 @@ def _significance(report: Report) -> Iterator[ReportSection]:
             name,
             *(_difference(row[name]) + significance_mark(report, m, name) for m, row in differences.items()),
         ]
-        for name in _measure_names(differences)
+        for name in measure_names(differences)
     ]
     yield ReportSection(f"Against {baseline}", text, ["measure", *differences], rows)
 
@@ -153,13 +145,10 @@ def _slices(report: Report) -> Iterator[ReportSection]:
     for name, (title, text) in SLICES.items():
         if slices := report.get("slices", {}).get(name):
             methods = slices[0]["methods"]
-            measure = _measure_names(methods)[-1]
+            measure = measure_names(methods)[-1]
             rows = [
-                [
-                    one["label"],
-                    f"{one['queries']:,}",
-                    *(f"{row[measure]:.3f}" for row in one["methods"].values()),
-                ]
+                [one["label"], f"{one['queries']:,}"]
+                + [f"{row[measure]:.3f}" for row in one["methods"].values()]
                 for one in slices
             ]
             yield ReportSection(title, f"{measure}. {text}", ["slice", "queries", *methods], rows)
@@ -178,12 +167,7 @@ def _distance(report: Report) -> Iterator[ReportSection]:
             f" Over {pairs['pairs']:,} pairs of {pairs['split']} queries the teacher's distance less the "
             f"student's is {pairs['mean']:+.3f} ± {pairs['deviation']:.3f}."
         )
-    columns = {
-        "mean": "mean distance",
-        "bound": "2K/n Σ",
-        "cosine": "cosine",
-        "mean_as_given": "as given",
-    }
+    columns = {"mean": "mean distance", "bound": "2K/n Σ", "cosine": "cosine", "mean_as_given": "as given"}
     rows = [
         [split, f"{row['queries']:,}", *(f"{row[name]:.3f}" for name in columns)]
         for split, row in part["splits"].items()
@@ -197,7 +181,7 @@ def _method_section(
     """A section with a row per method and a column per measure."""
     names = list(dict.fromkeys(name for row in methods.values() for name in row))
     if all(name.split("@")[0] in FAMILIES for name in names):
-        names = ordered_measures(names)
+        names = measure_names(methods)
     rows = [
         [method, *("–" if row[name] is None else f"{row[name]:.3f}" for name in names)]
         for method, row in methods.items()
@@ -205,26 +189,15 @@ def _method_section(
     return ReportSection(title, text, ["method", *names], rows)
 
 
-def _measure_names(methods: Mapping[str, Mapping[str, object]]) -> list[str]:
-    return ordered_measures(name for row in methods.values() for name in row)
-
-
 # --- HTML --------------------------------------------------------------------------------------------------
 
 
 def page(report: Report, *, examples: Sequence[ExampleQuery], ancestors: Sequence[Ancestor]) -> str:
-    """The HTML page of a report. Everything that comes from data is escaped.
-
-    Args:
-        report: the values of report.json.
-        examples: test queries to show.
-        ancestors: all artifacts behind the report.
-    """
+    """report.html: Markdown's sections, plots, examples and lineage. All that comes from data is escaped."""
     dataset = str(report["dataset"])
-    queries, documents = f"{report['num_queries']:,}", f"{report['num_documents']:,}"
     header = (
-        f'<p class="facts"><b>{escape(dataset)}</b> · <b>{queries}</b> test queries against all '
-        f"<b>{documents}</b> documents</p>"
+        f'<p class="facts"><b>{escape(dataset)}</b> · <b>{report["num_queries"]:,}</b> test queries against '
+        f"all <b>{report['num_documents']:,}</b> documents</p>"
     )
     for note in notes(report):
         header += f'\n<p class="note">{note}</p>'
@@ -269,10 +242,10 @@ def _quality_and_cost(report: Report, *, measure: str) -> list[str]:
     rates: Mapping[str, float] = report.get("queries_per_core_second", {})
     if not rates:  # of an earlier release, or not measured
         return []
-    points = {}
-    for method, row in report["methods"].items():
-        tower = re.split(r" \((?:index|sparse|hybrid)\)$| \+ bm25$", method)[0]
-        points[method] = rates.get(tower), row[measure]
+    points = {
+        method: (rates.get(METHOD_SUFFIX.sub("", method)), row[measure])
+        for method, row in report["methods"].items()
+    }
     text = (
         f"{measure} against the queries that one core encodes per second, in blocks. Methods of one query "
         "tower encode alike; their search is not counted. Dashed: a method without an encoder."
@@ -301,8 +274,8 @@ def _recall_bars(methods: Mapping[str, Mapping[str, float]]) -> str:
 def _discrepancy_histogram(pairs: Mapping[str, Any]) -> str:
     """Histogram of the teacher's distance between two queries minus the student's."""
     edges, counts = pairs["edges"], pairs["counts"]
-    shown = {0, len(counts) // 2, len(counts) - 1}
-    groups = {f"{edges[i]:+.2f}" if i in shown else "\u200b" * i: [n] for i, n in enumerate(counts)}
+    labelled = {0, len(counts) // 2, len(counts) - 1}
+    groups = {f"{edges[i]:+.2f}" if i in labelled else "\u200b" * i: [n] for i, n in enumerate(counts)}
     return reports.columns("discrepancy of pairwise distances", groups)
 
 
@@ -333,8 +306,8 @@ def _example_html(example: ExampleQuery, *, measure: str) -> str:
         columns.append(f"<div><h4>{escape(method + rank)}</h4><ol>{items}</ol></div>")
     reason = ""
     if example.method:
-        difference = escape(f"{example.method} {example.difference:+.3f} {measure}")
-        reason = f' <span class="small">{difference}</span>'
+        reason = escape(f"{example.method} {example.difference:+.3f} {measure}")
+        reason = f' <span class="small">{reason}</span>'
     return (
         f"<details><summary>{escape(example.query)}{reason}</summary>"
         f'<div class="columns">{"".join(columns)}</div></details>'

@@ -10,6 +10,7 @@ pool. Every task returns a table, so that finished tables can be kept (`job.Reco
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -168,6 +169,11 @@ def find_documents(
     """The dataset's documents with these ids, in their order; those that do not exist are left out."""
     ids = pa.array(sorted(set(doc_ids)), pa.string())
     return find_rows(dataset, "documents", "doc_id", ids, ["doc_id", *columns], each=each).sort_by("doc_id")
+
+
+def values_by_id(table: pa.Table) -> dict[str, Any]:
+    """The first column of a table of two -> the second one."""
+    return dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
 
 def find_rows(

@@ -38,7 +38,7 @@ from scalingnote.evaluate.measures import (
     MeasureValues,
     is_recall,
     means,
-    ordered_measures,
+    measure_names,
     significance_section,
 )
 from scalingnote.storage.artifact import Artifact, open_artifact
@@ -70,7 +70,7 @@ def main_table(
 ) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the main table; `best` marks the best value of a column, as text with its mark."""
     rows: dict[str, dict[str, float]] = report["methods"]
-    names, documents = measures_of(rows), documents_column(report)
+    names, sample = measures_of(rows), report.get("sample")
     highest = {name: max(row[name] for row in rows.values() if name in row) for name in names}
 
     def cell(method: str, name: str) -> str:
@@ -80,10 +80,14 @@ def main_table(
         mark = ("" if spread is None else f" ± {spread:.3f}") + significance_mark(report, method, name)
         return best(f"{value:.3f}") + mark if value == highest[name] else f"{value:.3f}{mark}"
 
-    head = ["method", *(["documents"] if documents else []), *names]
-    return head, [
-        [m, *([documents[m]] if documents else []), *(cell(m, name) for name in names)] for m in methods
-    ]
+    def documents(method: str) -> list[str]:
+        """The number that a method searched, where not all methods searched all."""
+        if not sample:
+            return []
+        return [f"{report['num_documents'] if '(index)' in method else sample['documents']:,}"]
+
+    head = ["method", *(["documents"] if sample else []), *names]
+    return head, [[m, *documents(m), *(cell(m, name) for name in names)] for m in methods]
 
 
 def differences_table(report: Report, methods: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -153,20 +157,9 @@ def notes(report: Report) -> list[str]:
     return found
 
 
-def documents_column(report: Report) -> dict[str, str]:
-    """Method -> number of documents that it searched; empty where all methods searched all."""
-    if not (sample := report.get("sample")):
-        return {}
-    return {
-        method: f"{report['num_documents'] if '(index)' in method else sample['documents']:,}"
-        for method in report["methods"]
-    }
-
-
 def measures_of(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Names of the measures of the main table in order: all except Recall@K."""
-    names = ordered_measures(name for row in methods.values() for name in row)
-    return [name for name in names if not is_recall(name)]
+    return [name for name in measure_names(methods) if not is_recall(name)]
 
 
 def significance_mark(report: Report, method: str, measure: str) -> str:
@@ -379,10 +372,13 @@ def lineage(artifacts: Iterable[Artifact]) -> list[Ancestor]:
 def _add(ancestor: Ancestor, known: dict[str, Ancestor]) -> None:
     if ancestor.digest in known:
         return
-    parents = ancestor.artifact.manifest.parents if ancestor.artifact else {}
-    new = {name: parent for name, parent in parents.items() if parent["digest"] not in known}
-    opened = (_open(KIND_OF.get(name, name), parent["uri"], parent["digest"]) for name, parent in new.items())
-    for parent in _in_order(opened):
+    recorded = ancestor.artifact.manifest.parents if ancestor.artifact else {}
+    parents = [
+        _open(KIND_OF.get(name, name), parent["uri"], parent["digest"])
+        for name, parent in recorded.items()
+        if parent["digest"] not in known
+    ]
+    for parent in _in_order(parents):
         _add(parent, known)
     known[ancestor.digest] = ancestor
 

@@ -29,13 +29,7 @@ from scalingnote.errors import ConfigError, DataError
 from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.exact_search import (
-    DenseScores,
-    JoinedScores,
-    PairTable,
-    Scores,
-    TermScores,
-)
+from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, PairTable, Scores, TermScores
 from scalingnote.evaluate.pool import Pool, PoolPart, Sample
 from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet
 from scalingnote.evaluate.user_files import PairScorer
@@ -50,8 +44,8 @@ INDEX_RECALL_AT = (10, 100)
 QUERIES_PER_BLOCK = 256
 TERMS, WORDS = "(terms)", "(words)"  # scores that are no method of their own name
 Ranked = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]  # scores and rows; a row of -1 is none
-_PLACE = {name: pa.int64() for name in ("query", "shard", "rank")}
-_HITS = pa.schema({**_PLACE, "score": pa.float64(), "doc_id": pa.string()})
+_NUMBERS = {name: pa.int64() for name in ("query", "shard", "rank")}
+_HITS = pa.schema(_NUMBERS | {"score": pa.float64(), "doc_id": pa.string()})
 
 
 @dataclass(frozen=True)
@@ -72,14 +66,7 @@ class Bm25Pool:
     def count(
         cls, pool: Pool, queries: Sequence[str], *, k1: float = 1.2, b: float = 0.75, each: TaskRunner = map
     ) -> "Bm25Pool":
-        """Count the words of queries in a pool.
-
-        Args:
-            pool: documents, without those that have no embedding.
-            queries: all that will be searched or scored.
-            k1: term saturation.
-            b: length normalisation.
-            each: runs the tasks.
+        """Count the words of `queries`, all that will be searched or scored, in the pool's documents.
 
         Raises:
             DataError: no document has a word.
@@ -151,28 +138,22 @@ def _count_group(group: list[str], *, pool: Pool, vocabulary: Mapping[str, int])
 
 @dataclass(frozen=True)
 class Methods:
-    """The retrieval methods of a report: their names, and the artifacts that they search.
-
-    Args:
-        config: names, depths of measures and hybrid settings.
-        parents: artifacts by name.
-        each: runs the tasks.
-    """
+    """The retrieval methods of a report: their names, and the artifacts that they search."""
 
     config: EvaluateConfig
     parents: Mapping[str, Artifact]
-    each: TaskRunner = map
+    each: TaskRunner = map  # runs the tasks
 
     @property
     def towers(self) -> dict[str, str]:
-        """Method -> name of the parent artifact with its query tower."""
-        names = {"dual_encoder": self.config.names.dual_encoder, "student": self.config.names.student}
-        return {name: kind for kind, name in names.items() if kind in self.parents}
+        """Method -> name of the parent artifact with its query tower; the last one is served."""
+        names = {self.config.names.dual_encoder: "dual_encoder", self.config.names.student: "student"}
+        return {name: kind for name, kind in names.items() if kind in self.parents}
 
     @property
     def served(self) -> str:
         """The name of the query tower that is searched through the index."""
-        return self.config.names.student if "student" in self.parents else self.config.names.dual_encoder
+        return list(self.towers)[-1]
 
     @property
     def names(self) -> list[str]:
@@ -203,7 +184,9 @@ class Methods:
 
     def has_terms(self, pool: str) -> bool:
         """Whether the documents of a parent artifact have terms, by towers with a sparse head."""
-        return exact_search.has_terms(self.parents[pool], self.parents.get("dual_encoder"))
+        if "dual_encoder" not in self.parents or "dual_encoder" not in self.parents[pool].manifest.parents:
+            return False
+        return bool(self.parents["dual_encoder"].names("sparse_query/"))
 
     def pool_of(self, kind: str) -> str:
         """The parent artifact with the document embeddings that a query tower is searched in."""
@@ -232,13 +215,7 @@ def count_bm25(methods: Methods, queries: Sequence[str], *, test: TestSet) -> Bm
 def retrieve(
     methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: Bm25Pool | None, *, test: TestSet
 ) -> tuple[dict[str, trec.Run], int]:
-    """Search the test queries with every method.
-
-    Args:
-        methods: to search with.
-        encoded: method -> embeddings of its queries.
-        bm25: BM25 over the pool; None: leave it out.
-        test: queries to search.
+    """Search the test queries with every method; `bm25` is left out if it is None.
 
     Returns:
         Method -> run, and the number of documents that were searched exactly.
@@ -256,10 +233,9 @@ def retrieve(
             own = {tower: encoded[tower] for tower in mine}
             found, documents = _search_pool(methods, name, own, counted, test=test, k=depth)
             runs |= _runs(methods.pool(name, test=test), found, test=test, each=methods.each)
-    served = methods.served
     if "index" in parents:
-        queries = encoded[served].unit(test.queries)
-        runs[f"{served} (index)"] = _through_index(
+        queries = encoded[methods.served].unit(test.queries)
+        runs[f"{methods.served} (index)"] = _through_index(
             parents["index"], queries, test=test, k=depth, each=methods.each
         )
     return {name: runs[name] for name in methods.names if name in runs}, documents

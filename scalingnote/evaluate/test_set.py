@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from math import ceil
 from typing import Any
 
@@ -21,7 +21,7 @@ from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.measures import MeasureValues, Rankings
-from scalingnote.evaluate.pool import find_documents, find_rows
+from scalingnote.evaluate.pool import find_documents, find_rows, values_by_id
 from scalingnote.planner.planner import words
 from scalingnote.storage import arrow, shuffle, trec
 from scalingnote.storage.artifact import Artifact
@@ -94,16 +94,13 @@ class QueryEmbeddings:
 def load_test_set(dataset: Artifact, *, judgements: str | None = None, each: TaskRunner = map) -> TestSet:
     """Queries of the test split in the order of their ids; judgements of other queries stay in the tasks.
 
-    Args:
-        dataset: artifact with queries and judgements.
-        judgements: a TREC file that replaces the dataset's own judgements.
-        each: runs the tasks.
+    A TREC file of `judgements` replaces the dataset's own.
 
     Raises:
         DataError: no query has a relevant document.
     """
     queries = splits.queries(dataset, "test", each=each).sort_by("query_id")
-    text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
+    text = values_by_id(queries.select(["query_id", "query"]))
     asked = queries["query_id"].combine_chunks()
     if judgements is None:
         judged = find_rows(dataset, "qrels", "query_id", asked, QRELS.names, each=each)
@@ -133,12 +130,11 @@ def add_typos(query: str, *, share: float, seed: int) -> str:
         return query
     rng = np.random.default_rng([seed, *query.encode()])
     number = max(1, round(share * len(matches)))
-    out = query
     # From the last to the first, so that earlier positions stay valid.
     for i in sorted(rng.choice(len(matches), size=number, replace=False).tolist(), reverse=True):
         start, end = matches[i].span()
-        out = out[:start] + _typo(out[start:end], rng) + out[end:]
-    return out
+        query = query[:start] + _typo(query[start:end], rng) + query[end:]
+    return query
 
 
 def _typo(word: str, rng: np.random.Generator) -> str:
@@ -158,18 +154,13 @@ def slice_means(
 ) -> list[Slice]:
     """Means of every measure over the queries of each label, in the order of `order`."""
     label_of = np.array(labels)
-    return [
-        {
-            "label": label,
-            "queries": int(mine.sum()),
-            "methods": {
-                name: {measure: float(values[mine].mean()) for measure, values in row.items()}
-                for name, row in methods.items()
-            },
-        }
-        for label in order
-        if (mine := label_of == label).any()
-    ]
+    slices = []
+    for label in order:
+        mine = label_of == label
+        if mine.any():
+            of_label = {name: {m: values[mine] for m, values in row.items()} for name, row in methods.items()}
+            slices.append({"label": label, "queries": int(mine.sum()), "methods": measures.means(of_label)})
+    return slices
 
 
 def by_length(queries: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -215,14 +206,13 @@ def slice_queries(
     each: TaskRunner = map,
 ) -> dict[str, list[Slice]]:
     """Slicing -> its slices; slicings with a single slice are left out. `each` runs the tasks."""
-    documents = test.documents
-    topics = _topics_of(dataset, documents, each=each) if config.topics else {}
     slicings = {
         "length": by_length(test.queries),
         "frequency": by_frequency(_training_frequency(dataset, test.queries, each=each)),
     }
-    if topics:
-        slicings["topic"] = by_topic([topics.get(d, "") for d in documents], most=config.topics)
+    if config.topics:
+        topics = values_by_id(find_documents(dataset, test.documents, ["topic"], each=each))
+        slicings["topic"] = by_topic([topics.get(d) or "" for d in test.documents], most=config.topics)
     slices = {name: slice_means(labels, values, order=order) for name, (labels, order) in slicings.items()}
     return {name: parts for name, parts in slices.items() if len(parts) > 1}
 
@@ -235,19 +225,12 @@ def typo_slices(
     with_typos: TestSet,
 ) -> list[Slice]:
     """Measures of the test queries as written, which are `values`, and with typos."""
-    query_ids = with_typos.query_ids
-    rankings = {name: {q: [doc for doc, _ in run[q]] for q in query_ids} for name, run in runs.items()}
+    rankings = measures.rankings_of(runs, with_typos.query_ids)
     typo_values = measures.measure_methods(config, rankings, qrels=with_typos.qrels)
     return [
-        {"label": label, "queries": len(query_ids), "methods": measures.means(one)}
+        {"label": label, "queries": len(with_typos.query_ids), "methods": measures.means(one)}
         for label, one in (("as written", values), ("with typos", typo_values))
     ]
-
-
-def _topics_of(dataset: Artifact, documents: Sequence[str], *, each: TaskRunner) -> dict[str, str]:
-    found = find_documents(dataset, documents, ["topic"], each=each)
-    topics = zip(found["doc_id"].to_pylist(), found["topic"].to_pylist(), strict=True)
-    return {doc_id: topic for doc_id, topic in topics if topic}
 
 
 def _training_frequency(dataset: Artifact, queries: Sequence[str], *, each: TaskRunner) -> list[int]:
@@ -261,8 +244,7 @@ def _training_frequency(dataset: Artifact, queries: Sequence[str], *, each: Task
     task = partial(_count_words, dataset=dataset, vocabulary=vocabulary, step=step)
     frequency: Counter[str] = Counter()
     for found in each(task, shuffle.slices(dataset, "queries")):
-        counts = zip(found["word"].to_pylist(), found["queries"].to_pylist(), strict=True)
-        frequency.update(dict(counts))
+        frequency.update(values_by_id(found))
     return [min((frequency[word] for word in own), default=0) for own in words_of]
 
 
@@ -315,14 +297,8 @@ def choose_queries(
 ) -> list[ChosenQuery]:
     """Queries on which methods differ most from the baseline.
 
-    Each method in turn contributes its next greatest win and its next greatest loss. The seed orders equal
-    differences, and selects the rest once no method differs any more.
-
-    Args:
-        values: each method's measure per query.
-        baseline: one of the methods.
-        number: of queries to choose.
-        seed: of the draw.
+    Each method in turn contributes its next greatest win and its next greatest loss, by its `values` of one
+    measure. The seed orders equal differences, and selects the rest once no method differs any more.
     """
     random_order = np.random.default_rng(seed).permutation(len(values[baseline]))
     turns = []
@@ -333,13 +309,11 @@ def choose_queries(
             order = np.argsort(-sign * differences, kind="stable")
             order = order[sign * differences[order] > 0]
             turns.append([ChosenQuery(int(random_order[i]), method, float(differences[i])) for i in order])
+    in_turn = [one for turn in zip_longest(*turns) for one in turn if one is not None]
     chosen: dict[int, ChosenQuery] = {}
-    for one in chain(
-        chain.from_iterable(zip_longest(*turns)), (ChosenQuery(int(row)) for row in random_order)
-    ):
-        if one is not None and len(chosen) < number:
-            chosen.setdefault(one.row, one)
-    return list(chosen.values())
+    for one in [*in_turn, *(ChosenQuery(int(row)) for row in random_order)]:
+        chosen.setdefault(one.row, one)
+    return list(chosen.values())[:number]
 
 
 def example_queries(
@@ -357,8 +331,7 @@ def example_queries(
         for query_id in query_ids
     }
     doc_ids = {doc for row in shown.values() for docs in row.values() for doc in docs}
-    found = find_documents(dataset, doc_ids, ["title"], each=each)
-    titles = dict(zip(found["doc_id"].to_pylist(), found["title"].to_pylist(), strict=True))
+    titles = values_by_id(find_documents(dataset, doc_ids, ["title"], each=each))
     examples = []
     for one, query_id in zip(chosen, query_ids, strict=True):
         relevant = {doc for doc, grade in test.qrels[query_id].items() if grade > 0}

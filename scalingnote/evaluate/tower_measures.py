@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from jaxtyping import Float, Int64
 from numpy import ndarray
 
+from scalingnote.evaluate.measures import ENTROPY
 from scalingnote.evaluate.pool import Pool, document_ids, gather_embeddings
 from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet
 from scalingnote.storage import arrow
@@ -27,7 +28,6 @@ from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import TaskRunner
 from scalingnote.train.config import Losses
 
-ENTROPY = "contrastive_entropy"
 EMBEDDING_BOUND = 1.0
 HISTOGRAM_BINS = 60
 SPLITS = ("train", "validation")
@@ -72,19 +72,17 @@ def entropies(
     """Contrastive entropy of every test query and tower.
 
     The positive of a query is the document judged best. Negatives are sampled once for all queries and
-    towers; those that are relevant to a query are not used for it.
+    towers, fewer if the pool is small; those that are relevant to a query are not used for it. None if no
+    positive or no negative is in all pools.
 
     Args:
         embeddings: tower -> the document embeddings it is searched in.
         encoded: tower -> the test queries' embeddings.
         test: test queries and judgements.
-        negatives: per query; fewer if the pool is small.
+        negatives: per query.
         temperature: of the softmax.
         seed: of the sample.
         each: runs the tasks.
-
-    Returns:
-        None if no positive or no negative is in all pools.
     """
     relevant = [{doc for doc, grade in judged.items() if grade > 0} for judged in test.qrels.values()]
     number = negatives + max(map(len, relevant))
@@ -186,17 +184,14 @@ def _pair_distances(embeddings: Float[ndarray, "queries dim"]) -> Float[ndarray,
 
 
 def sample_teacher_queries(stored: Artifact | None, *, queries: int, seed: int) -> dict[str, QueryEmbeddings]:
-    """The queries a student was trained and validated on, with the teacher's stored embeddings.
+    """Split -> a sample of the queries of a student's training or validation, with the teacher's embeddings.
 
     Parts hold queries by the hash of their ids, so a few parts are a fair sample of all.
 
     Args:
-        stored: the teacher's query embeddings that the student learned from; None if they are gone.
+        stored: the teacher's query embeddings that the student learned from; None: no sample.
         queries: maximum number per split.
         seed: of the sample.
-
-    Returns:
-        Split -> sample; empty if there is none.
     """
     if stored is None or not queries:
         return {}

@@ -22,7 +22,7 @@ from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
 from scalingnote.evaluate.exact_search import PairTable
 from scalingnote.evaluate.measures import Rankings, auc
-from scalingnote.evaluate.pool import find_documents, find_rows
+from scalingnote.evaluate.pool import find_documents, find_rows, values_by_id
 from scalingnote.evaluate.test_set import TestSet
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import trec
@@ -88,13 +88,8 @@ def read_judgements(
 ) -> JudgedPairs:
     """Judged pairs of a file. Rows without a document, a query or one of the labels are skipped and counted.
 
-    A task reads a slice of the file and writes its pairs: the caller holds the distinct queries alone.
-
-    Args:
-        config: path, columns and labels.
-        dataset: with the texts of queries, for rows that name a query by its id.
-        folder: of the tables of pairs.
-        each: runs the tasks.
+    A task reads a slice of the file and writes its pairs to `folder`: the caller holds the distinct queries
+    alone. The dataset has the texts of queries that rows name by id.
 
     Raises:
         DataError: no row is usable, or a label has the same value everywhere.
@@ -124,13 +119,16 @@ def _pairs_of_slice(item: tuple[str, FileRows], *, labels: Sequence[str], datase
     """Write the pairs of a slice; returns their place and number, their queries, and the rows left out."""
     uri, slice_rows = item
     rows = list(slice_rows)
-    by_id = {
-        str(row.get("query_id")) for row in rows if isinstance(row, dict) and not _text(row.get("query"))
-    }
-    known = _query_texts(dataset, by_id) if by_id else {}
+    readable = [row for row in rows if isinstance(row, dict)]
+    by_id = {str(row.get("query_id")) for row in readable if not _text(row.get("query"))}
+    known = {}
+    if by_id:
+        known = values_by_id(
+            find_rows(dataset, "queries", "query_id", pa.array(by_id, pa.string()), ["query_id", "query"])
+        )
     pairs = []
-    for row in rows:
-        if isinstance(row, dict) and row.get("doc_id") not in (None, ""):
+    for row in readable:
+        if row.get("doc_id") not in (None, ""):
             query = _text(row.get("query")) or known.get(str(row.get("query_id")))
             values = {name: _number(row.get(name)) for name in labels}
             if query and not any(map(math.isnan, values.values())):
@@ -140,11 +138,6 @@ def _pairs_of_slice(item: tuple[str, FileRows], *, labels: Sequence[str], datase
     queries = list(dict.fromkeys(pair["query"] for pair in pairs))
     told = {"uri": uri, "rows": len(pairs), "queries": queries, "unusable": len(rows) - len(pairs)}
     return pa.Table.from_pylist([told], schema=_SLICE)
-
-
-def _query_texts(dataset: Artifact, query_ids: Collection[str]) -> dict[str, str]:
-    found = find_rows(dataset, "queries", "query_id", pa.array(query_ids, pa.string()), ["query_id", "query"])
-    return dict(zip(found["query_id"].to_pylist(), found["query"].to_pylist(), strict=True))
 
 
 def test_set_pairs(test: TestSet) -> JudgedPairs | None:
@@ -189,9 +182,8 @@ def read_candidates(path: str, *, test: TestSet, each: TaskRunner = map) -> tupl
             f"{path} has candidates for none of {len(test.query_ids):,} test queries: check its query ids"
         )
     ids = [query_id for query_id, _ in covered]
-    part = replace(
-        test, query_ids=ids, queries=[text for _, text in covered], qrels={q: test.qrels[q] for q in ids}
-    )
+    queries, qrels = [text for _, text in covered], {query_id: test.qrels[query_id] for query_id in ids}
+    part = replace(test, query_ids=ids, queries=queries, qrels=qrels)
     return {query_id: run[query_id] for query_id in ids}, part
 
 
@@ -236,10 +228,10 @@ def reranking_section(
     text = dict(zip(test.query_ids, test.queries, strict=True))
     pairs = [(query_id, doc_id) for query_id in test.query_ids for doc_id, _ in candidates[query_id]]
     columns = {"query": [text[query_id] for query_id, _ in pairs], "doc_id": [doc for _, doc in pairs]}
-    queries, table = list(dict.fromkeys(columns["query"])), PairTable(pa.table(columns), len(pairs))
     runs: dict[str, trec.Run] = {}
     absent = 0
-    for name, scores in score(queries, [table]).items():
+    found = score(list(dict.fromkeys(test.queries)), [PairTable(pa.table(columns), len(pairs))])
+    for name, scores in found.items():
         unknown = np.isnan(scores)
         absent = max(absent, int(unknown.sum()))
         scores[unknown] = scores[~unknown].min(initial=0.0) - 1 - np.arange(unknown.sum())
@@ -247,17 +239,14 @@ def reranking_section(
         for (query_id, doc_id), value in zip(pairs, scores.tolist(), strict=True):
             run[query_id].append((doc_id, value))
         runs[name] = {q: sorted(results, key=lambda hit: -hit[1]) for q, results in run.items()}
-    rankings = {
-        name: {q: [doc for doc, _ in results] for q, results in run.items()}
-        for name, run in {"as given": candidates, **runs}.items()
-    }
-    part = {
+    rankings = measures.rankings_of({"as given": candidates, **runs}, test.query_ids)
+    section = {
         "queries": len(test.query_ids),
         "candidates": len(pairs),
         "not_in_pool": absent,
         "methods": measures.means(measures.measure_methods(config, rankings, qrels=test.qrels)),
     }
-    return part, runs
+    return section, runs
 
 
 def normalised_words(text: str) -> str:
@@ -272,12 +261,9 @@ def answer_judgements(
     asked: Mapping[str, Collection[str]],
     answers: Mapping[str, Sequence[str]],
 ) -> dict[str, dict[str, int]]:
-    """Query -> document -> 1 for documents that contain one of the query's answers.
+    """Query -> document -> 1 for documents (id and text) that contain one of the query's answers.
 
-    Args:
-        documents: (doc_id, text).
-        asked: doc_id -> queries to check it for.
-        answers: query -> answers.
+    `asked` are the queries to check a document for.
     """
     known = {
         query: [t for a in texts if (t := normalised_words(a)).strip()] for query, texts in answers.items()

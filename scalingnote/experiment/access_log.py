@@ -14,6 +14,7 @@ import fcntl
 import glob
 import io
 import json
+import math
 import os
 import re
 import threading
@@ -27,8 +28,6 @@ from typing import Annotated, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool
-from numpy import ndarray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scalingnote.datasets.raw_rows import Quarantine
@@ -164,12 +163,10 @@ class _Line(BaseModel):
     def request(self) -> dict[str, Any]:
         """A row of REQUESTS."""
         timings = vars(self.timings_ms or _Timings())
-        wanted = (
-            self.filter
-            if self.filter is None
-            else json.dumps(self.filter, ensure_ascii=False, sort_keys=True)
-        )
-        return vars(self) | {"filter": wanted} | {f"{stage}_ms": timings[stage] for stage in STAGES}
+        row = vars(self) | {f"{stage}_ms": timings[stage] for stage in STAGES}
+        if self.filter is not None:
+            row["filter"] = json.dumps(self.filter, ensure_ascii=False, sort_keys=True)
+        return row
 
 
 def _reason(error: ValidationError) -> str:
@@ -184,14 +181,14 @@ def _reason(error: ValidationError) -> str:
 class RequestFilter:
     """Selects the requests of one experiment; `left_out` counts the others by reason."""
 
-    def __init__(self, split: TrafficSplit, *, start: float | None = None, end: float | None = None) -> None:
+    def __init__(self, split: TrafficSplit, *, start: float = -math.inf, end: float = math.inf) -> None:
         """Args:
         split: as it was served.
-        start: first second since 1970; None: no limit.
-        end: first second after the experiment; None: no limit.
+        start: first second since 1970.
+        end: first second after the experiment.
         """
         self.left_out: Counter[str] = Counter()
-        self.first, self.last = float("inf"), float("-inf")  # times of its requests
+        self.first, self.last = math.inf, -math.inf  # times of its requests
         self._start, self._end = start, end
         self._arm: Callable[[str], str] = lru_cache(MAX_CACHED_UNITS)(lambda unit: arm_of(unit, split).name)
 
@@ -199,34 +196,24 @@ class RequestFilter:
         """The requests of a batch that belong to the experiment, with the `arm` of their unit."""
         table = pa.Table.from_batches([batch])
         table = self._keep(table, pc.equal(table["path"], SEARCH_PATH), "not a search")
-        time = table["time"].to_numpy()
-        inside = np.ones(len(table), bool)
-        if self._start is not None:
-            inside &= time >= self._start
-        if self._end is not None:
-            inside &= time < self._end
+        inside = pc.and_(pc.greater_equal(table["time"], self._start), pc.less(table["time"], self._end))
         table = self._keep(table, inside, "outside of start and end")
-        status = table["status"].to_numpy()
-        table = self._keep(table, (status < 400) | (status >= 500), "refused (4xx)")
+        answered = pc.or_(pc.less(table["status"], 400), pc.greater_equal(table["status"], 500))
+        table = self._keep(table, answered, "refused (4xx)")
         table = self._keep(table, pc.is_valid(table["unit"]), "without a unit")
         units = pc.dictionary_encode(table["unit"].combine_chunks())
         assigned = pa.array(map(self._arm, units.dictionary.to_pylist()), pa.string()).take(units.indices)
-        table = table.append_column("assigned", assigned)
         # A request that failed early has no arm in the log, but its unit determines one.
-        by_split = pc.fill_null(pc.equal(table["arm"], table["assigned"]), True)
+        by_split = pc.fill_null(pc.equal(table["arm"], assigned), True)
+        table = table.set_column(table.schema.get_field_index("arm"), "arm", assigned)
         table = self._keep(table, by_split, "not by this split")
         if len(table):
             times = table["time"].to_numpy()
             self.first, self.last = min(self.first, times.min()), max(self.last, times.max())
-        assigned = table["assigned"]
-        return table.drop_columns(["assigned"]).set_column(
-            table.schema.get_field_index("arm"), "arm", assigned
-        )
+        return table
 
-    def _keep(
-        self, table: pa.Table, which: Bool[ndarray, " rows"] | pa.ChunkedArray, reason: str
-    ) -> pa.Table:
-        kept = table.filter(pa.array(which) if isinstance(which, ndarray) else which)
+    def _keep(self, table: pa.Table, which: pa.ChunkedArray, reason: str) -> pa.Table:
+        kept = table.filter(which)
         if len(kept) < len(table):
             self.left_out[reason] += len(table) - len(kept)
         return kept
@@ -251,7 +238,6 @@ class AccessWriter:
         flush_s: float = 1.0,
         max_bytes: int = 64 << 20,
         max_waiting: int = 100_000,
-        keep: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Open the file and start the thread.
@@ -262,7 +248,6 @@ class AccessWriter:
             flush_s: seconds between writes.
             max_bytes: of a file.
             max_waiting: records in memory; more are dropped and counted if a disk does not keep up.
-            keep: full files to keep, the newest ones; None: all.
             clock_ns: for names of full files.
 
         Raises:
@@ -271,7 +256,7 @@ class AccessWriter:
         self.dropped = 0  # records that were never written
         name = re.sub(r"[^A-Za-z0-9_-]", "_", replica)
         self._stem = Path(folder).absolute() / f"access-{name}"
-        self._max_bytes, self._max_waiting, self._keep, self._clock = max_bytes, max_waiting, keep, clock_ns
+        self._max_bytes, self._max_waiting, self._clock = max_bytes, max_waiting, clock_ns
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._unwritten: list[bytes] = []  # lines that a disk refused
         self._writing = threading.Lock()
@@ -388,8 +373,3 @@ class AccessWriter:
             full.rename(self.path)
             raise
         os.close(full_file)
-        if self._keep is not None:
-            full_files = self._stem.parent.glob(f"{self._stem.name}.*.jsonl")
-            files = sorted(full_files, key=lambda path: int(path.suffixes[0][1:]))
-            for old in files[: max(len(files) - self._keep, 0)]:
-                old.unlink(missing_ok=True)

@@ -6,9 +6,11 @@
 Logs are streamed; a row per unit, a latency per request and the sample stay in memory.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,29 +22,22 @@ from numpy import ndarray
 from scalingnote import cluster
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig
-from scalingnote.datasets.raw_rows import Quarantine
-from scalingnote.datasets.raw_rows import match_files as local_files
+from scalingnote.datasets.raw_rows import Quarantine, match_files
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.experiment import access_log, outcomes, report
 from scalingnote.experiment.access_log import RequestFilter
-from scalingnote.experiment.config import AnyJudge, DualPooledJudge, ExperimentConfig, Relevance
+from scalingnote.experiment.config import AnyJudge, DualPooledJudge, ExperimentConfig
 from scalingnote.experiment.outcomes import Outcomes, RequestSample
 from scalingnote.log import Progress, environment, get_logger
 from scalingnote.models.prompt import Row
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import (
-    Artifact,
-    Draft,
-    fingerprint,
-    open_artifact,
-    read_table,
-    write_table,
-)
+from scalingnote.storage.artifact import Artifact, Draft, fingerprint, open_artifact, read_table, write_table
+from scalingnote.storage.shuffle import run_slices
 
 log = get_logger("compare")
 PAIRS_PER_BLOCK = 2048
 FIELDS = ["doc_id", "title", "topic", "content"]
-DOCUMENTS_FILE = "documents.parquet"  # documents of all pairs, see document_rows
+PAIRS_FILE, DOCUMENTS_FILE = "pairs.parquet", "documents.parquet"  # all pairs and their documents
 MAX_BM25_DOCUMENTS = 2_000_000  # of a BM25 index in the memory of an actor
 # Queries and a table of FIELDS, of equal length -> how well each document answers its query; NaN: unknown.
 Judge = Callable[[Sequence[str], pa.Table], Float32[ndarray, " pairs"]]
@@ -79,7 +74,13 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
             sampled, scores, below=config.relevance.irrelevant_below, depths=config.relevance.depths
         )
         units = outcomes.join_by_unit(units, irrelevant)
-        judge_section = _judge_section(config.relevance, sampled, scores)
+        judge_section = {
+            "kind": config.relevance.judge.kind,
+            "irrelevant_below": config.relevance.irrelevant_below,
+            "requests": len(sampled),
+            "pairs": len(scores),
+            "unknown": scores["score"].null_count,
+        }
         draft.write_table("sample.parquet", sampled)
         draft.write_table("judged.parquet", scores)
     measures = outcomes.measures(
@@ -91,7 +92,7 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
     result = report.compare_arms(config, units, measures) | requests | {"judge": judge_section}
     for name, arm in result["arms"].items():
         arm["latency_ms"] = totals.percentiles(name, report.PERCENTILES)
-    result["warnings"] = report.warnings(config, result)
+    result["warnings"] = report.warnings(result)
     result["environment"] = environment()
     for text in result["warnings"]:
         log.warning("%s", text)
@@ -124,7 +125,7 @@ def _check_inputs(config: ExperimentConfig, dataset: Artifact) -> list[str]:
 
 def _checksums(config: ExperimentConfig, logs: Sequence[str]) -> tuple[str, ...]:
     """Checksums of every input file, because a report belongs to the contents of growing logs."""
-    further = [p for pattern in (config.feedback, config.clicks) if pattern for p in local_files(pattern)]
+    further = [p for pattern in (config.feedback, config.clicks) if pattern for p in match_files(pattern)]
     return tuple(fs.checksum(uri) for uri in (*logs, *map(str, further)))
 
 
@@ -134,8 +135,11 @@ def _read_logs(
     """One pass over the logs: sums per unit, the sample to judge, and the report's part on requests."""
     satisfied = outcomes.read_feedback(config.feedback, quarantine) if config.feedback else None
     clicked = outcomes.read_clicks(config.clicks, quarantine) if config.clicks else None
-    start, end = (moment.timestamp() if moment else None for moment in (config.start, config.end))
-    selection = RequestFilter(config.split, start=start, end=end)
+    selection = RequestFilter(
+        config.split,
+        start=config.start.timestamp() if config.start else -math.inf,
+        end=config.end.timestamp() if config.end else math.inf,
+    )
     totals = Outcomes(few_results=config.few_results, satisfied=satisfied, clicked=clicked)
     sample = None
     if config.relevance:
@@ -147,10 +151,10 @@ def _read_logs(
             for batch in access_log.read_requests([uri], quarantine):
                 read += len(batch)
                 progress.advance(0, f"{read:,} lines")
-                if len(requests := selection(batch)):
-                    totals.add(requests)
+                if len(selected := selection(batch)):
+                    totals.add(selected)
                     if sample is not None:
-                        sample.add(requests)
+                        sample.add(selected)
             progress.advance(1)
     if not totals.requests:
         left = ", ".join(f"{count:,} {reason}" for reason, count in selection.left_out.items())
@@ -162,62 +166,56 @@ def _read_logs(
     rejected = sum(n for reason, n in quarantine.rejected.items() if reason.startswith(access_log.TABLE))
     ends = (selection.first, selection.last)
     first, last = (datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds") for moment in ends)
-    signal_counts = {"rated": totals.rated} if satisfied is not None else {}
-    signal_counts |= {"clicked": totals.clicks} if clicked is not None else {}
-    counts = {"read": read + rejected, "rejected": rejected, "used": totals.requests, **signal_counts}
-    period = {"first": first, "last": last, "days": (selection.last - selection.first) / 86_400}
-    return totals, sample, period | {"requests": {**counts, "left_out": dict(selection.left_out)}}
+    requests: dict[str, Any] = {"read": read + rejected, "rejected": rejected, "used": totals.requests}
+    if satisfied is not None:
+        requests["rated"] = totals.rated
+    if clicked is not None:
+        requests["clicked"] = totals.clicks
+    requests["left_out"] = dict(selection.left_out)
+    days = (selection.last - selection.first) / 86_400
+    return totals, sample, {"first": first, "last": last, "days": days, "requests": requests}
 
 
 def _judge(config: ExperimentConfig, sampled: pa.Table, dataset: Artifact, draft: Draft) -> pa.Table:
     """The pairs of the sample with their scores. Blocks are tasks, and finished ones survive a killed run."""
     assert config.relevance is not None
+    judge, work = config.relevance.judge, draft.work()
     pairs = outcomes.pairs_to_judge(sampled)
-    blocks = [pairs.slice(start, PAIRS_PER_BLOCK) for start in range(0, len(pairs), PAIRS_PER_BLOCK)]
-    places = [draft.work(f"judged/{number:05d}.parquet") for number in range(len(blocks))]
-    todo = [number for number, uri in enumerate(places) if not fs.exists(uri)]
-    for number in todo:
-        write_table(draft.work(f"pairs/{number:05d}.parquet"), blocks[number])
-    if todo and not fs.exists(draft.work(DOCUMENTS_FILE)):  # one pass over the corpus for all blocks
-        write_table(draft.work(DOCUMENTS_FILE), document_rows(dataset, pc.unique(pairs["doc_id"])))
+    write_table(fs.join(work, PAIRS_FILE), pairs)
+    if len(pairs) and not fs.exists(fs.join(work, DOCUMENTS_FILE)):  # one pass over the corpus for all blocks
+        write_table(fs.join(work, DOCUMENTS_FILE), document_rows(dataset, pc.unique(pairs["doc_id"])))
     # Every BM25 actor would index the whole dataset, so there is one.
-    workers = 1 if isinstance(config.relevance.judge, BM25Ranker) else config.resources.workers
-    resources = config.resources.model_copy(update={"workers": min(workers, len(todo))})
-    judge = cluster.Loaded(partial(BlockJudge, config.relevance.judge, dataset, draft.work()))
-    done = len(pairs) - sum(len(blocks[number]) for number in todo)
-    if todo:
+    workers = 1 if isinstance(judge, BM25Ranker) else config.resources.workers
+
+    def each(task: Callable[[Any], Any], blocks: Sequence[Any]) -> Iterator[Any]:
+        resources = config.resources.model_copy(update={"workers": min(workers, len(blocks))})
         cluster.check_resources(resources, knob="resources")
-    with Progress("compare", total=len(pairs), done=done, unit="pairs judged") as progress:
-        for number in cluster.map_loaded(judge, [(number,) for number in todo], resources) if todo else ():
-            progress.advance(len(blocks[number]))
-    return pa.concat_tables([outcomes.JUDGED.empty_table(), *map(read_table, places)])
+        return cluster.map_loaded(task, blocks, resources)
+
+    scores = run_slices(
+        "judged",
+        cluster.Loaded(partial(BlockJudge, judge, dataset, work)),
+        range(0, len(pairs), PAIRS_PER_BLOCK),
+        folder=work,
+        each=each,
+        section="compare",
+        unit="blocks of pairs",
+    )
+    return pairs.append_column("score", pa.array(chain.from_iterable(scores), pa.float32()))
 
 
 class BlockJudge:
     """Judges blocks of pairs, in an actor."""
 
     def __init__(self, config: AnyJudge, dataset: Artifact, work: str) -> None:
-        self._judge, self._work = load_judge(config, dataset), work
+        self._judge = load_judge(config, dataset)
+        self._pairs, self._documents = (read_table(fs.join(work, n)) for n in (PAIRS_FILE, DOCUMENTS_FILE))
 
-    def __call__(self, item: tuple[int]) -> int:
-        """Write the scores of a block; returns its number."""
-        pairs, documents = (
-            read_table(fs.join(self._work, name)) for name in (f"pairs/{item[0]:05d}.parquet", DOCUMENTS_FILE)
-        )
-        scored = judge_pairs(self._judge, pairs, documents)
-        write_table(fs.join(self._work, f"judged/{item[0]:05d}.parquet"), scored)
-        return item[0]
-
-
-def _judge_section(config: Relevance, sampled: pa.Table, scores: pa.Table) -> dict[str, Any]:
-    """The report's section on the judge."""
-    return {
-        "kind": config.judge.kind,
-        "irrelevant_below": config.irrelevant_below,
-        "requests": len(sampled),
-        "pairs": len(scores),
-        "unknown": scores["score"].null_count,
-    }
+    def __call__(self, item: tuple[int, int]) -> list[float | None]:
+        """Scores of a block, given its number and its first pair; None if a score is unknown."""
+        block = self._pairs.slice(item[1], PAIRS_PER_BLOCK)
+        scores: list[float | None] = judge_pairs(self._judge, block, self._documents)["score"].to_pylist()
+        return scores
 
 
 # --- judges: models that score pairs of query and document -------------------------------------------------

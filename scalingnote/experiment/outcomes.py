@@ -27,14 +27,12 @@ from scalingnote.datasets.raw_rows import (
     parquet_rows,
 )
 from scalingnote.errors import DataError
-from scalingnote.experiment.access_log import STAGES
+from scalingnote.experiment.access_log import REQUESTS, STAGES
 from scalingnote.storage.shuffle import hash_of
 
 KEYS = ["arm", "unit"]
-PAIRS = pa.schema({"query": pa.string(), "doc_id": pa.string()})
-JUDGED = pa.schema({**{field.name: field.type for field in PAIRS}, "score": pa.float32()})  # null: not known
+PAIR = ["query", "doc_id"]
 _Numbers = Float[ndarray, " rows"]
-_NO_TIMES = np.empty(0, np.float32)
 MAX_PARTIAL_SUMS = 64  # of batches in memory, before they are added up
 _READERS: dict[str, Callable[[Path], Iterable[Row | UnreadableRow]]] = {
     ".jsonl": json_lines,
@@ -54,16 +52,17 @@ class Measure(NamedTuple):
 
 def measures(*, few_results: int, depths: Sequence[int], satisfaction: bool, clicks: bool) -> list[Measure]:
     """The measures of a report, in its order."""
-    rated = [Measure("satisfaction", "mean satisfaction, where it is known", "higher")]
-    clicked = [Measure("click_through", "share of answers with a click", "higher")]
+    found = [
+        Measure(f"irrelevant@{k}", f"share of irrelevant documents in the top {k}", "lower") for k in depths
+    ]
+    if satisfaction:
+        found.append(Measure("satisfaction", "mean satisfaction, where it is known", "higher"))
+    few = f"share of answers with fewer than {few_results}"
+    found.append(Measure(f"fewer_than_{few_results}", few, "lower"))
+    if clicks:
+        found.append(Measure("click_through", "share of answers with a click", "higher"))
     return [
-        *(
-            Measure(f"irrelevant@{k}", f"share of irrelevant documents in the top {k}", "lower")
-            for k in depths
-        ),
-        *(rated if satisfaction else []),
-        Measure(f"fewer_than_{few_results}", f"share of answers with fewer than {few_results}", "lower"),
-        *(clicked if clicks else []),
+        *found,
         Measure("latency_ms", "mean time of an answer, in ms", "lower"),
         Measure("partial", "share of answers without all shards", "lower"),
         Measure("errors", "share of requests that failed (5xx)", "lower"),
@@ -87,7 +86,7 @@ class Outcomes:
         """
         self._few, self._satisfied, self._clicked = few_results, satisfied, clicked
         self._pieces: list[pa.Table] = []
-        self._latency: dict[tuple[str, str], list[Float32[ndarray, " requests"]]] = {}
+        self._latency: defaultdict[tuple[str, str], list[Float32[ndarray, " requests"]]] = defaultdict(list)
         self.requests = 0
         self.rated = 0  # requests with feedback
         self.clicks = 0  # requests with a click on one of their documents
@@ -105,8 +104,7 @@ class Outcomes:
         for arm in pc.unique(answered["arm"]).to_pylist():
             of_arm = answered.filter(pc.equal(answered["arm"], arm))
             for stage in STAGES:
-                times = of_arm[f"{stage}_ms"].drop_null().to_numpy()
-                self._latency.setdefault((arm, stage), []).append(times)
+                self._latency[arm, stage].append(of_arm[f"{stage}_ms"].drop_null().to_numpy())
 
     def units(self) -> pa.Table:
         """A row per unit: `arm`, `unit`, and each measure's ``.sum`` and ``.count``."""
@@ -114,7 +112,8 @@ class Outcomes:
 
     def percentiles(self, arm: str, at: Sequence[int]) -> dict[str, list[float]]:
         """Stage -> milliseconds at the percentiles `at`, over the arm's answers."""
-        known = {stage: np.concatenate(self._latency.get((arm, stage), [_NO_TIMES])) for stage in STAGES}
+        none = np.empty(0, np.float32)
+        known = {stage: np.concatenate([none, *self._latency[arm, stage]]) for stage in STAGES}
         return {stage: np.percentile(times, at).tolist() for stage, times in known.items() if len(times)}
 
     def _measured(self, requests: pa.Table) -> Iterator[tuple[str, tuple[_Numbers, _Numbers]]]:
@@ -149,10 +148,9 @@ def sum_by_unit(table: pa.Table) -> pa.Table:
 def join_by_unit(units: pa.Table, further: pa.Table) -> pa.Table:
     """Join the per-unit sums of two tables; units missing in one of them get zeros."""
     both = units.join(further, keys=KEYS, join_type="full outer").combine_chunks()
-    columns = [
-        pc.fill_null(both[name], 0.0) if name not in KEYS else both[name] for name in both.column_names
-    ]
-    return pa.table(columns, names=both.column_names).sort_by([(key, "ascending") for key in KEYS])
+    columns = {name: both[name] for name in KEYS}
+    columns |= {name: pc.fill_null(both[name], 0.0) for name in both.column_names if name not in KEYS}
+    return pa.table(columns).sort_by([(key, "ascending") for key in KEYS])
 
 
 def _share(which: ndarray, *, of: ndarray) -> tuple[_Numbers, _Numbers]:
@@ -241,11 +239,7 @@ class RequestSample:
     columns = ("request_id", "arm", "unit", "query", "doc_ids")
 
     def __init__(self, per_arm: int, *, depth: int, seed: int) -> None:
-        """Args:
-        per_arm: requests to keep.
-        depth: documents to keep of each answer.
-        seed: of the hash.
-        """
+        """Keep `per_arm` requests, and `depth` documents of each answer; the seed is the hash's."""
         self._per_arm, self._depth, self._seed = per_arm, depth, seed
         self._kept: dict[str, pa.Table] = {}
 
@@ -264,19 +258,16 @@ class RequestSample:
 
     def table(self) -> pa.Table:
         """The sampled requests with `columns`."""
-        tables = [self._kept[arm].select(self.columns) for arm in sorted(self._kept)]
-        if not tables:
-            texts = {name: pa.string() for name in self.columns[:-1]}
-            return pa.schema({**texts, "doc_ids": pa.list_(pa.string())}).empty_table()
-        table = pa.concat_tables(tables)
+        kept = (self._kept[arm].select(self.columns) for arm in sorted(self._kept))
+        table = pa.concat_tables([REQUESTS.empty_table().select(self.columns), *kept])
         best = pc.list_slice(table["doc_ids"], 0, self._depth)
         return table.set_column(len(self.columns) - 1, "doc_ids", pc.cast(best, pa.list_(pa.string())))
 
 
 def pairs_to_judge(sample: pa.Table) -> pa.Table:
     """Distinct pairs of query and document that the sampled requests showed, sorted."""
-    pairs = _shown_documents(sample).select(PAIRS.names)
-    return pairs.group_by(PAIRS.names).aggregate([]).sort_by([(name, "ascending") for name in PAIRS.names])
+    pairs = _shown_documents(sample).select(PAIR)
+    return pairs.group_by(PAIR).aggregate([]).sort_by([(name, "ascending") for name in PAIR])
 
 
 def irrelevant_by_unit(
@@ -287,7 +278,7 @@ def irrelevant_by_unit(
     `judged` has the score of each pair that the sample showed. A document with a score under `below` is
     irrelevant; one without a score does not count.
     """
-    rows = _shown_documents(sample).join(judged, keys=PAIRS.names, join_type="left outer")
+    rows = _shown_documents(sample).join(judged, keys=PAIR, join_type="left outer")
     scored = pc.is_valid(rows["score"])
     irrelevant = pc.fill_null(pc.less(rows["score"], below), False)
     columns = {name: rows[name] for name in KEYS}

@@ -172,17 +172,17 @@ def compare_arms(config: ExperimentConfig, units: pa.Table, measures: Sequence[M
     sums = {(arm.name, m.name): unit_sums(units, arm.name, m.name) for arm in arms for m in measures}
     comparisons: dict[str, dict[str, dict[str, float]]] = {name: {} for name in others}
     for measure in measures:
-        differences = {}
-        for name in others:
-            # A generator per measure and arm: adding one to a report does not change the others.
-            rng = np.random.default_rng([config.seed, *f"{name} {measure.name}".encode()])
-            differences[name] = arm_difference(
+        differences = {
+            name: arm_difference(
                 sums[control, measure.name],
                 sums[name, measure.name],
                 alpha=config.alpha,
                 replicates=config.bootstrap,
-                rng=rng,
+                # A generator per measure and arm: adding one to a report does not change the others.
+                rng=np.random.default_rng([config.seed, *f"{name} {measure.name}".encode()]),
             )
+            for name in others
+        }
         adjusted = holm({name: difference.p for name, difference in differences.items()})
         for name, difference in differences.items():
             comparisons[name][measure.name] = asdict(difference) | {"p_holm": adjusted[name]}
@@ -229,7 +229,7 @@ def verdict(difference: Mapping[str, float | None], *, better: str, alpha: float
     return "✓" if (value < 0) == (better == "lower") else "✗"
 
 
-def warnings(config: ExperimentConfig, report: Report) -> list[str]:
+def warnings(report: Report) -> list[str]:
     """Reasons to distrust the report, the worst first."""
     messages = []
     arms, requests = report["arms"], report["requests"]
@@ -240,8 +240,7 @@ def warnings(config: ExperimentConfig, report: Report) -> list[str]:
             f"that the split gives: {sizes} units. Something loses or adds units of one arm, so that no "
             "comparison can be believed: find it first."
         )
-    empty = [name for name, arm in arms.items() if arm["units"] < 2]
-    if empty:
+    if empty := [name for name, arm in arms.items() if arm["units"] < 2]:
         messages.append(f"Arm {empty[0]} has {arms[empty[0]]['units']} units: nothing can be said of it.")
     used = requests["used"]
     other_arms = requests["left_out"].get("not by this split", 0)
@@ -271,7 +270,7 @@ def _json_values(value: Any) -> Any:
     """Values for JSON: Python numbers, and null for those that are not finite."""
     if isinstance(value, dict):
         return {key: _json_values(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return [_json_values(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
@@ -283,20 +282,17 @@ def _json_values(value: Any) -> Any:
 
 def markdown(report: Report) -> str:
     """report.md: warnings, comparisons, latencies, and what the measures mean."""
-    lines = [f"# Experiment {report['experiment']}", "", summary(report), ""]
-    lines += [f"> **{text}**\n" for text in report["warnings"]]
-    lines += [comparison_table(report), "", READING, ""]
-    lines += [reports.markdown(*_latencies(report), text=2)]
-    lines += ["", *(f"- {m['name']}: {m['text']}" for m in report["measures"]), "", judge_line(report), ""]
-    lines += [", ".join(f"{name} {value}" for name, value in report["environment"].items()), ""]
-    return "\n".join(lines)
+    parts = [f"# Experiment {report['experiment']}", summary(report)]
+    parts += [f"> **{text}**" for text in report["warnings"]]
+    parts += [comparison_table(report), READING, reports.markdown(*_latencies(report), text=2)]
+    parts += ["\n".join(f"- {m['name']}: {m['text']}" for m in report["measures"]), judge_line(report)]
+    return "\n\n".join([*parts, reports.environment_line(report["environment"])]) + "\n"
 
 
 def summary(report: Report) -> str:
     """One line: number of requests, days, units per arm and the sample ratio."""
-    names = [report["control"], *report["comparisons"]]
-    arms = [(name, report["arms"][name]) for name in names]
-    groups = ", ".join(f"{name} {arm['units']:,} ({arm['share']:.0%})" for name, arm in arms)
+    names, arms = [report["control"], *report["comparisons"]], report["arms"]
+    groups = ", ".join(f"{name} {arms[name]['units']:,} ({arms[name]['share']:.0%})" for name in names)
     left = sum(report["requests"]["left_out"].values())
     return (
         f"{report['requests']['used']:,} requests in {report['days']:.1f} days, {left:,} left out; "

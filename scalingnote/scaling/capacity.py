@@ -276,29 +276,21 @@ def _index(
     shard = steps((apart - one) / 3, "µs", f"cost of one more shard = {line}")
     line = f"{n(config.core_price)} USD + {n(known.GB_A_CORE.value)} GB × {n(config.memory_price)} USD"
     steps(core_price(config), "USD an hour", f"price of a core with its memory = {line}")
-    costs = {"scan": scan, "shard": shard, "price": core_price(config), "call": _call_seconds(steps)}
-    sizes = {memory: _searchers(config, memory, gb, **costs, steps=steps) for memory in config.node_memory}
+    times = {"scan": scan, "shard": shard, "call": _call_seconds(steps)}
+    sizes = {memory: _searchers(config, memory, gb, **times, steps=steps) for memory in config.node_memory}
     return {"document_bytes": document, "row_bytes": row, "gb": gb}, sizes
 
 
 def _searchers(
-    config: PlanConfig,
-    memory: int,
-    gb: float,
-    *,
-    scan: float,
-    shard: float,
-    price: float,
-    call: float,
-    steps: Steps,
+    config: PlanConfig, memory: int, gb: float, *, scan: float, shard: float, call: float, steps: Steps
 ) -> dict[str, float]:
     """Nodes of one size: shards so that the index fits, replicas so that the queries are answered.
 
     `memory` is that of a node and `gb` that of one version of the index, in GB; `scan` the µs of a query over
     all documents on one core, `shard` those that one more shard adds, `call` the core seconds of a call to a
-    replica; `price` is that of a core's hour with its memory, in US dollars.
+    replica.
     """
-    on, qps, busy = f"on nodes of {memory} GB", config.qps, known.BUSY.value
+    on, qps, busy, price = f"on nodes of {memory} GB", config.qps, known.BUSY.value, core_price(config)
     versions, usable, core_gb = known.VERSIONS.value, known.USABLE.value, known.GB_A_CORE.value
     cores = steps(memory / core_gb, "cores", f"cores {on} = {memory:,} GB / {n(core_gb)} GB a core")
     shards = _round_up(gb * versions / (memory * usable))

@@ -6,12 +6,11 @@ Every rung sees each of its pairs once, like the paper's runs. Rows are shuffled
 of a smaller rung are among those of a larger one.
 """
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from itertools import product
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -26,7 +25,7 @@ from scalingnote.models.config import TowerConfig
 from scalingnote.models.flops import backbone_shape
 from scalingnote.scaling import laws, training_cost
 from scalingnote.scaling.config import LadderConfig
-from scalingnote.scaling.laws import Fit, Interval, Kind
+from scalingnote.scaling.laws import Fit, Kind
 from scalingnote.scaling.training_cost import TowerInput
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
@@ -42,17 +41,12 @@ LAWS = {
 
 
 def rung_configs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainConfig]:
-    """Stage I's config of every run, the smallest model first.
-
-    Args:
-        config: sizes and seeds.
-        train: stage I's config that all runs share.
-        rows: number of training pairs available.
+    """Stage I's config of every run, the smallest model first, made from the one that all share.
 
     Raises:
-        ConfigError: a run asks for more pairs than there are or fewer than a batch, two runs have equally
-            many batches, pairs would be repeated, a tower is no transformer, validation is missing, or
-            validation may stop a run before its last pair.
+        ConfigError: a run asks for more pairs than there are `rows` or fewer than a batch, two runs have
+            equally many batches, pairs would be repeated, a tower is no transformer, validation is missing,
+            or it may stop a run before its last pair.
     """
     if train.validation is None:
         raise ConfigError("a ladder measures on validation queries: leave train.validation in")
@@ -95,7 +89,7 @@ def rung_configs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list
         optimizer = train.optimizer.model_copy(update={"peak_lr": train.optimizer.peak_lr * slower})
         run = {"epochs": pairs // batch / per_epoch, "seed": seed, "optimizer": optimizer}
         made.append(train.model_copy(update=towers | run))
-    return sorted(made, key=_parameters)
+    return sorted(made, key=lambda one: backbone_shape(one.document.backbone).non_embedding_parameters)
 
 
 def build(config: LadderConfig, trained: Sequence[Artifact], *, output: str) -> Artifact:
@@ -111,10 +105,10 @@ def build(config: LadderConfig, trained: Sequence[Artifact], *, output: str) -> 
     draft.write_table("ladder.parquet", table)
     draft.write_json("report.json", report)
     draft.write_bytes("report.md", markdown(table, report).encode())
-    with tempfile.TemporaryDirectory() as folder:
-        for kind, law in fits.items():
-            laws.draw(law, Path(folder) / f"{kind}.png", level=config.level)
-            draft.write_bytes(f"{kind}.png", (Path(folder) / f"{kind}.png").read_bytes())
+    for kind, law in fits.items():
+        picture = BytesIO()
+        laws.draw(law, picture, level=config.level)
+        draft.write_bytes(f"{kind}.png", picture.getvalue())
     log.info("%d rungs, %d laws: %s", len(table), len(fits), fs.join(place, "report.md"))
     return draft.commit(counts={"rungs": len(table), "laws": len(fits)})
 
@@ -179,7 +173,6 @@ def law_report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfi
     budgets."""
     report: dict[str, Any] = {"level": config.level, "laws": {}}
     for kind, law in fits.items():
-        constants = law.constants(level=config.level)
         report["laws"][kind] = {
             "runs": len(law.runs),
             "sizes": law.sizes,
@@ -187,15 +180,11 @@ def law_report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfi
             "r2": law.r2,
             "scatter": law.scatter,
             "seed_scatter": law.seed_scatter,
-            "constants": {name: _values(interval) for name, interval in constants.items()},
+            "constants": {name: [*found] for name, found in law.constants(level=config.level).items()},
         }
     report["predictions"] = [
-        {
-            "parameters": parameters,
-            "data": data,
-            "entropy": _predicted(fits, parameters, data, level=config.level),
-        }
-        for parameters, data in config.predict
+        {"parameters": n, "data": d, "entropy": _predicted(fits, n, d, level=config.level)}
+        for n, d in config.predict
     ]
     report["splits"] = _splits(table, fits["joint"], config) if "joint" in fits else []
     return report
@@ -216,29 +205,21 @@ def _predicted(
     """Entropy by each law; a law of one size applies only at the other size its runs share."""
     report: dict[Kind, list[float]] = {}
     for kind, law in fits.items():
-        constant_size = {"size": law.runs.data == data, "data": law.runs.parameters == parameters}.get(kind)
-        if constant_size is None or constant_size.all():
-            report[kind] = _values(law.predict(parameters=parameters, data=data, level=level))
+        applies = {"size": law.runs.data == data, "data": law.runs.parameters == parameters}
+        if kind == "joint" or applies[kind].all():
+            report[kind] = [*law.predict(parameters=parameters, data=data, level=level)]
     return report
 
 
 def _splits(table: pa.Table, law: Fit, config: LadderConfig) -> list[dict[str, Any]]:
     largest = table.sort_by("operations").to_pylist()[-1]
     per_parameter = largest["operations"] / (largest["parameters"] * largest["examples"])
-    budgets = [times * largest["operations"] for times in config.budgets]
-    splits = [law.split(budget, per_parameter=per_parameter, level=config.level) for budget in budgets]
-    return [
-        {"operations": budget, **{name: _values(interval) for name, interval in split.items()}}
-        for budget, split in zip(budgets, splits, strict=True)
-    ]
-
-
-def _values(interval: Interval) -> list[float]:
-    return [interval.value, interval.low, interval.high]
-
-
-def _parameters(train: TrainConfig) -> int:
-    return backbone_shape(train.document.backbone).non_embedding_parameters
+    splits = []
+    for times in config.budgets:
+        budget = times * largest["operations"]
+        best = law.split(budget, per_parameter=per_parameter, level=config.level)
+        splits.append({"operations": budget, **{name: [*found] for name, found in best.items()}})
+    return splits
 
 
 def markdown(table: pa.Table, report: dict[str, Any]) -> str:
@@ -248,8 +229,7 @@ def markdown(table: pa.Table, report: dict[str, Any]) -> str:
     level = f"{report['level']:.0%}"
     for kind, law in report["laws"].items():
         lines = [[name, *(f"{v:.4g}" for v in values)] for name, values in law["constants"].items()]
-        free = law["degrees_of_freedom"]
-        between = law["seed_scatter"]
+        free, between = law["degrees_of_freedom"], law["seed_scatter"]
         quality = (
             f"{law['runs']} runs of {law['sizes']} sizes, R² = {law['r2']:.4f} with {free} "
             f"degree{'s' * (free != 1)} of freedom, scatter of a run {law['scatter']:.3f}"
@@ -269,7 +249,7 @@ def markdown(table: pa.Table, report: dict[str, Any]) -> str:
             reports.markdown(header, rows, text=0),
         ]
     if report["splits"]:
-        header = ["operations", "parameters", f"{level}", "pairs", f"{level}", "entropy", f"{level}"]
+        header = ["operations", "parameters", level, "pairs", level, "entropy", level]
         parts += [
             "## Best splits of a budget",
             reports.markdown(header, [_split(split) for split in report["splits"]], text=0),

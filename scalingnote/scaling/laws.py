@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -39,7 +39,7 @@ Kind = Literal["size", "data", "joint"]
 # well below.
 HUBER_THRESHOLD = 0.03
 STARTS = (0.1, 0.5), (1e-3, 0.5), (0.3, 1.0)  # exponents, floors over the least, outer
-CURVE_POINTS = 60  # of each curve
+CURVE_POINTS, CURVE_REACH = 60, 3.0  # of each plotted curve; it ends at so many times the largest size
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class PowerLaw:
         return np.asarray((self.c / np.asarray(size)) ** self.alpha + self.delta)
 
 
-@dataclass(frozen=True)
-class BudgetSplit:
+class BudgetSplit(NamedTuple):
     """The best use of a budget: parameters, pairs, and the resulting entropy."""
 
     parameters: float
@@ -97,8 +96,7 @@ class JointLaw:
         return BudgetSplit(parameters, data, float(self(parameters, data)))
 
 
-# As published: Qwen2.5 on the Small set of Xiaohongshu, entropy among sampled negatives of its validation
-# set.
+# As published: Qwen2.5 on Xiaohongshu's Small set, entropy among sampled negatives of its validation set.
 PUBLISHED_SIZE = PowerLaw(c=3.82e5, alpha=0.14, delta=0.18)
 PUBLISHED_DATA = PowerLaw(c=2.60e3, alpha=0.14, delta=1.4e-7)
 PUBLISHED_JOINT = JointLaw(a=3.15e5, b=1.16e2, alpha=0.12 * 0.770, beta=0.770, delta=0.108)
@@ -116,8 +114,7 @@ class Runs:
         return len(self.entropy)
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A value with the bounds of its bootstrap interval."""
 
     value: float
@@ -155,10 +152,8 @@ class Fit:
         if not laws:
             raise DataError(f"a law of {self.kind} alone cannot split a budget: fit the joint law")
         splits = [law.split(budget, per_parameter=per_parameter) for law in laws]
-        return {
-            field.name: _interval([getattr(split, field.name) for split in splits], level)
-            for field in fields(BudgetSplit)
-        }
+        columns = zip(BudgetSplit._fields, zip(*splits, strict=True), strict=True)
+        return {name: _interval(values, level) for name, values in columns}
 
     @property
     def freedom(self) -> int:
@@ -352,22 +347,16 @@ def _exp(value: Any) -> Any:
     return np.exp(np.minimum(value, 60.0))
 
 
-def draw(fit: Fit, path: Path, *, reach: float = 3.0, level: float = 0.95) -> None:
-    """Plot runs, the fitted curve and its bootstrap band (ScalingNote, Figure 5).
+def draw(fit: Fit, to: Path | BinaryIO, *, level: float = 0.95) -> None:
+    """Plot runs, the fitted curve and its bootstrap band, as PNG or SVG (ScalingNote, Figure 5).
 
     A joint law has one curve over parameters per data size.
-
-    Args:
-        fit: a fitted law.
-        path: of a PNG or SVG.
-        reach: curves extend to `reach` times the largest size of the runs.
-        level: of the band.
     """
     figure = Figure(figsize=(6.4, 4.2), layout="tight")
     axes = figure.add_subplot()
     over_data = fit.kind == "data"
     sizes = fit.runs.data if over_data else fit.runs.parameters
-    along = np.geomspace(sizes.min(), sizes.max() * reach, CURVE_POINTS)
+    along = np.geomspace(sizes.min(), sizes.max() * CURVE_REACH, CURVE_POINTS)
     groups = np.unique(fit.runs.data).tolist() if fit.kind == "joint" else [None]
     for number, held in enumerate(groups):
         chosen = np.full(len(sizes), True) if held is None else fit.runs.data == held
@@ -390,4 +379,4 @@ def draw(fit: Fit, path: Path, *, reach: float = 3.0, level: float = 0.95) -> No
     axes.set_title(f"{quality}, band: {level:.0%} of {len(fit.draws)} draws", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
+    figure.savefig(to, dpi=130)

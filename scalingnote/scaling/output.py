@@ -211,10 +211,9 @@ def dry_run_text(e: Estimate) -> str:
         f"global batch {config.global_batch:,}",
     ]
     head = f"stage I on {config.ranks} x {e.assumed.gpu}, one worker each; nothing is started"
-    blocks = [_towers(e), _memory(e), _step(e), _run(e)]
-    wide = {"label": 40, "cell": 26}
-    texts = [_table(title, rows, **wide) for title, rows in blocks]
-    return "\n\n".join([f"{head}\n{', '.join(knobs)}", *texts, _list("assumed", _assumed(e))])
+    tables = (_towers(e), _memory(e), _step(e), _run(e))
+    blocks = [_table(title, rows, label=40, cell=26) for title, rows in tables]
+    return "\n\n".join([f"{head}\n{', '.join(knobs)}", *blocks, _list("assumed", _assumed(e))])
 
 
 _Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -243,7 +242,7 @@ def _memory(e: Estimate) -> _Table:
         ("activations", _gib(e.activations)),
         ("gathered embeddings and scores", _gib(e.scores)),
         ("CUDA, NCCL, fragmentation", _gib(e.memory - state.total - e.activations - e.scores)),
-        ("together", f"{_gib(e.memory)} of {e.gpu.memory / 2**30:.0f} GiB: {fits}"),
+        ("together", f"{_gib(e.memory)} of {e.gpu.memory / GIB:.0f} GiB: {fits}"),
         # Every worker builds both towers in float32 before they are sharded.
         ("host memory of a worker, at the start", _gib(4.0 * e.parameters)),
     ]
@@ -288,24 +287,22 @@ def _assumed(e: Estimate) -> list[str]:
     across = f"{e.gpu.link:g} GB/s between the GPUs of a node"
     if e.config.ranks > NODE_GPUS:
         across = f"nodes of {NODE_GPUS}, {assumed.network:g} GB/s between them"
-    unknown = [
-        f"{side}-tokens" for side in ("query", "document") if getattr(assumed, f"{side}_tokens") is None
-    ]
-    lengths = "arithmetic is counted at the mean lengths given"
+    lengths = {"--query-tokens": assumed.query_tokens, "--document-tokens": assumed.document_tokens}
+    unknown = [option for option, mean in lengths.items() if mean is None]
+    counted = "at the mean lengths given"
     if not e.config.memory.packing:
-        lengths = "arithmetic is counted at the longest rows: without packing all are padded to them"
+        counted = "at the longest rows: without packing all are padded to them"
     elif unknown:
-        sides = " and ".join({"query-tokens": "queries"}.get(name, "documents") for name in unknown)
-        options = ", ".join(f"--{name}" for name in unknown)
-        lengths = f"arithmetic is counted as if all {sides} were as long as the longest ({options})"
+        sides = " and ".join("queries" if option == "--query-tokens" else "documents" for option in unknown)
+        counted = f"as if all {sides} were as long as the longest ({', '.join(unknown)})"
     return [
         f"{assumed.mfu:.0%} of {e.gpu.peak / 1e12:,.0f} TFLOP/s a GPU, repeated operations counted as work",
         f"{across}; the shorter of sending and arithmetic hides behind the longer",
         f"{assumed.negatives} hard negative(s) a row; activations are counted at the longest rows",
-        lengths,
+        f"arithmetic is counted {counted}",
         "only matrix products are counted; a causal model computes half of its attention scores",
         "fused attention: no matrix of all tokens by all tokens is kept",
-        f"{RUNTIME_BYTES / 2**30:g} GiB for CUDA and NCCL, {FRAGMENTATION:.0%} lost to fragmentation",
+        f"{RUNTIME_BYTES / GIB:g} GiB for CUDA and NCCL, {FRAGMENTATION:.0%} lost to fragmentation",
         "AdamW keeps two float32 numbers a trained parameter, adamw_8bit two bytes",
         "not counted: evaluation, checkpoints, reading data, waiting for the slowest GPU (lower --mfu)",
     ]
@@ -319,7 +316,7 @@ def _remedy(e: Estimate) -> str:
         "state": state.optimizer + state.gradients + state.weights,
         "gathered": state.gathered,
     }
-    largest, strategy = max(sizes, key=lambda name: sizes[name]), e.strategy
+    largest, strategy = max(sizes, key=sizes.__getitem__), e.strategy
     if largest == "activations" and not config.memory.gradient_checkpointing:
         return "--set train.memory.gradient_checkpointing=true"
     if largest == "activations":
@@ -328,11 +325,11 @@ def _remedy(e: Estimate) -> str:
         return "a smaller train.global_batch, or more GPUs"
     if strategy.kind == "ddp":
         return "--set train.strategy.kind=fsdp2, or LoRA: --set train.document.lora.rank=16 and the query's"
-    if strategy.kind == "deepspeed":
-        if largest == "gathered":
+    if largest == "gathered":
+        if strategy.kind == "deepspeed":
             return "--set train.strategy.kind=fsdp2"
-    elif largest == "gathered" and not strategy.reshard:
-        return "--set train.strategy.reshard=true"
+        if not strategy.reshard:
+            return "--set train.strategy.reshard=true"
     return "more GPUs, offloading (train.strategy), or LoRA (train.document.lora, train.query.lora)"
 
 
@@ -358,7 +355,7 @@ def _money(value: float) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def _operations(count: float) -> str:

@@ -416,6 +416,7 @@ def test_without_distances_nothing_is_compared_with_the_teacher(world, searcher,
     [
         ({"student": "scalingdual"}, "calls both towers 'scalingdual'"),
         ({"student": "bm25"}, "holds 'bm25', which is the name of another row"),
+        ({"student": "s + bm25"}, r"holds 's \+ bm25', which is the name of another row"),
         ({"dual_encoder": "teacher (index)"}, r"holds 'teacher \(index\)'"),
     ],
 )

@@ -29,10 +29,8 @@ def report(
 ) -> Artifact:
     config = EvaluateConfig(recall_at=(10,), alpha=0.01, bootstrap=100)
     draft = Draft(uri, kind="report", config=config, parents={})
-    beside = {"contrastive_entropy": {next(iter(methods)): np.ones(len(queries))}}  # of towers alone
-    draft.write_table(
-        "per_query.parquet", measures.per_query_table(methods, query_ids=queries, further=beside)
-    )
+    entropies = {next(iter(methods)): np.ones(len(queries))}  # of towers alone
+    draft.write_table("per_query.parquet", measures.per_query_table(methods, entropies, query_ids=queries))
     told = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
     told |= {"index": index, "seconds": {"train": 1.0}, "environment": {}}
     told |= {"methods": measures.means(methods)}

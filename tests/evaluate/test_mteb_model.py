@@ -18,8 +18,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.evaluate import mteb_model
 from scalingnote.evaluate.measures import measure
-from scalingnote.evaluate.mteb_model import MtebModel, MtebSearch
-from scalingnote.evaluate.mteb_prompts import Prompts, prompt_name
+from scalingnote.evaluate.mteb_model import MtebModel, MtebSearch, Prompts, prompt_name
 from scalingnote.models import backbone, dual_encoder, lookup, published_tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig, TokenWiseConfig

@@ -207,3 +207,11 @@ def test_the_page_opens_with_quality_against_cost():
     ):
         assert label in first
     assert "Quality and cost" not in page(REPORT, examples=[], ancestors=[])
+
+
+@pytest.mark.parametrize("suffix", [" (sparse)", " (hybrid)", " (raw hybrid)", " + bm25"])
+def test_every_method_of_a_tower_costs_what_its_encoder_costs(suffix: str):
+    methods = REPORT["methods"] | {f"scalingdual{suffix}": REPORT["methods"]["scalingdual"]}
+    report = {**REPORT, "methods": methods, "queries_per_core_second": {"scalingdual": 250.0}}
+    first = page(report, examples=[], ancestors=[]).split("<section>")[1]
+    assert (first.count("<circle"), first.count("stroke-dasharray")) == (3, 1)
