@@ -215,8 +215,9 @@ def _have_query_ids(columns: dict[tuple[str, File], dict[str, str]]) -> bool:
 
 
 def _column_kinds(config: Logs, table: str) -> dict[str, Kind]:
-    features = config.features.items() if _KINDS[table] is _DOCUMENTS else ()
-    return _KINDS[table] | {name: _FEATURES[kind] for name, kind in features}
+    if _KINDS[table] is not _DOCUMENTS:
+        return _KINDS[table]
+    return _DOCUMENTS | {name: _FEATURES[kind] for name, kind in config.features.items()}
 
 
 def _missing_columns(config: Logs, table: str, have: Collection[str]) -> list[str]:

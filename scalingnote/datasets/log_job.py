@@ -129,7 +129,7 @@ def _commit(
     config: Logs, draft: Draft, tally: LogTally, split_windows: splits.SplitWindows, span: tuple[int, int]
 ) -> Artifact:
     counts = {name: tally.counts[name] for name in _COUNTS}
-    windows = {"train": splits.iso_times(split_windows.train), "test": splits.iso_times(split_windows.test)}
+    windows = split_windows.shown()
     if not counts["train_queries"]:
         window, why = " to ".join(windows["train"]), tally.reasons(of="impressions")
         raise DataError(f"logs: no query to train on in the window {window}{why}: widen dataset.train")
@@ -144,7 +144,7 @@ def _commit(
         tally,
         tally.left_out,
         windows=windows,
-        span=splits.iso_times(span),
+        span=splits.SplitWindows(span, span).shown()["train"],
         hold_out_documents=config.hold_out_documents,
     )
 
@@ -159,18 +159,26 @@ def check_slice(item: tuple[int, LogSlice], *, config: Logs, work: str) -> JsonR
     doc_ids and query texts that they name go to their buckets.
     """
     piece, tally = item[1], LogTally()
+    send = partial(_send, piece=piece, config=config, work=work)
     tables = read_slice(piece, config=config, tally=tally)
     checked = [check_table(rows, piece.table, config=config, tally=tally) for rows in tables]
     record = {"table": piece.table, "rows": sum(map(len, checked))}
-    if record["rows"]:
-        rows = pa.concat_tables(checked).combine_chunks()
-        if piece.table in ("documents", "unpaired"):
-            _send(rows, "doc_id", "documents", piece, config=config, work=work)
-        else:
-            _store_checked(rows, piece, config=config, work=work)
-        if piece.table == "impressions":
-            span = pc.min_max(rows["timestamp"].cast(pa.int64())).as_py()
-            record |= {"first": span["min"], "last": span["max"]}
+    if not record["rows"]:
+        return record | {"tally": tally.store(_examples(work, "check", item[0]))}
+    rows = pa.concat_tables(checked).combine_chunks()
+    if piece.table in ("documents", "unpaired"):
+        send(rows, "doc_id", "documents")
+    else:
+        send(pa.table([rows["doc_id"].unique()], IDS), "doc_id", "named")
+        kept = [column for column in rows.column_names if column != "query"]
+        write_table(_checked(piece, work), rows.select(kept))
+    if piece.table in ("impressions", "qrels"):
+        # The text of a judgement counts only for queries without an impression: its weight is 0.
+        weight = int(piece.table == "impressions")
+        send(splits.count_query_texts(rows, weight=weight), "query_id", "texts")
+    if piece.table == "impressions":
+        span = pc.min_max(rows["timestamp"].cast(pa.int64())).as_py()
+        record |= {"first": span["min"], "last": span["max"]}
     return record | {"tally": tally.store(_examples(work, "check", item[0]))}
 
 
@@ -182,6 +190,7 @@ def route_slice(
     Impressions of the train window are sent as rows, those of the test window as counts of clicks.
     """
     piece, tally = item[1], LogTally()
+    send = partial(_send, piece=piece, config=config, work=work)
     uri = _checked(piece, work)
     without_text = [field for field in CHECKED[piece.table] if field.name != "query"]
     rows = read_table(uri) if fs.exists(uri) else pa.schema(without_text).empty_table()
@@ -195,30 +204,18 @@ def route_slice(
             for window in (windows.train, windows.test)
         )
         test_clicks = splits.count_test_clicks(test, min_dwell_s=config.min_dwell_s)
-        _send(train, "query_id", "train", piece, config=config, work=work)
-        _send(test_clicks, "query_id", "test_clicks", piece, config=config, work=work)
+        send(train, "query_id", "train")
+        send(test_clicks, "query_id", "test_clicks")
         tally.counts["test_impressions"] += len(test)
         tally.left_out["impressions outside both windows"] += len(known) - len(train) - len(test)
     else:
-        _send(known, "query_id", piece.table, piece, config=config, work=work)
+        send(known, "query_id", piece.table)
     return {"tally": tally.store(_examples(work, "route", item[0]))}
 
 
-def _store_checked(rows: pa.Table, piece: LogSlice, *, config: Logs, work: str) -> None:
-    named = pa.table([rows["doc_id"].unique()], IDS)
-    _send(named, "doc_id", "named", piece, config=config, work=work)
-    if piece.table != "scores":
-        # The text of a judgement counts only for queries without an impression: its weight is 0.
-        texts = splits.count_query_texts(rows, weight=int(piece.table == "impressions"))
-        _send(texts, "query_id", "texts", piece, config=config, work=work)
-    kept = [column for column in rows.column_names if column != "query"]
-    write_table(_checked(piece, work), rows.select(kept))
-
-
-def _send(rows: pa.Table, key: str, target: str, piece: LogSlice, *, config: Logs, work: str) -> None:
-    if len(rows):
-        name = f"{piece.number:06d}"
-        scatter(rows, bucket_of(rows[key], config.parts), target=fs.join(work, target), name=name)
+def _send(rows: pa.Table, key: str, target: str, *, piece: LogSlice, config: Logs, work: str) -> None:
+    bucket = bucket_of(rows[key], config.parts)
+    scatter(rows, bucket, target=fs.join(work, target), name=f"{piece.number:06d}")
 
 
 def _examples(work: str, step: str, number: int) -> str:
