@@ -306,7 +306,8 @@ def _utc(time: datetime) -> datetime:
     return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 
 
-Window = tuple[Annotated[datetime, AfterValidator(_utc)], Annotated[datetime, AfterValidator(_utc)]]
+_Time = Annotated[datetime, AfterValidator(_utc)]
+Window = tuple[_Time, _Time]
 
 
 class Logs(DatasetConfig):

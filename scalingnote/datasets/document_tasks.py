@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from numpy import ndarray
 
 from scalingnote.datasets import row_checks, sources, splits
 from scalingnote.datasets.config import AnyDataset, NewDocuments
-from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, SlicedRows, Source
+from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, SlicedRows, Source, table_of
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
@@ -44,7 +44,6 @@ from scalingnote.storage.shuffle import (
 
 log = get_logger("datasets")
 SLICES_PER_BUCKET = 8  # a bucket has as many ids as these slices
-_ROWS_PER_BATCH = 4096
 _LOCATED = pa.schema({"doc_id": pa.string(), "row": pa.int32()})
 _ROW = pa.schema({"row": pa.int32()})
 
@@ -182,11 +181,7 @@ def _check(item: tuple[int, Rows], *, context: Context) -> JsonRecord:
     left_out = 0
     if config.max_documents is not None:
         valid, left_out = _subset(valid, context)
-    schema = pa.schema([*DOCUMENTS, *features])
-    remaining, batches = iter(valid), [schema.empty_table()]
-    while some := list(islice(remaining, _ROWS_PER_BATCH)):
-        batches.append(pa.Table.from_pylist(some, schema))
-    table = pa.concat_tables(batches)
+    table = table_of(valid, pa.schema([*DOCUMENTS, *features]))
     write_table(context.checked(number), table)
     if context.buckets:
         located = pa.table([table["doc_id"], np.arange(len(table), dtype=np.int32)], schema=_LOCATED)
@@ -290,12 +285,16 @@ def write_parts(
     tables: Iterable[pa.Table], name: str, *, first: int = 0, rows_per_part: int, output: str
 ) -> dict[str, dict[str, Any]]:
     """Write all rows to ``{name}-{first:05d}.parquet``, ...; returns the fields of each :class:`Part`."""
-    written = {}
+    written: dict[str, dict[str, Any]] = {}
     for number, rows in enumerate(_rechunk(tables, rows_per_part), first):
-        part = f"{name}-{number:05d}.parquet"
-        # One chunk: the bytes of Parquet pages depend on the chunks, which come from slices.
-        written[part] = vars(write_table(fs.join(output, part), rows.combine_chunks()))
+        written |= write_part(rows, f"{name}-{number:05d}.parquet", output=output)
     return written
+
+
+def write_part(rows: pa.Table, name: str, *, output: str) -> dict[str, dict[str, Any]]:
+    """Write one part; returns its name and the fields of its :class:`Part`."""
+    # One chunk: the bytes of Parquet pages depend on the chunks, which come from slices.
+    return {name: vars(write_table(fs.join(output, name), rows.combine_chunks()))}
 
 
 def _rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
@@ -304,9 +303,9 @@ def _rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
     for table in tables:
         start = 0
         while start < len(table):
-            room = size - sum(map(len, waiting))
-            waiting.append(table.slice(start, room))
-            start += room
+            missing = size - sum(map(len, waiting))
+            waiting.append(table.slice(start, missing))
+            start += missing
             if sum(map(len, waiting)) == size:
                 yield pa.concat_tables(waiting)
                 waiting = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 
 from scalingnote.datasets.config import Beir, Columns, MsMarco, NewDocuments, TableFile
 from scalingnote.datasets.raw_rows import (
+    HEAD_BYTES,
     File,
     FileRows,
     FileSlice,
@@ -21,6 +23,7 @@ from scalingnote.datasets.raw_rows import (
     cut,
     delimited_lines,
     find_files,
+    json_head,
     json_lines,
     lines,
     map_rows,
@@ -46,36 +49,36 @@ COLUMN_TYPES = {
 TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
 _ID_COLUMNS = ("doc_id", "_id", "id")
 _TEXT_COLUMNS = ("content", "text")
-_SCHEMA_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
 _OPTIONAL = {"title", "topic", "content", "group", "split", "user_id"}
+
+
+def column_schema(types: Mapping[str, str]) -> pa.Schema:
+    """The schema of the features or profile of a config."""
+    return pa.schema({name: COLUMN_TYPES[kind] for name, kind in types.items()})
 
 
 def read_columns(config: Columns) -> Source:
     """Tables as the config maps them. Qrels without a relevance column all have relevance 1."""
-    features = pa.schema({name: COLUMN_TYPES[kind] for name, kind in config.features.items()})
-    profile = pa.schema({name: COLUMN_TYPES[kind] for name, kind in config.profile.items()})
 
-    def optional(file: TableFile | None, schema: pa.Schema) -> Rows:
-        return table_rows(file, schema.names, absent={"relevance": 1}) if file else ()
+    def optional(file: TableFile | None, names: Sequence[str], **more: Any) -> Rows:
+        return table_rows(file, names, **more) if file else ()
 
     return Source(
-        documents=table_rows(config.documents, [*DOCUMENTS.names, *features.names]),
+        documents=table_rows(config.documents, [*DOCUMENTS.names, *config.features]),
         queries=table_rows(config.queries, QUERIES.names),
-        qrels=optional(config.qrels, QRELS),
-        impressions=optional(config.impressions, IMPRESSIONS),
-        scores=optional(config.scores, SCORES),
-        users=table_rows(config.users, [*USERS.names, *profile.names]) if config.users else (),
-        features=features,
-        profile=profile,
+        qrels=optional(config.qrels, QRELS.names, absent={"relevance": 1}),
+        impressions=optional(config.impressions, IMPRESSIONS.names),
+        scores=optional(config.scores, SCORES.names),
+        users=optional(config.users, [*USERS.names, *config.profile]),
+        features=column_schema(config.features),
+        profile=column_schema(config.profile),
     )
 
 
 def read_documents(config: NewDocuments) -> Source:
     """Documents without queries."""
-    features = pa.schema({name: COLUMN_TYPES[kind] for name, kind in config.features.items()})
-    return Source(
-        documents=table_rows(config.documents, [*DOCUMENTS.names, *features.names]), features=features
-    )
+    documents = table_rows(config.documents, [*DOCUMENTS.names, *config.features])
+    return Source(documents, features=column_schema(config.features))
 
 
 def table_rows(
@@ -132,7 +135,7 @@ def _present(file: File, theirs: Mapping[str, str], needed: Sequence[str]) -> li
         return []
     missing = [theirs[name] for name in needed if theirs[name] not in have]
     if missing:
-        where = "" if file.is_parquet else f" in its first {_SCHEMA_BYTES >> 10} kB"
+        where = "" if file.is_parquet else f" in its first {HEAD_BYTES >> 10} kB"
         raise DataError(f"{file.uri} has no column {missing}{where}, only {have}: map it under `columns`")
     return [their for their in dict.fromkeys(theirs.values()) if their in have]
 
@@ -141,8 +144,7 @@ def _columns_of(file: File) -> list[str]:
     """Columns of a Parquet file, or of the first JSON objects in the order of their first occurrence."""
     if file.is_parquet:
         return list(parquet_footer(file.uri).schema.to_arrow_schema().names)
-    rows = readable_rows(json_lines(FileSlice(file, 0, min(file.size, _SCHEMA_BYTES))))
-    return list(dict.fromkeys(name for row in rows for name in row))
+    return list(dict.fromkeys(name for row in readable_rows(json_head(file)) for name in row))
 
 
 # --- BEIR (Thakur et al. 2021) ---------------------------------------------------------------------------
@@ -159,10 +161,10 @@ def read_beir(config: Beir) -> Source:
     of them exists, `test_fraction` draws the split. A query in both splits is for test.
     """
     judged = _beir_qrels_files(config.path)
-    (queries,) = find_files(fs.join(config.path, "queries.jsonl"))
+    queries = find_files(fs.join(config.path, "queries.jsonl"))
     return Source(
         documents=_sliced(find_files(fs.join(config.path, "corpus.jsonl")), _beir_documents),
-        queries=FileRows(whole(queries), partial(_beir_queries, judged=judged)),
+        queries=_sliced(queries, partial(_beir_queries, judged=judged)),
         qrels=_sliced(list(judged.values()), _beir_qrels),
     )
 
@@ -202,16 +204,11 @@ def _beir_queries(piece: FileSlice, *, judged: Mapping[str, File]) -> Iterator[R
 
 
 def _beir_documents(piece: FileSlice) -> Iterator[Row | UnreadableRow]:
-    return map_rows(json_lines(piece), _beir_document)
+    def document(row: Row) -> Row:
+        texts = {"title": row.get("title"), "topic": row.get("topic"), "content": row["text"]}
+        return {"doc_id": row["_id"], **texts}
 
-
-def _beir_document(row: Row) -> Row:
-    return {
-        "doc_id": row["_id"],
-        "title": row.get("title"),
-        "topic": row.get("topic"),
-        "content": row["text"],
-    }
+    return map_rows(json_lines(piece), document)
 
 
 def _beir_qrels(piece: FileSlice) -> Iterator[Row | UnreadableRow]:
@@ -220,7 +217,7 @@ def _beir_qrels(piece: FileSlice) -> Iterator[Row | UnreadableRow]:
 
 # --- MS MARCO (Bajaj et al. 2016) ------------------------------------------------------------------------
 
-_MSMARCO_SUFFIXES = ("",)  # any
+_ANY_SUFFIX = ("",)
 
 
 def read_msmarco(config: MsMarco) -> Source:
@@ -241,18 +238,12 @@ def read_msmarco(config: MsMarco) -> Source:
     queries = [
         FileRows(piece, partial(_msmarco_queries, split=split if len(named) == 2 else ""))
         for split, (pattern, _) in sorted(named.items())
-        for piece in cut(find_files(pattern, _MSMARCO_SUFFIXES))
+        for piece in cut(find_files(pattern, _ANY_SUFFIX))
     ]
     trec = partial(delimited_lines, columns=("query_id", "iteration", "doc_id", "relevance"), separator=" ")
-    judged = [file for _, pattern in named.values() for file in find_files(pattern, _MSMARCO_SUFFIXES)]
-    collection = cut(find_files(config.collection, _MSMARCO_SUFFIXES))
-    columns = {file: _msmarco_columns(file) for file in {piece.file for piece in collection}}
+    judged = [file for _, pattern in named.values() for file in find_files(pattern, _ANY_SUFFIX)]
     return Source(
-        documents=SlicedRows(
-            tuple(
-                FileRows(piece, partial(delimited_lines, columns=columns[piece.file])) for piece in collection
-            )
-        ),
+        documents=_sliced(find_files(config.collection, _ANY_SUFFIX), _msmarco_documents),
         queries=SlicedRows(tuple(queries)),
         qrels=_sliced(judged, trec),
     )
@@ -263,10 +254,11 @@ def _msmarco_queries(piece: FileSlice, *, split: str) -> Iterator[Row | Unreadab
         yield row | {"split": split} if isinstance(row, dict) and split else row
 
 
-def _msmarco_columns(file: File) -> tuple[str, ...]:
-    """The columns of a collection, by the number of fields of its first line."""
-    first = next(lines(file.uri, 0, file.size), b"\t")
-    return ("doc_id", "content") if first.count(b"\t") == 1 else ("doc_id", "title", "content")
+def _msmarco_documents(piece: FileSlice) -> Iterator[Row | UnreadableRow]:
+    """Rows with as many columns as the first line of the file."""
+    first = next(lines(piece.file.uri, 0, piece.file.size))
+    title = [] if first.count(b"\t") == 1 else ["title"]
+    return delimited_lines(piece, columns=["doc_id", *title, "content"])
 
 
 # --- documents without queries ---------------------------------------------------------------------------
@@ -289,12 +281,14 @@ def text_rows(path: str) -> SlicedRows:
                 f"{file.uri} has no column `content` or `text`, only {have}: rename the column of texts"
             )
     pieces = cut(files)
-    slices, first = [], 1
-    for number, piece in enumerate(pieces, 1):
-        slices.append(FileRows(piece, partial(_numbered_texts, have=columns[piece.file], first=first)))
-        if number < len(pieces):  # the number of a row is the id of one without: earlier rows are counted
-            first += _count_rows(piece)
-    return SlicedRows(tuple(slices))
+    # The number of a row is the id of one without: earlier rows are counted.
+    numbers = accumulate(map(_count_rows, pieces[:-1]), initial=1)
+    return SlicedRows(
+        tuple(
+            FileRows(piece, partial(_numbered_texts, have=columns[piece.file], first=first))
+            for piece, first in zip(pieces, numbers, strict=False)
+        )
+    )
 
 
 def _count_rows(piece: FileSlice) -> int:
@@ -346,7 +340,7 @@ RUN_ROWS = pa.schema(
 
 def find_trec_slices(uri: str) -> list[FileSlice]:
     """Slices of a TREC file, whatever its name; DataError if there is none."""
-    return cut(find_files(uri, ("",)))
+    return cut(find_files(uri, _ANY_SUFFIX))
 
 
 def read_qrels_slice(piece: FileSlice, *, query_ids: pa.Array) -> pa.Table:

@@ -9,7 +9,7 @@ The tables beside the documents are written by one task or by many:
 
     supervision      one task             -> all tables, one part each, if they have at most MAX_ROWS rows
                                              else
-    deal_rows        slices of the tables -> raw rows, by bucket of their query or user
+    scatter_rows     slices of the tables -> raw rows, by bucket of their query or user
     judge_queries    buckets              -> valid rows; groups of the documents that answer a query
     split_queries    one task             -> the split of every query, by bucket
     write_queries    buckets              -> parts
@@ -29,6 +29,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -41,30 +42,11 @@ from scalingnote.datasets.document_tasks import (
     commit,
     resume_or_clear,
     slices_of,
+    write_part,
     write_parts,
 )
 from scalingnote.datasets.raw_rows import FileRows, Quarantine, SlicedRows, Source, files_of
-from scalingnote.datasets.supervision import (
-    MAX_SIMULATED_DOCUMENTS,
-    OUTPUTS,
-    PAIRS,
-    TABLES,
-    BucketRows,
-    Context,
-    Supervision,
-    check,
-    count_splits,
-    decide,
-    encode_row,
-    has_undecided,
-    identifier,
-    no_query,
-    of_queries,
-    simulated,
-    valid_users,
-    warn_of_one_side,
-    write_tables,
-)
+from scalingnote.datasets.supervision import OUTPUTS, PAIRS, TABLES, BucketRows, Context, Supervision
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
@@ -73,6 +55,7 @@ from scalingnote.storage.schema import QUERIES
 from scalingnote.storage.shuffle import JsonRecord, TaskRunner, bucket_of, gather, run_slices, scatter
 
 log = get_logger("datasets")
+MAX_SIMULATED_DOCUMENTS = 10_000_000
 MAX_POSITIVES = 50_000_000  # that a split by groups is drawn from
 BUCKET_BYTES = 128 << 20  # of input files
 ROWS_PER_PART = 1 << 19
@@ -107,22 +90,20 @@ def build(config: AnyDataset, source: Source, draft: Draft, *, each: TaskRunner)
     simulated = config.click_model is not None and not source.impressions
     limit = MAX_SIMULATED_DOCUMENTS if simulated else None
     documents = _write_documents(config, source, draft, quarantine, each, limit=limit)
-    beside = write_supervision(
-        replace(source, documents=()),
-        config=config,
-        parts=documents.parts,
-        work=draft.work(),
-        output=draft.uri,
-        each=each,
-        quarantine=quarantine,
-    )
-    for name, part in beside.parts.items():
+    source = replace(source, documents=())
+    tables = _write_supervision(config, source, draft, documents.parts, quarantine, each)
+    for name, part in tables.parts.items():
         draft.register(name, Part(**part))
     draft.write_table("rejected.parquet", quarantine.table())
-    counts = {"documents": documents.rows, **beside.counts}
-    left_out = beside.left_out | {"documents": documents.left_out}
-    clicks = beside.click_model
-    return commit(draft, config.name, counts, quarantine, left_out, click_model=clicks, **source.notes)
+    return commit(
+        draft,
+        config.name,
+        {"documents": documents.rows, **tables.counts},
+        quarantine,
+        tables.left_out | {"documents": documents.left_out},
+        click_model=tables.click_model,
+        **source.notes,
+    )
 
 
 def prepare_documents(config: NewDocuments, *, output: str) -> Artifact:
@@ -152,10 +133,10 @@ def _write_documents(
     *,
     limit: int | None = None,
 ) -> Documents:
-    tables = (source.documents, *(getattr(source, name) for name in OUTPUTS))
+    pieces = [rows.part for name in ("documents", *OUTPUTS) for rows in files_of(getattr(source, name))]
     # Rows that are not in files are read anew: nothing is resumed.
     in_files = isinstance(source.documents, SlicedRows)
-    resume_or_clear(draft, [asdict(f.part) for rows in tables for f in files_of(rows)] if in_files else [])
+    resume_or_clear(draft, [asdict(piece) for piece in pieces] if in_files else [])
     return document_tasks.write_documents(
         draft, source, config=config, quarantine=quarantine, each=each, limit=limit
     )
@@ -172,7 +153,7 @@ def _require_taste_columns(config: AnyDataset, source: Source) -> None:
 
 def _runner(source: Source, config: AnyDataset | NewDocuments) -> TaskRunner:
     """Tasks run on Ray where documents are several slices or other files are large, else in this process."""
-    if len(slices_of(source, config)) == 1 and input_bytes(source) <= BUCKET_BYTES:
+    if len(slices_of(source, config)) == 1 and _input_bytes(source) <= BUCKET_BYTES:
         return map
     from scalingnote import cluster  # late: small data sets do not need Ray
 
@@ -189,36 +170,33 @@ def _runner(source: Source, config: AnyDataset | NewDocuments) -> TaskRunner:
 # --- the tables beside the documents -----------------------------------------------------------------------
 
 
-def write_supervision(
-    source: Source,
-    *,
+def _write_supervision(
     config: AnyDataset,
+    source: Source,
+    draft: Draft,
     parts: Sequence[str],
-    work: str,
-    output: str,
-    each: TaskRunner,
     quarantine: Quarantine,
+    each: TaskRunner,
 ) -> Supervision:
-    """Write the tables beside the documents, of which `parts` are there and a subset left some out (`work`).
+    """Write the tables beside the documents, of which `parts` are there.
 
-    Raises:
-        DataError: no query with a relevant document remains, or one task cannot hold what it must: rows of
-            tables that are not read from files, or positives that a split is drawn from.
+    DataError if no query with a relevant document remains, or one task cannot hold what it must: rows of
+    tables that are not read from files, or positives that a split is drawn from.
     """
-    buckets = max(-(-input_bytes(source) // BUCKET_BYTES), 2)
-    context = Context(config, source.profile, parts, work, output, buckets, supervision.MAX_ROWS)
+    work, buckets = draft.work(), max(-(-_input_bytes(source) // BUCKET_BYTES), 2)
+    context = Context(config, source.profile, parts, work, draft.uri, buckets, supervision.MAX_ROWS)
     do = partial(run_slices, folder=work, each=each, section="datasets", unit="tasks")
-    (record,) = do("supervision", partial(write_tables, context=context), [source])
+    (record,) = do("supervision", partial(supervision.write_tables, context=context), [source])
     if record["whole"]:
         quarantine.add(record["quarantine"])
         return Supervision(*(record[name] for name in Supervision._fields))
     return _many_tasks(source, context, do, quarantine)
 
 
-def input_bytes(source: Source) -> int:
+def _input_bytes(source: Source) -> int:
     """Size of the files of all tables but the documents."""
-    pieces = [rows.part for name in OUTPUTS for rows in files_of(getattr(source, name))]
-    return sum({piece.file.uri: piece.file.size for piece in pieces}.values())
+    files = {rows.part.file for name in OUTPUTS for rows in files_of(getattr(source, name))}
+    return sum(file.size for file in files)
 
 
 def _many_tasks(
@@ -229,12 +207,12 @@ def _many_tasks(
     log.info(
         "%s: queries and their rows in %d buckets of %d files' slices", config.name, len(buckets), len(slices)
     )
-    do("deal_rows", partial(_deal_rows, context=context), slices)
+    do("scatter_rows", partial(_scatter_rows, context=context), slices)
     judged = do("judge_queries", partial(_judge_queries, context=context), buckets)
     for record in judged:
         quarantine.add(record["quarantine"])
     if not any(record["queries"] for record in judged):
-        raise no_query(config, quarantine)
+        raise supervision.no_query(config, quarantine)
     do("split_queries", partial(_split_queries, context=context), [None])
     written = do("write_queries", partial(_write_queries, context=context), buckets)
     clicks = None if any(record["rows"]["impressions"] for record in written) else config.click_model
@@ -253,7 +231,7 @@ def _many_tasks(
         counts[name.split("/")[0].removesuffix(".parquet")] += part["rows"]
     for split in ("train_queries", "test_queries"):
         counts[split] = sum(record[split] for record in written)
-    warn_of_one_side(config, counts, undecided=any(record["undecided"] for record in judged))
+    supervision.warn_of_one_side(config, counts, undecided=any(record["undecided"] for record in judged))
     left_out = {
         name: sum(r["valid"][name] - w["rows"][name] for r, w in zip(judged, written, strict=True))
         for name in TABLES
@@ -264,23 +242,22 @@ def _many_tasks(
 # --- tasks ------------------------------------------------------------------------------------------------
 
 
-def _deal_rows(item: tuple[int, tuple[str, FileRows]], *, context: Context) -> int:
+def _scatter_rows(item: tuple[int, tuple[str, FileRows]], *, context: Context) -> int:
     """Send the raw rows of a slice to the buckets of their query or user; returns their number."""
     slice_number, (table, raw) = item
     key = "user_id" if table == "users" else "query_id"
-    rows = iter(enumerate(raw, slice_number << 40))
-    count = 0
+    rows, count = iter(raw), 0
     while some := list(islice(rows, _ROWS_PER_BATCH)):
         # Rows without a valid key will be rejected, in whichever bucket.
-        keys = pa.array([identifier(row, key) or "" for _, row in some], pa.string())
+        keys = pa.array([supervision.identifier(row, key) or "" for row in some], pa.string())
         columns = [
-            [number for number, _ in some],
-            [identifier(row, "doc_id") for _, row in some],
-            [encode_row(row) for _, row in some],
+            np.arange(len(some)) + (slice_number << 40) + count,
+            [supervision.identifier(row, "doc_id") for row in some],
+            [supervision.encode_row(row) for row in some],
         ]
         name = f"{slice_number:06d}-{count // _ROWS_PER_BATCH:06d}"
-        rows_of_key = pa.table(columns, schema=_RAW)
-        scatter(rows_of_key, bucket_of(keys, context.buckets), target=context.file("dealt", table), name=name)
+        bucket = bucket_of(keys, context.buckets)
+        scatter(pa.table(columns, schema=_RAW), bucket, target=context.file("scattered", table), name=name)
         count += len(some)
     return count
 
@@ -290,13 +267,13 @@ def _judge_queries(item: tuple[int, int], *, context: Context) -> JsonRecord:
     bucket, quarantine = item[1], Quarantine()
     given = {name: BucketRows(context, name, bucket) for name in TABLES}
     named = set[str]().union(*(given[name].named_documents() for name in PAIRS))
-    checked = check(dict(given), named, context, quarantine)
+    checked = supervision.check(dict(given), named, context, quarantine)
     tables = checked.pairs | {"queries": checked.queries, "positives": checked.positives}
     for name, table in tables.items():
         write_table(_judged(context, bucket, name), table)
     return {
         "queries": len(checked.queries),
-        "undecided": has_undecided(checked.queries),
+        "undecided": supervision.has_undecided(checked.queries),
         "valid": checked.valid,
         "quarantine": quarantine.store(context.file("rejected", f"{bucket:05d}.arrow")),
     }
@@ -307,7 +284,6 @@ def _judged(context: Context, bucket: int, table: str) -> str:
 
 
 def _all_judged(context: Context, table: str, columns: list[str] | None = None) -> pa.Table:
-    """A table of all buckets."""
     tables = fs.map_files(lambda b: read_table(_judged(context, b, table)), range(context.buckets))
     return pa.concat_tables(t.select(columns) if columns else t for t in tables)
 
@@ -316,29 +292,28 @@ def _split_queries(_: Any, *, context: Context) -> int:
     """Choose the queries of a subset and the split of each; returns their number."""
     queries = _all_judged(context, "queries", _SPLIT.names)
     positives = _all_judged(context, "positives")
-    if len(positives) > MAX_POSITIVES and has_undecided(queries):
+    if len(positives) > MAX_POSITIVES and supervision.has_undecided(queries):
         raise DataError(
             f"{context.config.name}: {len(positives):,} answers, but a split by groups is drawn from "
             f"{MAX_POSITIVES:,} at most: give every query a split, or use dataset.name=logs, split by time"
         )
-    chosen = decide(queries, positives, context.config)
+    chosen = supervision.decide(queries, positives, context.config)
     bucket = bucket_of(chosen["query_id"], context.buckets)
     scatter(chosen, bucket, target=context.file("split"), name="all")
     return len(chosen)
 
 
 def _write_queries(item: tuple[int, int], *, context: Context) -> JsonRecord:
-    """Write the tables of a bucket of queries."""
     bucket = item[1]
     chosen = gather(context.file("split"), bucket, schema=_SPLIT)
     judged = read_table(_judged(context, bucket, "queries"))
-    queries = of_queries(judged, chosen["query_id"])
+    queries = supervision.of_queries(judged, chosen["query_id"])
     place = pc.index_in(queries["query_id"], value_set=chosen["query_id"].combine_chunks())
     tables = {
         "queries": pa.table([queries["query_id"], queries["query"], chosen["split"].take(place)], QUERIES)
     }
     for name in PAIRS:
-        rows = of_queries(read_table(_judged(context, bucket, name)), chosen["query_id"])
+        rows = supervision.of_queries(read_table(_judged(context, bucket, name)), chosen["query_id"])
         tables[name] = rows.select(TABLES[name].names)
     parts = write_parts(
         [tables["impressions"]],
@@ -348,16 +323,14 @@ def _write_queries(item: tuple[int, int], *, context: Context) -> JsonRecord:
     )
     for name in ("queries", "qrels", "scores"):
         if len(tables[name]) or name != "scores":
-            part = f"{name}/part-{bucket:05d}.parquet"
-            parts[part] = vars(write_table(fs.join(context.output, part), tables[name].combine_chunks()))
+            parts |= write_part(tables[name], f"{name}/part-{bucket:05d}.parquet", output=context.output)
     rows = {name: len(table) for name, table in tables.items()}
-    return {"parts": parts, "rows": rows, **count_splits(tables["queries"])}
+    return {"parts": parts, "rows": rows, **supervision.count_splits(tables["queries"])}
 
 
 def _write_users(item: tuple[int, int], *, context: Context, kept: bool) -> JsonRecord:
-    """Write a bucket of users."""
     bucket, quarantine = item[1], Quarantine()
-    users = valid_users(BucketRows(context, "users", bucket), context.profile, quarantine)
+    users = supervision.valid_users(BucketRows(context, "users", bucket), context.profile, quarantine)
     name = f"users/part-{bucket:05d}"
     parts = write_parts([users] if kept else [], name, rows_per_part=ROWS_PER_PART, output=context.output)
     stored = quarantine.store(context.file("rejected", f"users-{bucket:05d}.arrow"))
@@ -369,9 +342,9 @@ def _simulate_clicks(item: tuple[int, AnyClickModel], *, context: Context) -> Js
     chosen = pa.concat_tables(
         gather(context.file("split"), bucket, schema=_SPLIT) for bucket in range(context.buckets)
     )
-    qrels = of_queries(_all_judged(context, "qrels"), chosen["query_id"]).sort_by("_number")
-    impressions, profiles = simulated(chosen, qrels, context, item[1])
+    qrels = supervision.of_queries(_all_judged(context, "qrels"), chosen["query_id"]).sort_by("_number")
+    impressions, profiles = supervision.simulated(chosen, qrels, context, item[1])
     parts = write_parts(impressions, "impressions/part", rows_per_part=ROWS_PER_PART, output=context.output)
     if profiles is not None:
-        parts["users.parquet"] = vars(write_table(fs.join(context.output, "users.parquet"), profiles))
+        parts |= write_part(profiles, "users.parquet", output=context.output)
     return {"parts": parts}

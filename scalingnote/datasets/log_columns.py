@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool, Int32, UInt8
 from numpy import ndarray
 
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.file_formats import COLUMN_TYPES
+from scalingnote.datasets.file_formats import column_schema
 from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.datasets.row_checks import MAX_ID_CHARS
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, SCORES
@@ -111,7 +111,7 @@ class _ColumnChecker:
         """Count repaired rows, which are kept."""
         count = pc.sum(which).as_py()
         if count:
-            self.tally.add_repaired(what, count)
+            self.tally.repaired[what] += count
 
     def text(self, name: str, *, optional: bool = False) -> pa.Array:
         """A column of stripped text; control characters become blanks, null becomes empty if not optional."""
@@ -155,7 +155,7 @@ class _ColumnChecker:
 
 
 def _documents(checker: _ColumnChecker, config: Logs) -> pa.Table:
-    features = pa.schema([(name, COLUMN_TYPES[kind]) for name, kind in config.features.items()])
+    features = column_schema(config.features)
     doc_id = checker.identifier("doc_id")
     title, topic, content = (checker.text(name) for name in ("title", "topic", "content"))
     checker.reject(pc.and_(pc.equal(title, ""), pc.equal(content, "")), "no text")
@@ -197,16 +197,14 @@ def _pair(checker: _ColumnChecker, config: Logs) -> dict[str, pa.Array]:
 
 
 def _impression(checker: _ColumnChecker, config: Logs) -> dict[str, pa.Array]:
-    position = checker.number("position")
-    numbers = np.asarray(position)
-    valid = (numbers >= 1) & (numbers == np.round(numbers)) & (numbers < 2**31)
-    checker.reject(~valid, "position is not 1 or above")
+    position, is_whole = _whole_numbers(checker.number("position"))
+    checker.reject(~is_whole | (position < 1), "position is not 1 or above")
     clicked = boolean_column(checker.rows, "clicked")
     checker.reject(pc.is_null(clicked), "clicked is neither true nor false")
     columns = {
         "session_id": checker.identifier("session_id"),
         "user_id": checker.identifier("user_id", optional=True),
-        "position": _whole(position),
+        "position": pa.array(position),
         "clicked": clicked,
     }
     columns["timestamp"], problem = time_column(checker.rows, "timestamp", unit=config.timestamp_unit)
@@ -220,19 +218,16 @@ def _relevance(checker: _ColumnChecker) -> pa.Array:
     """Whole numbers; 1 for all rows of a file without the column."""
     if "relevance" not in checker.rows.column_names:
         return pa.array(np.ones(len(checker.rows), np.int32))
-    relevance = checker.number("relevance")
-    grades = np.asarray(relevance)
-    checker.reject(
-        (grades != np.round(grades)) | (np.abs(grades) >= 2**31), "relevance is not a whole number"
-    )
-    return _whole(relevance)
+    relevance, is_whole = _whole_numbers(checker.number("relevance"))
+    checker.reject(~is_whole, "relevance is not a whole number")
+    return pa.array(relevance)
 
 
-def _whole(numbers: pa.Array) -> pa.Array:
-    """int32; 0 in rejected rows, which may hold any number."""
+def _whole_numbers(numbers: pa.Array) -> tuple[Int32[ndarray, " rows"], Bool[ndarray, " rows"]]:
+    """Numbers as int32, 0 for others than whole ones; and which are whole."""
     array = np.asarray(numbers)
     is_whole = (np.abs(array) < 2**31) & (array == np.round(array))
-    return pa.array(np.where(is_whole, array, 0).astype(np.int32))
+    return np.where(is_whole, array, 0).astype(np.int32), is_whole
 
 
 # --- conversions: an invalid value becomes null ------------------------------------------------------------
@@ -273,13 +268,13 @@ def time_column(rows: pa.Table, name: str, *, unit: Literal["s", "ms", "us"]) ->
     """A column as UTC milliseconds, and the reason for each row without; `unit` is that of plain numbers."""
     column = _column(rows, name)
     if pa.types.is_timestamp(column.type):
-        return _utc(column), _reason_where(pc.is_null(column), f"{name} is not a number")
+        return _utc(column), pc.if_else(pc.is_null(column), f"{name} is not a number", None)
     numeric, present = number_column(rows, name)
     ms = np.rint(np.asarray(pc.fill_null(numeric, float("nan"))) * _MS_PER_UNIT[unit])
     usable = np.abs(ms) < 2.0**62
     clock = pa.array(np.where(usable, ms, 0).astype(np.int64)).cast(_MS)
     clock = pc.if_else(pa.array(usable), clock, None)
-    problem = _reason_where(pa.array(~usable), f"{name} is not finite")
+    problem = pc.if_else(pa.array(~usable), f"{name} is not finite", None)
     if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
         return clock, pc.if_else(present, problem, f"{name} is not a number")
     plain = pc.utf8_trim_whitespace(text_column(rows, name)[0])
@@ -288,7 +283,7 @@ def time_column(rows: pa.Table, name: str, *, unit: Literal["s", "ms", "us"]) ->
     with_zone = cast_or_null(pc.if_else(zoned, plain, None), pa.timestamp("ns", "UTC"))
     without_zone = cast_or_null(pc.if_else(zoned, None, plain), pa.timestamp("ns"))
     clock = pc.coalesce(clock, _utc(with_zone), _utc(without_zone))
-    neither = _reason_where(pc.is_null(numeric), f"{name} is neither a number nor ISO 8601 text")
+    neither = pc.if_else(pc.is_null(numeric), f"{name} is neither a number nor ISO 8601 text", None)
     problem = pc.if_else(pc.is_valid(clock), None, pc.coalesce(neither, problem))
     return clock, pc.if_else(present, problem, f"{name} is not a number")
 
@@ -350,10 +345,6 @@ def _utc(column: pa.Array) -> pa.Array:
     if column.type.tz:
         column = column.cast(pa.timestamp(column.type.unit, "UTC")).cast(pa.timestamp(column.type.unit))
     return column.cast(_MS, safe=False)
-
-
-def _reason_where(which: pa.Array, reason: str) -> pa.Array:
-    return pc.if_else(which, reason, None)
 
 
 # --- query texts and their ids ----------------------------------------------------------------------------

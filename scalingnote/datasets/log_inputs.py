@@ -8,7 +8,7 @@ is divided, and finally read line by line: a bad line costs a few milliseconds a
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -20,13 +20,16 @@ import pyarrow.parquet as pq
 from scalingnote.datasets.config import FeatureType, Logs
 from scalingnote.datasets.log_columns import PROBLEM, LogTally
 from scalingnote.datasets.raw_rows import (
-    Cut,
     File,
-    byte_cuts,
+    FileSlice,
+    UnreadableRow,
+    cut,
     find_files,
+    json_head,
     lines,
     parquet_footer,
-    row_group_cuts,
+    parsed_lines,
+    readable_rows,
 )
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
@@ -43,26 +46,24 @@ class _Rule(NamedTuple):
     arrow: tuple[Callable[[pa.DataType], bool], ...]  # one of these is true of its type
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    # Some writers do not mark text columns as UTF-8, so that they are read as binary.
-    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    return bool(binary or text)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
-
-
+# Some writers do not mark text columns as UTF-8, so that they are read as binary.
+_TEXT = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
+_NUMBER = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
 _RULES: dict[Kind, _Rule] = {
-    "id": _Rule("text or whole numbers", {str, int}, (_is_text, pa.types.is_integer)),
-    "text": _Rule("text", {str}, (_is_text,)),
-    "number": _Rule("a number", {int, float, str}, (_is_text, _is_number)),
+    "id": _Rule("text or whole numbers", {str, int}, (*_TEXT, pa.types.is_integer)),
+    "text": _Rule("text", {str}, _TEXT),
+    "number": _Rule("a number", {int, float, str}, (*_TEXT, *_NUMBER)),
     "flag": _Rule("true or false, or 1 and 0", {bool, int}, (pa.types.is_boolean, pa.types.is_integer)),
     "time": _Rule(
         "a timestamp, a number or ISO 8601 text",
         {int, float, str},
-        (_is_text, _is_number, pa.types.is_timestamp),
+        (*_TEXT, *_NUMBER, pa.types.is_timestamp),
     ),
 }
 _FEATURES: dict[FeatureType, Kind] = {
@@ -76,71 +77,76 @@ _DOCUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("title", "topic", "content", "group"), "text"),
 }
 _PAIR: dict[str, Kind] = {"query": "text", "query_id": "id", "doc_id": "id"}
-_IMPRESSIONS: dict[str, Kind] = _PAIR | {
-    "session_id": "id",
-    "user_id": "id",
-    "position": "number",
-    "clicked": "flag",
-    "timestamp": "time",
-    "dwell_s": "number",
+# The columns of each table by our names, and the kind of their values.
+_KINDS: dict[str, dict[str, Kind]] = {
+    "documents": _DOCUMENTS,
+    "unpaired": _DOCUMENTS,
+    "impressions": _PAIR
+    | {
+        "session_id": "id",
+        "user_id": "id",
+        "position": "number",
+        "clicked": "flag",
+        "timestamp": "time",
+        "dwell_s": "number",
+    },
+    "scores": _PAIR | {"score": "number"},
+    "qrels": _PAIR | {"relevance": "number"},
 }
-TABLES = ("documents", "unpaired", "impressions", "scores", "qrels")
+_REQUIRED = {
+    "documents": ["doc_id"],
+    "unpaired": ["doc_id"],
+    "impressions": ["session_id", "query", "doc_id", "position", "clicked", "timestamp"],
+    "scores": ["doc_id", "score"],
+    "qrels": ["doc_id"],
+}
+# The key of queries and the presence of grades must not change within a file.
 _FIXED_COLUMNS = ("query", "query_id", "relevance")
-_SCHEMA_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
 _BLOCK_BYTES = 1 << 20
 _MIN_BLOCK_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
 class LogSlice:
-    """What one task reads: some row groups of a Parquet file, or a range of bytes of a JSON-lines file.
-
-    Slices are numbered in the order of the input: tables, then files by name, then rows.
-    """
+    """What one task reads. Slices are numbered in the order of the input: tables, files by name, rows."""
 
     number: int
     table: str
-    uri: str
+    part: FileSlice
     columns: dict[str, str]  # our name -> the file's
-    start: int  # first row group, or first byte
-    stop: int
-    size: int  # bytes, uncompressed
-    changed: int  # modification time of the file, so that results of an older version are not reused
-
-
-class _Layout(NamedTuple):
-    columns: dict[str, str]  # our name -> the file's
-    cuts: list[Cut]
 
 
 def plan_slices(config: Logs) -> list[LogSlice]:
     """All slices of all tables; DataError names the file and the column that do not fit."""
-    files = [
-        (name, file)
-        for name in TABLES
-        if (table := getattr(config, name)) is not None
-        for file in find_files(table.path)
-    ]
-    layouts = fs.map_files(lambda named: _inspect(*named, config), files)
     pieces = [
-        (table, file.uri, layout.columns, *cut, file.changed)
-        for (table, file), layout in zip(files, _with_same_query_key(files, layouts), strict=True)
-        for cut in layout.cuts
+        (name, piece)
+        for name in _KINDS
+        if (table := getattr(config, name)) is not None
+        for piece in cut(find_files(table.path), limit=config.slice_mb << 20)
     ]
-    return [LogSlice(number, *piece) for number, piece in enumerate(pieces)]
+    files = list(dict.fromkeys((table, piece.file) for table, piece in pieces))
+    columns = dict(zip(files, fs.map_files(lambda file: _columns(*file, config), files), strict=True))
+    if not _have_query_ids(columns):
+        for have in columns.values():
+            if "query" in have:
+                have.pop("query_id", None)
+    return [
+        LogSlice(number, table, piece, columns[table, piece.file])
+        for number, (table, piece) in enumerate(pieces)
+    ]
 
 
-def _inspect(table: str, file: File, config: Logs) -> _Layout:
+def _columns(table: str, file: File, config: Logs) -> dict[str, str]:
+    """The columns of a file that are read: our name -> the file's."""
     mapping: dict[str, str] = getattr(config, table).columns
-    kinds = column_kinds(config, table)
+    kinds = _column_kinds(config, table)
     unknown = sorted(set(mapping) - set(kinds))
     if unknown:
         raise DataError(f"{file.uri}: columns maps {unknown}, which are none of {list(kinds)}")
     theirs = {name: mapping.get(name, name) for name in kinds}
-    limit = config.slice_mb << 20
     inspect = _inspect_parquet if file.is_parquet else _inspect_json
-    seen, wrong, layout = inspect(file, theirs, kinds, limit)
-    missing = _missing_columns(config, table, seen) if layout.cuts else []
+    seen, wrong = inspect(file, theirs, kinds)
+    missing = _missing_columns(config, table, seen)
     missing += [name for name in mapping if name not in seen and name not in missing]
     if missing:
         shown = [theirs.get(name, name) for name in missing]
@@ -150,30 +156,27 @@ def _inspect(table: str, file: File, config: Logs) -> _Layout:
             f"{file.uri} ({table}): column {theirs[name]!r} is of type {kind}, but {name} is "
             f"{_RULES[kinds[name]].shown}: convert it, or map another column"
         )
-    return layout
+    # Optional columns may first occur later in a JSON-lines file.
+    maybe = () if file.is_parquet else set(theirs) - set(_FIXED_COLUMNS)
+    return {name: column for name, column in theirs.items() if name in seen or name in maybe}
 
 
-# Our columns that the file has, those of a wrong type (with this type), and the layout.
-_Inspection = tuple[set[str], dict[str, str], _Layout]
+# Our columns that the file has, and those of a wrong type, with this type.
+_Inspection = tuple[set[str], dict[str, str]]
 
 
-def _inspect_parquet(file: File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
-    """Slices are runs of row groups of up to `limit` bytes."""
-    footer = parquet_footer(file.uri)
-    schema = footer.schema.to_arrow_schema()
-    columns = {name: column for name, column in theirs.items() if column in schema.names}
-    types = {name: schema.field(column).type for name, column in columns.items()}
+def _inspect_parquet(file: File, theirs: dict[str, str], kinds: dict[str, Kind]) -> _Inspection:
+    schema = parquet_footer(file.uri).schema.to_arrow_schema()
+    types = {name: schema.field(column).type for name, column in theirs.items() if column in schema.names}
     wrong = {name: str(kind) for name, kind in types.items() if not _fits_arrow(kind, _RULES[kinds[name]])}
-    return set(columns), wrong, _Layout(columns, row_group_cuts(footer, limit))
+    return set(types), wrong
 
 
-def _inspect_json(file: File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
-    """Slices are ranges of `limit` bytes. Columns are inferred from the first lines."""
-    with fs.open_input(file.uri) as source:
-        head = source.read(_SCHEMA_BYTES)
-    lines = head.split(b"\n") if len(head) == file.size else head.split(b"\n")[:-1]
-    rows = [row for line in lines if (row := _object(line)) is not None]
-    if not rows and any(line.strip() for line in lines):
+def _inspect_json(file: File, theirs: dict[str, str], kinds: dict[str, Kind]) -> _Inspection:
+    """Columns are inferred from the first lines."""
+    head = json_head(file)
+    rows = list(readable_rows(head))
+    if head and not rows:
         raise DataError(f"{file.uri} opens with no JSON object: one on each line is expected")
     types = {
         name: {type(row[column]) for row in rows if row.get(column) is not None}
@@ -185,69 +188,42 @@ def _inspect_json(file: File, theirs: dict[str, str], kinds: dict[str, Kind], li
         if kinds_seen and not kinds_seen & _RULES[kinds[name]].json
     }
     seen = {name for name, column in theirs.items() if not rows or any(column in row for row in rows)}
-    # Optional columns may first occur later in the file; the key of queries and the presence of grades must
-    # not change within it.
-    columns = {n: column for n, column in theirs.items() if n in seen or n not in _FIXED_COLUMNS}
-    return seen, wrong, _Layout(columns, byte_cuts(file.size, limit))
+    return seen, wrong
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _with_same_query_key(files: Sequence[tuple[str, File]], layouts: Sequence[_Layout]) -> Iterator[_Layout]:
-    """Check that all files identify queries by query_id, or all by their text."""
-    used = [(table, file.uri, each) for (table, file), each in zip(files, layouts, strict=True) if each.cuts]
-    named = {uri: "query_id" in layout.columns for table, uri, layout in used if table == "impressions"}
+def _have_query_ids(columns: dict[tuple[str, File], dict[str, str]]) -> bool:
+    """Whether the files of all tables identify queries by query_id; else, all do by their text."""
+    named = {
+        file.uri: "query_id" in have for (table, file), have in columns.items() if table == "impressions"
+    }
     if len(set(named.values())) > 1:
         without_id = next(uri for uri, has_id in named.items() if not has_id)
         raise DataError(
             f"{without_id} has no column query_id, other impressions have: one query would become two"
         )
     has_ids = any(named.values())
-    for table, uri, layout in used:
-        if has_ids and table in ("scores", "qrels") and "query_id" not in layout.columns:
+    for (table, file), have in columns.items():
+        if has_ids and table in ("scores", "qrels") and "query_id" not in have:
             raise DataError(
-                f"{uri} ({table}) has no column query_id, but the impressions call queries by it: "
+                f"{file.uri} ({table}) has no column query_id, but the impressions call queries by it: "
                 "add it here, or leave it out there"
             )
-    for layout in layouts:
-        by_text = not has_ids and "query" in layout.columns
-        columns = {name: c for name, c in layout.columns.items() if not (by_text and name == "query_id")}
-        yield layout._replace(columns=columns)
+    return has_ids
 
 
 # --- what a column may hold ----------------------------------------------------------------------------
 
 
-def column_kinds(config: Logs, table: str) -> dict[str, Kind]:
-    """The columns of a table by our names, and the kind of their values."""
-    match table:
-        case "documents" | "unpaired":
-            return _DOCUMENTS | {name: _FEATURES[kind] for name, kind in config.features.items()}
-        case "impressions":
-            return _IMPRESSIONS
-        case "scores":
-            return _PAIR | {"score": "number"}
-        case _:
-            return _PAIR | {"relevance": "number"}
+def _column_kinds(config: Logs, table: str) -> dict[str, Kind]:
+    if _KINDS[table] is not _DOCUMENTS:
+        return _KINDS[table]
+    return _DOCUMENTS | {name: _FEATURES[kind] for name, kind in config.features.items()}
 
 
 def _missing_columns(config: Logs, table: str, have: Collection[str]) -> list[str]:
     """The required columns of a table that a file with the columns `have` lacks."""
-    needed, either = ["doc_id"], ("query", "query_id")
-    match table:
-        case "documents" | "unpaired":
-            either = ("title", "content")
-        case "impressions":
-            needed = ["session_id", "query", "doc_id", "position", "clicked", "timestamp"]
-            needed += ["dwell_s"] if config.min_dwell_s else []
-        case "scores":
-            needed = ["doc_id", "score"]
+    either = ("title", "content") if _KINDS[table] is _DOCUMENTS else ("query", "query_id")
+    needed = [*_REQUIRED[table], *(["dwell_s"] if table == "impressions" and config.min_dwell_s else [])]
     lacking = [name for name in needed if name not in have]
     if not set(either) & {*have, *lacking}:
         lacking.append(" or ".join(either))
@@ -262,17 +238,19 @@ def _fits_arrow(kind: pa.DataType, rule: _Rule) -> bool:
 # --- rows of a slice ---------------------------------------------------------------------------------------
 
 
-def read_slice(piece: LogSlice, *, kinds: dict[str, Kind], tally: LogTally) -> Iterator[pa.Table]:
+def read_slice(piece: LogSlice, *, config: Logs, tally: LogTally) -> Iterator[pa.Table]:
     """Tables with those of our columns that the file has, and PROBLEM. Unreadable lines are rejected."""
-    if piece.uri.endswith(".parquet"):
-        with fs.open_input(piece.uri) as source:
+    kinds = _column_kinds(config, piece.table)
+    file, start, stop = piece.part.file, piece.part.start, piece.part.stop
+    if file.is_parquet:
+        with fs.open_input(file.uri) as source:
             reader = pq.ParquetFile(source)
-            for group in range(piece.start, piece.stop):
+            for group in range(start, stop):
                 rows = reader.read_row_group(group, columns=sorted(set(piece.columns.values())))
                 columns = {name: rows[column] for name, column in piece.columns.items()}
                 yield pa.table(columns | {PROBLEM: pa.nulls(len(rows), pa.string())})
         return
-    data = b"".join(lines(piece.uri, piece.start, piece.stop))
+    data = b"".join(lines(file.uri, start, stop))
     for block in _blocks(data, _BLOCK_BYTES):
         # Both ways of reading usually give the same schema; few tables are faster to process than many.
         for _, alike in groupby(_parse(block, piece, kinds, tally), key=lambda table: table.schema):
@@ -343,18 +321,9 @@ def _arrow_type(value: Any, kind: Kind) -> pa.DataType:
 def _parse_lines(block: bytes, piece: LogSlice, kinds: dict[str, Kind], tally: LogTally) -> pa.Table:
     table = "documents" if piece.table == "unpaired" else piece.table
     columns: dict[str, list[Any]] = {name: [] for name in [*piece.columns, PROBLEM]}
-    for line in block.split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            reason = None if isinstance(row, dict) else "not a JSON object"
-        except UnicodeDecodeError:
-            reason = "invalid UTF-8"
-        except ValueError:
-            reason = "invalid JSON"
-        if reason:
-            tally.reject(table, line[:400].decode("utf-8", "backslashreplace").rstrip(), reason)
+    for row in parsed_lines(block.split(b"\n")):
+        if isinstance(row, UnreadableRow):
+            tally.reject(table, row.row, row.reason)
             continue
         problem = None
         for name, column in piece.columns.items():
@@ -384,12 +353,13 @@ def _typed_value(value: Any, name: str, kind: Kind, tally: LogTally) -> tuple[An
         case "flag":
             # 0 and 1 are valid; another number becomes null, which `log_columns` rejects.
             return (bool(value) if isinstance(value, (int, float)) and value in (0, 1) else None), None
-        case "number":
-            return _number(value, name)
         case "time" if isinstance(value, str):
             return replace_surrogates(value), None
-        case "time":
-            return _number(value, name)
+        case "number" | "time":
+            try:
+                return float(value), None
+            except (TypeError, ValueError, OverflowError):
+                return None, f"{name} is not a number"
         case "id" if isinstance(value, int) and not isinstance(value, bool):
             return str(value), None
         case "id" if not isinstance(value, str):
@@ -400,12 +370,5 @@ def _typed_value(value: Any, name: str, kind: Kind, tally: LogTally) -> tuple[An
         return value, None
     if kind == "id":
         return None, f"{name} with control characters"
-    tally.add_repaired("lone_surrogates_replaced")
+    tally.repaired["lone_surrogates_replaced"] += 1
     return replace_surrogates(value), None
-
-
-def _number(value: Any, name: str) -> tuple[float | None, str | None]:
-    try:
-        return float(value), None
-    except (TypeError, ValueError, OverflowError):
-        return None, f"{name} is not a number"

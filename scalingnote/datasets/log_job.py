@@ -28,7 +28,7 @@ from scalingnote.datasets import splits
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.document_tasks import commit, resume_or_clear, write_parts
 from scalingnote.datasets.log_columns import CHECKED, LogTally, check_table
-from scalingnote.datasets.log_inputs import LogSlice, column_kinds, plan_slices, read_slice
+from scalingnote.datasets.log_inputs import LogSlice, plan_slices, read_slice
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
@@ -81,39 +81,35 @@ def run(config: Logs, *, output: str) -> Artifact:
 def build(config: Logs, draft: Draft, slices: Sequence[LogSlice], *, each: TaskRunner) -> Artifact:
     """Build the data set from `slices`; `each` runs the tasks. DataError if nothing is usable."""
     resume_or_clear(draft, [asdict(piece) for piece in slices])
-    _warn_of_large_buckets(config, slices)
-    tally = LogTally()
-    work, output = draft.work(), draft.uri
-    run = partial(run_slices, folder=work, each=each, section="datasets")
-    buckets = range(config.parts)
-
-    check = partial(check_slice, config=config, work=work)
-    kilobytes = [piece.size // 1000 for piece in slices]
-    checked = run("check", check, slices, rows=kilobytes, unit="kB")
-    windows, span = _split_windows(config, checked, tally)
-    documents = partial(write_documents, config=config, work=work, output=output)
-    parts = run("documents", documents, buckets, unit="buckets")
-    route = partial(route_slice, config=config, work=work, windows=windows)
-    evidence = [piece for piece in slices if piece.table not in ("documents", "unpaired")]
-    routed = run("route", route, evidence)
-    queries = partial(write_queries, config=config, work=work, output=output)
-    query_parts = run("queries", queries, buckets, unit="buckets")
-    for record in (*parts, *routed, *query_parts):
-        tally.add(record["tally"])
-    for record in (*parts, *query_parts):
-        for name, part in record["parts"].items():
-            draft.register(name, Part(**part))
-    return _commit(config, draft, tally, windows, span)
-
-
-def _warn_of_large_buckets(config: Logs, slices: Sequence[LogSlice]) -> None:
-    per_bucket = sum(piece.size for piece in slices) // config.parts
+    per_bucket = sum(piece.part.size for piece in slices) // config.parts
     if per_bucket > _MAX_BUCKET_BYTES:
         log.warning(
             "%s MB of input for each of %d buckets: raise dataset.parts to keep tasks small",
             f"{per_bucket // 10**6:,}",
             config.parts,
         )
+    tally = LogTally()
+    work, output = draft.work(), draft.uri
+    do = partial(run_slices, folder=work, each=each, section="datasets")
+    buckets = range(config.parts)
+
+    check = partial(check_slice, config=config, work=work)
+    kilobytes = [piece.part.size // 1000 for piece in slices]
+    checked = do("check", check, slices, rows=kilobytes, unit="kB")
+    windows, span = _split_windows(config, checked, tally)
+    documents = partial(write_documents, config=config, work=work, output=output)
+    parts = do("documents", documents, buckets, unit="buckets")
+    route = partial(route_slice, config=config, work=work, windows=windows)
+    evidence = [piece for piece in slices if piece.table not in ("documents", "unpaired")]
+    routed = do("route", route, evidence)
+    queries = partial(write_queries, config=config, work=work, output=output)
+    query_parts = do("queries", queries, buckets, unit="buckets")
+    for record in (*parts, *routed, *query_parts):
+        tally.add(record["tally"])
+    for record in (*parts, *query_parts):
+        for name, part in record["parts"].items():
+            draft.register(name, Part(**part))
+    return _commit(config, draft, tally, windows, span)
 
 
 def _split_windows(
@@ -163,18 +159,26 @@ def check_slice(item: tuple[int, LogSlice], *, config: Logs, work: str) -> JsonR
     doc_ids and query texts that they name go to their buckets.
     """
     piece, tally = item[1], LogTally()
-    tables = read_slice(piece, kinds=column_kinds(config, piece.table), tally=tally)
+    send = partial(_send, piece=piece, config=config, work=work)
+    tables = read_slice(piece, config=config, tally=tally)
     checked = [check_table(rows, piece.table, config=config, tally=tally) for rows in tables]
     record = {"table": piece.table, "rows": sum(map(len, checked))}
-    if record["rows"]:
-        rows = pa.concat_tables(checked).combine_chunks()
-        if piece.table in ("documents", "unpaired"):
-            _send(rows, "doc_id", "documents", piece, config=config, work=work)
-        else:
-            _store_checked(rows, piece, config=config, work=work)
-        if piece.table == "impressions":
-            span = pc.min_max(rows["timestamp"].cast(pa.int64())).as_py()
-            record |= {"first": span["min"], "last": span["max"]}
+    if not record["rows"]:
+        return record | {"tally": tally.store(_examples(work, "check", item[0]))}
+    rows = pa.concat_tables(checked).combine_chunks()
+    if piece.table in ("documents", "unpaired"):
+        send(rows, "doc_id", "documents")
+    else:
+        send(pa.table([rows["doc_id"].unique()], IDS), "doc_id", "named")
+        kept = [column for column in rows.column_names if column != "query"]
+        write_table(_checked(piece, work), rows.select(kept))
+    if piece.table in ("impressions", "qrels"):
+        # The text of a judgement counts only for queries without an impression: its weight is 0.
+        weight = int(piece.table == "impressions")
+        send(splits.count_query_texts(rows, weight=weight), "query_id", "texts")
+    if piece.table == "impressions":
+        span = pc.min_max(rows["timestamp"].cast(pa.int64())).as_py()
+        record |= {"first": span["min"], "last": span["max"]}
     return record | {"tally": tally.store(_examples(work, "check", item[0]))}
 
 
@@ -186,6 +190,7 @@ def route_slice(
     Impressions of the train window are sent as rows, those of the test window as counts of clicks.
     """
     piece, tally = item[1], LogTally()
+    send = partial(_send, piece=piece, config=config, work=work)
     uri = _checked(piece, work)
     without_text = [field for field in CHECKED[piece.table] if field.name != "query"]
     rows = read_table(uri) if fs.exists(uri) else pa.schema(without_text).empty_table()
@@ -193,34 +198,24 @@ def route_slice(
     is_unknown = np.asarray(pc.is_in(rows["doc_id"], value_set=unknown))
     tally.reject_where(piece.table, "unknown doc_id", rows, is_unknown)
     known = rows.filter(pa.array(~is_unknown))
-    if piece.table != "impressions":
-        _send(known, "query_id", piece.table, piece, config=config, work=work)
-        return {"tally": tally.store(_examples(work, "route", item[0]))}
-    train, test = (splits.in_window(known["timestamp"], window) for window in (windows.train, windows.test))
-    test_clicks = splits.count_test_clicks(known.filter(test), min_dwell_s=config.min_dwell_s)
-    _send(known.filter(train), "query_id", "train", piece, config=config, work=work)
-    _send(test_clicks, "query_id", "asked", piece, config=config, work=work)
-    tally.counts["test_impressions"] += pc.sum(test).as_py() or 0
-    outside = len(known) - (pc.sum(pc.or_(train, test)).as_py() or 0)
-    tally.left_out["impressions outside both windows"] += outside
+    if piece.table == "impressions":
+        train, test = (
+            known.filter(splits.in_window(known["timestamp"], window))
+            for window in (windows.train, windows.test)
+        )
+        test_clicks = splits.count_test_clicks(test, min_dwell_s=config.min_dwell_s)
+        send(train, "query_id", "train")
+        send(test_clicks, "query_id", "test_clicks")
+        tally.counts["test_impressions"] += len(test)
+        tally.left_out["impressions outside both windows"] += len(known) - len(train) - len(test)
+    else:
+        send(known, "query_id", piece.table)
     return {"tally": tally.store(_examples(work, "route", item[0]))}
 
 
-def _store_checked(rows: pa.Table, piece: LogSlice, *, config: Logs, work: str) -> None:
-    named = pa.table([rows["doc_id"].unique()], IDS)
-    _send(named, "doc_id", "named", piece, config=config, work=work)
-    if piece.table != "scores":
-        # The text of a judgement counts only for queries without an impression: its weight is 0.
-        texts = splits.count_query_texts(rows, weight=int(piece.table == "impressions"))
-        _send(texts, "query_id", "texts", piece, config=config, work=work)
-    kept = [column for column in rows.column_names if column != "query"]
-    write_table(_checked(piece, work), rows.select(kept))
-
-
-def _send(rows: pa.Table, key: str, target: str, piece: LogSlice, *, config: Logs, work: str) -> None:
-    if len(rows):
-        name = f"{piece.number:06d}"
-        scatter(rows, bucket_of(rows[key], config.parts), target=fs.join(work, target), name=name)
+def _send(rows: pa.Table, key: str, target: str, *, piece: LogSlice, config: Logs, work: str) -> None:
+    bucket = bucket_of(rows[key], config.parts)
+    scatter(rows, bucket, target=fs.join(work, target), name=f"{piece.number:06d}")
 
 
 def _examples(work: str, step: str, number: int) -> str:
@@ -265,18 +260,20 @@ def write_documents(item: tuple[int, int], *, config: Logs, work: str, output: s
 def write_queries(item: tuple[int, int], *, config: Logs, work: str, output: str) -> JsonRecord:
     """Split the queries of a bucket into training and test; write them and their rows of every table."""
     bucket, tally = item[1], LogTally()
-    test_clicks = splits.sum_equal_rows(gather(fs.join(work, "asked"), bucket, schema=splits.TEST_CLICKS))
+    test_clicks = splits.sum_equal_rows(
+        gather(fs.join(work, "test_clicks"), bucket, schema=splits.TEST_CLICKS)
+    )
     texts = splits.sum_equal_rows(gather(fs.join(work, "texts"), bucket, schema=splits.QUERY_TEXTS))
     impressions = fs.join(work, "train")
     ids = [rows["query_id"].unique() for rows in stream(impressions, bucket, ["query_id"])]
-    trained = pa.concat_arrays([pa.array([], pa.string()), *ids]).unique()
+    train_ids = pa.concat_arrays([pa.array([], pa.string()), *ids]).unique()
     if config.qrels:
         judged = _known(gather(fs.join(work, "qrels"), bucket, schema=QRELS), "qrels", texts, tally)
     else:
         judged = splits.judge_by_clicks(test_clicks, min_clicks=config.min_clicks)
-    split = splits.split_queries(trained, test_clicks=test_clicks, texts=texts, judged=judged)
+    split = splits.split_queries(train_ids, test_clicks=test_clicks, texts=texts, judged=judged)
     scores = _known(gather(fs.join(work, "scores"), bucket, schema=SCORES), "scores", texts, tally)
-    useful = scores.filter(pc.is_in(scores["query_id"], value_set=trained))
+    useful = scores.filter(pc.is_in(scores["query_id"], value_set=train_ids))
     tally.left_out["scores of queries that are not for training"] += len(scores) - len(useful)
     tally.left_out.update(split.left_out)
     if config.qrels:
@@ -293,8 +290,8 @@ def write_queries(item: tuple[int, int], *, config: Logs, work: str, output: str
     )
     for part, values in written.items():
         tally.counts[part.split("/")[0]] += values["rows"]
-    tally.counts["train_queries"] += len(trained)
-    tally.counts["test_queries"] += len(split.queries) - len(trained)
+    tally.counts["train_queries"] += len(train_ids)
+    tally.counts["test_queries"] += len(split.queries) - len(train_ids)
     return {"parts": written, "tally": tally.store(_examples(work, "queries", bucket))}
 
 

@@ -25,6 +25,7 @@ from scalingnote.datasets.raw_rows import (
     UnreadableRow,
     csv_rows,
     distinct_rows,
+    expand_rows,
     first_sentence,
     json_lines,
     map_rows,
@@ -39,6 +40,22 @@ def _write_json_lines(path: Path, rows: Iterable[Row]) -> None:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def _query(text: str, doc_id: str) -> Row:
+    """The columns of a query that a document answers."""
+    query_id = text_id(text.strip(), prefix="q")
+    return {"query_id": query_id, "query": text, "pair": f"{query_id} {doc_id}", "relevance": 1}
+
+
+def _distinct_pairs(rows: Callable[[], Rows]) -> Source:
+    """A source whose rows hold a document, and a query that it answers or none; equal ones are read once."""
+    queries, qrels = ((row for row in readable_rows(rows()) if "query" in row) for _ in range(2))
+    return Source(
+        documents=distinct_rows(rows(), "doc_id"),
+        queries=distinct_rows(queries, "query_id"),
+        qrels=distinct_rows(qrels, "pair"),
+    )
+
+
 # --- MedQuAD (Ben Abacha and Demner-Fushman 2019): medical questions and answers -----------------------
 #
 # A document is one answer: title = the focus (a disease, a drug), topic = question type and category,
@@ -47,29 +64,27 @@ def _write_json_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_medquad(directory: Path) -> Source:
-    """A document, its query and their judgement in each row; equal question texts are one query."""
+    """A judged pair in each row; equal question texts are one query."""
 
-    def rows() -> Iterator[Row | UnreadableRow]:
+    def rows() -> Rows:
         count: Counter[str] = Counter()  # some question ids occur in several files of the source
 
-        def answer(row: Row) -> Row:
+        def pair(row: Row) -> Row:
             count[row["qa_id"]] += 1
-            again = count[row["qa_id"]] - 1
-            return {
-                "doc_id": f"{row['qa_id']}~{again + 1}" if again else row["qa_id"],
+            again = count[row["qa_id"]]
+            doc_id = row["qa_id"] if again == 1 else f"{row['qa_id']}~{again}"
+            document = {
+                "doc_id": doc_id,
                 "title": row["focus"],
                 "topic": " ".join(part for part in (row["qtype"], row["category"]) if part),
                 "content": row["answer"],
                 "group": " ".join(row["focus"].casefold().split()),
-                "query_id": text_id(row["question"], prefix="q"),
-                "query": row["question"],
-                "relevance": 1,
             }
+            return document | _query(row["question"], doc_id)
 
-        return map_rows(json_lines(directory / "qa.jsonl"), answer)
+        return map_rows(json_lines(directory / "qa.jsonl"), pair)
 
-    queries = distinct_rows(readable_rows(rows()), "query_id")
-    return Source(documents=rows(), queries=queries, qrels=readable_rows(rows()))
+    return _distinct_pairs(rows)
 
 
 def convert_medquad(downloads: Path, target: Path) -> None:
@@ -216,7 +231,8 @@ def convert_icecat(downloads: Path, target: Path) -> None:
 
 def _icecat_product(row: Row) -> Row:
     attributes = [
-        f"{_icecat_label(key)}: {_icecat_text(value)}"
+        # attr_t_product_colour -> product colour
+        f"{key.split('_', 2)[2].strip('_').replace('_', ' ')}: {_icecat_text(value)}"
         for key, value in row.items()
         if key.startswith("attr_")
     ]
@@ -237,11 +253,6 @@ def _icecat_judgement(row: Row) -> Row:
     query_id = text_id(row["query"], prefix="q")
     grade = int(row["rating"])
     return {"query_id": query_id, "query": row["query"], "doc_id": row["docid"], "relevance": grade}
-
-
-def _icecat_label(key: str) -> str:
-    """attr_t_product_colour -> product colour"""
-    return key.split("_", 2)[2].strip("_").replace("_", " ")
 
 
 def _icecat_text(value: object) -> str:
@@ -271,17 +282,6 @@ def read_titles(directory: Path) -> Source:
     return _distinct_pairs(lambda: rows)
 
 
-def _distinct_pairs(rows: Callable[[], Rows]) -> Source:
-    """A source whose rows hold a document, and a query that it answers or none; equal ones are read once."""
-    documents, queries, qrels = (readable_rows(rows()) for _ in range(3))
-    unreadable = (row for row in rows() if isinstance(row, UnreadableRow))
-    return Source(
-        documents=chain(distinct_rows(documents, "doc_id"), unreadable),
-        queries=distinct_rows((row for row in queries if "query" in row), "query_id"),
-        qrels=distinct_rows((row for row in qrels if "query" in row), "pair"),
-    )
-
-
 def _titles_questions(path: Path) -> Iterator[Row]:
     """A row per question with its paragraph; a paragraph without questions is one row without a query."""
     try:
@@ -304,12 +304,6 @@ def _titles_paragraph(title: str, paragraph: dict[str, Any]) -> Iterator[Row]:
         yield document
     for question in questions:
         yield document | _query(question, doc_id)
-
-
-def _query(text: str, doc_id: str) -> Row:
-    """The columns of a query that a document answers."""
-    query_id = text_id(text.strip(), prefix="q")
-    return {"query_id": query_id, "query": text, "pair": f"{query_id} {doc_id}", "relevance": 1}
 
 
 # --- Chinese patients' questions to doctors (sample of internal medicine) -------------------------------
@@ -351,15 +345,8 @@ def read_dureader(directory: Path) -> Source:
     """Pages, labelled queries, selections as grades 1 and 0, and impressions."""
 
     def each(expand: Callable[[Row], Iterator[Row]]) -> Iterator[Row | UnreadableRow]:
-        for name in DUREADER_FILES:
-            for row in json_lines(directory / name):
-                if isinstance(row, UnreadableRow):
-                    yield row
-                    continue
-                try:
-                    yield from list(expand(row))
-                except (KeyError, TypeError, AttributeError) as error:
-                    yield UnreadableRow(repr(row)[:400], f"not in the source's format: {error!r}")
+        rows = chain.from_iterable(json_lines(directory / name) for name in DUREADER_FILES)
+        return expand_rows(rows, expand)
 
     return Source(
         documents=each(_dureader_pages),

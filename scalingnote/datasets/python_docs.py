@@ -17,7 +17,6 @@ standard library until :func:`read` is called.
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
 import inspect
 import json
@@ -85,20 +84,18 @@ _SHORT_DOC_CHARS = 200  # after a longer docstring the source code adds little
 
 def read(config: PythonDocs) -> Source:
     """Documents, queries and judgements of `config.packages`; a package that fails becomes a rejected row."""
-    from scalingnote.datasets.raw_rows import Source
+    from scalingnote.datasets.raw_rows import Source, text_id
 
     objects, losses, versions = _collect(config)
     sentences: dict[str, list[Row]] = defaultdict(list)
     documents: list[Row | UnreadableRow] = list(losses)
-    seen: set[str] = set()
-    duplicates = 0
+    seen: set[tuple[str, str]] = set()
     for item in objects:
         document, sentence = _document(item, config=config)
-        content_key = _hash(f"{document['content']}\n{sentence}")
-        if content_key in seen:
-            duplicates += 1
+        texts = (document["content"], sentence)
+        if texts in seen:
             continue
-        seen.add(content_key)
+        seen.add(texts)
         documents.append(document)
         if len(sentence.split()) >= config.min_query_words:
             sentences[sentence.casefold()].append({**document, "sentence": sentence})
@@ -109,7 +106,7 @@ def read(config: PythonDocs) -> Source:
     for key, sharing in sentences.items():
         if len(sharing) > config.max_query_documents:
             continue
-        query_id = f"q-{_hash(key)}"
+        query_id = text_id(key, prefix="q")
         queries.append({"query_id": query_id, "query": sharing[0]["sentence"]})
         for document in sharing:
             qrels.append({"query_id": query_id, "doc_id": document["doc_id"], "relevance": 1})
@@ -117,7 +114,7 @@ def read(config: PythonDocs) -> Source:
     for row in documents:
         if isinstance(row, dict):
             row["group"] = group_of.get(row["doc_id"], row["doc_id"])
-    notes = {"packages": versions, "duplicates_removed": duplicates}
+    notes = {"packages": versions, "duplicates_removed": len(objects) - len(seen)}
     return Source(documents, queries, qrels, rank=_nesting, notes=notes)
 
 
@@ -260,10 +257,6 @@ def _stem(word: str) -> str:
         if word.endswith(ending) and len(word) - len(ending) >= 3:
             return word.removesuffix(ending)
     return word
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def walk(package: str, *, depth: int) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import REJECTED
-from scalingnote.storage.shuffle import MAX_SLICES, JsonRecord
+from scalingnote.storage.shuffle import MAX_SLICES, JsonRecord, group_by_size
 
 SLICE_BYTES = 64 << 20  # of input, uncompressed
-Cut = tuple[int, int, int]  # start, stop, bytes of a slice
+SHOWN_CHARS = 200  # of a rejected row
+KEPT_PER_REASON = 1000  # rejected rows
+HEAD_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
+_ROWS_PER_BATCH = 4096
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,12 @@ class FileSlice:
     file: File
     start: int
     stop: int
+    size: int  # bytes, uncompressed
 
 
 def whole(file: File) -> FileSlice:
     """A whole file of lines as one slice."""
-    return FileSlice(file, 0, file.size)
+    return FileSlice(file, 0, file.size, file.size)
 
 
 def find_files(path: str, suffixes: tuple[str, ...] = (".jsonl", ".parquet")) -> list[File]:
@@ -99,35 +104,23 @@ def _pattern(glob: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def cut(files: Sequence[File]) -> list[FileSlice]:
-    """Slices of about SLICE_BYTES; larger ones if there would be more than about MAX_SLICES."""
-    limit = max(SLICE_BYTES, sum(file.size for file in files) // MAX_SLICES)
+def cut(files: Sequence[File], *, limit: int | None = None) -> list[FileSlice]:
+    """Slices of at most `limit` bytes, if row groups of Parquet are not larger.
 
-    def cuts(file: File) -> list[Cut]:
-        if file.is_parquet:
-            return row_group_cuts(parquet_footer(file.uri), limit)
-        return byte_cuts(file.size, limit)
-
-    found = zip(files, fs.map_files(cuts, files), strict=True)
-    return [FileSlice(file, start, stop) for file, ranges in found for start, stop, _ in ranges]
+    By default, they have SLICE_BYTES, or more if there would be more than about MAX_SLICES.
+    """
+    size = limit or max(SLICE_BYTES, sum(file.size for file in files) // MAX_SLICES)
+    return list(chain.from_iterable(fs.map_files(partial(_cut_file, limit=size), files)))
 
 
-def byte_cuts(size: int, limit: int) -> list[Cut]:
-    """Ranges of `limit` bytes."""
-    starts = range(0, size, limit)
-    return [(start, min(start + limit, size), min(limit, size - start)) for start in starts]
-
-
-def row_group_cuts(footer: pq.FileMetaData, limit: int) -> list[Cut]:
-    """Runs of row groups of up to `limit` bytes; a larger row group is a slice of its own."""
-    cuts: list[Cut] = []
-    for number in range(footer.num_row_groups):
-        size = footer.row_group(number).total_byte_size
-        if cuts and cuts[-1][2] + size <= limit:
-            cuts[-1] = (cuts[-1][0], number + 1, cuts[-1][2] + size)
-        else:
-            cuts.append((number, number + 1, size))
-    return cuts
+def _cut_file(file: File, *, limit: int) -> list[FileSlice]:
+    if not file.is_parquet:
+        ranges = [(start, min(start + limit, file.size)) for start in range(0, file.size, limit)]
+        return [FileSlice(file, start, stop, stop - start) for start, stop in ranges]
+    footer = parquet_footer(file.uri)
+    sizes = [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
+    groups = group_by_size(sizes, limit=limit)
+    return [FileSlice(file, group[0], group[-1] + 1, sum(sizes[n] for n in group)) for group in groups]
 
 
 def parquet_footer(uri: str) -> pq.FileMetaData:
@@ -170,7 +163,7 @@ Rows = Iterable[Row | UnreadableRow]
 
 @dataclass(frozen=True)
 class FileRows:
-    """The raw rows of a slice of a file, read anew by each iteration, in any process."""
+    """The raw rows of a slice of a file, read again by each iteration, in any process."""
 
     part: FileSlice
     read: Callable[[FileSlice], Rows]
@@ -191,20 +184,18 @@ class SlicedRows:
 
 def files_of(rows: Rows) -> tuple[FileRows, ...]:
     """The slices of a table in files; none for other rows."""
-    if isinstance(rows, SlicedRows):
-        return rows.slices
-    return (rows,) if isinstance(rows, FileRows) else ()
+    return rows.slices if isinstance(rows, SlicedRows) else ()
 
 
 @dataclass(frozen=True)
 class Source:
     """The raw rows of each table of a data source; columns are named as in ``storage.schema``.
 
-    Tables that are SlicedRows or FileRows may be read in tasks, others in one process. A query may have a
-    `split`; without one, the split is drawn by group. `features` are the types of document columns beyond the
-    five that all of them have, `profile` those of user columns beyond the id. `rank` orders documents for a
-    subset (smallest first); without it, whole groups are kept in the order of a seeded hash. The manifest has
-    the `notes`.
+    Tables that are SlicedRows may be read in tasks, others in one process. A query may have a `split`;
+    without one, the split is drawn by group. `features` are the types of document columns beyond the five
+    that all of them have, `profile` those of user columns beyond the id. `rank` orders documents for a subset
+    (smallest first); without it, whole groups are kept in the order of a seeded hash. The manifest has the
+    `notes`.
     """
 
     documents: Rows
@@ -221,12 +212,17 @@ class Source:
 
 def map_rows(rows: Rows, rename: Callable[[Row], Row]) -> Iterator[Row | UnreadableRow]:
     """Rows under our column names; a row without a needed field becomes unreadable, unreadable rows pass."""
+    return expand_rows(rows, lambda row: [rename(row)])
+
+
+def expand_rows(rows: Rows, expand: Callable[[Row], Iterable[Row]]) -> Iterator[Row | UnreadableRow]:
+    """The same for rows of a file that hold several of ours."""
     for row in rows:
         if isinstance(row, UnreadableRow):
             yield row
             continue
         try:
-            yield rename(row)
+            yield from list(expand(row))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             yield UnreadableRow(
                 repr(row)[:400], f"not in the source's format: {type(error).__name__} {error}"
@@ -243,11 +239,21 @@ def text_id(text: str, *, prefix: str) -> str:
     return f"{prefix}-{hashlib.sha256(text.casefold().encode('utf-8', 'replace')).hexdigest()[:16]}"
 
 
-def distinct_rows(rows: Iterable[Row], key: str) -> Iterator[Row]:
-    """The first row of each value of `key`."""
+def table_of(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:
+    """Rows as a table; only some of them are Python objects at the same time."""
+    remaining, tables = iter(rows), [schema.empty_table()]
+    while some := list(islice(remaining, _ROWS_PER_BATCH)):
+        tables.append(pa.Table.from_pylist(some, schema))
+    return pa.concat_tables(tables)
+
+
+def distinct_rows(rows: Rows, key: str) -> Iterator[Row | UnreadableRow]:
+    """The first row of each value of `key`; unreadable rows pass."""
     seen: set[str] = set()
     for row in rows:
-        if row[key] not in seen:
+        if isinstance(row, UnreadableRow):
+            yield row
+        elif row[key] not in seen:
             seen.add(row[key])
             yield row
 
@@ -260,7 +266,18 @@ def first_sentence(text: str, *, max_chars: int = 120) -> str:
 
 def json_lines(path: Path | FileSlice) -> Iterator[Row | UnreadableRow]:
     """Objects of a JSON-lines file."""
-    for line in _lines(path):
+    return parsed_lines(_lines(path))
+
+
+def json_head(file: File) -> list[Row | UnreadableRow]:
+    """The objects in the first HEAD_BYTES of a JSON-lines file."""
+    size = min(file.size, HEAD_BYTES)
+    return list(json_lines(FileSlice(file, 0, size, size)))
+
+
+def parsed_lines(lines: Iterable[bytes]) -> Iterator[Row | UnreadableRow]:
+    """The JSON object of each line that is not blank."""
+    for line in lines:
         if not line.strip():
             continue
         try:
@@ -344,10 +361,6 @@ def _beginning(line: bytes) -> str:
     return line[:400].decode("utf-8", "backslashreplace").rstrip()
 
 
-SHOWN_CHARS = 200  # of a rejected row
-KEPT_PER_REASON = 1000  # rejected rows
-
-
 class Quarantine:
     """Counts rejected and repaired rows by reason, and keeps the first rejected rows of each reason."""
 
@@ -355,7 +368,8 @@ class Quarantine:
         self.rejected: Counter[str] = Counter()
         self.repaired: Counter[str] = Counter()
         self._rows: list[dict[str, str]] = []
-        self._room: defaultdict[tuple[str, str], int] = defaultdict(lambda: kept_per_reason)
+        # Number of rows still to be kept, by table and reason.
+        self._remaining: defaultdict[tuple[str, str], int] = defaultdict(lambda: kept_per_reason)
 
     def reject(self, table: str, row: Any, reason: str) -> None:
         """Set a row aside."""
@@ -364,13 +378,9 @@ class Quarantine:
     def reject_rows(self, table: str, first: Sequence[Any], reason: str, *, count: int | None = None) -> None:
         """Set `count` rows aside, of which `first` are the first, by default all."""
         self.rejected[f"{table}: {reason}"] += len(first) if count is None else count
-        kept = first[: max(self._room[table, reason], 0)]
-        self._room[table, reason] -= len(first)
+        kept = first[: self._remaining[table, reason]]
+        self._remaining[table, reason] -= len(kept)
         self._rows += [{"table": table, "row": shown_row(row), "reason": reason} for row in kept]
-
-    def add_repaired(self, what: str, count: int = 1) -> None:
-        """Count rows that were kept after a repair."""
-        self.repaired[what] += count
 
     def store(self, uri: str) -> JsonRecord:
         """Write the rows that are kept to `uri`; returns the counts, as JSON values for :meth:`add`."""
@@ -384,8 +394,8 @@ class Quarantine:
         self.rejected.update(stored["rejected"])
         self.repaired.update(stored["repaired"])
         for row in read_table(stored["kept"]).to_pylist() if stored["kept"] else ():
-            if self._room[row["table"], row["reason"]] > 0:
-                self._room[row["table"], row["reason"]] -= 1
+            if self._remaining[row["table"], row["reason"]]:
+                self._remaining[row["table"], row["reason"]] -= 1
                 self._rows.append(row)
 
     def reasons(self, *, of: str = "") -> str:

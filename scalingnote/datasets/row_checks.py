@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -48,8 +48,8 @@ def documents(
             raise _BadRowError(f"title longer than {config.max_title_chars} characters")
         if len(content) > config.max_content_chars:
             content = content[: config.max_content_chars]
-            quarantine.add_repaired("content_truncated")
-        sound = {
+            quarantine.repaired["content_truncated"] += 1
+        valid = {
             "doc_id": doc_id,
             "title": title,
             "topic": topic,
@@ -62,7 +62,7 @@ def documents(
         seen.add(doc_id)
         if is_repeated:
             raise _BadRowError("duplicate doc_id")
-        return sound
+        return valid
 
     return _checked("documents", rows, check, quarantine)
 
@@ -95,38 +95,36 @@ def users(rows: Rows, *, profile: pa.Schema, quarantine: Quarantine) -> Iterator
         user_id = _identifier(row, "user_id")
         if user_id in seen:
             raise _BadRowError("duplicate user_id")
-        sound = {"user_id": user_id, **{f.name: _feature(row, f, quarantine) for f in profile}}
+        valid = {"user_id": user_id, **{f.name: _feature(row, f, quarantine) for f in profile}}
         seen.add(user_id)
-        return sound
+        return valid
 
     return _checked("users", rows, check, quarantine)
 
 
 def pairs(
-    table: str, rows: Rows, *, query_ids: Iterable[str], doc_ids: Iterable[str], quarantine: Quarantine
+    table: str, rows: Rows, *, query_ids: Container[str], doc_ids: Container[str], quarantine: Quarantine
 ) -> Iterator[Row]:
     """Rows of qrels, impressions or scores with a known query and document; a qrel or score only once."""
-    known_queries, known_documents = set(query_ids), set(doc_ids)
     other_columns: Callable[[Row], Row] = {
         "qrels": _qrel,
         "impressions": _impression,
         "scores": lambda row: {"score": _number(row, "score")},
     }[table]
-    once = table != "impressions"
     seen: set[tuple[str, str]] = set()
 
     def check(row: Row) -> Row:
         query_id, doc_id = _identifier(row, "query_id"), _identifier(row, "doc_id")
-        if query_id not in known_queries:
+        if query_id not in query_ids:
             raise _BadRowError("unknown query_id")
-        if doc_id not in known_documents:
+        if doc_id not in doc_ids:
             raise _BadRowError("unknown doc_id")
-        if once and (query_id, doc_id) in seen:
+        if (query_id, doc_id) in seen:
             raise _BadRowError("duplicate query and document")
-        sound = {"query_id": query_id, "doc_id": doc_id, **other_columns(row)}
-        if once:
+        valid = {"query_id": query_id, "doc_id": doc_id, **other_columns(row)}
+        if table != "impressions":
             seen.add((query_id, doc_id))
-        return sound
+        return valid
 
     return _checked(table, rows, check, quarantine)
 
@@ -173,10 +171,10 @@ def _text(row: Row, key: str, quarantine: Quarantine) -> str:
         raise _BadRowError(f"{key} is of type {type(value).__name__}, not text")
     if not is_valid_unicode(value):
         value = replace_surrogates(value)
-        quarantine.add_repaired("lone_surrogates_replaced")
+        quarantine.repaired["lone_surrogates_replaced"] += 1
     if _CONTROL.search(value):
         value = _CONTROL.sub(" ", value)
-        quarantine.add_repaired("control_characters_blanked")
+        quarantine.repaired["control_characters_blanked"] += 1
     return value.strip()
 
 
@@ -193,7 +191,7 @@ def _feature(row: Row, field: pa.Field, quarantine: Quarantine) -> Any:
             return typed
     except (_BadRowError, OverflowError, pa.ArrowInvalid, pa.ArrowTypeError):
         pass
-    quarantine.add_repaired(f"feature_{field.name}_dropped")
+    quarantine.repaired[f"feature_{field.name}_dropped"] += 1
     return None
 
 

@@ -109,6 +109,7 @@ class Tastes:
     config: Taste
     likes: tuple["_LikedValues | _LikedRange", ...]
     profile_columns: tuple[tuple[str, pa.Array], ...]
+    rows: Int[ndarray, " docs"]  # of each document among those given to `draw`
 
     @classmethod
     def draw(cls, config: Taste, documents: pa.Table, *, users: int, seed: int) -> "Tastes":
@@ -130,7 +131,7 @@ class Tastes:
             undisclosed = rng.random(users) >= config.told
             likes.append(like)
             profiles.append((f"liked_{name}", pa.array(like.favorites(), pa.string(), mask=undisclosed)))
-        return cls(config, tuple(likes), tuple(profiles))
+        return cls(config, tuple(likes), tuple(profiles), np.arange(len(documents)))
 
     def factor(
         self, users: Int[ndarray, "*#rows"], documents: Int[ndarray, "*#rows"]
@@ -138,15 +139,12 @@ class Tastes:
         """Multiplier of a document's attraction to a user: 1 if nothing about it is disliked."""
         out = np.ones(np.broadcast_shapes(users.shape, documents.shape))
         for like in self.likes:
-            out = np.where(like.disliked(users, documents), out * (1 - self.config.strength), out)
+            out = np.where(like.disliked(users, self.rows[documents]), out * (1 - self.config.strength), out)
         return out
 
-    def of_documents(self, rows: Sequence[int]) -> "Tastes":
+    def of_documents(self, rows: Sequence[int] | Int[ndarray, " rows"]) -> "Tastes":
         """The same tastes for a subset of the documents, which are renumbered."""
-        chosen = np.asarray(rows, np.int64)
-        return Tastes(
-            self.config, tuple(like.of_documents(chosen) for like in self.likes), self.profile_columns
-        )
+        return replace(self, rows=self.rows[np.asarray(rows, np.int64)])
 
     def profiles(self) -> pa.Table:
         """USERS with a column ``liked_{column}``: a value, or one of BANDS; null if the user does not say."""
@@ -188,9 +186,6 @@ class _LikedValues:
         value = self.value[documents]
         return np.asarray((value >= 0) & ~liked[users, value])
 
-    def of_documents(self, rows: Int[ndarray, " rows"]) -> "_LikedValues":
-        return replace(self, value=self.value[rows])
-
 
 @dataclass(frozen=True)
 class _LikedRange:
@@ -218,9 +213,6 @@ class _LikedRange:
     def disliked(self, users: ndarray, documents: ndarray) -> ndarray:
         rank = self.rank[documents]
         return np.asarray((rank < self.low[users]) | (rank > self.high[users]))
-
-    def of_documents(self, rows: Int[ndarray, " rows"]) -> "_LikedRange":
-        return replace(self, rank=self.rank[rows])
 
 
 @dataclass(frozen=True)

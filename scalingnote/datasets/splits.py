@@ -102,7 +102,7 @@ def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
     value_set = query_ids.combine_chunks()
     batches = dataset.batches("qrels", columns=QRELS.names)
     kept = [b.filter(pc.is_in(b["query_id"], value_set=value_set)).select(QRELS.names) for b in batches]
-    return pa.Table.from_batches(kept) if kept else QRELS.empty_table()
+    return pa.Table.from_batches(kept, QRELS)
 
 
 _IDS = pa.schema([("doc_id", pa.string())])
@@ -304,7 +304,7 @@ def split_queries(
     split = pa.array(["train"] * len(trained) + ["test"] * len(test), pa.string())
     in_test = test_clicks["query_id"].unique()
     seen = pc.is_in(in_test, value_set=trained)
-    without_relevant = pc.invert(pc.or_(seen, pc.is_in(in_test, value_set=test)))
+    irrelevant = pc.invert(pc.or_(seen, pc.is_in(in_test, value_set=test)))
     logged = texts.filter(pc.greater(texts["rows"], 0))["query_id"].unique()
     outside = pc.invert(pc.is_in(logged, value_set=pa.concat_arrays([trained, in_test])))
     qrels = judged.filter(pc.is_in(judged["query_id"], value_set=test))
@@ -312,9 +312,9 @@ def split_queries(
         pa.table([ids, text, split], QUERIES).sort_by("query_id"),
         qrels.sort_by([("query_id", "ascending"), ("doc_id", "ascending")]),
         {
-            "queries of the test window that training has seen": _count(seen),
-            "queries of the test window without a relevant document": _count(without_relevant),
-            "queries without an impression in either window": _count(outside),
+            "queries of the test window that training has seen": pc.sum(seen, min_count=0).as_py(),
+            "queries of the test window without a relevant document": pc.sum(irrelevant, min_count=0).as_py(),
+            "queries without an impression in either window": pc.sum(outside, min_count=0).as_py(),
         },
     )
 
@@ -325,10 +325,6 @@ def judge_by_clicks(test_clicks: pa.Table, *, min_clicks: int) -> pa.Table:
         ["query_id", "doc_id"]
     )
     return enough.append_column("relevance", pa.array(np.ones(len(enough), np.int32))).cast(QRELS)
-
-
-def _count(which: pa.Array | pa.ChunkedArray) -> int:
-    return pc.sum(which).as_py() or 0
 
 
 def _ms(time: datetime) -> int:

@@ -21,31 +21,29 @@ import pyarrow.compute as pc
 
 from scalingnote.datasets import row_checks, simulate, splits
 from scalingnote.datasets.config import AnyClickModel, AnyDataset, Texts
-from scalingnote.datasets.document_tasks import above_zero, left_out_ids
+from scalingnote.datasets.document_tasks import above_zero, left_out_ids, write_part
 from scalingnote.datasets.raw_rows import (
-    FileRows,
     Quarantine,
     Row,
     Rows,
     SlicedRows,
     Source,
     UnreadableRow,
+    table_of,
 )
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import read_table, write_table
+from scalingnote.storage.artifact import read_table
 from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USERS, is_valid_unicode
 from scalingnote.storage.shuffle import JsonRecord, stream
 
 log = get_logger("datasets")
 MAX_ROWS = 5_000_000  # of all tables, in one task
-MAX_SIMULATED_DOCUMENTS = 10_000_000
 TABLES = {"queries": QUERIES, "qrels": QRELS, "impressions": IMPRESSIONS, "scores": SCORES}
 OUTPUTS = (*TABLES, "users")
 PAIRS = ("qrels", "impressions", "scores")
 _PARTS_PER_READ = 256
-_ROWS_PER_BATCH = 1 << 16
 _POSITIVES = pa.schema({"query_id": pa.string(), "group": pa.string()})
 
 
@@ -83,9 +81,7 @@ def write_tables(item: tuple[int, Source], *, context: Context) -> JsonRecord:
     for table in OUTPUTS:
         given[table] = rows = list(islice(getattr(source, table), left + 1))
         left -= len(rows)
-        if left < 0 and all(
-            isinstance(getattr(source, name), (SlicedRows, FileRows, tuple)) for name in OUTPUTS
-        ):
+        if left < 0 and all(isinstance(getattr(source, name), (SlicedRows, tuple)) for name in OUTPUTS):
             return {"whole": False}
         if left < 0:
             raise DataError(
@@ -109,13 +105,10 @@ def write_tables(item: tuple[int, Source], *, context: Context) -> JsonRecord:
         tables["users"] = tables["users"] if profiles is None else profiles
     counts = {name: len(table) for name, table in tables.items()} | count_splits(queries)
     warn_of_one_side(config, counts, undecided=has_undecided(checked.queries))
-    parts = {
-        f"{name}.parquet": vars(
-            write_table(fs.join(context.output, f"{name}.parquet"), table.combine_chunks())
-        )
-        for name, table in tables.items()
-        if len(table) or name in ("queries", "qrels")
-    }
+    parts: dict[str, dict[str, Any]] = {}
+    for name, table in tables.items():
+        if len(table) or name in ("queries", "qrels"):
+            parts |= write_part(table, f"{name}.parquet", output=context.output)
     done = Supervision(parts, counts, left_out, clicks.kind if clicks else None)
     return {"whole": True, "quarantine": quarantine.store(context.file("rejected.arrow")), **done._asdict()}
 
@@ -146,7 +139,7 @@ def check(given: dict[str, Rows], named: set[str], context: Context, quarantine:
         rows = row_checks.pairs(
             name, given[name], query_ids=queries, doc_ids=valid_ids, quarantine=quarantine
         )
-        pairs[name] = _columns(rows, TABLES[name], given[name])
+        pairs[name] = _pair_table(rows, TABLES[name], given[name])
     usable = _supervised(pairs)
     for query_id in [query_id for query_id in queries if query_id not in usable]:
         quarantine.reject("queries", queries.pop(query_id), "no relevant document and no impression")
@@ -165,15 +158,12 @@ def check(given: dict[str, Rows], named: set[str], context: Context, quarantine:
     return Checked(pa.Table.from_pylist(kept, schema=QUERIES), pairs, distinct, valid)
 
 
-def _columns(rows: Iterator[Row], schema: pa.Schema, raw: Rows) -> pa.Table:
+def _pair_table(rows: Iterator[Row], schema: pa.Schema, raw: Rows) -> pa.Table:
     """Rows as a table; those of a bucket with their number in the input."""
-    if isinstance(raw, BucketRows):
-        schema = schema.append(pa.field("_number", pa.int64()))
-        rows = ({**row, "_number": raw.number} for row in rows)
-    tables = [schema.empty_table()]
-    while some := list(islice(rows, _ROWS_PER_BATCH)):
-        tables.append(pa.Table.from_pylist(some, schema))
-    return pa.concat_tables(tables)
+    if not isinstance(raw, BucketRows):
+        return table_of(rows, schema)
+    numbered = ({**row, "_number": raw.number} for row in rows)
+    return table_of(numbered, schema.append(pa.field("_number", pa.int64())))
 
 
 def _supervised(pairs: dict[str, pa.Table]) -> set[str]:
@@ -281,7 +271,7 @@ def simulated(
         doc_ids=seen["doc_id"].to_pylist(),
         topics=seen["topic"].to_pylist(),
         config=config,
-        tastes=tastes.of_documents(rows.tolist()) if tastes else None,
+        tastes=tastes.of_documents(rows) if tastes else None,
     )
     return impressions, tastes.profiles() if tastes else None
 
@@ -325,7 +315,7 @@ class BucketRows:
     """The raw rows of a table in a bucket, in the order of the input."""
 
     def __init__(self, context: Context, table: str, bucket: int) -> None:
-        self._target, self._bucket = context.file("dealt", table), bucket
+        self._target, self._bucket = context.file("scattered", table), bucket
         self.number = -1  # in the input, of the row that was read last
 
     def __iter__(self) -> Iterator[Row | UnreadableRow]:

@@ -68,8 +68,9 @@ def run(config: PlannerConfig, *, dataset: str, output: str) -> Artifact:
     if draft.finished:
         return draft.existing()
     cluster.check_resources(config.resources, knob="planner.resources")
+    facts: dict[str, Any] = {}
     if isinstance(config, Statistics):
-        counts, facts = _count(config, source, draft)
+        counts = _count(config, source, draft)
     else:
         counts, facts = _learn(config, source, draft)
     draft.write_json("planner.json", {"config": identity(config), "texts": counts["texts"]})
@@ -80,8 +81,8 @@ def run(config: PlannerConfig, *, dataset: str, output: str) -> Artifact:
     return artifact
 
 
-def _extremes(planner: Artifact, dataset: Artifact, *, size: int = 10) -> dict[str, list[str]]:
-    """The most and the least important words of a few queries, for the log."""
+def _extremes(planner: Artifact, dataset: Artifact) -> dict[str, list[str]]:
+    """The ten most and least important words of a few queries, for the log."""
     batch = next(dataset.batches("queries", rows=SAMPLE, columns=["query"]), None)
     queries = batch["query"].to_pylist() if batch else []
     scores = load(planner).term_scores(queries).scores.tolist()
@@ -90,13 +91,13 @@ def _extremes(planner: Artifact, dataset: Artifact, *, size: int = 10) -> dict[s
     for word, score in zip(terms, scores, strict=True):
         best[word] = max(score, best.get(word, 0.0))
     order = sorted(best, key=lambda word: (-best[word], word))
-    return {"most": order[:size], "least": order[::-1][:size]}
+    return {"most": order[:10], "least": order[::-1][:10]}
 
 
 # --- statistics ----------------------------------------------------------------------------------------
 
 
-def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str, int], dict[str, Any]]:
+def _count(config: Statistics, source: Artifact, draft: Draft) -> dict[str, int]:
     found = count_frequencies(
         slices(source, config.corpus),
         partial(_read_words, dataset=source, config=config),
@@ -116,7 +117,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
         "words": len(kept),
         "rare_words_left_out": found.distinct - found.frequent,
         "words_over_max_words": found.frequent - len(kept),
-    }, {}
+    }
 
 
 def _read_words(parts: Sequence[str], *, dataset: Artifact, config: Statistics) -> Iterator[list[str]]:
@@ -176,7 +177,7 @@ def _train(config: Learned, dataset: str, folder: str, target: str) -> tuple[dic
     return {"texts": len(texts), "positives": pairs}, facts
 
 
-# --- examples ------------------------------------------------------------------------------------------
+# --- examples: functions of an `item` are tasks, which return the number of rows that they wrote ----------
 
 
 def gather_examples(
@@ -198,7 +199,7 @@ def gather_examples(
 
 def read_examples(config: Learned, folder: str) -> Examples:
     """The words of queries in random order, the target of each word, and the number of positive pairs."""
-    queries, pairs = _read(folder, "queries.parquet"), _read(folder, "pairs.parquet")
+    queries, pairs = _read(folder, "queries"), _read(folder, "pairs")
     row_of = {query_id: row for row, query_id in enumerate(queries["query_id"].to_pylist())}
     queries_of: dict[str, list[int]] = {}
     for query_id, doc_id in zip(pairs["query_id"].to_pylist(), pairs["doc_id"].to_pylist(), strict=True):
@@ -215,68 +216,68 @@ def read_examples(config: Learned, folder: str) -> Examples:
 
 
 def _take_queries(item: NumberedSlice, *, config: Learned, dataset: Artifact, folder: str) -> int:
-    """Task: a sample of the training queries of a slice."""
+    """A sample of the training queries of a slice."""
     tables = (dataset.table(part, QUERIES.names) for part in item[1])
     train = (table.filter(pc.equal(table["split"], "train")) for table in tables)
-    return _write(sample_queries(train, config.max_queries, seed=config.seed), folder, "queries", item[0])
+    sampled = sample_queries(train, config.max_queries, seed=config.seed)
+    return _write(sampled, folder, f"queries/{item[0]:05d}")
 
 
 def _join_queries(item: tuple[int, str], *, config: Learned) -> int:
-    """Task: the sample of all queries."""
+    """The sample of all queries."""
     tables = chain([QUERIES.empty_table()], _tables(item[1], "queries"))
-    sampled = sample_queries(tables, config.max_queries, seed=config.seed)
-    return write_table(fs.join(item[1], "queries.parquet"), sampled).rows or 0
+    return _write(sample_queries(tables, config.max_queries, seed=config.seed), item[1], "queries")
 
 
 def _take_pairs(
     item: NumberedSlice, *, config: Learned, dataset: Artifact, folder: str, held_out: pa.Array
 ) -> int:
-    """Task: a sample of the positives, which training may see, of the sampled queries in a slice of a log."""
+    """A sample of the positives, which training may see, of the sampled queries in a slice of a log."""
     kind, *parts = item[1]
     column = POSITIVES[kind][1]
-    asked = _read(folder, "queries.parquet")["query_id"].combine_chunks()
+    query_ids = _read(folder, "queries")["query_id"].combine_chunks()
 
     def pairs() -> Iterator[pa.Table]:
         for part in parts:
             table = dataset.table(part, [*PAIR, column])
-            chosen = pc.greater(table[column].cast(pa.int32()), 0)
-            table = table.filter(pc.and_(chosen, pc.is_in(table["query_id"], value_set=asked))).select(PAIR)
-            yield table.filter(pc.invert(pc.is_in(table["doc_id"], value_set=held_out)))
+            positive = table.filter(pc.greater(table[column].cast(pa.int32()), 0)).select(PAIR)
+            seen = positive.filter(pc.invert(pc.is_in(positive["doc_id"], value_set=held_out)))
+            yield seen.filter(pc.is_in(seen["query_id"], value_set=query_ids))
 
     sampled = sample_positives(pairs(), most=config.max_positives, seed=config.seed)
-    return _write(sampled, folder, "positives", item[0])
+    return _write(sampled, folder, f"positives/{item[0]:05d}")
 
 
 def _join_pairs(item: tuple[int, str], *, config: Learned) -> int:
-    """Task: the sample of all positives."""
+    """The sample of all positives."""
     pairs = sample_positives(_tables(item[1], "positives"), most=config.max_positives, seed=config.seed)
-    return write_table(fs.join(item[1], "pairs.parquet"), pairs).rows or 0
+    return _write(pairs, item[1], "pairs")
 
 
 def _take_texts(item: NumberedSlice, *, config: Learned, dataset: Artifact, folder: str) -> int:
-    """Task: the texts of the positives in a slice of the documents."""
-    sought = _read(folder, "pairs.parquet")["doc_id"].combine_chunks()
+    """The texts of the positives in a slice of the documents."""
+    doc_ids = _read(folder, "pairs")["doc_id"].combine_chunks()
     found = [pa.schema({"doc_id": pa.string(), "text": pa.string()}).empty_table()]
     for part in item[1]:
         table = dataset.table(part, ["doc_id", *config.fields])
-        table = table.filter(pc.is_in(table["doc_id"], value_set=sought))
+        table = table.filter(pc.is_in(table["doc_id"], value_set=doc_ids))
         texts = pa.array(join_fields(table, config.fields), pa.string())
         found.append(pa.table({"doc_id": table["doc_id"], "text": texts}))
-    return _write(pa.concat_tables(found), folder, "texts", item[0])
+    return _write(pa.concat_tables(found), folder, f"texts/{item[0]:05d}")
 
 
-def _write(table: pa.Table, folder: str, kind: str, number: int) -> int:
-    return write_table(fs.join(folder, kind, f"{number:05d}.parquet"), table).rows or 0
+def _write(table: pa.Table, folder: str, name: str) -> int:
+    return write_table(fs.join(folder, f"{name}.parquet"), table).rows or 0
+
+
+def _read(folder: str, name: str) -> pa.Table:
+    return read_table(fs.join(folder, f"{name}.parquet"))
 
 
 def _tables(folder: str, kind: str) -> Iterator[pa.Table]:
     """What the tasks of a kind wrote, in the order of their slices."""
     names = [name for name in fs.list_files(fs.join(folder, kind)) if name.endswith(".parquet")]
-    return (_read(folder, f"{kind}/{name}") for name in sorted(names))
-
-
-def _read(folder: str, name: str) -> pa.Table:
-    return read_table(fs.join(folder, name))
+    return (read_table(fs.join(folder, kind, name)) for name in sorted(names))
 
 
 def sample_queries(queries: Iterable[pa.Table], size: int, *, seed: int) -> pa.Table:

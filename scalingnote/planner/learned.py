@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32
 from numpy import ndarray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.utils.rnn import pad_sequence
 
 from scalingnote.errors import ArtifactError, ConfigError, TrainingError
 from scalingnote.log import Progress
@@ -83,25 +84,16 @@ class TermRegressor(nn.Module):
 
     def forward(self, rows: Sequence[TermTokens]) -> Float[Tensor, " terms"]:
         """Logits of the distinct words of all rows; undefined for words that are not read."""
-        ids, mask = self._pad(rows)
+        device = self.head.weight.device
+        tokens = [torch.tensor(row.ids, dtype=torch.long) for row in rows]
+        ids = pad_sequence(tokens, batch_first=True, padding_value=self._special.pad).to(device)
+        mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True).to(device)
         hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         places = [
             i * ids.shape[1] + max(position, 0) for i, row in enumerate(rows) for position in row.positions
         ]
-        at = torch.tensor(places, dtype=torch.long, device=ids.device)
+        at = torch.tensor(places, dtype=torch.long, device=device)
         return self.head(hidden.flatten(0, 1)[at].float()).squeeze(-1)  # type: ignore[no-any-return]
-
-    def _pad(
-        self, rows: Sequence[TermTokens]
-    ) -> tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]:
-        longest = max(len(row.ids) for row in rows)
-        ids = torch.full((len(rows), longest), self._special.pad)
-        mask = torch.zeros((len(rows), longest), dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, : len(row.ids)] = torch.tensor(row.ids)
-            mask[i, : len(row.ids)] = 1
-        device = self.head.weight.device
-        return ids.to(device), mask.to(device)
 
     @torch.inference_mode()
     def score(self, texts: Sequence[Sequence[str]]) -> Float32[ndarray, " terms"]:

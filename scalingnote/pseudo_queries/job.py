@@ -12,6 +12,7 @@ query, or to a validation query of the triplets, is left out: the student must n
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,15 @@ from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.pseudo_queries.sampling import SourceDocument, draw
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, shuffle
-from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
-from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, named_parts, run_slices, slices
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.shuffle import (
+    JsonRecord,
+    NumberedSlice,
+    named_parts,
+    run_slices,
+    slices,
+    write_tables,
+)
 
 log = get_logger("pseudo_queries")
 TABLE = "queries"
@@ -119,7 +127,7 @@ class TextBuckets:
         return texts, shuffle.gather(self._target("held"), bucket, schema=HELD_OUT)
 
     def _scatter(self, table: pa.Table, kind: str, name: str) -> None:
-        bucket = shuffle.bucket_of(table["key"], self.count) if len(table) else np.empty(0, np.int64)
+        bucket = shuffle.bucket_of(table["key"], self.count)
         shuffle.scatter(table, bucket, target=self._target(kind), name=name)
 
     def _target(self, kind: str) -> str:
@@ -179,17 +187,13 @@ def hold_out_validation(item: NumberedSlice, *, triplets: Artifact, to: TextBuck
 
 def scatter_log(item: tuple[int, str], *, config: PseudoQueriesConfig, to: TextBuckets) -> JsonRecord:
     """Write the queries of a log to buckets; counts `rows` written and `unreadable` rows."""
-    texts: list[str] = []
+    rows = _log_texts(item[1])
     written = unreadable = chunk = 0
-    for text in _log_texts(item[1]):
-        if text is None:
-            unreadable += 1
-            continue
-        texts.append(text)
-        if len(texts) == LOG_CHUNK_ROWS:
-            written += _write_real(texts, f"log-{chunk:05d}", config, to)
-            texts, chunk = [], chunk + 1
-    written += _write_real(texts, f"log-{chunk:05d}", config, to)
+    while some := list(islice(rows, LOG_CHUNK_ROWS)):
+        texts = [text for text in some if text is not None]
+        written += _write_real(texts, f"log-{chunk:05d}", config, to)
+        unreadable += len(some) - len(texts)
+        chunk += 1
     if unreadable:
         log.warning("%s: %s rows have no readable query and were left out", item[1], f"{unreadable:,}")
     return {"rows": written, "unreadable": unreadable}
@@ -214,15 +218,14 @@ def merge_bucket(item: tuple[int, int], *, of: TextBuckets, output: str, rows: i
     columns = {name: kept[f"{name}_first"] for name in names}
     ids = pa.array([f"text {number:016x}" for number in numbers.tolist()], pa.string())
     whole = pa.table({"query_id": ids, **columns}).take(pa.array(order)).cast(schema.PSEUDO_QUERIES)
-    files = []
-    for part, start in enumerate(range(0, len(whole), rows)):
-        name = f"{TABLE}/part-{bucket:05d}-{part:05d}.parquet"
-        files.append((name, vars(write_table(fs.join(output, name), whole.slice(start, rows)))))
-    validation = pc.sum(pc.equal(whole["split"], "validation")).as_py() or 0
+    parts = {
+        f"{TABLE}/part-{bucket:05d}-{part:05d}.parquet": whole.slice(start, rows)
+        for part, start in enumerate(range(0, len(whole), rows))
+    }
     return {
-        "files": files,
+        "files": write_tables(output, parts),
         "queries": len(whole),
-        "validation": validation,
+        "validation": pc.sum(pc.equal(whole["split"], "validation")).as_py() or 0,
         "held_out": len(distinct) - len(kept),
     }
 

@@ -10,8 +10,8 @@ import pytest
 from scalingnote.datasets import log_columns, row_checks
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.log_columns import CHECKED, MAX_EXAMPLES, PROBLEM, LogTally, check_table, query_ids
-from scalingnote.datasets.log_inputs import LogSlice, column_kinds, read_slice
-from scalingnote.datasets.raw_rows import SHOWN_CHARS, Quarantine
+from scalingnote.datasets.log_inputs import LogSlice, read_slice
+from scalingnote.datasets.raw_rows import SHOWN_CHARS, File, Quarantine, whole
 from scalingnote.storage.artifact import read_table
 
 CONFIG = Logs(documents={"path": "d"}, impressions={"path": "i"}, max_title_chars=50, max_content_chars=100)
@@ -40,12 +40,12 @@ def check_json(tmp_path, table, rows, config=CONFIG):
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"\n".join(lines) + b"\n")
     names = {name for row in rows if isinstance(row, dict) for name in row}
-    size = path.stat().st_size
-    piece = LogSlice(0, table, str(path), {name: name for name in sorted(names)}, 0, size, size, 0)
+    part = whole(File(str(path), path.stat().st_size, 0))
+    piece = LogSlice(0, table, part, {name: name for name in sorted(names)})
     tally = LogTally()
     tables = [
         check_table(read_rows, table, config=config, tally=tally)
-        for read_rows in read_slice(piece, kinds=column_kinds(config, table), tally=tally)
+        for read_rows in read_slice(piece, config=config, tally=tally)
     ]
     return pa.concat_tables(tables), tally
 
@@ -277,7 +277,7 @@ def test_a_tally_counts_all_and_keeps_the_first(tmp_path):
             rows.append_column("task", pa.array([number] * len(rows))),
             np.ones(len(rows), bool),
         )
-        tally.add_repaired("m")
+        tally.repaired["m"] += 1
         tally.counts["documents"] += 2
         total.add(json.loads(json.dumps(tally.store(str(tmp_path / f"{number}.arrow")))))
     assert total.rejected == {"documents: no text": 3 * (MAX_EXAMPLES + 5)}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.log_columns import LogTally
-from scalingnote.datasets.log_inputs import LogSlice, column_kinds, plan_slices, read_slice
-from scalingnote.datasets.raw_rows import find_files
+from scalingnote.datasets.log_inputs import LogSlice, plan_slices, read_slice
+from scalingnote.datasets.raw_rows import File, cut, find_files
 from scalingnote.datasets.raw_rows import lines as lines_of
 from scalingnote.errors import DataError
 
@@ -158,13 +158,11 @@ def test_slices_are_runs_of_row_groups(tmp_path):
     assert [piece.number for piece in slices] == list(range(len(slices)))
     found = [piece for piece in slices if piece.table == "impressions"]
     assert len(found) > 4
-    assert all(piece.size <= 1 << 20 for piece in found)
+    assert all(piece.part.size <= 1 << 20 for piece in found)
     doc_ids = [
         doc_id
         for piece in found
-        for table in read_slice(
-            piece, kinds=column_kinds(Logs(**_any(path)), "impressions"), tally=LogTally()
-        )
+        for table in read_slice(piece, config=Logs(**_any(path)), tally=LogTally())
         for doc_id in table["doc_id"].to_pylist()
     ]
     assert doc_ids == rows["doc_id"].to_pylist()
@@ -181,11 +179,8 @@ def test_byte_ranges_give_every_line_to_one_slice(tmp_path_factory, lengths, ste
     data = b"\n".join(bytes([97 + n % 26]) * length for n, length in enumerate(lengths))
     data += b"\n" if ends and data else b""
     path.write_bytes(data)
-    pieces = [
-        LogSlice(0, "impressions", str(path), {}, start, min(start + step, len(data)), step, 0)
-        for start in range(0, len(data), step)
-    ]
-    assert b"".join(line for p in pieces for line in lines_of(p.uri, p.start, p.stop)) == data
+    pieces = cut([File(str(path), len(data), 0)], limit=step)
+    assert b"".join(line for p in pieces for line in lines_of(p.file.uri, p.start, p.stop)) == data
 
 
 def test_a_broken_line_changes_no_other_row(tmp_path, monkeypatch):
@@ -200,12 +195,10 @@ def test_a_broken_line_changes_no_other_row(tmp_path, monkeypatch):
     columns = {name: name for name in IMPRESSION}
 
     def doc_ids(path, step):
-        size, found, tally = path.stat().st_size, [], LogTally()
-        for start in range(0, size, step):
-            piece = LogSlice(0, "impressions", str(path), columns, start, min(start + step, size), step, 0)
-            for table in read_slice(
-                piece, kinds=column_kinds(Logs(**_any(path)), "impressions"), tally=tally
-            ):
+        found, tally = [], LogTally()
+        for part in cut([File(str(path), path.stat().st_size, 0)], limit=step):
+            piece = LogSlice(0, "impressions", part, columns)
+            for table in read_slice(piece, config=Logs(**_any(path)), tally=tally):
                 found += zip(
                     table["doc_id"].to_pylist(), map(float, table["position"].to_pylist()), strict=True
                 )

@@ -85,7 +85,7 @@ def many(monkeypatch):
         monkeypatch.setattr(supervision, "MAX_ROWS", 100)
         monkeypatch.setattr(job, "BUCKET_BYTES", 6_000)
         monkeypatch.setattr(job, "_ROWS_PER_BATCH", 16)
-        monkeypatch.setattr(supervision, "_ROWS_PER_BATCH", 16)
+        monkeypatch.setattr(raw_rows, "_ROWS_PER_BATCH", 16)
         monkeypatch.setattr(raw_rows, "SLICE_BYTES", 3_000)
 
     return limit
