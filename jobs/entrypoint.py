@@ -18,9 +18,9 @@ if sys.path[0] == str(HERE):
 
 from scalingnote import pipeline, stages
 from scalingnote.config import load
+from scalingnote.encode.config import IngestConfig
 from scalingnote.errors import ConfigError, ScalingNoteError
 from scalingnote.experiment.config import ExperimentConfig
-from scalingnote.encode.config import IngestConfig
 from scalingnote.log import configure
 from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import Artifact
