@@ -4,6 +4,7 @@ import multiprocessing
 import random
 import shutil
 import socket
+import sqlite3
 import subprocess
 import tempfile
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from scalingnote.errors import ConfigError, DataError
+from scalingnote.fuse import feature_store
 from scalingnote.fuse.feature_store import Event, FeatureStore, StoreConfig, User, consume, open_store
 
 
@@ -193,12 +195,13 @@ def test_an_event_that_cannot_be_stored_is_refused_before_any_is(url: str):
     assert store.get_many(["u"]) == [User({}, ())]
 
 
-def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path):
+def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """SQLite: an error in the middle of a transaction takes its events, and their ids, back."""
     store = opened(f"sqlite:{tmp_path}/features.db")
-    unwritable = Event("e2", "u", 2.0, 2**70, {"column": 1})  # SQLite holds no such number
-    with pytest.raises(OverflowError):
-        store.write([click(1), unwritable])
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_store, "TRIM_HISTORY", "an error when all events are applied")
+        with pytest.raises(sqlite3.OperationalError):
+            store.write([click(1), click(2)])
     assert store.get_many(["u"]) == [User({}, ())]
     assert store.write([click(1)]) == 1
 
