@@ -247,7 +247,7 @@ def worked(source: str, ids: str, rows: int) -> float:
         coder = job._Coder(config, embeddings, done.file(job.CODEBOOKS), work)
         parts = embeddings.names("embeddings/", ".parquet")
         for number, part in enumerate(parts):
-            coder((number, (part, 0)))
+            coder((number, [part, 0]))
         where = naming.CodedCorpus(f"{work}/ids", work, config.levels, config.codes)
         coded = [part.replace("embeddings/", "codes/") for part in parts]
         naming.name(where, coded, job.part_rows(embeddings, parts), each=map)

@@ -81,7 +81,8 @@ def _bit_of(
 def _may_be_owned(keys: UInt64[ndarray, " keys"], bits: UInt8[ndarray, " bytes"]) -> Bool[ndarray, " keys"]:
     """True for every own key, and for one in sixteen others."""
     byte, mask = _bit_of(keys, bits)
-    return (bits[byte] & mask).astype(bool)
+    passed: Bool[ndarray, " keys"] = (bits[byte] & mask).astype(bool)
+    return passed
 
 
 def own_keys(

@@ -230,7 +230,8 @@ def _code(
     config: QuantizeConfig, parts: Sequence[str], rows: Sequence[int], draft: Draft, source: Artifact
 ) -> None:
     size = 0 if config.codebooks else _sample_size(config, rows)
-    items = [*zip(parts, shares(rows, size=size, seed=config.seed), strict=True)]
+    takes = shares(rows, size=size, seed=config.seed)
+    items = [[part, take] for part, take in zip(parts, takes, strict=True)]
     code = cluster.Loaded(partial(_Coder, config, source, draft.path(CODEBOOKS), draft.work()))
     each = partial(cluster.map_loaded, resources=config.resources)
     folder = draft.work()
@@ -245,8 +246,8 @@ class _Coder:
         self._config, self._source, self._work = config, source, work
         self._codebooks = safetensors.load(fs.read_bytes(codebooks))["codebooks"]
 
-    def __call__(self, item: tuple[int, tuple[str, int]]) -> None:
-        """Code a part, of which so many rows are in the sample."""
+    def __call__(self, item: tuple[int, list[Any]]) -> None:
+        """Code a part, of which so many rows are in the sample: its number, its name and that number."""
         number, (part, sampled) = item
         doc_ids, vectors = read_vectors(self._source, part)
         codes = kmeans.encode(vectors, self._codebooks, beam=self._config.beam)
