@@ -126,7 +126,7 @@ def _typed(condition: Any, kind: pa.DataType) -> Condition:
     return list(pa.array(values, kind).to_pylist())
 
 
-def _limits(kind: pa.DataType) -> tuple[float, float]:
+def _limits(kind: pa.DataType) -> tuple[float | int, float | int]:
     if not pa.types.is_integer(kind):
         return -math.inf, math.inf
     limits = np.iinfo(kind.to_pandas_dtype())
