@@ -56,7 +56,7 @@ class _Ingress:
         self._admission = Admission(config.limits, keys, is_open=config.allow_unauthenticated)
         replica = serve.get_replica_context().replica_id.unique_id
         log = None if config.access_log is None else AccessWriter(config.access_log, replica)
-        self._on_done = RequestObserver(self._metrics, log)
+        self._observer = RequestObserver(self._metrics, log)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the HTTP side of this replica."""
@@ -65,7 +65,7 @@ class _Ingress:
             self._config,
             admission=self._admission,
             scrape=scrape,
-            on_done=self._on_done,
+            on_done=self._observer,
             on_poll=self._set_gauges,
             in_serve=True,
         )
@@ -118,7 +118,7 @@ class Gateway(_Ingress, Servicer):
             aggregators=aggregators,
             teacher=teacher,
         )
-        Servicer.__init__(self, service, self._admission, self._on_done)
+        Servicer.__init__(self, service, self._admission, self._observer)
 
 
 @serve.deployment

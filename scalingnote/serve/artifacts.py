@@ -99,10 +99,8 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
             )
         index, tower = open_artifact(args.index, kind="index"), tower_at(args.query_tower)
         served = _served(index, tower, QueryPathParts(_location(tower)), args.serve)
-        served = replace(served, teacher=_teacher(served, None))
-        if args.document_tower is None:
-            return served
-        return replace(served, document_tower=_location(tower_at(args.document_tower)))
+        document_tower = None if args.document_tower is None else _location(tower_at(args.document_tower))
+        return replace(served, teacher=_teacher(served, None), document_tower=document_tower)
     run = pipeline.load_run(args.run_dir)
     config = merged(run.run_dir, run.serve, args.serve)
     index = pipeline.locate(run, "index")
@@ -115,15 +113,13 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
         planner = _location(pipeline.locate(run, "planner"))
         parts = replace(parts, fusion=_location(embeddings), planner=planner)
     served = _served(index, exports.find(tower, config.query_form, run.run_dir), parts, config)
-    served = replace(served, teacher=_teacher(served, run))
-    documents = None if config.live is None else _document_path(run, index)
-    document_tower = _document_tower(run) if config.document_replicas else None
     return replace(
         served,
-        documents=documents,
+        teacher=_teacher(served, run),
+        documents=None if config.live is None else _document_path(run, index),
         address=run.address,
         name=Path(run.run_dir).name,
-        document_tower=document_tower,
+        document_tower=_document_tower(run) if config.document_replicas else None,
     )
 
 

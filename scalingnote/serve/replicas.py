@@ -262,7 +262,7 @@ class IndexSearcher:
         held = len(searcher.shards)
         return VersionContent(searcher.layout, held, searcher.fields, facets, documents_apart=not self._live)
 
-    async def load(self, version: Version) -> bool:
+    async def load(self, version: Version) -> None:
         """Release versions that the catalog will not keep once this one is active, then open this one.
 
         So a replica holds no more versions than the catalog keeps, unless one was active until seconds ago.
@@ -281,9 +281,8 @@ class IndexSearcher:
                 self._held = {name: held for name, held in self._held.items() if name in needed}
                 self._held[version.name] = await asyncio.to_thread(self._open, version)
             self._held_until[version.name] = time.monotonic() + OPEN_TIMEOUT_S
-        return True
 
-    async def refresh(self) -> bool:
+    async def refresh(self) -> None:
         """Read what was written to a live index, and change to its current version."""
         if self._live:
             active = (await asyncio.to_thread(self._catalog.read))[0]
@@ -292,7 +291,6 @@ class IndexSearcher:
             (searcher,) = self._held.values()
             assert isinstance(searcher, LiveSearcher)
             await asyncio.to_thread(searcher.refresh)
-        return True
 
     async def release_old_versions(self) -> None:
         """Release versions that the catalog has not listed for some seconds, once the active one is open."""

@@ -74,10 +74,9 @@ class Writer:
         written = await asyncio.to_thread(self._index.delete, list(doc_ids))
         return sum(shard.rows for shard in written.values())
 
-    async def compact(self) -> str | None:
-        """Write the next version of the index; its URI, or None where there were no writes."""
-        version = await asyncio.to_thread(self._index.compact)
-        return None if version is None else version.uri
+    async def compact(self) -> None:
+        """Write the next version of the index, where there were writes."""
+        await asyncio.to_thread(self._index.compact)
 
 
 @dataclass(frozen=True)
