@@ -137,7 +137,7 @@ class LookupTower(nn.Module):
             )
         self._storage, self.made_from = storage, dict(made_from or {})
         self.table = nn.Parameter(table.detach().float().clone())
-        if features is not None:  # read by train/optimizer.py
+        if features is not None:  # read by train/engine.py
             pairs = torch.from_numpy(features.are_bigrams)
             rates = torch.cat([torch.ones(self.tokens), torch.where(pairs, BIGRAM_RATE, END_RATE)])
             self.table.row_rates = rates  # type: ignore[attr-defined]
