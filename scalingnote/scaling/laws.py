@@ -15,9 +15,10 @@ left.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from io import BytesIO
 from itertools import product
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -347,7 +348,7 @@ def _exp(value: Any) -> Any:
     return np.exp(np.minimum(value, 60.0))
 
 
-def draw(fit: Fit, to: Path | BinaryIO, *, level: float = 0.95) -> None:
+def draw(fit: Fit, to: Path | BytesIO, *, level: float = 0.95) -> None:
     """Plot runs, the fitted curve and its bootstrap band, as PNG or SVG (ScalingNote, Figure 5).
 
     A joint law has one curve over parameters per data size.
