@@ -297,7 +297,7 @@ class DatabaseSearcher:
                 raise ConfigError(f"{place} has another vector of {doc_id!r} than the index: {remedy}")
         for doc_id, shard, row in zip(ids, *self._places(ids), strict=True):
             for name in self.layout.filters if row >= 0 else ():
-                if name not in columns[doc_id] and self._stored[shard].value(int(row), name) is not None:
+                if name not in columns[doc_id] and self._stored[shard][int(row)][name] is not None:
                     raise ConfigError(
                         f"{place} lacks the column {name!r}, which the index filters by: {remedy}"
                     )
