@@ -284,7 +284,7 @@ def parsed_lines(lines: Iterable[bytes]) -> Iterator[Row | UnreadableRow]:
             value = json.loads(line)
         except UnicodeDecodeError:
             yield UnreadableRow(_beginning(line), "invalid UTF-8")
-        except ValueError:
+        except (ValueError, RecursionError):  # the second of lists in lists, some thousand deep
             yield UnreadableRow(_beginning(line), "invalid JSON")
         else:
             yield value if isinstance(value, dict) else UnreadableRow(_beginning(line), "not a JSON object")

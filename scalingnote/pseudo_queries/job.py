@@ -259,7 +259,7 @@ def _log_texts(path: str) -> Iterator[str | None]:
         with file.open("rb") as lines:
             for line in lines:
                 try:
-                    yield line.decode().strip() or None
+                    yield line.decode("utf-8-sig").strip() or None  # a byte-order mark is no text
                 except UnicodeDecodeError:
                     yield None
         return

@@ -168,10 +168,11 @@ class Service:
             raise invalid(f"k is {request.k}, this server gives up to {most} results", "k")
         version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
         content = self.versions.content(version)
-        try:
-            filters.check(where or {}, content.fields)
-        except SearchError as error:
-            raise invalid(str(error), "filter") from None
+        if where:
+            try:
+                filters.check(where, content.fields)
+            except SearchError as error:
+                raise invalid(str(error), "filter") from None
         return version, content.layout, where
 
     async def _encoded(

@@ -170,11 +170,13 @@ def test_a_row_that_is_set_aside_is_no_duplicates_first():
 
 def test_unreadable_lines_are_named(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n{"a": \n[1]\n\n{"a": 2}\n')
+    deep = b"[" * 100_000
+    path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n{"a": \n' + deep + b'\n[1]\n\n{"a": 2}\n')
     rows = list(json_lines(path))
     assert [row if isinstance(row, dict) else row.reason for row in rows] == [
         {"a": 1},
         "invalid UTF-8",
+        "invalid JSON",
         "invalid JSON",
         "not a JSON object",
         {"a": 2},

@@ -127,7 +127,7 @@ def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path, monkeypatch: p
 
 def test_real_queries_join_and_win_over_equal_texts(dataset: Artifact, tmp_path: Path):
     log = tmp_path / "log.txt"
-    log.write_bytes(b"JOINING tensors\nhow do i split?\n\xff\xfe broken\n\nnew one\n")
+    log.write_bytes(b"\xef\xbb\xbfJOINING tensors\nhow do i split?\n\xff\xfe broken\n\nnew one\n")
     config = ONE_EACH.model_copy(update={"train_queries": None, "query_log": str(log)})
     found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
     assert {"JOINING tensors", "new one", "Concatenate", "What is a stride"} <= texts(found).keys()
