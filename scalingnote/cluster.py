@@ -257,7 +257,7 @@ def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> st
     """What the cluster lacks, as a message for the user; empty if it lacks nothing."""
     have, workers = ray.cluster_resources(), resources.workers
     each = _needs_per_worker(resources) if workers else {}
-    asked = " and ".join(f"{need:g} {key}" for key, need in each.items())
+    needed = " and ".join(f"{need:g} {key}" for key, need in each.items())
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     # A worker runs on one node: remainders on two nodes do not add up to a third worker.
     workers_per_node = [
@@ -265,7 +265,7 @@ def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> st
     ]
     if each and not any(workers_per_node):
         knobs = " or ".join(f"{knob}.{key.lower()}s_per_worker" for key in each)
-        return f"{knob} asks for {asked} a worker, no node has that: lower {knobs}, or add a node that has"
+        return f"{knob} asks for {needed} a worker, no node has that: lower {knobs}, or add a node that has"
     for key, spare in (("CPU", task_cpus), ("GPU", 0)):
         if (need := workers * each.get(key, 0.0) + spare) > have.get(key, 0.0):
             return (
@@ -274,8 +274,8 @@ def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> st
             )
     if each and sum(workers_per_node) < workers:
         return (
-            f"{knob} asks for {workers} workers of {asked}, the nodes have room for {sum(workers_per_node)}: "
-            f"lower {knob}.workers or add nodes"
+            f"{knob} asks for {workers} workers of {needed}, the nodes have room for "
+            f"{sum(workers_per_node)}: lower {knob}.workers or add nodes"
         )
     return ""
 

@@ -106,7 +106,7 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> AnyRanker | None:
 
 
 def _parts(config: CollectConfig, dataset: Artifact, ranker: AnyRanker | None) -> int:
-    """Number of buckets of queries: few for few rows, more than asked for where one would fill a worker."""
+    """Number of buckets of queries: few for few rows, more than configured where one is too large."""
     rows = {
         table: sum(dataset.rows_of(dataset.table_parts(table)).values())
         for table in ("queries", "impressions", "scores")
@@ -114,8 +114,8 @@ def _parts(config: CollectConfig, dataset: Artifact, ranker: AnyRanker | None) -
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
         rows["scores"] = rows["queries"] * config.top_t
     total = sum(rows.values())
-    asked = config.parts or min(-(-total // SMALL_BUCKET_ROWS), ENOUGH_BUCKETS)
-    return max(asked, -(-total // MAX_BUCKET_ROWS), 1)
+    parts = config.parts or min(-(-total // SMALL_BUCKET_ROWS), ENOUGH_BUCKETS)
+    return max(parts, -(-total // MAX_BUCKET_ROWS), 1)
 
 
 def _collect(context: Context, draft: Draft, ranker: AnyRanker | None) -> Counter[str]:

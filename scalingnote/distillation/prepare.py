@@ -138,7 +138,7 @@ def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) ->
         each=each,
         section="distill",
     )
-    for table in ("named", "asked"):
+    for table in ("document_hashes", "query_hashes"):
         merge_hashes(folder, table, files=len(parts))
     return max(int(record["group"]) for record in records)
 
@@ -160,7 +160,7 @@ def _write_candidates(
         partial(_documents_of_slice, sources=sources, folder=folder),
         slices(sources.embeddings, "embeddings"),
     )
-    wanted = read_array(fs.join(folder, "named.arrow"))
+    wanted = read_array(fs.join(folder, "document_hashes.arrow"))
     place = number_documents(wanted, written, folder)
     rejected = sources.embeddings.table("rejected.parquet", ["row"])["row"]
     unread = np.flatnonzero(np.isin(wanted, hash_of(rejected))) if len(rejected) else np.empty(0, np.int64)
@@ -209,15 +209,15 @@ def _require_view(embeddings: Artifact) -> None:
 
 def _hashes_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
     table = _training_rows(sources.triplets, item[1], ["query_id", "positive", "negatives", "split"])
-    named, group = tokens.document_hashes(table.to_batches())
-    asked = np.unique(tokens.query_number(table["query_id"]))
-    for name, hashes in (("named", named), ("asked", asked.astype(np.uint64))):
+    documents, group = tokens.document_hashes(table.to_batches())
+    queries = np.unique(tokens.query_number(table["query_id"]))
+    for name, hashes in (("document_hashes", documents), ("query_hashes", queries.astype(np.uint64))):
         write_table(fs.join(folder, file_name(name, item[0])), pa.table({"hash": hashes}))
     return {"group": group}
 
 
 def _documents_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
-    wanted = read_array(fs.join(folder, "named.arrow"))
+    wanted = read_array(fs.join(folder, "document_hashes.arrow"))
     tables: list[pa.Table] = []
     problems: dict[str, str] = {}
     for part in item[1]:
@@ -263,7 +263,7 @@ def _rows_of_slice(
         table,
         tokens.read_answers(sources.triplets, parts),
         group=group,
-        wanted=read_array(fs.join(folder, "named.arrow")),
+        wanted=read_array(fs.join(folder, "document_hashes.arrow")),
         place=read_array(fs.join(folder, "place.arrow")),
     )
     known, queries = read_array(fs.join(folder, "queries.arrow")), np.asarray(columns["query"])
@@ -285,12 +285,12 @@ def _rows_without_documents(
     item: NumberedSlice, *, lessons: list[JsonRecord], starts: list[int], group: int, folder: str
 ) -> JsonRecord:
     """Rows of queries that occur in no triplet."""
-    asked = read_array(fs.join(folder, "asked.arrow"))
+    queries = read_array(fs.join(folder, "query_hashes.arrow"))
     files = named_parts(lessons[item[0]]["files"])
     numbers = np.concatenate(
         [np.empty(0, np.int64), *(read_array(fs.join(folder, name)) for name, _ in files)]
     )
-    alone = np.flatnonzero(~tokens.in_sorted(numbers.astype(np.uint64), asked))
+    alone = np.flatnonzero(~tokens.in_sorted(numbers.astype(np.uint64), queries))
     size = len(alone)
     rows = one_chunk(
         {

@@ -263,12 +263,12 @@ def _search_group(
         for start in range(0, len(part), topk.DOCUMENT_BLOCK):
             chosen = slice(start, start + topk.DOCUMENT_BLOCK)
             block = {name: matrix[chosen] for name, matrix in matrices.items()}
-            for asked in topk.query_blocks(queries):
-                found = {name: one.block(block[name], asked) for name, one in scores.items()}
+            for rows in topk.query_blocks(queries):
+                found = {name: one.block(block[name], rows) for name, one in scores.items()}
                 if joined:
-                    found = {name: one.block(found, asked) for name, one in joined.items()}
+                    found = {name: one.block(found, rows) for name, one in joined.items()}
                 for name, values in found.items():
-                    best[name].score(asked, values, part.rows[chosen])
+                    best[name].score(rows, values, part.rows[chosen])
         for result in best.values():
             result.documents += len(part)
     table = pa.concat_tables(result.table() for result in best.values())
@@ -319,9 +319,9 @@ def _score_group(
             place, present = places(own["doc_id"], part)
             for start in range(0, len(present), _PAIRS_PER_BLOCK):
                 rows = present[start : start + _PAIRS_PER_BLOCK]
-                asked = pc.index_in(own["query"].take(pa.array(rows)), value_set=queries).to_numpy()
+                query_rows = pc.index_in(own["query"].take(pa.array(rows)), value_set=queries).to_numpy()
                 values = {
-                    name: one.pairs(documents[name], asked, place[rows]) for name, one in scores.items()
+                    name: one.pairs(documents[name], query_rows, place[rows]) for name, one in scores.items()
                 }
                 block = pa.table({"table": np.full(len(rows), number), "pair": rows, **values})
                 found.append(block.cast(layout))

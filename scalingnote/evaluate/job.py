@@ -122,10 +122,10 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     with_typos = test.with_typos(share=config.typos, seed=config.seed) if config.typos else None
     queries = test.together_with(with_typos) if with_typos else test
     ancestors = lineage(parents.values())
-    asked = [*queries.queries, *files.queries]
-    encoded, teacher = _encode(methods, ancestors, asked, test=test, keep=each)
+    texts = [*queries.queries, *files.queries]
+    encoded, teacher = _encode(methods, ancestors, texts, test=test, keep=each)
 
-    bm25 = count_bm25(methods, asked, test=queries)
+    bm25 = count_bm25(methods, texts, test=queries)
     runs, searched = retrieve(methods, encoded, bm25, test=queries)
     rankings = rankings_of(runs, test.query_ids)
     values = measure_methods(config, rankings, qrels=test.qrels)
@@ -192,8 +192,8 @@ def _encode(
     if "student" in parents and "dual_encoder" in parents and config.distances:
         # A sample, because all pairs of its queries are compared.
         chosen = np.random.default_rng(config.seed).permutation(len(test.queries))[: config.distances]
-        asked = [test.queries[row] for row in np.sort(chosen)]
-        teacher["test"] = encoded[config.names.dual_encoder].subset(asked)
+        compared = [test.queries[row] for row in np.sort(chosen)]
+        teacher["test"] = encoded[config.names.dual_encoder].subset(compared)
     return encoded, teacher
 
 

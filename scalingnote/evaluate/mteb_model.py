@@ -320,9 +320,9 @@ def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = 
         def load_data(self, *_: Any, **__: Any) -> None:
             judged: dict[str, dict[str, int]] = {}
             rows = readable_rows(source.queries)
-            asked = {row["query_id"]: row["query"] for row in rows if row["split"] in ("test", "")}
+            test_queries = {row["query_id"]: row["query"] for row in rows if row["split"] in ("test", "")}
             for row in readable_rows(source.qrels):
-                if row["query_id"] in asked:
+                if row["query_id"] in test_queries:
                     judged.setdefault(row["query_id"], {})[row["doc_id"]] = int(row["relevance"])
             corpus = [
                 {"id": row["doc_id"], "title": row["title"] or "", "text": row["content"]}
@@ -330,7 +330,7 @@ def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = 
             ]
             split: Any = {
                 "corpus": Dataset.from_list(corpus),
-                "queries": Dataset.from_list([{"id": q, "text": text} for q, text in asked.items()]),
+                "queries": Dataset.from_list([{"id": q, "text": text} for q, text in test_queries.items()]),
                 "relevant_docs": judged,
                 "top_ranked": None,
             }

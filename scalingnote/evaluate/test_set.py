@@ -77,11 +77,11 @@ class QueryEmbeddings:
     def _row(self) -> dict[str, int]:
         return {query: row for row, query in enumerate(self.queries)}
 
-    def of(self, queries: Sequence[str]) -> Float[ndarray, "asked dim"]:
+    def of(self, queries: Sequence[str]) -> Float[ndarray, "some dim"]:
         """Unnormalized embeddings of some of the queries."""
         return np.asarray(self.embeddings[[self._row[query] for query in queries]])
 
-    def unit(self, queries: Sequence[str]) -> Float[ndarray, "asked dim"]:
+    def unit(self, queries: Sequence[str]) -> Float[ndarray, "some dim"]:
         """Embeddings of some of the queries at length 1, as search uses them."""
         return arrow.l2_normalize(self.of(queries))
 
@@ -101,11 +101,11 @@ def load_test_set(dataset: Artifact, *, judgements: str | None = None, each: Tas
     """
     queries = splits.queries(dataset, "test", each=each).sort_by("query_id")
     text = values_by_id(queries.select(["query_id", "query"]))
-    asked = queries["query_id"].combine_chunks()
+    query_ids = queries["query_id"].combine_chunks()
     if judgements is None:
-        judged = find_rows(dataset, "qrels", "query_id", asked, QRELS.names, each=each)
+        judged = find_rows(dataset, "qrels", "query_id", query_ids, QRELS.names, each=each)
     else:
-        task = partial(read_qrels_slice, query_ids=asked)
+        task = partial(read_qrels_slice, query_ids=query_ids)
         judged = pa.concat_tables([QRELS.empty_table(), *each(task, find_trec_slices(judgements))])
     qrels: trec.Qrels = {query_id: {} for query_id in text}
     for row in judged.sort_by([("doc_id", "ascending"), ("relevance", "ascending")]).to_pylist():

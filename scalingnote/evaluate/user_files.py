@@ -136,8 +136,8 @@ def _pairs_of_slice(item: tuple[str, FileRows], *, labels: Sequence[str], datase
     layout = {"query": pa.string(), "doc_id": pa.string()} | {name: pa.float64() for name in labels}
     write_table(uri, pa.Table.from_pylist(pairs, schema=pa.schema(layout)))
     queries = list(dict.fromkeys(pair["query"] for pair in pairs))
-    told = {"uri": uri, "rows": len(pairs), "queries": queries, "unusable": len(rows) - len(pairs)}
-    return pa.Table.from_pylist([told], schema=_SLICE)
+    summary = {"uri": uri, "rows": len(pairs), "queries": queries, "unusable": len(rows) - len(pairs)}
+    return pa.Table.from_pylist([summary], schema=_SLICE)
 
 
 def test_set_pairs(test: TestSet) -> JudgedPairs | None:
@@ -258,19 +258,19 @@ def normalised_words(text: str) -> str:
 def answer_judgements(
     documents: Iterable[tuple[str, str]],
     *,
-    asked: Mapping[str, Collection[str]],
+    queries_of: Mapping[str, Collection[str]],
     answers: Mapping[str, Sequence[str]],
 ) -> dict[str, dict[str, int]]:
     """Query -> document -> 1 for documents (id and text) that contain one of the query's answers.
 
-    `asked` are the queries to check a document for.
+    `queries_of` gives the queries to check a document for.
     """
     known = {
         query: [t for a in texts if (t := normalised_words(a)).strip()] for query, texts in answers.items()
     }
     qrels: dict[str, dict[str, int]] = {query: {} for query in answers}
     for doc_id, text in documents:
-        if queries := asked.get(doc_id):
+        if queries := queries_of.get(doc_id):
             words = normalised_words(text)
             for query in queries:
                 if any(answer in words for answer in known[query]):
@@ -291,14 +291,14 @@ def relaxed_recall(
     A document that contains the words of an answer in sequence counts as relevant, whether it was judged or
     not (Karpukhin et al., 2020; EmbedDistill's relaxed recall).
     """
-    asked: dict[str, set[str]] = {}
+    queries_of: dict[str, set[str]] = {}
     for ranking in rankings.values():
         for query in answers:
             for doc_id in ranking[query][: max(recall_at)]:
-                asked.setdefault(doc_id, set()).add(query)
-    found = find_documents(dataset, asked, ["title", "topic", "content"], each=each)
+                queries_of.setdefault(doc_id, set()).add(query)
+    found = find_documents(dataset, queries_of, ["title", "topic", "content"], each=each)
     documents = zip(found["doc_id"].to_pylist(), document_texts(found), strict=True)
-    qrels = answer_judgements(documents, asked=asked, answers=answers)
+    qrels = answer_judgements(documents, queries_of=queries_of, answers=answers)
 
     def share(ranking: Rankings, k: int) -> float:
         return sum(any(doc in qrels[q] for doc in ranking[q][:k]) for q in answers) / len(answers)

@@ -56,7 +56,7 @@ from scalingnote.storage.shuffle import JsonRecord, TaskRunner, run_slices
 
 log = get_logger("mine")
 MAX_BUCKETS = 256  # of queries, by the hash of their ids
-_ASKED = pa.schema({"query_id": pa.string(), "part": pa.int64()})
+_QUERIES = pa.schema({"query_id": pa.string(), "part": pa.int64()})
 _LINES = RUN_ROWS.append(pa.field("file", pa.int64()))
 
 
@@ -226,8 +226,8 @@ def cut_runs(
     names = triplets.names("triplets/", ".parquet")
     buckets = min(max(len(names), 1), MAX_BUCKETS)
     step = partial(run_slices, folder=folder, section="mine", each=each)
-    asked = partial(scatter_mined_queries, triplets=triplets, folder=folder, buckets=buckets)
-    step("asked", asked, names, unit="parts")
+    queries = partial(scatter_mined_queries, triplets=triplets, folder=folder, buckets=buckets)
+    step("mined_queries", queries, names, unit="parts")
     slices = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
     lines = partial(scatter_lines, held_out=held_out, folder=folder, buckets=buckets)
     step("lines", lines, slices, unit="slices of run files")
@@ -238,9 +238,9 @@ def scatter_mined_queries(item: tuple[int, str], *, triplets: Artifact, folder: 
     """Write the queries of a part of triplets to buckets."""
     number, name = item
     query_ids = triplets.table(name, columns=["query_id"])["query_id"].unique()
-    asked = pa.table({"query_id": query_ids, "part": np.full(len(query_ids), number)})
-    bucket = shuffle.bucket_of(asked["query_id"], buckets)
-    shuffle.scatter(asked, bucket, target=fs.join(folder, "asked"), name=f"{number:05d}")
+    queries = pa.table({"query_id": query_ids, "part": np.full(len(query_ids), number)})
+    bucket = shuffle.bucket_of(queries["query_id"], buckets)
+    shuffle.scatter(queries, bucket, target=fs.join(folder, "mined_queries"), name=f"{number:05d}")
 
 
 def scatter_lines(
@@ -259,11 +259,11 @@ def join_runs(item: tuple[int, int], *, folder: str) -> None:
     """Order a bucket's lines and write them to the parts that ask for their queries."""
     bucket = item[1]
     lines = shuffle.gather(fs.join(folder, "lines"), bucket, schema=_LINES)
-    asked = shuffle.gather(fs.join(folder, "asked"), bucket, schema=_ASKED)
+    queries = shuffle.gather(fs.join(folder, "mined_queries"), bucket, schema=_QUERIES)
     last = lines.group_by("query_id").aggregate([("file", "max")]).rename_columns(["query_id", "file"])
     lines = lines.join(last, ["query_id", "file"], join_type="inner")
     trec.check_distinct(lines, "a file of mine.runs")
-    joined = lines.join(asked, "query_id", join_type="inner")
+    joined = lines.join(queries, "query_id", join_type="inner")
     joined = joined.sort_by(trec.RUN_ORDER).select([*RUN_ROWS.names, "part"])
     target = fs.join(folder, "ranked")
     shuffle.scatter(

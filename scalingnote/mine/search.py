@@ -58,7 +58,7 @@ class Batch:
     """Queries, of length 1, and pairs of a query and a document that answers it."""
 
     queries: Float[ndarray, "queries dim"]
-    asked: Int[ndarray, " pairs"]  # the query of each pair
+    query_rows: Int[ndarray, " pairs"]  # the query of each pair
     positives: pa.ChunkedArray  # doc_id of each pair
 
 
@@ -131,15 +131,15 @@ def _rows_between(numbers: Int[ndarray, " rows"], start: int, stop: int) -> Int[
 
 def _read_batch(pieces: Sequence[Piece]) -> Batch:
     """A batch whose queries have embeddings."""
-    queries, asked, positives, first = [], [], [], 0
+    queries, query_rows, positives, first = [], [], [], 0
     for piece in pieces:
         queries.append(arrow.to_numpy(read_table(fs.join(piece["folder"], EMBEDDINGS))["embedding"]))
         pairs = read_table(fs.join(piece["folder"], PAIRS))
-        asked.append(pairs["query"].to_numpy() + first)
+        query_rows.append(pairs["query"].to_numpy() + first)
         positives += pairs["positive"].chunks
         first += piece["queries"]
     ids = pa.chunked_array(positives, pa.string())
-    return Batch(np.concatenate(queries), np.concatenate(asked), ids)
+    return Batch(np.concatenate(queries), np.concatenate(query_rows), ids)
 
 
 # --- search ----------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def search_shard(
     """
     batch = _read_batch(batches[item[1][0]])
     best = topk.Best(len(batch.queries), config.last_rank)
-    positives = np.full(len(batch.asked), np.nan, np.float32)
+    positives = np.full(len(batch.query_rows), np.nan, np.float32)
     indexed: list[Float[ndarray, "docs dim"]] = []
     ids: list[pa.ChunkedArray] = []
     rows: list[Int[ndarray, " docs"]] = []
@@ -236,7 +236,9 @@ def _score_positives(batch: Batch, table: pa.Table, scores: Float[ndarray, " pai
     documents = arrow.to_numpy(table[SEARCHED_VIEW])
     for start in range(0, len(present), _PAIRS_PER_BLOCK):
         pairs = present[start : start + _PAIRS_PER_BLOCK]
-        scores[pairs] = np.einsum("pd,pd->p", batch.queries[batch.asked[pairs]], documents[places[pairs]])
+        scores[pairs] = np.einsum(
+            "pd,pd->p", batch.queries[batch.query_rows[pairs]], documents[places[pairs]]
+        )
 
 
 def _search_index(

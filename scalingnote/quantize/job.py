@@ -146,9 +146,9 @@ def _require_fitting(
 ) -> None:
     """Check that earlier codebooks have the shape and beam of the config, and the embeddings' dimension."""
     levels, codes, dim = safetensors.load(earlier.read_bytes(CODEBOOKS))["codebooks"].shape
-    asked = {"levels": config.levels, "codes": config.codes, "beam": config.beam}
+    wanted = {"levels": config.levels, "codes": config.codes, "beam": config.beam}
     made = {"levels": levels, "codes": codes, "beam": earlier.manifest.config.get("beam", config.beam)}
-    if asked != made:
+    if wanted != made:
         knobs = " ".join(f"quantize.{name}={value}" for name, value in made.items())
         raise ConfigError(f"IDs stay only with the settings that made {earlier.uri}: set {knobs}")
     if not parts:

@@ -342,7 +342,7 @@ def _partition(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, bounds: li
     ends = np.array(bounds, np.int64).reshape(-1, corpus.levels + 1)
     keys = semantic_id.sortable(to_matrix(whole["codes"]), whole["part"].to_numpy())
     bucket = np.searchsorted(semantic_id.sortable(ends[:, :-1], ends[:, -1]), keys, "right").astype(np.int64)
-    shuffle.scatter(whole, bucket, target=fs.join(corpus.work, "dealt"), name=f"{item[0]:05d}")
+    shuffle.scatter(whole, bucket, target=fs.join(corpus.work, "scattered"), name=f"{item[0]:05d}")
     return len(whole)
 
 
@@ -352,7 +352,7 @@ def _count_at_bound(item: tuple[int, int], *, corpus: CodedCorpus, bounds: list[
     if not part:
         return 0
     layout = pa.schema({"doc_id": pa.string(), "codes": pa.list_(pa.uint16(), corpus.levels)})
-    table = shuffle.gather(fs.join(corpus.work, "dealt"), item[1], schema=layout)
+    table = shuffle.gather(fs.join(corpus.work, "scattered"), item[1], schema=layout)
     codes = to_matrix(table["codes"])
     equal = (codes == np.array(bound)).all(axis=1)
     doc_ids = table["doc_id"].combine_chunks().filter(pa.array(equal))
@@ -373,7 +373,7 @@ def _assign_suffixes(
     wide = {"codes": pa.list_(pa.uint16(), corpus.levels), "energy": pa.list_(pa.float32(), corpus.levels)}
     origin = {"sampled": pa.bool_(), "part": pa.int32(), "row": pa.int32()}
     layout = pa.schema({"doc_id": pa.string(), **wide, **origin})
-    table = shuffle.gather(fs.join(corpus.work, "dealt"), number, schema=layout).combine_chunks()
+    table = shuffle.gather(fs.join(corpus.work, "scattered"), number, schema=layout).combine_chunks()
     if not len(table):
         return {"documents": 0}
     doc_ids, codes = table["doc_id"].combine_chunks(), to_matrix(table["codes"])

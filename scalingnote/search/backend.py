@@ -172,7 +172,7 @@ class DatabaseSearcher:
     def _dense(
         self, unit: Float[ndarray, "queries dim"], depth: int, where: Conditions, *, exact: bool
     ) -> list[Hits]:
-        """The best by vectors. A graph may find too few behind a filter: these queries are asked again."""
+        """The best by vectors. A graph may find too few behind a filter: these queries are searched again."""
         with self._database_errors():
             found = self._collection.dense(unit, k=depth, where=where, thorough=exact)
         wanted = min(depth, len(self))
@@ -186,12 +186,12 @@ class DatabaseSearcher:
 
     def _sparse(self, rows: Sequence[Terms], depth: int, where: Conditions) -> list[Hits]:
         """The best by terms; none for a query without terms."""
-        asked = [n for n, row in enumerate(rows) if row]
+        with_terms = [n for n, row in enumerate(rows) if row]
         found: list[Hits] = [([], [])] * len(rows)
-        if asked:
+        if with_terms:
             with self._database_errors():
-                answers = self._collection.sparse([rows[n] for n in asked], k=depth, where=where)
-            for n, hits in zip(asked, answers, strict=True):
+                answers = self._collection.sparse([rows[n] for n in with_terms], k=depth, where=where)
+            for n, hits in zip(with_terms, answers, strict=True):
                 found[n] = hits
         return found
 

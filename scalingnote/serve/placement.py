@@ -135,8 +135,8 @@ def _misfit(
         return f"asks for a node with the labels {dict(selector)}, no node has them"
     fitting = [node for node in labelled if _fits(needs, node)]
     if not fitting:
-        asked = " and ".join(_amount(*need) for need in needs.items())
-        return f"asks for {asked} a replica, no node{' with its labels' if selector else ''} has that"
+        needed = " and ".join(_amount(*need) for need in needs.items())
+        return f"asks for {needed} a replica, no node{' with its labels' if selector else ''} has that"
     if per_node is not None and per_node * len(fitting) < replicas:
         return f"has {replicas} replicas, at most {per_node} a node, and {len(fitting)} nodes that fit"
     return ""

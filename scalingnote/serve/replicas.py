@@ -109,8 +109,8 @@ class ArmEncoder(TextTower):
         """Queries of one user with their embeddings and terms."""
         if self._batcher is None:
             return self._path(queries)
-        asked = [(query, user_id) for query in queries]
-        return await self._batcher.run_between_batches(lambda: self._encode_batch(asked))
+        pairs = [(query, user_id) for query in queries]
+        return await self._batcher.run_between_batches(lambda: self._encode_batch(pairs))
 
     async def terms(self, queries: Sequence[str]) -> list[tuple[list[int], list[float]]] | Refused:
         """Terms and weights of each query; refused where the documents have no terms."""

@@ -90,9 +90,9 @@ def test_an_answer_is_found_as_words_in_any_case():
         ("c", "他住在纽约市"),
         ("d", "York New"),
     ]
-    asked = dict.fromkeys("abcd", ("q", "empty"))
+    queries_of = dict.fromkeys("abcd", ("q", "empty"))
     found = user_files.answer_judgements(
-        documents, asked=asked, answers={"q": ["new york", "纽约"], "empty": ["?"]}
+        documents, queries_of=queries_of, answers={"q": ["new york", "纽约"], "empty": ["?"]}
     )
     assert found == {"q": {"a": 1, "c": 1}, "empty": {}}
 
