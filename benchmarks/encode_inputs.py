@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from scalingnote.config import Config
-from scalingnote.encode.engines import Cost
+from scalingnote.encode.encodings import Cost
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.config import Scratch, TowerConfig
 from scalingnote.storage import schema

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from scalingnote.cross_encoder.config import CrossEncoderLosses
 from scalingnote.encode.encoder import by_tokens
-from scalingnote.encode.engines import Cost, RowEncoding
+from scalingnote.encode.encodings import Cost, RowEncoding
 from scalingnote.errors import TrainingError
 from scalingnote.losses import mean_of_present, teacher_kl
 from scalingnote.models import cross_encoder, flops

@@ -29,7 +29,8 @@ from scalingnote import cluster
 from scalingnote.config import dump
 from scalingnote.encode import engines
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.encode.engines import Engine, LoadEngine
+from scalingnote.encode.encodings import Engine
+from scalingnote.encode.engines import LoadEngine
 from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, totals, write_parts
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.log import get_logger

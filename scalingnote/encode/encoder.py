@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote.encode.engines import Cost, RowEncoding, TopTerms
+from scalingnote.encode.encodings import Cost, RowEncoding, TopTerms
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import flops
 from scalingnote.models.batch import collate

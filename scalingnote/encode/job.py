@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from scalingnote import cluster
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents
-from scalingnote.encode.engines import Cost, RowEncoding
+from scalingnote.encode.encodings import Cost, RowEncoding
 from scalingnote.encode.parts import EncodedPart, Steps, reader_cpus, write_parts
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.storage import arrow, schema, shuffle

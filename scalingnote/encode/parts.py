@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from scalingnote import cluster
 from scalingnote.encode.config import Fleet
-from scalingnote.encode.engines import Cost
+from scalingnote.encode.encodings import Cost
 from scalingnote.errors import EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs

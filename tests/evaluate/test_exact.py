@@ -10,7 +10,7 @@ import pytest
 
 from scalingnote import hybrid, topk
 from scalingnote.bm25 import BM25
-from scalingnote.encode.engines import TopTerms
+from scalingnote.encode.encodings import TopTerms
 from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, PairTable, TermScores, TopDocuments
