@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from scalingnote.array_types import Float32, Int16, Int64
 from scalingnote.models.lookup_table import Table, read_published
-from scalingnote.models.prompt import cut_characters, tokenize
+from scalingnote.models.prompt import cut_characters, tokenize, without_limits
 
 _BATCH_QUERIES = 16  # their rows fit in a core's cache (18 tokens of 384 dimensions: 440 KB)
 _MAX_CACHED_SHARES = 128  # arrays of equal shares are made once for queries of fewer tokens
@@ -45,10 +45,7 @@ class LookupEncoder:
         """
         published = None if (folder / "tower.json").exists() else read_published(folder)
         self._table = table = published or Table.read(folder)
-        tokenizer = Tokenizer.from_str(table.tokenizer_json)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        self._tokenizer = WordTokenizer(tokenizer)
+        self._tokenizer = WordTokenizer(without_limits(Tokenizer.from_str(table.tokenizer_json)))
         self.dim, self.max_tokens = table.values.shape[1], table.max_length
         # The plain array behind the memory map: every slice of np.memmap creates another np.memmap.
         self._values, self._scales = np.asarray(table.values), table.scales

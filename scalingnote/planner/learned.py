@@ -29,6 +29,7 @@ from scalingnote.log import Progress
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone, train_tokenizer
 from scalingnote.models.config import Scratch
+from scalingnote.models.prompt import without_limits
 from scalingnote.planner.config import Learned
 
 NOT_READ = -1  # position of a word behind the last token that the encoder reads
@@ -59,9 +60,7 @@ class TermRegressor(nn.Module):
         for parameter in self.head.parameters():
             nn.init.zeros_(parameter)  # every score starts at 1/2
         self.tokenizer, self._special, self._max_length = backbone.tokenizer, backbone.special, max_length
-        self._tokens = backbone.raw_tokenizer
-        self._tokens.no_padding()
-        self._tokens.no_truncation()
+        self._tokens = without_limits(backbone.raw_tokenizer)
 
     def rows(self, texts: Sequence[Sequence[str]]) -> list[TermTokens]:
         """Token rows of texts given as words."""

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders
 
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import published_model
+from scalingnote.models.prompt import without_limits
 from scalingnote.models.published_model import Role
 from scalingnote.storage.artifact import open_artifact
 
@@ -266,8 +267,5 @@ def tokenizer_of(folder: Path, role: Role) -> Tokenizer:
         places = [published_model.read(folder, role).folder]
     for place in (*places, folder):
         if (file := place / "tokenizer.json").exists():
-            tokenizer: Tokenizer = Tokenizer.from_file(str(file))
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            return tokenizer
+            return without_limits(Tokenizer.from_file(str(file)))
     raise ConfigError(f"{folder} has no tokenizer.json of its {role} side: convert its tokenizer first")
