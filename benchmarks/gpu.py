@@ -20,6 +20,7 @@ peak. The estimate beside the measured peak is what `train --dry-run` would coun
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -46,6 +47,7 @@ from benchmarks.gpu_towers import (
 from benchmarks.report import arguments, show, write
 from scalingnote.distillation.config import DistillLosses
 from scalingnote.distillation.objective import Lesson, StageTwo
+from scalingnote.log import get_logger
 from scalingnote.models import backbone, flops, weights
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import collate
@@ -61,9 +63,11 @@ from scalingnote.train.config import Ddp, Fsdp2, Losses, Memory, Optimizer, Rank
 from scalingnote.train.engine import Cacheable
 from scalingnote.train.objective import StageOne
 
+PARTS = ("towers", "engines", "index", "queries")
 BATCHES = 4  # different ones, in turn
 STUDENT_ROWS = 64  # lessons of a step, for each triplet of a training step
 Work = Callable[..., Figures]
+log = get_logger("gpu")
 
 
 def main() -> None:
@@ -71,33 +75,57 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape, on the CPU")
     parser.add_argument("--seconds", type=float, help="of each measurement, default: 25; dry run: 0.2")
     parser.add_argument("--rows", type=int, help="triplets of a training step, default: 48; dry run: 4")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     options = parser.parse_args()
     dry = options.dry_run
     if not dry and not torch.cuda.is_available():
         parser.error("no GPU here: --dry-run shows that the code works")
     device = torch.device("cpu" if dry else "cuda")
     shape = TINY if dry else PUBLISHED["Qwen/Qwen2.5-7B"]
+    small = TINY if dry else PUBLISHED["Qwen/Qwen2.5-1.5B"]
     seconds = options.seconds or (0.2 if dry else 25.0)
-    rows = measure_all(shape, device, seconds=seconds, rows=options.rows or (4 if dry else 48))
+    rows = options.rows or (4 if dry else 48)
     name = "CPU" if dry else torch.cuda.get_device_name()
-    show(f"{shape.parameters:,} parameters on {name}", rows)
-    metrics = {
+    parts: dict[str, tuple[str, Callable[[], list[Figures]], Callable[[list[Figures]], dict[str, float]]]] = {
+        "towers": (
+            f"{shape.parameters:,} parameters on {name}",
+            lambda: measure_all(shape, device, seconds=seconds, rows=rows),
+            metrics,
+        ),
+        "engines": (
+            f"Engines of the stage encode, {small.parameters:,} parameters",
+            lambda: gpu_engines.measure_all(small, device, seconds=seconds / 2),
+            gpu_engines.metrics,
+        ),
+        "index": (
+            "IVFPQ",
+            lambda: gpu_index.measure_all(vectors=20_000 if dry else 2_000_000, seconds=seconds / 5),
+            gpu_index.metrics,
+        ),
+        "queries": (
+            f"Queries of {gpu_queries.TOKENS} tokens a second, from token ids",
+            lambda: gpu_queries.measure_all(shape, device, seconds=seconds / 5),
+            gpu_queries.metrics,
+        ),
+    }
+    found: dict[str, float] = {}
+    tables: dict[str, list[Figures]] = {}
+    for part in options.parts:
+        title, measure, metrics_of = parts[part]
+        tables[part] = measure()
+        show(title, tables[part])
+        found |= metrics_of(tables[part])
+        write(options.json, metrics=found, **tables, device=name)  # what is measured stays, whatever comes
+
+
+def metrics(rows: list[Figures]) -> dict[str, float]:
+    """Rates, utilisation and memory by work, packing and figure."""
+    return {
         f"{row['work']}_{row['rows']}_{figure}".replace(" ", "_"): row[key]
         for row in rows
         for key, figure in (("tokens/s", "tokens_per_s"), ("MFU", "mfu"), ("peak GB", "peak_gb"))
+        if row["error"] == ""
     }
-    small = TINY if dry else PUBLISHED["Qwen/Qwen2.5-1.5B"]
-    engines = gpu_engines.measure_all(small, device, seconds=seconds / 2)
-    show(f"Engines of the stage encode, {small.parameters:,} parameters", engines)
-    metrics |= gpu_engines.metrics(engines)
-    index = gpu_index.measure_all(vectors=20_000 if dry else 2_000_000, seconds=seconds / 5)
-    show("IVFPQ", index)
-    metrics |= gpu_index.metrics(index)
-    queries = gpu_queries.measure_all(shape, device, seconds=seconds / 5)
-    show(f"Queries of {gpu_queries.TOKENS} tokens a second, from token ids", queries)
-    metrics |= gpu_queries.metrics(queries)
-    tables = {"engines": engines, "index": index, "queries": queries}
-    write(options.json, metrics=metrics, measurements=rows, **tables, device=name)
 
 
 def kinds(device: torch.device) -> dict[str, tuple[Work, tuple[bool, ...]]]:
@@ -119,26 +147,36 @@ def kinds(device: torch.device) -> dict[str, tuple[Work, tuple[bool, ...]]]:
 
 
 def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int) -> list[Figures]:
-    """Every measurement, one after the other; memory is given back in between."""
+    """Every measurement, one after the other; memory is given back in between. A failure has its reason."""
     peak = peak_rate(device)
     found = []
     for work, (measure, packings) in kinds(device).items():
         for packed in packings:
             forget(device)
-            figures = measure(shape, device, packed=packed, seconds=seconds, rows=rows)
-            operations = figures.pop("operations")
+            row: Figures = {"work": work, "rows": "packed" if packed else "padded"}
+            try:
+                figures = measure(shape, device, packed=packed, seconds=seconds, rows=rows)
+            except Exception as error:  # too little memory, a kernel that is missing: the others are measured
+                log.exception("%s", work)
+                names = ("tokens/s", "MFU", "peak GB", "estimate GB", "loss")
+                found.append(row | dict.fromkeys(names, math.nan) | {"error": _first_line(error)})
+                continue
             found.append(
-                {
-                    "work": work,
-                    "rows": "packed" if packed else "padded",
+                row
+                | {
                     "tokens/s": figures["tokens"] / figures["seconds"],
-                    "MFU": operations / figures["seconds"] / peak,
+                    "MFU": figures["operations"] / figures["seconds"] / peak,
                     "peak GB": allocated(device) / 1e9,
                     "estimate GB": figures["estimate"] / 1e9,
-                    "loss": figures.get("loss", float("nan")),
+                    "loss": figures.get("loss", math.nan),
+                    "error": "",
                 }
             )
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:80]
 
 
 def _encode(

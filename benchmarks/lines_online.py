@@ -230,7 +230,7 @@ def reproduce(r: Report) -> Lines:
 
 
 def gpu(r: Report) -> Lines:
-    for row in r["measurements"]:
+    for row in [row for row in r["towers"] if not row["error"]]:
         what = f"7B on {r['device']}: {row['work']}, {row['rows']} rows, tokens/s"
         peak = f"floor: the peak of its products, {row['MFU']:.0%} of it used"
         yield plain(what, number(row["tokens/s"]), peak, row["MFU"])

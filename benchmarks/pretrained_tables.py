@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.distillation import Row
-from benchmarks.pretrained import CE, LADDER, ZERO_QUERY, Found
+from benchmarks.pretrained import CE, LADDER, ZERO_QUERY, Found, data_of
 from benchmarks.trial import ESCALATED, Outcome
 from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.experiment.report import holm
@@ -226,7 +226,7 @@ def hours(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """What the trials of each dataset took."""
     by_data: dict[str, list[float]] = {}
     for outcome in outcomes:
-        by_data.setdefault(outcome.trial.dataset, []).append(outcome.seconds)
+        by_data.setdefault(data_of(outcome.trial), []).append(outcome.seconds)
     return [
         {"data": dataset, "trials": len(seconds), "hours": f"{sum(seconds) / 3600:.2f}"}
         for dataset, seconds in by_data.items()

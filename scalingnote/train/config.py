@@ -215,8 +215,8 @@ class Ranks(Resources):
     workers: int = Field(
         2,
         ge=0,
-        description="ranks; 0: the driver's own process trains, on all its cores, without Ray's workers: "
-        "the quickest start for small runs",
+        description="ranks; 0: the driver's own process trains, without Ray's workers, on all its cores or, "
+        "with gpus_per_worker, on its GPU: the quickest start for small runs",
     )
     min_workers: int | None = Field(
         None,
@@ -227,8 +227,6 @@ class Ranks(Resources):
 
     @model_validator(mode="after")
     def _can_start(self) -> "Ranks":
-        if not self.workers and self.gpus_per_worker:
-            raise ValueError("workers=0 trains on the driver's CPU: set workers=1 for one GPU")
         if self.min_workers is not None and self.min_workers > self.workers:
             raise ValueError(f"min_workers={self.min_workers} is above workers={self.workers}: lower it")
         return self

@@ -330,7 +330,10 @@ def _trackers(schedule: Schedule, output: str) -> tuple[list[Tracker], ConfigErr
 
 def device_of(schedule: Schedule) -> torch.device:
     """The device of this rank."""
-    return get_device() if schedule.resources.workers else torch.device("cpu")
+    resources = schedule.resources
+    if resources.workers:
+        return get_device()
+    return torch.device("cuda", 0) if resources.gpus_per_worker else torch.device("cpu")
 
 
 def _plain_error(error: ScalingNoteError) -> Failure:

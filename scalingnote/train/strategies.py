@@ -46,7 +46,7 @@ from scalingnote.train.engine import (
 def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
     """Distribute `module` over the ranks by the schedule's strategy; ConfigError if a package is missing."""
     strategy = schedule.strategy_for(sum(p.numel() for p in trainable(module).values()))
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if not isinstance(strategy, Fsdp2 | DeepSpeed):
         return DdpEngine(module, schedule=schedule, device=device)

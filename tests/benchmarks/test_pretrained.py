@@ -47,8 +47,13 @@ def found(*given: tuple[str, str, int, dict[str, Side]]) -> pretrained.Found:
     return pretrained.by_dataset([outcome.trial for outcome in outcomes], outcomes)
 
 
+def on_a_gpu() -> list[Trial]:
+    return pretrained.trials(("medquad",), ("smollm-gpu", "minilm-gpu"), seeds=1, steps=None, knobs=())
+
+
 def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
-    for one in [one for one in wanted() if one.backbone != "scratch"]:
+    for one in [one for one in (*wanted(), *on_a_gpu()) if one.backbone != "scratch"]:
+        gpu = one.backbone.endswith(pretrained.ON_GPU)
         plain = trial.unchanged(one.dataset, one.method)
         knobs = [*trial.TEACHERS[one.backbone](plain), *trial._of(one.knobs, plain)]
         config = trial.unchanged(one.dataset, one.method, knobs)
@@ -64,9 +69,11 @@ def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
                 cut = config.distill is not None and config.distill.start == "teacher"
                 student = config.distill is not None and tower is config.distill.student
                 assert tower.backbone.kind == ("scratch" if cut and student else "pretrained"), one
-        if one.backbone == "smollm":
+        shares = {stage.resources.gpus_per_worker for stage in (config.train, config.encode, config.teacher)}
+        assert shares == {minilm.GPU_SHARE if gpu else 0.0}
+        if one.backbone.startswith("smollm"):
             assert config.train.document.backbone.path == "models/smollm"
-            assert config.train.document.backbone.layers == smollm.LAYERS
+            assert config.train.document.backbone.layers == (None if gpu else smollm.LAYERS)
             assert config.train.document.lora is not None
             assert "[EOS]" not in config.train.document.prompt
 
@@ -78,6 +85,28 @@ def test_what_tells_most_comes_first_and_nothing_twice():
     assert (some[0].method, some[0].steps) == ("methods/native", 0)
     assert {one.steps for one in some if one.seed == 1} == {pretrained.STEPS}
     assert pretrained.trials(("feedbackqa",), ("scratch",), seeds=1, steps=None, knobs=()) == []
+
+
+def test_a_gpu_has_the_same_trials_in_tables_of_their_own():
+    methods = {(one.method, one.steps > 0) for one in wanted() if one.backbone != "scratch"}
+    assert {(one.method, one.steps > 0) for one in on_a_gpu()} == methods
+    assert not any(knob.startswith("dataset.max_documents") for one in on_a_gpu() for knob in one.knobs)
+    one = next(one for one in on_a_gpu() if one.method == "methods/scalingdual" and one.steps)
+    assert one.steps == pretrained.GPU_STEPS
+    (data,) = pretrained.by_dataset([one], [Outcome(one, {"scalingdual": side(0.5)})])
+    assert data == "medquad, GPU"
+
+
+def test_each_attempt_at_a_student_has_its_own_row():
+    names = [
+        pretrained.label(one, "scalingnote-2l")
+        for one in on_a_gpu()
+        if one.method == f"methods/{pretrained.ATTEMPTED}" and one.backbone == "smollm-gpu"
+    ]
+    assert names == [
+        "scalingnote-2l, SmolLM2",
+        *(f"scalingnote-2l, SmolLM2, {a}" for a in pretrained.ATTEMPTS),
+    ]
 
 
 def test_a_side_is_called_by_its_towers_and_what_they_learnt_from():

@@ -164,6 +164,12 @@ def test_a_rank_without_memory_is_not_tried_again(
         assert tries == expected
 
 
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (0.5, "cuda:0")])
+def test_a_driver_that_trains_alone_takes_the_device_that_it_asked_for(gpus: float, device: str):
+    schedule = Schedule(resources=Ranks(workers=0, gpus_per_worker=gpus))
+    assert job.device_of(schedule) == torch.device(device)
+
+
 @pytest.mark.parametrize(("document_seed", "equal"), [(None, False), (0, True)])
 def test_towers_from_scratch_start_apart_unless_their_seeds_say_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document_seed: int | None, equal: bool
