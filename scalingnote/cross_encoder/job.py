@@ -16,8 +16,6 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import safetensors.torch
-import torch
 
 from scalingnote import cluster
 from scalingnote.config import validate
@@ -31,6 +29,7 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Backbone, Pretrained, TowerConfig
 from scalingnote.models.cross_encoder import FACTS, CrossEncoder, with_placeholder
 from scalingnote.models.prompt import DocumentPrompt, Row
+from scalingnote.models.weights import write_vocabulary
 from scalingnote.storage import arrow, schema
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
@@ -182,7 +181,7 @@ class PairQueryParts:
         embeddings = self._encoder.queries(rows, documents or [None] * len(rows))
         cost = self._encoder.cost
         if name == self._vocabulary_part:
-            self._write_vocabulary(self._vocabulary_folder)
+            self._write_vocabulary()
         out = queries.drop_columns(["positive"]).append_column(
             schema.embedding_field("embedding", self._encoder.dim), arrow.to_arrow(embeddings)
         )
@@ -220,20 +219,16 @@ class PairQueryParts:
         texts = dict(zip(distinct.tolist(), self._documents.tokens(distinct), strict=True))
         return [texts.get(row) for row in rows.tolist()]
 
-    def _write_vocabulary(self, folder: str) -> None:
-        """Write the weights that a student may inherit (see :mod:`scalingnote.encode.job`)."""
+    def _write_vocabulary(self) -> None:
         model = self._encoder.model
         size = model.query_prompt.tokenizer.get_vocab_size()
-        alone = [model.query_prompt.row([token]) for token in range(size)]
-        weights = {
-            "tokens": model.token_embeddings.weight.float().cpu().contiguous(),
-            "alone": torch.from_numpy(self._encoder.queries(alone, [None] * size)),
-        }
-        for name, weight in weights.items():
-            data = safetensors.torch.save({"weight": weight})
-            fs.write_bytes(fs.join(folder, f"{name}.safetensors"), data)
-        text = model.tokenizer.backend_tokenizer.to_str()
-        fs.write_bytes(fs.join(folder, "tokenizer.json"), text.encode())
+        rows = [model.query_prompt.row([token]) for token in range(size)]
+        write_vocabulary(
+            self._vocabulary_folder,
+            tokens=model.token_embeddings.weight,
+            alone=self._encoder.queries(rows, [None] * size),
+            tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
+        )
 
 
 def distinct_queries(triplets: pa.Table, generated: pa.Table | None) -> pa.Table:

@@ -47,6 +47,9 @@ from scalingnote.storage.artifact import (
 )
 from scalingnote.storage.shuffle import NumberedSlice, run_slices, slices
 
+log = get_logger("encode")
+COLUMNS = ["doc_id", "title", "topic", "content"]
+TEXTS = COLUMNS[1:]
 LoadPrompt = Callable[[Artifact], DocumentPrompt]
 
 
@@ -229,9 +232,6 @@ def embeddings_part(part: str) -> str:
 
 # --- changes since earlier embeddings ---------------------------------------------------------------
 
-log = get_logger("encode")
-COLUMNS = ["doc_id", "title", "topic", "content"]
-TEXTS = COLUMNS[1:]
 MAX_ROWS = 1 << 22  # of a slice and of a bucket; about 50 bytes each, since no text is kept
 PARTS_PER_GROUP = 64
 HASHED = pa.schema([("doc_id", pa.string()), schema.CONTENT_HASH])

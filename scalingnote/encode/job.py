@@ -220,6 +220,8 @@ class TeacherQueryEncoder:
 
     def __call__(self, name: str, table: pa.Table) -> EncodedPart:
         """The embeddings of a part, in its order."""
+        from scalingnote.models.weights import write_vocabulary
+
         role = table["role"] if "role" in table.column_names else pa.array(["query"] * len(table))
         passages = np.asarray(pc.equal(role, "document"))
         embeddings, cost = np.empty((len(table), self._encoder.dim), np.float32), Cost()
@@ -231,7 +233,13 @@ class TeacherQueryEncoder:
             encoding, view = self._encode_passages(table["query"].filter(pa.array(passages)))
             embeddings[passages], cost = encoding.embeddings[:, view], cost + encoding.cost
         if name in self._vocabulary:
-            self._write_vocabulary(self._vocabulary[name])
+            tower = self._encoder.tower
+            write_vocabulary(
+                self._vocabulary[name],
+                tokens=tower.token_embeddings.weight,
+                alone=self._encoder.encode_tokens(),
+                tokenizer_json=tower.tokenizer.backend_tokenizer.to_str(),
+            )
         field = schema.embedding_field("embedding", self._encoder.dim)
         columns = table.select(["query_id", "query", "split"])
         return EncodedPart(columns.append_column(field, arrow.to_arrow(embeddings)), cost)
@@ -253,22 +261,3 @@ class TeacherQueryEncoder:
             rows.append(row)
         views = self._documents.views
         return self._documents.encode_with_cost(rows), views.index("summary") if "summary" in views else 0
-
-    def _write_vocabulary(self, folder: str) -> None:
-        """Write the data that a student may start from, so that distillation never loads the teacher.
-
-        These are the tokenizer, the input embedding of each token, and the embedding of a query with this
-        token alone.
-        """
-        import safetensors.torch
-        import torch
-
-        tower = self._encoder.tower
-        weights = {
-            "tokens": tower.token_embeddings.weight.float().cpu().contiguous(),
-            "alone": torch.from_numpy(self._encoder.encode_tokens()),
-        }
-        for name, weight in weights.items():
-            data = safetensors.torch.save({"weight": weight})
-            fs.write_bytes(fs.join(folder, f"{name}.safetensors"), data)
-        fs.write_bytes(fs.join(folder, "tokenizer.json"), tower.tokenizer.backend_tokenizer.to_str().encode())

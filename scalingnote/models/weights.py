@@ -24,13 +24,15 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from jaxtyping import Float, Int, UInt8
-from safetensors.torch import save_file
+from numpy import ndarray
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.hub import cached_file
 
 from scalingnote.errors import ConfigError
 from scalingnote.models.config import Lora, Stored
+from scalingnote.storage import filesystem as fs
 
 Precision = Literal["auto", "float32", "bfloat16"]
 MEASURED_SIZE = 768  # of square matrices on a CPU
@@ -362,3 +364,26 @@ def _four_bits() -> Any:
             f"lora.base: nf4 needs bitsandbytes ({error}): pip install bitsandbytes, or choose int8"
         ) from None
     return functional
+
+
+def write_vocabulary(
+    folder: str,
+    *,
+    tokens: Float[Tensor, "vocabulary hidden"],
+    alone: Float[ndarray, "vocabulary dim"],
+    tokenizer_json: str,
+) -> None:
+    """Write to a URI what a student may start from, so that distillation never loads its teacher.
+
+    Args:
+        folder: URI; gets ``tokens.safetensors``, ``alone.safetensors`` and ``tokenizer.json``.
+        tokens: the teacher's input embedding of each token.
+        alone: its embedding of a query with this token alone.
+        tokenizer_json: its tokenizer.
+    """
+    for name, weight in {
+        "tokens": tokens.float().cpu().contiguous(),
+        "alone": torch.from_numpy(alone),
+    }.items():
+        fs.write_bytes(fs.join(folder, f"{name}.safetensors"), save({"weight": weight}))
+    fs.write_bytes(fs.join(folder, "tokenizer.json"), tokenizer_json.encode())

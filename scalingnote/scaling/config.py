@@ -106,8 +106,8 @@ class PlanConfig(Config):
         0.4,
         gt=0,
         le=1,
-        description="share of the GPU's peak that is reached; measured so far: 0.26, padded rows of a 7B tower "
-        "on an H100",
+        description="share of the GPU's peak that is reached; measured so far: 0.26, padded rows of a 7B "
+        "tower on an H100",
     )
     node_memory: tuple[Annotated[int, Field(ge=16)], ...] = Field(
         (64, 128, 256, 512, 1024), min_length=1, description="GB of the nodes that searchers may run on"

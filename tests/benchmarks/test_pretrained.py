@@ -97,16 +97,15 @@ def test_a_gpu_has_the_same_trials_in_tables_of_their_own():
     assert data == "medquad, GPU"
 
 
-def test_each_attempt_at_a_student_has_its_own_row():
+@pytest.mark.parametrize(("backbone", "method"), pretrained.ATTEMPTS)
+def test_each_attempt_at_a_student_has_its_own_row(backbone: str, method: str):
     names = [
-        pretrained.label(one, "scalingnote-2l")
+        pretrained.label(one, method)
         for one in on_a_gpu()
-        if one.method == f"methods/{pretrained.ATTEMPTED}" and one.backbone == "smollm-gpu"
+        if one.method == f"methods/{method}" and one.backbone == f"{backbone}-gpu"
     ]
-    assert names == [
-        "scalingnote-2l, SmolLM2",
-        *(f"scalingnote-2l, SmolLM2, {a}" for a in pretrained.ATTEMPTS),
-    ]
+    plain = f"{method}, {pretrained.SHORT[backbone]}"
+    assert names == [plain, *(f"{plain}, {attempt}" for attempt in pretrained.ATTEMPTS[backbone, method])]
 
 
 def test_a_side_is_called_by_its_towers_and_what_they_learnt_from():
