@@ -5,7 +5,7 @@ Without Ray, so that what is measured is the join. Every task reads files, calls
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from benchmarks.report import peak_memory_mb
 from benchmarks.synthetic_queries import TOPIC, term_scores
@@ -73,7 +72,7 @@ def run(
         wall += time.perf_counter() - start
     if pool:
         pool.shutdown()
-    moved = sum(file.stat().st_size for file in folder.rglob("*/*/*.parquet"))
+    moved = sum(file.stat().st_size for file in folder.rglob("*/*.arrow"))
     return {
         **counts,
         **{f"{name} cpu": value for name, value in cpu.items()},
@@ -97,9 +96,10 @@ def _own(number: int, folder: Path, buckets: int, config: AssociationConfig) -> 
 
 
 def _filter(_: int, folder: Path, buckets: int, config: AssociationConfig) -> Counts:
-    rows = sum(pq.read_metadata(file).num_rows for file in (folder / "own").rglob("*.parquet"))
-    own = (gather(f"{folder}/own", bucket, schema=OWN) for bucket in range(buckets))
-    np.save(folder / "filter.npy", key_filter(own, keys=rows))
+    def own() -> Iterator[pa.Table]:
+        return (gather(f"{folder}/own", bucket, schema=OWN) for bucket in range(buckets))
+
+    np.save(folder / "filter.npy", key_filter(own(), keys=sum(map(len, own()))))
     return {}
 
 
