@@ -93,11 +93,11 @@ def trials(
         for seed, dataset, (backbone, method, trained) in product(range(seeds), datasets, BY_WORTH):
             if backbone not in chosen or (seed and not trained):
                 continue
+            named = BACKBONES.get(f"{backbone}{gpu}", backbone)
             if method == ZERO_QUERY:
                 logs = LOG_SIZES if dataset == datasets[0] else LOG_SIZES[:1]
-                selection += [zero_query(dataset, seed, log=log, gpu=gpu, knobs=knobs) for log in logs]
+                selection += [zero_query(dataset, seed, log=log, backbone=named, knobs=knobs) for log in logs]
                 continue
-            named = BACKBONES.get(f"{backbone}{gpu}", backbone)
             one = partial(trial, dataset, named, method, seed, steps=(steps or usual) if trained else 0)
             selection.append(one(knobs=knobs))
             attempts = ATTEMPTS.get((backbone, method), {}) if trained and not seed else {}
@@ -121,12 +121,17 @@ def trial(
 
 
 def zero_query(
-    dataset: str, seed: int, *, log: int | None, gpu: str = "", knobs: Sequence[str] = ()
+    dataset: str,
+    seed: int,
+    *,
+    log: int | None,
+    backbone: str = BACKBONES["minilm"],
+    knobs: Sequence[str] = (),
 ) -> Trial:
     """A table distilled from MiniLM as published, from texts of documents and so many queries of a log."""
     asked = "null" if log is None else log
     own = (f"pseudo_queries.count={PSEUDO_QUERIES}", f"pseudo_queries.train_queries={asked}")
-    made = trial(dataset, BACKBONES[f"minilm{gpu}"], ZERO_QUERY, seed, steps=0)
+    made = trial(dataset, backbone, ZERO_QUERY, seed, steps=0)
     plain = tuple(knob for knob in made.knobs if not knob.startswith("distill."))
     return Trial(dataset, made.backbone, made.method, seed, 0, (*plain, *own, *knobs))
 

@@ -46,7 +46,7 @@ TEACHERS: dict[str, Callable[[RunConfig], list[str]]] = {
     "minilm-gpu": partial(minilm.native_overrides, sizes=minilm.GPU),
     "smollm-gpu": partial(smollm.overrides, sizes=minilm.GPU),
 }  # by backbone: what puts it in place of towers from scratch
-EXPENSIVE = ("minilm-native", "smollm", "minilm-gpu", "smollm-gpu")
+EXPENSIVE = TEACHERS.keys() - {"minilm"}
 ESCALATED = "nDCG@10, escalated "  # and the share of the queries that the teacher encodes
 
 
@@ -103,7 +103,7 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     trained = "dual_encoder" in built and config.adopt is None
     history = built["dual_encoder"].read_json("validation.json") if trained else []
     validation = {name: value for name, value in history[-1].items() if name != "step"} if history else {}
-    if "cross_encoder" in built:
+    if "cross_encoder" in built and "teacher_embeddings" not in built:  # documents are inherited
         validation |= cross_teacher.agreements(built)
     kept = {name: value for name, value in environment().items() if name in KEPT}
     # Distances cost a pass of the teacher over training queries.

@@ -220,8 +220,6 @@ class TeacherQueryEncoder:
 
     def __call__(self, name: str, table: pa.Table) -> EncodedPart:
         """The embeddings of a part, in its order."""
-        from scalingnote.models.weights import write_vocabulary
-
         role = table["role"] if "role" in table.column_names else pa.array(["query"] * len(table))
         passages = np.asarray(pc.equal(role, "document"))
         embeddings, cost = np.empty((len(table), self._encoder.dim), np.float32), Cost()
@@ -233,13 +231,7 @@ class TeacherQueryEncoder:
             encoding, view = self._encode_passages(table["query"].filter(pa.array(passages)))
             embeddings[passages], cost = encoding.embeddings[:, view], cost + encoding.cost
         if name in self._vocabulary:
-            tower = self._encoder.tower
-            write_vocabulary(
-                self._vocabulary[name],
-                tokens=tower.token_embeddings.weight,
-                alone=self._encoder.encode_tokens(),
-                tokenizer_json=tower.tokenizer.backend_tokenizer.to_str(),
-            )
+            self._write_vocabulary(self._vocabulary[name])
         field = schema.embedding_field("embedding", self._encoder.dim)
         columns = table.select(["query_id", "query", "split"])
         return EncodedPart(columns.append_column(field, arrow.to_arrow(embeddings)), cost)
@@ -261,3 +253,14 @@ class TeacherQueryEncoder:
             rows.append(row)
         views = self._documents.views
         return self._documents.encode_with_cost(rows), views.index("summary") if "summary" in views else 0
+
+    def _write_vocabulary(self, folder: str) -> None:
+        from scalingnote.models.weights import write_vocabulary
+
+        tower = self._encoder.tower
+        write_vocabulary(
+            folder,
+            tokens=tower.token_embeddings.weight,
+            alone=self._encoder.encode_tokens(),
+            tokenizer_json=tower.tokenizer.backend_tokenizer.to_str(),
+        )
