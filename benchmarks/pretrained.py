@@ -16,6 +16,7 @@ from benchmarks.distillation import Row
 from benchmarks.trial import Outcome, Side, Trial
 
 DATASETS = ("feedbackqa", "scifact", "medquad", "stackexchange_devops")
+FIRST = DATASETS[0]  # the dataset of attempts and of query logs
 # Of the command line -> of a trial.
 BACKBONES = {
     "smollm": "smollm",
@@ -95,13 +96,14 @@ def trials(
                 continue
             named = BACKBONES.get(f"{backbone}{gpu}", backbone)
             if method == ZERO_QUERY:
-                logs = LOG_SIZES if dataset == datasets[0] else LOG_SIZES[:1]
+                logs = LOG_SIZES if dataset == FIRST else LOG_SIZES[:1]
                 selection += [zero_query(dataset, seed, log=log, backbone=named, knobs=knobs) for log in logs]
                 continue
             one = partial(trial, dataset, named, method, seed, steps=(steps or usual) if trained else 0)
             selection.append(one(knobs=knobs))
-            attempts = ATTEMPTS.get((backbone, method), {}) if trained and not seed else {}
-            selection += [one(knobs=(*knobs, *attempt)) for attempt in attempts.values()]
+            if trained and not seed and dataset == FIRST:
+                attempts = ATTEMPTS.get((backbone, method), {})
+                selection += [one(knobs=(*knobs, *attempt)) for attempt in attempts.values()]
     return selection
 
 
