@@ -43,19 +43,22 @@ def overrides(config: RunConfig) -> list[str]:
     return knobs
 
 
-def native_overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
-    """What puts MiniLM, read as it was published, into every tower of a config from scratch.
+def native_overrides(
+    config: RunConfig, *, sizes: Sizes = CPU, model: Path | None = None, dim: int = DIM
+) -> list[str]:
+    """What puts a model, MiniLM by default, read as it was published, into every tower from scratch.
 
     A decoder is all of it, an encoder its first layers, both with LoRA; a student is cut from its teacher.
-    SystemExit as :func:`path`.
+    `dim` is the model's. SystemExit as :func:`path`.
     """
+    model = model or path()
     if config.adopt is not None:
         lengths = f"query_max_length: {sizes.query_tokens}, document_max_length: {sizes.document_tokens}"
-        return [f"adopt={{path: {path()}, {lengths}}}", *on_gpu(config, sizes)]
-    knobs = settings(config, sizes)
+        return [f"adopt={{path: {model}, {lengths}}}", *on_gpu(config, sizes)]
+    knobs = settings(config, sizes, dim=dim)
     for name, tower in towers(config).items():
         layers = SMALL_LAYERS if is_encoder(tower) else None
-        knobs += as_published(name, sizes, layers=layers, trained=name.startswith("train."))
+        knobs += as_published(name, sizes, layers=layers, trained=name.startswith("train."), model=model)
     if config.distill is not None and isinstance(config.distill.student, TowerConfig):
         knobs += ["distill.optimizer.peak_lr=3e-4", f"distill.student.max_length={sizes.query_tokens}"]
         if config.cross_encoder is None:
@@ -66,10 +69,10 @@ def native_overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
     return knobs
 
 
-def settings(config: RunConfig, sizes: Sizes) -> list[str]:
+def settings(config: RunConfig, sizes: Sizes, *, dim: int = DIM) -> list[str]:
     """What trials with pretrained towers have in common: a dimension, lengths, batches, the device."""
     knobs = [
-        *(f"train.dim={DIM}", f"train.losses.matryoshka=[{DIM}]", "train.validation=null"),
+        *(f"train.dim={dim}", f"train.losses.matryoshka=[{dim}]", "train.validation=null"),
         *(f"train.global_batch={sizes.batch}", f"train.optimizer.peak_lr={PEAK_LR}"),
         *(
             f"train.query.max_length={sizes.query_tokens}",

