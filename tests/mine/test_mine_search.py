@@ -187,22 +187,22 @@ class Steps:
         return run_slices(name, *given, each=counted, **knobs)
 
 
-@pytest.mark.parametrize("step", ["queries", "encoded", "search", "merge", "mined"])
-def test_a_run_after_a_kill_repeats_only_what_was_not_done(parents, cut, tmp_path, monkeypatch, step):
+def test_a_run_after_a_kill_repeats_only_what_was_not_done(parents, cut, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         everything = Steps(patch)
         whole = mine(parents, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        before = Steps(patch, kill=step)
-        with pytest.raises(Killed):
-            mine(parents, tmp_path / "killed")
-    with monkeypatch.context() as patch:
-        after = Steps(patch)
-        again = mine(parents, tmp_path / "killed")
-    assert files(again) == files(whole)
-    # Tasks that were running when the process was killed may have left their records.
-    assert before.done + after.done <= everything.done
-    assert before.done[step] == 2 < everything.done[step]
+    for step in ("queries", "encoded", "search", "merge", "mined"):
+        with monkeypatch.context() as patch:
+            before = Steps(patch, kill=step)
+            with pytest.raises(Killed):
+                mine(parents, tmp_path / step)
+        with monkeypatch.context() as patch:
+            after = Steps(patch)
+            again = mine(parents, tmp_path / step)
+        assert files(again) == files(whole), step
+        # Tasks that were running when the process was killed may have left their records.
+        assert before.done + after.done <= everything.done, step
+        assert before.done[step] == 2 < everything.done[step], step
 
 
 class CountedReads(Artifact):
