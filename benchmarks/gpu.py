@@ -66,6 +66,7 @@ from scalingnote.train.objective import StageOne
 PARTS = ("towers", "engines", "index", "queries")
 BATCHES = 4  # different ones, in turn
 STUDENT_ROWS = 64  # lessons of a step, for each triplet of a training step
+NOTHING: Figures = dict.fromkeys(("tokens", "seconds", "operations", "estimate"), math.nan)
 Work = Callable[..., Figures]
 log = get_logger("gpu")
 
@@ -153,23 +154,22 @@ def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int
     for work, (measure, packings) in kinds(device).items():
         for packed in packings:
             forget(device)
-            row: Figures = {"work": work, "rows": "packed" if packed else "padded"}
+            figures, error = NOTHING, ""
             try:
                 figures = measure(shape, device, packed=packed, seconds=seconds, rows=rows)
-            except Exception as error:  # too little memory, a kernel that is missing: the others are measured
+            except Exception as failure:  # too little memory, a kernel that is missing: others are measured
                 log.exception("%s", work)
-                names = ("tokens/s", "MFU", "peak GB", "estimate GB", "loss")
-                found.append(row | dict.fromkeys(names, math.nan) | {"error": _first_line(error)})
-                continue
+                error = _first_line(failure)
             found.append(
-                row
-                | {
+                {
+                    "work": work,
+                    "rows": "packed" if packed else "padded",
                     "tokens/s": figures["tokens"] / figures["seconds"],
                     "MFU": figures["operations"] / figures["seconds"] / peak,
                     "peak GB": allocated(device) / 1e9,
                     "estimate GB": figures["estimate"] / 1e9,
                     "loss": figures.get("loss", math.nan),
-                    "error": "",
+                    "error": error,
                 }
             )
     return found
