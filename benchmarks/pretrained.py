@@ -74,10 +74,7 @@ ATTEMPTS: Mapping[tuple[str, str], Mapping[str, Sequence[str]]] = {
         ),
         "QKD at 3e-3": ("distill.optimizer.peak_lr=3e-3",),
     },
-    ("minilm", CE): {
-        "all layers": ("cross_encoder.backbone.layers=null",),
-        "reconstruction": ("cross_encoder.losses.reconstruction=1",),
-    },
+    ("minilm", CE): {"all layers": ("cross_encoder.backbone.layers=null",)},
 }
 LOG_SIZES = (0, 1000, None)  # real queries beside those drawn from documents; None: all there are
 PSEUDO_QUERIES = 10_000
