@@ -23,6 +23,15 @@ ENOUGH = 0.99  # of the teacher's nDCG@10: what "equal" is
 MILLION = 1_000_000
 SIGNIFICANT = 0.05
 
+# What stands in a published model's place, by its label, each alone and with BM25: the table of all data.
+OVERVIEW = {
+    "as published": "published, {}",
+    "tuned": "scalingdual, {}",
+    "two layers, distilled from the tuned": "scalingnote-2l, {}",
+    "two layers, tuned": "twinbert, {}",
+    "table, distilled without a query": "table, {}, 0 queries",
+}
+
 
 @dataclass(frozen=True)
 class Order:
@@ -75,7 +84,8 @@ def p_value(row: Row, other: Row) -> float:
 
 def tables(found: Found, outcomes: Iterable[Outcome]) -> dict[str, list[dict[str, Any]]]:
     """Every table of docs/results/pretrained.md that there are trials for."""
-    made = {f"{QUALITY}{dataset}": quality(sides) for dataset, sides in found.items()}
+    made = {"all data": overview(found)}
+    made |= {f"{QUALITY}{dataset}": quality(sides) for dataset, sides in found.items()}
     made |= {
         "orders": orders(found),
         "before training": untrained(found),
@@ -84,6 +94,29 @@ def tables(found: Found, outcomes: Iterable[Outcome]) -> dict[str, list[dict[str
         "hours": hours(outcomes),
     }
     return {title: rows for title, rows in made.items() if rows}
+
+
+def overview(found: Found) -> list[dict[str, str]]:
+    """nDCG@10 on CPUs, a column for each dataset: BM25, a model of its language, and what replaces it."""
+    models = {
+        data: next((kind for kind in ("MiniLM", "M3E") if f"published, {kind}" in sides), None)
+        for data, sides in found.items()
+        if not data.endswith(", GPU")
+    }
+    labels = {"BM25": "bm25"} | {
+        f"{name}{said}": f"{label}{plus}"
+        for name, label in OVERVIEW.items()
+        for said, plus in (("", ""), (" + BM25", " + bm25"))
+    }
+    rows = []
+    for name, label in labels.items():
+        cells = {
+            data: found[data].get(label.format(kind)) for data, kind in models.items() if kind is not None
+        }
+        if any(cells.values()):
+            shown = {data: "-" if row is None else mean_and_spread(row, NDCG) for data, row in cells.items()}
+            rows.append({"query side": name} | shown)
+    return rows
 
 
 def quality(sides: Mapping[str, Row]) -> list[dict[str, Any]]:

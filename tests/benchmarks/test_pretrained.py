@@ -167,6 +167,20 @@ def test_equal_quality_costs_what_the_teacher_answers_beside_the_student():
     assert rows["bm25"]["USD a million"] == rows["bm25"]["USD at equal nDCG"] == "-"
 
 
+def test_all_data_stand_in_one_table():
+    english = found(
+        ("minilm-native", "native", 0, {"published": side(0.6), "published + bm25": side(0.7)}),
+        ("minilm-native", "scalingdual", 9, {"scalingdual": side(0.8), "bm25": side(0.5, speed=None)}),
+    )
+    chinese = found(("m3e", "native", 0, {"published": side(0.3)}))
+    rows = tables.overview(
+        {"scifact": english["feedbackqa"], "zh": chinese["feedbackqa"], "scifact, GPU": {}}
+    )
+    assert [row["query side"] for row in rows] == ["BM25", "as published", "as published + BM25", "tuned"]
+    assert [float(row["scifact"]) for row in rows] == pytest.approx([0.5, 0.6, 0.7, 0.8], abs=0.02)
+    assert [row["zh"] != "-" for row in rows] == [False, True, False, False]
+
+
 def test_what_training_adds_is_over_the_same_towers_before():
     sides = found(
         ("smollm", "scalingdual", 0, {"scalingdual": side(0.2)}),
