@@ -1,5 +1,6 @@
-"""An object store that fails: answers are lost, requests refused or late; the artifacts are the same."""
+"""S3 and GCS that fail: answers are lost, requests refused or late; the artifacts are equal."""
 
+import itertools
 import json
 import logging
 import random
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,20 +24,49 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.lease import Lease
 
 SLICES = 6
-MANY = 4  # seeds
+MANY = 2  # seeds of each store
+SIGNED = "AWS4-HMAC-SHA256 Credential=anyone/20260101/us-east-1/s3/aws4_request, SignedHeaders=, Signature="
 Answer = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class Faults:
-    """Between the client and moto: a share of requests fails, in a way that a seed draws."""
+class Generations:
+    """moto's S3 as Google's XML API: each object has a generation, which a conditional write names."""
 
     def __init__(self, store: Answer) -> None:
+        self.store, self.lock = store, threading.Lock()
+        self.numbers, self.held = itertools.count(1), dict[str, int]()
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
+        environ["HTTP_AUTHORIZATION"] = SIGNED  # moto looks for a signature of Amazon's, whoever's it is
+        with self.lock:
+            wanted = environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH")
+            if wanted is not None and int(wanted) != self.held.get(path, 0):
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                start("412 Precondition Failed", [])
+                return []
+            answers: list[Any] = []
+            body = list(self.store(environ, lambda *given: answers.append(given)))
+            status, headers = answers[0][:2]
+            if status[0] == "2" and method == "PUT":
+                self.held[path] = next(self.numbers)
+            if method == "DELETE":
+                self.held.pop(path, None)
+            start(status, [*headers, ("x-goog-generation", str(self.held.get(path, 0)))])
+            return body
+
+
+class Faults:
+    """Between the client and the store: a share of requests fails, in a way that a seed draws."""
+
+    def __init__(self, store: Answer, uri: str) -> None:
+        self.uri = uri  # of an empty bucket
         self.store, self.share, self.rng, self.seen = store, 0.0, random.Random(0), [""]
         self.lost = ""  # the answer to the next write to a path with this end is lost
         self.lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        path, write = environ["PATH_INFO"], environ["REQUEST_METHOD"] in ("PUT", "POST")
+        path, write = environ["PATH_INFO"], environ["REQUEST_METHOD"] in ("PUT", "POST", "DELETE")
         with self.lock:
             fault = self.rng.choice(["500", "503", "late", "lost"]) if self.rng.random() < self.share else ""
             if self.lost and write and path.endswith(self.lost):
@@ -54,13 +85,16 @@ class Faults:
         return answer
 
 
-@pytest.fixture(scope="module")
-def faults() -> Iterator[tuple[Faults, int]]:
+@pytest.fixture(scope="module", params=["s3", "gs"])
+def faults(request: pytest.FixtureRequest) -> Iterator[tuple[Faults, int]]:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    found = Faults(DomainDispatcherApplication(create_backend_app))
+    app: Answer = DomainDispatcherApplication(create_backend_app)
+    found = Faults(
+        app if request.param == "s3" else Generations(app), f"{request.param}://{request.param}faults"
+    )
     server = make_server("127.0.0.1", 0, found, threaded=True)
     server.log = lambda *_: None  # type: ignore[method-assign]
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -69,17 +103,22 @@ def faults() -> Iterator[tuple[Faults, int]]:
 
 
 @pytest.fixture
-def store(faults: tuple[Faults, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    """An empty bucket s3://faults, and quick retries."""
+def store(faults: tuple[Faults, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Faults]:
+    """An empty bucket, and quick retries."""
     import boto3
 
     found, port = faults
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    endpoint = f"http://127.0.0.1:{port}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    account = {"gcs_base_url": endpoint, "disable_oauth": True}
+    account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    (tmp_path / "account.json").write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
     monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=0.6))
     pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5), "base": 2}
     monkeypatch.setattr(object_store, "RETRY", {**object_store.RETRY, "backoff": pause})
     object_store._connect.cache_clear()
-    boto3.client("s3").create_bucket(Bucket="faults")
+    boto3.client("s3").create_bucket(Bucket=found.uri.partition("://")[2])
     found.seen.clear()
     yield found
     found.share = 0.0
@@ -115,9 +154,9 @@ def build(uri: str, *, killed_after: int = SLICES) -> Artifact | None:
 def test_a_stage_on_a_store_that_fails_is_resumed_and_loses_and_doubles_nothing(
     store: Faults, seed: int
 ) -> None:
-    whole = build(f"s3://faults/whole-{seed}")
+    whole = build(f"{store.uri}/whole-{seed}")
     store.rng, store.share = random.Random(seed), 0.15
-    uri = f"s3://faults/seed-{seed}"
+    uri = f"{store.uri}/seed-{seed}"
     assert build(uri, killed_after=store.rng.randrange(SLICES)) is None
     with pytest.raises(ArtifactError, match="no finished"):
         open_artifact(uri, kind="rows")
@@ -135,7 +174,7 @@ def test_a_stage_on_a_store_that_fails_is_resumed_and_loses_and_doubles_nothing(
 @pytest.mark.parametrize("file", ["_work/lease", "manifest.json", "rows.parquet"])
 def test_a_write_whose_answer_is_lost_is_no_other_writer(store: Faults, file: str) -> None:
     store.lost = file
-    draft = Draft(f"s3://faults/lost-{file}", kind="rows", config=Config(), parents={})
+    draft = Draft(f"{store.uri}/lost-{file}", kind="rows", config=Config(), parents={})
     draft.write_table("rows.parquet", pa.table({"n": [1]}))
     made = draft.commit(counts={})
     assert "lost" in store.seen
@@ -144,8 +183,8 @@ def test_a_write_whose_answer_is_lost_is_no_other_writer(store: Faults, file: st
 
 def test_what_never_succeeds_is_an_error_of_the_system_which_tasks_repeat(store: Faults) -> None:
     store.share, store.rng = 1.0, random.Random(0)
-    with pytest.raises(OSError, match=r"s3://faults/never: .*after 10 retries"):
-        fs.write_bytes("s3://faults/never", b"data")
+    with pytest.raises(OSError, match=rf"{store.uri}/never: .*after 10 retries"):
+        fs.write_bytes(f"{store.uri}/never", b"data")
 
 
 RACE = """
@@ -153,14 +192,17 @@ import json, sys
 from scalingnote.storage import filesystem as fs
 print("ready", flush=True)
 sys.stdin.readline()
-print(json.dumps([fs.swap(f"s3://faults/race/{n}", None, sys.argv[1].encode()) for n in range(40)]))
+print(json.dumps([fs.swap(f"{sys.argv[2]}/race/{n}", None, sys.argv[1].encode()) for n in range(40)]))
 """
 
 
 def test_of_two_processes_that_write_one_file_one_is_refused(store: Faults) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", RACE, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", RACE, name, store.uri],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for name in ("a", "b")
     ]
@@ -174,12 +216,12 @@ def test_of_two_processes_that_write_one_file_one_is_refused(store: Faults) -> N
     wrote = [json.loads(process.communicate()[0]) for process in processes]
     for number, (first, second) in enumerate(zip(*wrote, strict=True)):
         assert first != second
-        assert fs.read_bytes(f"s3://faults/race/{number}") == (b"a" if first else b"b")
+        assert fs.read_bytes(f"{store.uri}/race/{number}") == (b"a" if first else b"b")
 
 
 def test_a_lease_that_expired_is_taken_by_one_of_two(store: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both see the same old lease; the second to write is refused and waits for the first."""
-    uri, old = "s3://faults/lease", json.dumps({"process": "x", "host": "elsewhere", "pid": 1, "beats": 1})
+    uri, old = f"{store.uri}/lease", json.dumps({"process": "x", "host": "elsewhere", "pid": 1, "beats": 1})
     fs.write_bytes(uri, old.encode())
     first, second = Lease(uri), Lease(uri)
     assert first._write(old.encode())
@@ -195,10 +237,20 @@ def test_a_lease_that_expired_is_taken_by_one_of_two(store: Faults, monkeypatch:
     assert fs.read_bytes(uri) == other
 
 
-def test_a_delete_whose_answer_is_lost_is_repeated(store: Faults) -> None:
-    for name in ("a", "b"):
-        fs.write_bytes(f"s3://faults/folder/{name}", b"x")
-    store.lost = "/faults"
-    fs.delete("s3://faults/folder")
+@pytest.mark.parametrize("lost", ["a", "b", "c"])
+def test_a_delete_whose_answer_is_lost_is_repeated(store: Faults, lost: str) -> None:
+    folder = f"{store.uri}/folder"
+    for name in ("a", "b", "c"):
+        fs.write_bytes(f"{folder}/{name}", b"x")
+    # S3 deletes a thousand objects in a request to the bucket, GCS each by its own.
+    store.lost = "/s3faults" if store.uri.startswith("s3") else f"/folder/{lost}"
+    fs.delete(folder)
     assert "lost" in store.seen
-    assert fs.list_files("s3://faults/folder") == {}
+    assert fs.list_files(folder) == {}
+
+
+def test_a_folder_of_many_objects_is_deleted(store: Faults) -> None:
+    for number in range(40):
+        fs.write_bytes(f"{store.uri}/many/{number}", b"x")
+    fs.delete(f"{store.uri}/many")
+    assert fs.list_files(f"{store.uri}/many") == {}
