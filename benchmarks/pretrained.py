@@ -56,6 +56,7 @@ BY_WORTH: Sequence[tuple[str, str, bool]] = (
     ("minilm", "scalingnote-2l", True),
     ("smollm", "scalingdoc", False),
     ("minilm", "scalingdoc", True),
+    ("smollm", "lightretriever", False),
     ("smollm", "lightretriever", True),
     *(("minilm", name, True) for name in LADDER),
     ("minilm", CE_SCORES, True),
@@ -64,9 +65,9 @@ ESSENTIAL: Sequence[tuple[str, bool]] = (
     *((PUBLISHED, False), (ZERO_QUERY, False), ("scalingdual", True)),
     *(("scalingnote-2l", True), ("twinbert", True), ("scalingdoc", True)),
 )
-# What was tried where a student stayed far behind the paper's, by its backbone and method.
-ATTEMPTS: Mapping[tuple[str, str], Mapping[str, Sequence[str]]] = {
-    ("smollm", "scalingnote-2l"): {
+# What was tried where a method stayed far behind the paper's: by backbone, method, whether it is trained.
+ATTEMPTS: Mapping[tuple[str, str, bool], Mapping[str, Sequence[str]]] = {
+    ("smollm", "scalingnote-2l", True): {
         "cosine": ("distill.losses.qkd=0", "distill.losses.cosine=1"),
         "cosine at 1e-3": (
             *("distill.losses.qkd=0", "distill.losses.cosine=1"),
@@ -74,7 +75,9 @@ ATTEMPTS: Mapping[tuple[str, str], Mapping[str, Sequence[str]]] = {
         ),
         "QKD at 3e-3": ("distill.optimizer.peak_lr=3e-3",),
     },
-    ("minilm", CE): {"all layers": ("cross_encoder.backbone.layers=null",)},
+    ("smollm", "lightretriever", False): {"all layers": ("train.document.backbone.layers=null",)},
+    ("smollm", "lightretriever", True): {"at 3e-3": ("train.optimizer.peak_lr=3e-3",)},
+    ("minilm", CE, True): {"all layers": ("cross_encoder.backbone.layers=null",)},
 }
 LOG_SIZES = (0, 1000, None)  # real queries beside those drawn from documents; None: all there are
 PSEUDO_QUERIES = 10_000
@@ -109,8 +112,8 @@ def trials(
                 continue
             one = partial(trial, dataset, named, method, seed, steps=(steps or usual) if trained else 0)
             selection.append(one(knobs=knobs))
-            if trained and not seed and dataset == FIRST:
-                attempts = ATTEMPTS.get((backbone, method), {})
+            if not seed and dataset == FIRST:
+                attempts = ATTEMPTS.get((backbone, method, trained), {})
                 selection += [one(knobs=(*knobs, *attempt)) for attempt in attempts.values()]
     return selection
 
@@ -177,7 +180,7 @@ def label(one: Trial, side: str) -> str:
     name, plus, _ = side.partition(" + bm25")
     backbone, method = one.backbone.split("-")[0], one.method.removeprefix("methods/")
     words = [name, SHORT[backbone]]
-    attempts = ATTEMPTS.get((backbone, method), {})
+    attempts = ATTEMPTS.get((backbone, method, one.steps > 0), {})
     words += [said for said, knobs in attempts.items() if one.knobs[-len(knobs) :] == knobs][:1]
     if one.method == f"methods/{ZERO_QUERY}":
         asked = next(knob.split("=")[1] for knob in one.knobs if "train_queries=" in knob)

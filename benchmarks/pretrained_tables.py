@@ -219,6 +219,8 @@ def untrained(found: Found) -> list[dict[str, Any]]:
     rows = []
     for dataset, sides in found.items():
         for name, row in sides.items():
+            if name.endswith(" + bm25"):
+                continue
             before = sides.get(f"{name}, untrained")
             if name.startswith("scalingdual, "):  # of a published model: nothing was put in before training
                 before = before or sides.get(name.replace("scalingdual", "published"))

@@ -86,7 +86,8 @@ def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
             assert config.train.dim == m3e.DIM
         if one.backbone.startswith("smollm"):
             assert config.train.document.backbone.path == "models/smollm"
-            assert config.train.document.backbone.layers == (None if gpu else smollm.LAYERS)
+            whole = gpu or "train.document.backbone.layers=null" in one.knobs
+            assert config.train.document.backbone.layers == (None if whole else smollm.LAYERS)
             assert config.train.document.lora is not None
             assert "[EOS]" not in config.train.document.prompt
 
@@ -110,17 +111,19 @@ def test_a_gpu_has_the_same_trials_in_tables_of_their_own():
     assert data == "medquad, GPU"
 
 
-@pytest.mark.parametrize(("backbone", "method"), pretrained.ATTEMPTS)
-def test_each_attempt_at_a_student_has_its_own_row(backbone: str, method: str):
+@pytest.mark.parametrize(("backbone", "method", "trained"), pretrained.ATTEMPTS)
+def test_each_attempt_at_a_method_has_its_own_row(backbone: str, method: str, trained: bool):
     datasets = (pretrained.FIRST, "medquad")
     selection = pretrained.trials(datasets, (backbone,), seeds=2, steps=None, knobs=())
     named = (pretrained.BACKBONES[backbone], f"methods/{method}")
-    mine = [one for one in selection if (one.backbone, one.method) == named]
+    mine = [one for one in selection if (one.backbone, one.method, one.steps > 0) == (*named, trained)]
     first = [one for one in mine if (one.dataset, one.seed) == (pretrained.FIRST, 0)]
     plain = f"{method}, {pretrained.SHORT[backbone]}"
-    names = [plain, *(f"{plain}, {attempt}" for attempt in pretrained.ATTEMPTS[backbone, method])]
+    names = [plain, *(f"{plain}, {attempt}" for attempt in pretrained.ATTEMPTS[backbone, method, trained])]
+    names = names if trained else [f"{name}, untrained" for name in names]
     assert [pretrained.label(one, method) for one in first] == names
-    assert len(mine) == len(first) + 3  # once for the other seed, and twice on the other dataset
+    # Once for the other seed, and twice on the other dataset; untrained ones have a single seed.
+    assert len(mine) == len(first) + (3 if trained else 1)
 
 
 def test_a_side_is_called_by_its_towers_and_what_they_learnt_from():
@@ -186,7 +189,7 @@ def test_what_training_adds_is_over_the_same_towers_before():
         ("smollm", "scalingdual", 0, {"scalingdual": side(0.2)}),
         ("smollm", "scalingdual", 9, {"scalingdual": side(0.6)}),
         ("minilm-native", "native", 0, {"published": side(0.65)}),
-        ("minilm-native", "scalingdual", 9, {"scalingdual": side(0.6)}),
+        ("minilm-native", "scalingdual", 9, {"scalingdual": side(0.6), "scalingdual + bm25": side(0.9)}),
     )
     gains = {row["query side"]: row["gain"] for row in tables.untrained(sides)}
     assert gains == {"scalingdual, SmolLM2": "+0.400", "scalingdual, MiniLM": "-0.050"}
