@@ -1,9 +1,9 @@
 """Draw pseudo-queries from one document: the same texts on every machine for one seed.
 
-    document -> units (words; Chinese and Japanese characters) -> title, sentence, window, phrase, question...
+    document -> units (words; of scripts without spaces up to two characters) -> title, window, question...
 
-Phrases and keywords resemble short queries, windows and sentences long ones, and questions have words that
-documents lack ("how", "can I").
+Phrases and keywords resemble short queries, windows and sentences long ones, and questions, in English and
+Chinese, have words that documents lack ("how", "can I").
 """
 
 import random
@@ -17,10 +17,12 @@ import regex  # type: ignore[import-untyped]
 from scalingnote.pseudo_queries.config import Kind, PseudoQueriesConfig
 
 MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
+# A Chinese word has between one and two characters on average.
 _UNIT = regex.compile(
-    r"(?:[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]|[^\s\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]+)\s*"
+    r"(?:[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]{1,2}|[^\s\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]+)\s*"
 )
 _SENTENCE_END = regex.compile(r"(?<=[。！？])|(?<=[.!?])\s|\n")
+_HAN = regex.compile(r"\p{Han}")
 _LATIN = regex.compile(r"[a-z]", regex.IGNORECASE)
 _EDGE = regex.compile(r"^\W+|\W+$")
 _WORD = regex.compile(r"\w[\w'-]*")
@@ -31,9 +33,10 @@ _KEYWORDS = (2, 8)
 _KEYWORD_SPAN = 60  # content words of a document among which keywords are drawn
 _LOWER_CASE_SHARE = 0.3  # of windows, sentences and phrases: users rarely write capitals
 _FOLDER = resources.files("scalingnote.pseudo_queries")
-QUESTION_TEMPLATES = (
-    (_FOLDER / "question_templates.txt").read_text().splitlines()
-)  # English; {} takes a phrase
+ENGLISH_TEMPLATES, CHINESE_TEMPLATES = (
+    (_FOLDER / f"questions_{language}.txt").read_text(encoding="utf-8").splitlines()
+    for language in ("en", "zh")
+)  # of questions; {} takes a phrase
 FUNCTION_WORDS = frozenset((_FOLDER / "function_words.txt").read_text().split())
 Role = Literal["query", "document"]
 
@@ -173,14 +176,20 @@ def _keywords(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) ->
 
 
 def _question(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
-    template = rng.choice(QUESTION_TEMPLATES)
+    """A phrase in a template of its language; alone, if there are none in that language."""
+    template = rng.choice(ENGLISH_TEMPLATES)
     pieces = [_question_piece(parts, config, rng) for _ in range(template.count("{}"))]
-    if not all(map(_LATIN.search, pieces)):  # the templates are English
+    chinese = [bool(_HAN.search(piece)) for piece in pieces]
+    if not any(chinese) and all(map(_LATIN.search, pieces)):
+        text = template.format(*pieces)
+        if rng.random() < 0.5:
+            text = text[0].upper() + text[1:]
+        return text + rng.choice(("", "?"))
+    if not all(chinese):
         return pieces[0]
-    text = template.format(*pieces)
-    if rng.random() < 0.5:
-        text = text[0].upper() + text[1:]
-    return text + rng.choice(("", "?"))
+    template = rng.choice(CHINESE_TEMPLATES)
+    pieces += [_question_piece(parts, config, rng) for _ in range(template.count("{}") - len(pieces))]
+    return template.format(*pieces) + rng.choice(("", "？"))
 
 
 def _question_piece(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:

@@ -1,5 +1,6 @@
 """Pseudo-queries of a small dataset: distinct, without held-out queries, the same however work is cut."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from in_process import without_ray
 from scalingnote import stages
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.pseudo_queries import job
-from scalingnote.pseudo_queries.config import PseudoQueriesConfig
+from scalingnote.pseudo_queries import job, sampling
+from scalingnote.pseudo_queries.config import Kind, PseudoQueriesConfig
 from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -123,6 +124,31 @@ def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path, monkeypatch: p
         by_document.setdefault(text.split()[0].lstrip("abcdeghlmpt"), set()).add(split)
     assert all(len(splits) == 1 for splits in by_document.values())
     assert 0 < found.counts["validation"] < found.counts["queries"] / 2
+
+
+def test_a_chinese_document_gives_questions_in_chinese_and_words_of_two_characters():
+    title, content = (
+        "喀山红宝石足球俱乐部",
+        "球队在随后的赛季中未能再有出彩表现。历史上曾两次夺得联赛冠军，主场位于喀山。",
+    )
+    document = sampling.SourceDocument(0, title, content)
+
+    def drawn(kind: Kind) -> list[str]:
+        return [found.text for found in sampling.draw(document, config(kind), per_document=100.0)]
+
+    def config(kind: Kind) -> PseudoQueriesConfig:
+        return PseudoQueriesConfig(mix={kind: 1})
+
+    templates = [re.escape(line).replace(r"\{\}", ".+") for line in sampling.CHINESE_TEMPLATES]
+    question = re.compile(f"({'|'.join(templates)})？?")
+    assert all(map(question.fullmatch, drawn("question")))
+    words = [word for text in drawn("keywords") for word in text.split()]
+    assert all(len(word) == 2 and word in title + content for word in words)
+    lengths = [len(text) for text in drawn("window")]
+    assert 16 < max(lengths) <= 2 * 16
+    mixed = sampling.SourceDocument(0, "Z 142", "兹林Z 142是一款飞机。")
+    found = [each.text for each in sampling.draw(mixed, config("question"), per_document=100.0)]
+    assert not any(text.lower().startswith(("what ", "how ", "why ")) and "飞" in text for text in found)
 
 
 def test_real_queries_join_and_win_over_equal_texts(dataset: Artifact, tmp_path: Path):
