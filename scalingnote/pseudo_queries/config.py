@@ -46,8 +46,8 @@ class PseudoQueriesConfig(Config):
         description="kinds and their shares. title; first_sentence, sentence: of the content, cut at "
         "`max_words`; window: consecutive words of title or content; title_window: part of the title and a "
         "window; phrase: words between function words; keywords: some content words in their order; "
-        "question: phrases in a question template (English); passage: the content, cut at `passage_words`, "
-        "encoded by the document tower",
+        "question: phrases in a question template (English, Chinese); passage: the content, cut at "
+        "`passage_words`, encoded by the document tower. Without spaces, two characters count as a word",
     )
     window_words: tuple[int, int] = Field((2, 16), description="least and most words of a window")
     max_words: int = Field(32, ge=1, description="words of a title or sentence; the rest is cut")
