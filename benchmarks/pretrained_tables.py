@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.distillation import Row
-from benchmarks.pretrained import CE, CE_SCORES, LADDER, ZERO_QUERY, Found, data_of
+from benchmarks.pretrained import CE, CE_SCORES, LADDER, ZERO_QUERY, Found, data_of, label
 from benchmarks.trial import ESCALATED, Outcome
 from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.experiment.report import holm
@@ -103,15 +103,15 @@ def overview(found: Found) -> list[dict[str, str]]:
         for data, sides in found.items()
         if not data.endswith(", GPU")
     }
-    labels = {"BM25": "bm25"} | {
-        f"{name}{said}": f"{label}{plus}"
-        for name, label in OVERVIEW.items()
+    named = {"BM25": "bm25"} | {
+        f"{name}{said}": f"{side}{plus}"
+        for name, side in OVERVIEW.items()
         for said, plus in (("", ""), (" + BM25", " + bm25"))
     }
     rows = []
-    for name, label in labels.items():
+    for name, side in named.items():
         cells = {
-            data: found[data].get(label.format(kind)) for data, kind in models.items() if kind is not None
+            data: found[data].get(side.format(kind)) for data, kind in models.items() if kind is not None
         }
         if any(cells.values()):
             shown = {data: "-" if row is None else mean_and_spread(row, NDCG) for data, row in cells.items()}
@@ -256,7 +256,11 @@ def logs(found: Found) -> list[dict[str, Any]]:
 def cross_encoders(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """Whether the documents that a student inherits keep the order of its cross-encoder's scores."""
     return [
-        {"data": outcome.trial.dataset, "backbone": outcome.trial.backbone, "seed": outcome.trial.seed}
+        {
+            "data": data_of(outcome.trial),
+            "student": label(outcome.trial, outcome.trial.method.removeprefix("methods/")),
+            "seed": outcome.trial.seed,
+        }
         | {name: f"{outcome.validation[name]:.3f}" for name in ("ce_rank_agreement", "ce_joint_agreement")}
         for outcome in outcomes
         if "ce_rank_agreement" in outcome.validation
