@@ -76,7 +76,6 @@ ATTEMPTS: Mapping[tuple[str, str, bool], Mapping[str, Sequence[str]]] = {
         "QKD at 3e-3": ("distill.optimizer.peak_lr=3e-3",),
     },
     ("smollm", "lightretriever", False): {"all layers": ("train.document.backbone.layers=null",)},
-    ("smollm", "lightretriever", True): {"at 3e-3": ("train.optimizer.peak_lr=3e-3",)},
     ("minilm", CE, True): {"all layers": ("cross_encoder.backbone.layers=null",)},
 }
 LOG_SIZES = (0, 1000, None)  # real queries beside those drawn from documents; None: all there are
