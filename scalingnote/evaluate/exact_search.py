@@ -295,8 +295,13 @@ def score_pairs(
     for found in each(task, pool.groups()):
         rows = starts[found["table"].to_numpy()] + found["pair"].to_numpy()
         for name, values in total.items():
-            values[rows] = found[name].to_numpy()
+            values[rows] = found[_score_column(name)].to_numpy()
     return total
+
+
+def _score_column(name: str) -> str:
+    """Of a query side's scores beside the numbers of pairs: a side may be called `table`."""
+    return f"score of {name}"
 
 
 def _score_group(
@@ -309,7 +314,7 @@ def _score_group(
 ) -> pa.Table:
     """Numbers and scores of the pairs whose document is in a group of parts."""
     numbers = {"table": pa.int64(), "pair": pa.int64()}
-    layout = pa.schema(numbers | {name: pa.float64() for name in scores})
+    layout = pa.schema(numbers | {_score_column(name): pa.float64() for name in scores})
     found = [layout.empty_table()]
     columns = {"doc_id", *(column for one in scores.values() for column in one.columns)}
     for part in pool.read(group, columns):
@@ -321,7 +326,8 @@ def _score_group(
                 rows = present[start : start + _PAIRS_PER_BLOCK]
                 query_rows = pc.index_in(own["query"].take(pa.array(rows)), value_set=queries).to_numpy()
                 values = {
-                    name: one.pairs(documents[name], query_rows, place[rows]) for name, one in scores.items()
+                    _score_column(name): one.pairs(documents[name], query_rows, place[rows])
+                    for name, one in scores.items()
                 }
                 block = pa.table({"table": np.full(len(rows), number), "pair": rows, **values})
                 found.append(block.cast(layout))

@@ -169,7 +169,8 @@ def test_pairs_are_scored_wherever_their_document_is(tmp_path, monkeypatch):
     monkeypatch.setattr(exact_search, "_PAIRS_PER_BLOCK", 2)
     queries, documents, counts, weights = drawn()
     pool = Pool(artifact(str(tmp_path / "embeddings"), documents, weights))
-    sides = {"dense": DenseScores(queries), "terms": term_scores(counts)}
+    # Names of query sides are free: the default student is called `table`.
+    sides = {"table": DenseScores(queries), "pair": term_scores(counts)}
     asked, rows = np.array([0, 1, 1, 6, 0, 3]), [49, 0, 20, 20, 5, 4]
     names = [f"d{row}" for row in rows]
     names[4] = "nowhere"
@@ -178,7 +179,7 @@ def test_pairs_are_scored_wherever_their_document_is(tmp_path, monkeypatch):
     pairs = [PairTable(table.slice(0, 2), 2), PairTable(str(tmp_path / "pairs.parquet"), 4)]
     texts = [f"query {n}" for n in range(QUERIES)]
     found = exact_search.score_pairs(pool, sides, texts, pairs, each=backwards)
-    whole = {"dense": queries @ documents.T, "terms": counts @ weights.T.astype(np.float32)}
+    whole = {"table": queries @ documents.T, "pair": counts @ weights.T.astype(np.float32)}
     for name, scored in found.items():
         expected = whole[name][asked, rows].astype(np.float64)
         expected[4] = np.nan
