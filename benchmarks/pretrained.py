@@ -79,7 +79,8 @@ ATTEMPTS: Mapping[tuple[str, str, bool], Mapping[str, Sequence[str]]] = {
     ("minilm", CE, True): {"all layers": ("cross_encoder.backbone.layers=null",)},
 }
 LOG_SIZES = (0, 1000, None)  # real queries beside those drawn from documents; None: all there are
-PSEUDO_QUERIES = {"m3e": 100_000}  # others 10,000: a word of English alone says more than a Chinese character
+# By backbone: a word of English alone says more than a Chinese character.
+PSEUDO_QUERIES = {"minilm-native": 10_000, "minilm-gpu": 10_000, "m3e": 100_000}
 # About half of their documents: a corpus is encoded anew in every trial.
 KNOBS = dict.fromkeys(("medquad", "stackexchange_devops", "zh_medical_qa"), ("dataset.max_documents=3000",))
 Found = Mapping[str, Mapping[str, Row]]  # by dataset: query side, as `label` has it -> its results
@@ -145,10 +146,9 @@ def zero_query(
     backbone: str = BACKBONES["minilm"],
     knobs: Sequence[str] = (),
 ) -> Trial:
-    """A table distilled from MiniLM as published, from texts of documents and so many queries of a log."""
+    """A table distilled from a model as published, from texts of documents and so many queries of a log."""
     asked = "null" if log is None else log
-    count = PSEUDO_QUERIES.get(backbone, 10_000)
-    own = (f"pseudo_queries.count={count}", f"pseudo_queries.train_queries={asked}")
+    own = (f"pseudo_queries.count={PSEUDO_QUERIES[backbone]}", f"pseudo_queries.train_queries={asked}")
     made = trial(dataset, backbone, ZERO_QUERY, seed, steps=0)
     plain = tuple(knob for knob in made.knobs if not knob.startswith("distill."))
     return Trial(dataset, made.backbone, made.method, seed, 0, (*plain, *own, *knobs))

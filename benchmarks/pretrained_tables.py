@@ -21,6 +21,7 @@ from scalingnote.scaling.config import PlanConfig
 NDCG, QUALITY = "nDCG@10", "quality and cost, "
 ENOUGH = 0.99  # of the teacher's nDCG@10: what "equal" is
 MILLION = 1_000_000
+PANELS_ACROSS = 3  # of a plot
 SIGNIFICANT = 0.05
 
 # What stands in a published model's place, by its label, each alone and with BM25: the table of all data.
@@ -99,9 +100,10 @@ def tables(found: Found, outcomes: Iterable[Outcome]) -> dict[str, list[dict[str
 def overview(found: Found) -> list[dict[str, str]]:
     """nDCG@10 on CPUs, a column for each dataset: BM25, a model of its language, and what replaces it."""
     models = {
-        data: next((kind for kind in ("MiniLM", "M3E") if f"published, {kind}" in sides), None)
+        data: kind
         for data, sides in found.items()
-        if not data.endswith(", GPU")
+        for kind in ("MiniLM", "M3E")
+        if f"published, {kind}" in sides and not data.endswith(", GPU")
     }
     named = {"BM25": "bm25"} | {
         f"{name}{said}": f"{side}{plus}"
@@ -110,9 +112,7 @@ def overview(found: Found) -> list[dict[str, str]]:
     }
     rows = []
     for name, side in named.items():
-        cells = {
-            data: found[data].get(side.format(kind)) for data, kind in models.items() if kind is not None
-        }
+        cells = {data: found[data].get(side.format(kind)) for data, kind in models.items()}
         if any(cells.values()):
             shown = {data: "-" if row is None else mean_and_spread(row, NDCG) for data, row in cells.items()}
             rows.append({"query side": name} | shown)
@@ -222,7 +222,7 @@ def untrained(found: Found) -> list[dict[str, Any]]:
             if name.endswith(" + bm25"):
                 continue
             before = sides.get(f"{name}, untrained")
-            if name.startswith("scalingdual, "):  # of a published model: nothing was put in before training
+            if name.startswith("scalingdual, "):  # a published model is its tower before training
                 before = before or sides.get(name.replace("scalingdual", "published"))
             if before is not None:
                 gap = row.mean(NDCG) - before.mean(NDCG)
@@ -298,8 +298,11 @@ def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     titles = [title for title in tables if title.startswith(QUALITY)]
-    figure = Figure(figsize=(5.6 * len(titles), 4.4), layout="constrained")
-    for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
+    across = min(len(titles), PANELS_ACROSS)
+    down = -(-len(titles) // across)
+    figure = Figure(figsize=(5.6 * across, 4.4 * down), layout="constrained")
+    for number, title in enumerate(titles, start=1):
+        axes = figure.add_subplot(down, across, number)
         for row in tables[title]:
             value = float(row[NDCG].split(" ")[0])
             if row["queries/s"] == "-":

@@ -177,7 +177,7 @@ def _keywords(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) ->
 
 def _question(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
     """A phrase in a template of its language; alone, if there are none in that language."""
-    template = rng.choice(ENGLISH_TEMPLATES)
+    template = rng.choice(ENGLISH_TEMPLATES)  # its pieces tell which language it is
     pieces = [_question_piece(parts, config, rng) for _ in range(template.count("{}"))]
     chinese = [bool(_HAN.search(piece)) for piece in pieces]
     if not any(chinese) and all(map(_LATIN.search, pieces)):

@@ -24,7 +24,7 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.lease import Lease
 
 SLICES = 6
-MANY = 2  # seeds of each store
+MANY = 4  # seeds of each store
 SIGNED = "AWS4-HMAC-SHA256 Credential=anyone/20260101/us-east-1/s3/aws4_request, SignedHeaders=, Signature="
 Answer = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
