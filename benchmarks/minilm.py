@@ -55,7 +55,7 @@ def native_overrides(
     if config.adopt is not None:
         lengths = f"query_max_length: {sizes.query_tokens}, document_max_length: {sizes.document_tokens}"
         return [f"adopt={{path: {model}, {lengths}}}", *on_gpu(config, sizes)]
-    knobs = settings(config, sizes, dim=dim)
+    knobs = settings(config, sizes, model=model, dim=dim)
     for name, tower in towers(config).items():
         layers = SMALL_LAYERS if is_encoder(tower) else None
         knobs += as_published(name, sizes, layers=layers, trained=name.startswith("train."), model=model)
@@ -69,8 +69,11 @@ def native_overrides(
     return knobs
 
 
-def settings(config: RunConfig, sizes: Sizes, *, dim: int = DIM) -> list[str]:
-    """What trials with pretrained towers have in common: a dimension, lengths, batches, the device."""
+def settings(config: RunConfig, sizes: Sizes, *, model: Path | None = None, dim: int = DIM) -> list[str]:
+    """What trials with pretrained towers have in common: a dimension, lengths, batches, the device.
+
+    A cross-encoder is the first layers of `model`, MiniLM by default.
+    """
     knobs = [
         *(f"train.dim={dim}", f"train.losses.matryoshka=[{dim}]", "train.validation=null"),
         *(f"train.global_batch={sizes.batch}", f"train.optimizer.peak_lr={PEAK_LR}"),
@@ -80,7 +83,7 @@ def settings(config: RunConfig, sizes: Sizes, *, dim: int = DIM) -> list[str]:
         ),
     ]
     if config.cross_encoder is not None:
-        backbone = f"{{kind: pretrained, path: {path()}, layers: {SMALL_LAYERS}}}"
+        backbone = f"{{kind: pretrained, path: {model or path()}, layers: {SMALL_LAYERS}}}"
         lengths = f"query_length: {sizes.query_tokens}, document_length: {sizes.document_tokens}"
         knobs.append(f"cross_encoder={{backbone: {backbone}, {lengths}, global_batch: {sizes.batch}}}")
         knobs.append("cross_encoder.optimizer.peak_lr=1e-4")

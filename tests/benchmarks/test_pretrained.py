@@ -111,6 +111,15 @@ def test_a_gpu_has_the_same_trials_in_tables_of_their_own():
     assert data == "medquad, GPU"
 
 
+def test_a_log_of_ten_thousand_queries_needs_all_documents_and_has_tables_of_its_own():
+    whole = [one for one in wanted(seeds=2) if pretrained.WHOLE in one.knobs]
+    sides = [{"published": side(0.8)}, *[{"table": side(0.7)}] * 3]
+    found = pretrained.by_dataset(whole, [Outcome(*pair) for pair in zip(whole, sides, strict=True)])
+    assert found.keys() == {"medquad, all documents"}
+    assert [row["real queries"] for row in tables.logs(found)] == ["0", "1000", "10000"]
+    assert tables.overview(found) == []
+
+
 @pytest.mark.parametrize(("backbone", "method", "trained"), pretrained.ATTEMPTS)
 def test_each_attempt_at_a_method_has_its_own_row(backbone: str, method: str, trained: bool):
     datasets = (pretrained.FIRST, "medquad")
