@@ -24,7 +24,7 @@ from numpy import ndarray
 from benchmarks import teacher
 from benchmarks.report import alone, show, write
 from benchmarks.trial import Outcome, Side, Trial
-from benchmarks.trials import given, require, run_given
+from benchmarks.trials import given, machine, require, run_given
 from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.log import configure
 
@@ -45,6 +45,7 @@ STEPS = {"python_docs": 200, "zh_reading_titles": 200, "zh_medical_qa": 200}
 MINILM_STEPS, MINILM = 24, ("dataset.max_documents=3000",)
 # Small batches: a student from scratch needs steps. A row of EmbedDistill's holds documents: fewer passes.
 KNOBS = {"scalingnote": ("distill.global_batch=64",), "embeddistill": ("distill.epochs=3",)}
+EQUAL = 1e-9  # a spread below it is rounding
 FEW = ("chorus_icecat",)  # 56 queries to learn from: as many passes, and batches as small, as its config says
 
 
@@ -64,6 +65,11 @@ class Row:
         """Standard deviation over seeds."""
         values = [side.measures[name] for side in self.sides.values()]
         return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+    def shown(self, name: str) -> str:
+        """Mean over seeds, with the standard deviation where they differ: BM25 has no seed."""
+        mean, spread = self.mean(name), self.spread(name)
+        return f"{mean:.3f}" if spread < EQUAL else f"{mean:.3f} ± {spread:.3f}"
 
     def beside(self, other: "Row") -> "tuple[Row, Row]":
         """This and another, of the seeds that both have."""
@@ -107,7 +113,8 @@ def main() -> None:
     tables = {title: table(sides) for title, sides in found.items()}
     for title, lines in tables.items():
         show(title, lines)
-    write(options.json, metrics=metrics(found) | stored_teacher(options.teacher), tables=tables)
+    every = metrics(found) | stored_teacher(options.teacher)
+    write(options.json, metrics=every, machine=machine(outcomes), tables=tables)
     require(trials, outcomes, options)
 
 
@@ -154,7 +161,7 @@ def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
             "seeds": len(row.sides),
             "queries/s": "-" if row.speed is None else round(row.speed),
         }
-        line |= {m: f"{row.mean(m):.3f} ± {row.spread(m):.3f}" for m in SHOWN}
+        line |= {m: row.shown(m) for m in SHOWN}
         of_teacher, p = share(row, best), p_value(row, best)
         line["of the teacher's R@50"] = "-" if math.isnan(of_teacher) else f"{of_teacher:.1%}"
         line["p"] = "-" if row is best or math.isnan(p) else f"{p:.3f}"

@@ -110,7 +110,7 @@ def main() -> None:
         ),
     }
     found: dict[str, float] = {}
-    tables: dict[str, list[Figures]] = {}
+    tables: dict[str, Any] = {}  # a list of Figures each
     for part in options.parts:
         title, measure, metrics_of = parts[part]
         tables[part] = measure()

@@ -76,6 +76,12 @@ ATTEMPTS: Mapping[tuple[str, str, bool], Mapping[str, Sequence[str]]] = {
         "ten passes": ("distill.epochs=10",),
     },
     ("smollm", "lightretriever", False): {"all layers": ("train.document.backbone.layers=null",)},
+    ("smollm", "lightretriever", True): {
+        "all layers, FLOPs 1e-5": (
+            *("train.document.backbone.layers=null", "train.precision=bfloat16"),
+            *("train.optimizer.peak_lr=2e-4", "train.sparse.flops=1e-5"),
+        )
+    },
     ("minilm", CE, True): {"all layers": ("cross_encoder.backbone.layers=null",)},
 }
 LOG_SIZES = (0, 1000, None)  # real queries beside those drawn from documents; None: all there are

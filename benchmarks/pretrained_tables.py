@@ -58,8 +58,11 @@ ORDERS = (
             ("scalingnote-2l", "scalingdoc", "M3E", "M3E"),
         )
     ),
-    Order("LightRetriever, Table 2", "lightretriever (hybrid), SmolLM2", "lightretriever, SmolLM2"),
-    Order("LightRetriever, Table 2", "lightretriever (hybrid), SmolLM2", "lightretriever (sparse), SmolLM2"),
+    *(
+        Order("LightRetriever, Table 2", f"lightretriever (hybrid), {kind}", f"{half}, {kind}")
+        for kind in ("SmolLM2", "SmolLM2, all layers, FLOPs 1e-5")
+        for half in ("lightretriever", "lightretriever (sparse)")
+    ),
     *(
         Order("EmbedDistill, Table 1", f"{better}, MiniLM", f"{worse}, MiniLM")
         for worse, better in pairwise(LADDER)
@@ -114,7 +117,7 @@ def overview(found: Found) -> list[dict[str, str]]:
     for name, side in named.items():
         cells = {data: found[data].get(side.format(kind)) for data, kind in models.items()}
         if any(cells.values()):
-            shown = {data: "-" if row is None else mean_and_spread(row, NDCG) for data, row in cells.items()}
+            shown = {data: "-" if row is None else row.shown(NDCG) for data, row in cells.items()}
             rows.append({"query side": name} | shown)
     return rows
 
@@ -126,18 +129,12 @@ def quality(sides: Mapping[str, Row]) -> list[dict[str, Any]]:
     for name in sorted(plain, key=lambda name: -sides[name].mean(NDCG)):
         row, joined = sides[name], sides.get(f"{name} + bm25")
         line: dict[str, Any] = {"query side": name, "seeds": len(row.sides)}
-        line |= {measure: mean_and_spread(row, measure) for measure in (NDCG, "R@10", "R@100")}
-        line["+ BM25, nDCG@10"] = "-" if joined is None else mean_and_spread(joined, NDCG)
+        line |= {measure: row.shown(measure) for measure in (NDCG, "R@10", "R@100")}
+        line["+ BM25, nDCG@10"] = "-" if joined is None else joined.shown(NDCG)
         line["queries/s"] = "-" if row.speed is None else round(row.speed)
         line |= {"USD a million": dollars(row.speed), "USD at equal nDCG": equal(name, sides)}
         rows.append(line)
     return rows
-
-
-def mean_and_spread(row: Row, measure: str) -> str:
-    """Mean over seeds, with the standard deviation where there are several."""
-    mean = f"{row.mean(measure):.3f}"
-    return f"{mean} ± {row.spread(measure):.3f}" if len(row.sides) > 1 else mean
 
 
 def dollars(speed: float | None, *, teacher: float | None = None, share: float = 0.0) -> str:
@@ -246,7 +243,7 @@ def logs(found: Found) -> list[dict[str, Any]]:
             line = {"data": dataset, "real queries": name.split(", ")[2].removesuffix(" queries")}
             line |= {
                 "seeds": str(len(row.sides)),
-                NDCG: mean_and_spread(row, NDCG),
+                NDCG: row.shown(NDCG),
                 "of the teacher's": f"{kept:.1%}",
             }
             rows.append(line)

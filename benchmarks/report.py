@@ -68,12 +68,22 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown([*rows[0]], lines, text=len([*words]))
 
 
-def write(path: Path | None, *, metrics: Mapping[str, float], **tables: Any) -> None:
-    """Write ``{"command": ..., "metrics": ..., "environment": ..., **tables}``; nothing without a path."""
+def write(
+    path: Path | None,
+    *,
+    metrics: Mapping[str, float],
+    machine: Mapping[str, Any] | None = None,
+    **tables: Any,
+) -> None:
+    """Write ``{"command": ..., "metrics": ..., "environment": ..., **tables}``; nothing without a path.
+
+    `machine` is what was measured on, where that was not in this run.
+    """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"command": command(), "metrics": dict(metrics), "environment": environment(), **tables}
+    where = environment() | dict(machine or {})
+    report = {"command": command(), "metrics": dict(metrics), "environment": where, **tables}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

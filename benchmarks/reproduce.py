@@ -29,7 +29,7 @@ from benchmarks import distillation, pretrained, pretrained_tables
 from benchmarks.distillation import Row
 from benchmarks.report import show, write
 from benchmarks.trial import Outcome, Trial
-from benchmarks.trials import given, require, run_given
+from benchmarks.trials import given, machine, require, run_given
 from scalingnote.experiment.report import holm
 from scalingnote.log import configure
 
@@ -99,7 +99,7 @@ def main() -> None:
     if options.plot and more:
         pretrained_tables.plot(more, options.plot)
     every = metrics(found) | pretrained_tables.metrics(sides, theirs)
-    write(options.json, metrics=every, tables=tables, pretrained=more)
+    write(options.json, metrics=every, machine=machine(outcomes), tables=tables, pretrained=more)
     require(trials, outcomes, options)
 
 
@@ -208,7 +208,7 @@ def rows_of(lines: Iterable[Line], *, auc: bool = False) -> list[dict[str, Any]]
     rows = []
     for at, line in enumerate(lines):
         row = line.sides[line.name]
-        shown = {measure: _mean(row, measure) for measure in RECALLS}
+        shown = {measure: row.shown(measure) for measure in RECALLS}
         if p[str(at)] < SIGNIFICANT:
             shown["R@50"] += "*"
         if graded:
@@ -243,13 +243,8 @@ def _measures(row: Row) -> Mapping[str, float]:
     return next(iter(row.sides.values())).measures
 
 
-def _mean(row: Row, measure: str) -> str:
-    mean = f"{row.mean(measure):.3f}"
-    return f"{mean} ± {row.spread(measure):.3f}" if len(row.sides) > 1 else mean
-
-
 def _auc(row: Row | None) -> str:
-    return _mean(row, AUC) if row is not None and AUC in _measures(row) else "-"
+    return row.shown(AUC) if row is not None and AUC in _measures(row) else "-"
 
 
 def _large(

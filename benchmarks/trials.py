@@ -102,6 +102,18 @@ def read(path: Path) -> list[Outcome]:
     return [_parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def machine(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What is known of the machines of trials, by name: a value, or those of several machines in a row."""
+    found: dict[str, dict[Any, None]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.environment.items():
+            found.setdefault(name, {})[value] = None
+    return {
+        name: next(iter(values)) if len(values) == 1 else ", ".join(str(value) for value in values)
+        for name, values in found.items()
+    }
+
+
 def add(source: Path, target: Path) -> None:
     """Put the trials of one file among those of another, in the place of the same trials there."""
     files = (path.read_text(encoding="utf-8").splitlines() for path in (target, source) if path.exists())

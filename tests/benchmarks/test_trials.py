@@ -125,3 +125,13 @@ def test_committed_trials_can_be_read():
     for dataset, method in {(one.dataset, one.method) for one in found}:
         trial.unchanged(dataset, method)
     assert len(set(found)) == len(found)
+
+
+def test_trials_of_several_machines_name_them_all():
+    trial = Trial("medquad", "scratch", "methods/twinbert", 0, 9)
+    ran = [
+        Outcome(trial, {}, environment={"processor": processor, "cpus": 2})
+        for processor in ("one", "other", "one")
+    ]
+    assert trials.machine(ran) == {"processor": "one, other", "cpus": 2}
+    assert trials.machine([]) == {}
