@@ -21,7 +21,6 @@ from scalingnote.scaling.config import PlanConfig
 NDCG, QUALITY = "nDCG@10", "quality and cost, "
 ENOUGH = 0.99  # of the teacher's nDCG@10: what "equal" is
 MILLION = 1_000_000
-PANELS_ACROSS = 3  # of a plot
 SIGNIFICANT = 0.05
 
 # What stands in a published model's place, by its label, each alone and with BM25: the table of all data.
@@ -288,30 +287,3 @@ def metrics(found: Found, outcomes: Sequence[Outcome]) -> dict[str, float]:
     if agreed:
         values["ce_rank_agreement"] = min(agreed)
     return values
-
-
-def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw nDCG@10 over the queries that a core encodes in a second, a panel for each dataset."""
-    from matplotlib.figure import Figure
-
-    titles = [title for title in tables if title.startswith(QUALITY)]
-    across = min(len(titles), PANELS_ACROSS)
-    down = -(-len(titles) // across)
-    figure = Figure(figsize=(5.6 * across, 4.4 * down), layout="constrained")
-    for number, title in enumerate(titles, start=1):
-        axes = figure.add_subplot(down, across, number)
-        for row in tables[title]:
-            value = float(row[NDCG].split(" ")[0])
-            if row["queries/s"] == "-":
-                axes.axhline(value, color="#8a8f98", linewidth=0.8, linestyle=":")
-                place, how = (0.01, value), ("axes fraction", "data")
-                axes.annotate(row["query side"], place, xycoords=how, fontsize=7)
-                continue
-            axes.plot(
-                row["queries/s"], value, "o" if "SmolLM2" in row["query side"] else "s", color="#0f8b8d"
-            )
-            place = (row["queries/s"], value)
-            axes.annotate(row["query side"], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
-        axes.set(xscale="log", title=title.removeprefix(QUALITY), xlabel="queries/s of a core", ylabel=NDCG)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)

