@@ -24,7 +24,7 @@ from numpy import ndarray
 from benchmarks import teacher
 from benchmarks.report import alone, show, write
 from benchmarks.trial import Outcome, Side, Trial
-from benchmarks.trials import given, machine, require, run_given
+from benchmarks.trials import given, require, run_given, trial_machines
 from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.log import configure
 
@@ -114,7 +114,7 @@ def main() -> None:
     for title, lines in tables.items():
         show(title, lines)
     every = metrics(found) | stored_teacher(options.teacher)
-    write(options.json, metrics=every, machine=machine(outcomes), tables=tables)
+    write(options.json, metrics=every, machine=trial_machines(outcomes), tables=tables)
     require(trials, outcomes, options)
 
 

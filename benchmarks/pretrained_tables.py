@@ -126,7 +126,7 @@ def quality(sides: Mapping[str, Row]) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"query side": name, "seeds": len(row.sides)}
         line |= {measure: row.shown(measure) for measure in (NDCG, "R@10", "R@100")}
         line["+ BM25, nDCG@10"] = "-" if joined is None else joined.shown(NDCG)
-        line["queries/s"] = "-" if row.speed is None else round(speed[name])
+        line["queries/s"] = round(speed[name]) if name in speed else "-"
         line |= {"USD a million": dollars(speed.get(name)), "USD at equal nDCG": equal(name, sides, speed)}
         rows.append(line)
     return rows

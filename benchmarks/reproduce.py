@@ -29,7 +29,7 @@ from benchmarks import distillation, pretrained, pretrained_plot, pretrained_tab
 from benchmarks.distillation import Row
 from benchmarks.report import show, write
 from benchmarks.trial import Outcome, Trial
-from benchmarks.trials import given, machine, require, run_given
+from benchmarks.trials import given, require, run_given, trial_machines
 from scalingnote.experiment.report import holm
 from scalingnote.log import configure
 
@@ -99,7 +99,7 @@ def main() -> None:
     if options.plot and more:
         pretrained_plot.plot(more, options.plot)
     every = metrics(found) | pretrained_tables.metrics(sides, theirs)
-    write(options.json, metrics=every, machine=machine(outcomes), tables=tables, pretrained=more)
+    write(options.json, metrics=every, machine=trial_machines(outcomes), tables=tables, pretrained=more)
     require(trials, outcomes, options)
 
 

@@ -102,7 +102,7 @@ def read(path: Path) -> list[Outcome]:
     return [_parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def machine(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def trial_machines(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What is known of the machines of trials, by name: a value, or those of several machines in a row."""
     found: dict[str, dict[Any, None]] = {}
     for outcome in outcomes:

@@ -133,5 +133,5 @@ def test_trials_of_several_machines_name_them_all():
         Outcome(trial, {}, environment={"processor": processor, "cpus": 2})
         for processor in ("one", "other", "one")
     ]
-    assert trials.machine(ran) == {"processor": "one, other", "cpus": 2}
-    assert trials.machine([]) == {}
+    assert trials.trial_machines(ran) == {"processor": "one, other", "cpus": 2}
+    assert trials.trial_machines([]) == {}
