@@ -39,6 +39,7 @@ _UPLOAD_INTERVAL_S = 30.0  # a killed run loses the events since the last upload
 
 CURVE_INTERVAL_STEPS = 10
 NOTICE_INTERVAL_S = 5.0  # between questions whether this machine is about to be taken away
+GRADIENT_NORM = "gradient_norm"
 Values = dict[str, float]
 
 
@@ -115,7 +116,7 @@ def fit(
     with Progress(section, total=steps * rows, done=start * rows, unit="rows") as progress:
         for step, batch in _prefetched(batch_at, start, last):
             values = run.step(step, batch)
-            progress.advance(rows, f"loss {values['loss']:.4f}")
+            progress.advance(rows, _described(values))
             if run.finish_step(step + 1):
                 get_logger(section).info(
                     "stopped after step %d: %d measurements without a better one", step + 1, history.worse
@@ -127,6 +128,12 @@ def fit(
         get_logger(section).info("weights of step %s are the best and kept", history.best_step)
     engine.module.eval()
     return history
+
+
+def _described(values: Values) -> str:
+    """The loss and, in brackets, its parts before they are weighted: a part that outgrows the others shows."""
+    parts = [f"{name} {value:.4g}" for name, value in values.items() if name not in ("loss", GRADIENT_NORM)]
+    return f"loss {values['loss']:.4f} ({', '.join(parts)})"
 
 
 def _prefetched(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:
@@ -169,7 +176,7 @@ class _Run:
             self.engine.backward(loss)
         values = self._means({"loss": loss.detach(), **parts}, step=step)
         rate = learning_rate(step, steps=self.steps, settings=self.schedule.optimizer)
-        values["gradient_norm"] = float(self.engine.step(rate))
+        values[GRADIENT_NORM] = float(self.engine.step(rate))
         _require_finite(values, step=step)
         if step % CURVE_INTERVAL_STEPS == 0 or step + 1 == self.steps:
             self.history.curve.append(

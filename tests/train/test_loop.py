@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scalingnote.errors import TrainingError
+from scalingnote.log import Progress
 from scalingnote.train import loop
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import Optimizer, Schedule, Validation
@@ -97,6 +98,14 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path: Path
     resumed = Regression()
     assert train(resumed, tmp_path / "cut") == history
     assert same(whole, resumed)
+
+
+def test_progress_shows_the_parts_of_the_loss_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    notes: list[str] = []
+    monkeypatch.setattr(Progress, "advance", lambda self, rows, note="": notes.append(note))
+    curve = train(Regression(), tmp_path).curve
+    assert len(notes) == STEPS
+    assert notes[0] == f"loss {curve[0]['loss']:.4f} (squared {curve[0]['squared']:.4g})"
 
 
 def test_any_number_is_a_seed(tmp_path: Path):
