@@ -128,6 +128,7 @@ def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     knobs += [f"{stage}.resources.workers=1" for stage in ("encode", "teacher")]
     if plain.distill is not None:
         knobs += [f"distill.seed={trial.seed}", "distill.resources.workers=0"]
+        knobs.append(f"teacher.tokens={json.dumps(plain.distill.reads_tokens)}")
     if plain.pseudo_queries is not None:
         knobs.append(f"pseudo_queries.seed={trial.seed}")
     if plain.cross_encoder is not None:

@@ -79,6 +79,11 @@ class RunConfig(Config):
         trained = self.cross_encoder is None and self.adopt is None
         if trained and self.distill is not None and self.train.query.kind == "token_wise":
             raise ValueError("a query tower that reads tokens one by one is no teacher: set distill to null")
+        if self.distill is not None and self.distill.reads_tokens and not self.teacher.tokens:
+            raise ValueError(
+                "a lookup student starts from the teacher's embeddings of single tokens: leave "
+                "teacher.tokens at true, or set distill.inherit_tokens to false"
+            )
         if self.cross_encoder is not None and self.pseudo_queries is not None:
             raise ValueError("a cross-encoder reads a query beside a document: leave pseudo_queries out")
         if self.pseudo_queries is not None and self.distill is None:

@@ -11,6 +11,7 @@ from scalingnote.stages import select
 from scalingnote.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+RECIPES = Path(__file__).parents[1] / "scalingnote/distillation/recipes"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("quickstart/[!b]*.yaml")), ids=lambda p: p.stem)
@@ -110,6 +111,18 @@ def test_a_wrong_value_names_its_key_and_what_was_found():
 def test_settings_at_odds_are_refused():
     with pytest.raises(ConfigError, match="does not divide over 2 workers"):
         load(TrainConfig, [], ["global_batch=33"])
+    quickstart, lookup = CONFIGS / "quickstart/python_docs.yaml", "distill.student={kind: lookup}"
+    with pytest.raises(ConfigError, match=r"leave teacher\.tokens at true"):
+        load(RunConfig, [quickstart], [lookup, "teacher.tokens=false"])
+    load(RunConfig, [quickstart], [lookup, "teacher.tokens=false", "distill.inherit_tokens=false"])
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_single_tokens_are_embedded_for_the_recipes_that_start_from_them(path: Path):
+    named = ["distill.student.backbone.path=model"] if path.stem == "model" else []
+    config = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml", path], named)
+    assert config.distill is not None
+    assert config.teacher.tokens == config.distill.reads_tokens == path.stem.startswith(("table", "static"))
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ class PairQueryParts:
         vocabulary_folder: str,
     ) -> None:
         """The worker that encodes `vocabulary_part` also writes the teacher's vocabulary."""
-        self._triplets, self._beside = triplets, config.beside
+        self._triplets, self._beside, self._tokens = triplets, config.beside, config.tokens
         self._vocabulary_part, self._vocabulary_folder = vocabulary_part, vocabulary_folder
         self._encoder = _pair_encoder(cross_encoder, config.token_budget)
         self._documents = Store.open(store)["documents"]
@@ -222,11 +222,11 @@ class PairQueryParts:
     def _write_vocabulary(self) -> None:
         model = self._encoder.model
         size = model.query_prompt.tokenizer.get_vocab_size()
-        rows = [model.query_prompt.row([token]) for token in range(size)]
+        rows = [model.query_prompt.row([token]) for token in range(size)] if self._tokens else []
         write_vocabulary(
             self._vocabulary_folder,
             tokens=model.token_embeddings.weight,
-            alone=self._encoder.queries(rows, [None] * size),
+            alone=self._encoder.queries(rows, [None] * size) if rows else None,
             tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
         )
 

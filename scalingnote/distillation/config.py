@@ -117,6 +117,17 @@ class DistillConfig(Schedule):
             return ()
         return ("triplets", "embeddings") if self.document is None else ("triplets", "embeddings", "dataset")
 
+    @property
+    def inherits(self) -> bool:
+        """Whether the student starts with the teacher's tokenizer and its weights of each token."""
+        own = isinstance(self.student, TowerConfig) and isinstance(self.student.backbone, Pretrained)
+        return self.inherit_tokens and self.start == "random" and not own
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the student starts from the teacher's embeddings of single tokens."""
+        return self.inherits and isinstance(self.student, LookupConfig)
+
     @model_validator(mode="after")
     def _fits(self) -> "DistillConfig":
         if self.losses.document_matching and self.document is None:

@@ -73,12 +73,18 @@ def run(
         output: URI of the student.
 
     Raises:
-        ConfigError: the losses, or a student for documents, read an artifact that is missing.
+        ConfigError: the losses, or a student for documents, read an artifact that is missing; or a lookup
+            student the embeddings of single tokens, which `query_embeddings` was made without.
     """
     uris = {"triplets": triplets, "embeddings": embeddings, "dataset": dataset}
     if missing := [kind for kind in config.reads if uris[kind] is None]:
         raise ConfigError(f"distill's losses read {', '.join(missing)}: pass them, or leave these losses out")
     teacher = open_artifact(query_embeddings, kind="query_embeddings")
+    if config.reads_tokens and _token_file("alone") not in teacher.manifest.parts:
+        raise ConfigError(
+            f"{query_embeddings} holds no embeddings of single tokens, which a lookup student starts from: "
+            "encode the queries with teacher.tokens=true, or set distill.inherit_tokens=false"
+        )
     parents = {"query_embeddings": teacher}
     parents |= {kind: open_artifact(uris[kind] or "", kind=kind) for kind in config.reads}
     draft = Draft(output, kind="student", config=config, parents=parents)
@@ -297,7 +303,7 @@ def build_student(
         return build_tower(student, role="query", dim=dim, tokenizer_json=None, seed=config.seed)
     backbone = backbones.build(student.backbone, tokenizer_json=start.tokenizer, seed=config.seed)
     table: Any = backbone.model.get_input_embeddings()  # type: ignore[operator]
-    if inherits_tokens(config):
+    if config.inherits:
         initial_weights.inherit_token_embeddings(table, _token_weights(teacher, "tokens"))
     if start.words:
         before = Tokenizer.from_str(backbone.raw_tokenizer.to_str())
@@ -323,18 +329,11 @@ def _build_lookup(
     before, after = Tokenizer.from_str(start.tokenizer), Tokenizer.from_str(start.tokenizer)
     initial_weights.add_words(after, start.words)
     made = lookup.build(student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed, start=start.lookup)
-    if inherits_tokens(config):
+    if config.inherits:
         initial_weights.inherit_lookup_rows(made, _token_weights(teacher, "alone"))
     initial_weights.initialize_word_rows(made.table, start.words, before=before, after=after)
     made.made_from["query_embeddings"] = teacher.digest
     return made
-
-
-def inherits_tokens(config: DistillConfig) -> bool:
-    """Whether the student starts with the teacher's tokenizer and its weights of each token."""
-    student = config.student
-    own = isinstance(student, TowerConfig) and isinstance(student.backbone, Pretrained)
-    return config.inherit_tokens and config.start == "random" and not own
 
 
 def _tower_config(config: DistillConfig, start: StudentStart) -> TowerConfig | LookupConfig:
@@ -349,7 +348,7 @@ def _tower_config(config: DistillConfig, start: StudentStart) -> TowerConfig | L
 
 def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
     """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
-    if inherits_tokens(config):
+    if config.inherits:
         return _teacher_tokenizer(teacher)
     texts = partial(tokens.distinct_queries, teacher, "embeddings")
     return tokens.train_tokenizers({"student": config.student}, texts=texts).get("student")
@@ -361,8 +360,11 @@ def _teacher_tokenizer(teacher: Artifact) -> str:
 
 def _token_weights(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary width"]:
     """Weights of each of the teacher's tokens, which its job wrote: ``tokens`` or ``alone``."""
-    data = teacher.read_bytes(f"teacher/{name}.safetensors")
-    return safetensors.torch.load(data)["weight"].float()
+    return safetensors.torch.load(teacher.read_bytes(_token_file(name)))["weight"].float()
+
+
+def _token_file(name: str) -> str:
+    return f"teacher/{name}.safetensors"
 
 
 def _new_words(knobs: NewVocabulary, teacher: Artifact, tokenizer: Tokenizer) -> list[str]:

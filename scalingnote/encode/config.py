@@ -74,6 +74,11 @@ class TeacherConfig(Config):
     beside: Literal["positive", "nothing"] = Field(
         "positive", description="text that a cross-encoder reads with a query; other teachers read it alone"
     )
+    tokens: bool = Field(
+        True,
+        description="embed each token of the vocabulary, too, for lookup students to start from; false saves "
+        "that pass where the student is none",
+    )
     resources: Fleet = Fleet()
 
 

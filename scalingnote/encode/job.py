@@ -61,7 +61,8 @@ def run_queries(
 ) -> Artifact:
     """Build the artifact `query_embeddings`: the teacher's embeddings of queries, not normalised.
 
-    Beside the embeddings it holds the teacher's tokenizer and the embeddings of its tokens.
+    Beside the embeddings it holds the teacher's tokenizer and its input embeddings; with `config.tokens` also
+    its embedding of each token.
 
     Args:
         config: parts and resources.
@@ -96,6 +97,7 @@ def run_queries(
         towers=parents["dual_encoder"],
         token_budget=config.token_budget,
         vocabulary={next(iter(rows)): draft.path("teacher")},
+        tokens=config.tokens,
     )
     steps = Steps(partial(read_queries, folder=draft.work(), pseudo=pseudo), encoder)
     records = write_parts(steps, draft, rows=rows, resources=resources, unit="queries", knob=knob)
@@ -209,11 +211,17 @@ class TeacherQueryEncoder:
     Texts whose `role` is "document" (passages among the pseudo-queries) go through the document tower.
     """
 
-    def __init__(self, *, towers: Artifact, token_budget: int, vocabulary: dict[str, str]) -> None:
-        """Load the query tower; `vocabulary` maps one part to the folder for the vocabulary."""
+    def __init__(
+        self, *, towers: Artifact, token_budget: int, vocabulary: dict[str, str], tokens: bool
+    ) -> None:
+        """Load the query tower; `vocabulary` maps one part to the folder for the vocabulary.
+
+        `tokens`: whether each token of the vocabulary is encoded for that folder.
+        """
         from scalingnote.encode.encoder import Encoder
 
-        self._vocabulary, self._towers, self._token_budget = vocabulary, towers, token_budget
+        self._vocabulary, self._tokens = vocabulary, tokens
+        self._towers, self._token_budget = towers, token_budget
         self._encoder = Encoder.load(towers.directory("query"), token_budget=token_budget)
         self._documents: Encoder | None = None  # loaded by the first passage
         self.peak = self._encoder.peak()
@@ -261,6 +269,6 @@ class TeacherQueryEncoder:
         write_vocabulary(
             folder,
             tokens=tower.token_embeddings.weight,
-            alone=self._encoder.encode_tokens(),
+            alone=self._encoder.encode_tokens() if self._tokens else None,
             tokenizer_json=tower.tokenizer.backend_tokenizer.to_str(),
         )

@@ -370,7 +370,7 @@ def write_vocabulary(
     folder: str,
     *,
     tokens: Float[Tensor, "vocabulary hidden"],
-    alone: Float[ndarray, "vocabulary dim"],
+    alone: Float[ndarray, "vocabulary dim"] | None,
     tokenizer_json: str,
 ) -> None:
     """Write to a URI what a student may start from, so that distillation never loads its teacher.
@@ -378,12 +378,12 @@ def write_vocabulary(
     Args:
         folder: URI; gets ``tokens.safetensors``, ``alone.safetensors`` and ``tokenizer.json``.
         tokens: the teacher's input embedding of each token.
-        alone: its embedding of a query with this token alone.
+        alone: its embedding of a query with this token alone; None: not written.
         tokenizer_json: its tokenizer.
     """
-    for name, weight in {
-        "tokens": tokens.float().cpu().contiguous(),
-        "alone": torch.from_numpy(alone),
-    }.items():
+    weights = {"tokens": tokens.float().cpu().contiguous()}
+    if alone is not None:
+        weights["alone"] = torch.from_numpy(alone)
+    for name, weight in weights.items():
         fs.write_bytes(fs.join(folder, f"{name}.safetensors"), save({"weight": weight}))
     fs.write_bytes(fs.join(folder, "tokenizer.json"), tokenizer_json.encode())

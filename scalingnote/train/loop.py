@@ -131,7 +131,7 @@ def fit(
 
 
 def _described(values: Values) -> str:
-    """The loss and, in brackets, its parts before they are weighted: a part that outgrows the others shows."""
+    """The loss and, in brackets, its parts before they are weighted."""
     parts = [f"{name} {value:.4g}" for name, value in values.items() if name not in ("loss", GRADIENT_NORM)]
     return f"loss {values['loss']:.4f} ({', '.join(parts)})"
 

@@ -4,19 +4,24 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import safetensors.torch
 import torch
 from tokenizers import Tokenizer
 
 import tiny
 from in_process import without_ray
+from scalingnote.distillation import job as distillation
+from scalingnote.distillation.config import DistillConfig
 from scalingnote.encode import job
 from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
+from scalingnote.models.config import LookupConfig
 from scalingnote.storage import arrow
-from scalingnote.storage.artifact import Draft
+from scalingnote.storage.artifact import Artifact, Draft
 
 GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
 
@@ -41,12 +46,12 @@ def test_generated_queries_teach_unless_their_source_is_for_validation(tmp_path,
     made.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
 
-    found = job.run_queries(
-        TeacherConfig(rows_per_part=8, resources=Fleet(workers=1)),
-        triplets=triplets.uri,
-        dual_encoder=towers.uri,
-        output=str(tmp_path / "out"),
-    )
+    def embedded(name: str, **knobs: bool) -> Artifact:
+        config = TeacherConfig(rows_per_part=8, resources=Fleet(workers=1), **knobs)
+        output = str(tmp_path / name)
+        return job.run_queries(config, triplets=triplets.uri, dual_encoder=towers.uri, output=output)
+
+    found = embedded("out")
     table = found.table("embeddings")
     split = dict(zip(table["query_id"].to_pylist(), table["split"].to_pylist(), strict=True))
     expected = {row["query_id"]: row["split"] for row in rows}
@@ -64,3 +69,13 @@ def test_generated_queries_teach_unless_their_source_is_for_validation(tmp_path,
     tokenizer = Tokenizer.from_file(found.file("teacher/tokenizer.json"))
     text = tiny.document_rows(1)[0]["title"]
     assert tokenizer.encode(text, add_special_tokens=False).ids == made.prompt.rows([text])[0].ids[:-1]
+
+    without = embedded("without", tokens=False)
+    assert set(found.names()) - set(without.names()) == {"teacher/alone.safetensors"}
+    assert without.table("embeddings") == table
+    with pytest.raises(ConfigError, match=r"no embeddings of single tokens.*teacher\.tokens=true"):
+        distillation.run(
+            DistillConfig(student=LookupConfig()),
+            query_embeddings=without.uri,
+            output=str(tmp_path / "student"),
+        )
