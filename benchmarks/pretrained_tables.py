@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.distillation import Row
-from benchmarks.pretrained import CE, CE_SCORES, LADDER, ZERO_QUERY, Found, data_of, label
+from benchmarks.pretrained import (
+    CE,
+    CE_SCORES,
+    LADDER,
+    LEARNING_ATTEMPT,
+    LIGHTRETRIEVER,
+    ZERO_QUERY,
+    Found,
+    data_of,
+    label,
+)
 from benchmarks.query_costs import dollars, speeds
 from benchmarks.trial import ESCALATED, Outcome
 from scalingnote.evaluate.measures import paired_t_test
@@ -54,9 +64,9 @@ ORDERS = (
         )
     ),
     *(
-        Order("LightRetriever, Table 2", f"lightretriever (hybrid), {kind}", f"{half}, {kind}")
-        for kind in ("SmolLM2", "SmolLM2, all layers, FLOPs 1e-5")
-        for half in ("lightretriever", "lightretriever (sparse)")
+        Order("LightRetriever, Table 2", f"{LIGHTRETRIEVER} (hybrid), {kind}", f"{half}, {kind}")
+        for kind in ("SmolLM2", f"SmolLM2, {LEARNING_ATTEMPT}")
+        for half in (LIGHTRETRIEVER, f"{LIGHTRETRIEVER} (sparse)")
     ),
     *(
         Order("EmbedDistill, Table 1", f"{better}, MiniLM", f"{worse}, MiniLM")

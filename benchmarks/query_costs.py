@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.distillation import Row
-from benchmarks.pretrained import SHORT, ZERO_QUERY
+from benchmarks.pretrained import LIGHTRETRIEVER, SHORT, ZERO_QUERY
 from scalingnote.scaling.capacity import core_price
 from scalingnote.scaling.config import PlanConfig
 
@@ -29,7 +29,7 @@ def form(name: str) -> str:
         return name
     if method in ("published", "scalingdual"):
         return f"all layers, {kind}{plus}"
-    if method.startswith(("lightretriever", "lookup")):
+    if method.startswith((LIGHTRETRIEVER, "lookup")):
         return f"{method}, {kind}{plus}"
     return f"two layers, {'M3E' if kind == 'M3E' else 'MiniLM'}{plus}"  # SmolLM2's small towers are MiniLM's
 

@@ -220,13 +220,15 @@ class PairQueryParts:
         return [texts.get(row) for row in rows.tolist()]
 
     def _write_vocabulary(self) -> None:
-        model = self._encoder.model
-        size = model.query_prompt.tokenizer.get_vocab_size()
-        rows = [model.query_prompt.row([token]) for token in range(size)] if self._tokens else []
+        model, alone = self._encoder.model, None
+        if self._tokens:
+            size = model.query_prompt.tokenizer.get_vocab_size()
+            rows = [model.query_prompt.row([token]) for token in range(size)]
+            alone = self._encoder.queries(rows, [None] * size)
         write_vocabulary(
             self._vocabulary_folder,
             tokens=model.token_embeddings.weight,
-            alone=self._encoder.queries(rows, [None] * size) if rows else None,
+            alone=alone,
             tokenizer_json=model.tokenizer.backend_tokenizer.to_str(),
         )
 

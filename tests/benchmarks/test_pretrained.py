@@ -144,8 +144,8 @@ def test_each_attempt_at_a_method_has_its_own_row(backbone: str, method: str, tr
     names = names if trained else [f"{name}, untrained" for name in names]
     assert [pretrained.label(one, method) for one in first] == names
     others = [(one.dataset, one.seed, pretrained.label(one, method)) for one in mine if one not in first]
-    if method == pretrained.LIGHT:
-        assert others == ([("medquad", 0, f"{plain}, {pretrained.LIGHT_LEARNS}")] if trained else [])
+    if method == pretrained.LIGHTRETRIEVER:
+        assert others == ([("medquad", 0, f"{plain}, {pretrained.LEARNING_ATTEMPT}")] if trained else [])
     else:  # untrained ones have a single seed
         once = [("medquad", 0, names[0])]
         assert others == [*once, ("feedbackqa", 1, plain), ("medquad", 1, plain)] if trained else once
