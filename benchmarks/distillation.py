@@ -28,18 +28,18 @@ from benchmarks.trials import given, require, run_given, trial_machines
 from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.log import configure
 
+LIGHTRETRIEVER = "lightretriever"  # reads single tokens behind an instruction, as decoders do
 METHODS = (
     *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingnote-2l-corpus"),
     *("scalingdoc", "twinbert"),
     *("lookup-qkd", "lookup-qkd-attention", "lookup-qkd-attention-corpus"),
     *("lookup-qkd-hybrid", "lookup-qkd-hybrid-corpus"),
-    "lightretriever",  # reports its dense, sparse and hybrid sides
+    LIGHTRETRIEVER,  # reports its dense, sparse and hybrid sides
     *("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching"),
     *("embeddistill-only-matching", "embeddistill-symmetric-matching"),
 )
 TEACHER = "scalingdual"
 SHOWN = ("R@1", "R@10", "R@50", "R@100", "nDCG@10")
-CAUSAL = "lightretriever"  # reads single tokens behind an instruction, as decoders do
 # Of stage I, from scratch; elsewhere 100. Chinese paragraphs take longest to find anything at all.
 STEPS = {"python_docs": 200, "zh_reading_titles": 200, "zh_medical_qa": 200}
 MINILM_STEPS, MINILM = 24, ("dataset.max_documents=3000",)
@@ -100,7 +100,7 @@ def main() -> None:
         for dataset, backbone, method, seed in product(
             options.datasets, options.backbones, options.methods, range(options.seeds)
         )
-        if backbone != "minilm" or not method.startswith(CAUSAL)
+        if backbone != "minilm" or not method.startswith(LIGHTRETRIEVER)
     ]
     outcomes = run_given(trials, options)
     found = {
@@ -200,7 +200,7 @@ def metrics(found: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
 def is_light(name: str) -> bool:
     """Whether a query of this row is looked up, or counted: no model runs."""
     tower, _, what = name.partition(" ")
-    return tower.startswith("lookup") or tower == CAUSAL or what == "(sparse)"
+    return tower.startswith("lookup") or tower == LIGHTRETRIEVER or what == "(sparse)"
 
 
 if __name__ == "__main__":

@@ -8,18 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.distillation import Row
-from benchmarks.pretrained import (
-    CE,
-    CE_SCORES,
-    LADDER,
-    LEARNING_ATTEMPT,
-    LIGHTRETRIEVER,
-    ZERO_QUERY,
-    Found,
-    data_of,
-    label,
-)
+from benchmarks.distillation import LIGHTRETRIEVER, Row
+from benchmarks.pretrained import CE, CE_SCORES, LADDER, LEARNING_ATTEMPT, ZERO_QUERY, Found, data_of, label
 from benchmarks.query_costs import dollars, speeds
 from benchmarks.trial import ESCALATED, Outcome
 from scalingnote.evaluate.measures import paired_t_test

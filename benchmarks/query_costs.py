@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.distillation import Row
-from benchmarks.pretrained import LIGHTRETRIEVER, SHORT, ZERO_QUERY
+from benchmarks.distillation import LIGHTRETRIEVER, Row
+from benchmarks.pretrained import SHORT, ZERO_QUERY
 from scalingnote.scaling.capacity import core_price
 from scalingnote.scaling.config import PlanConfig
 

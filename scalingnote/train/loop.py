@@ -131,9 +131,14 @@ def fit(
 
 
 def _described(values: Values) -> str:
-    """The loss and, in brackets, its parts before they are weighted."""
-    parts = [f"{name} {value:.4g}" for name, value in values.items() if name not in ("loss", GRADIENT_NORM)]
-    return f"loss {values['loss']:.4f} ({', '.join(parts)})"
+    """The loss and, in brackets, what differs from it: its parts before they are weighted, and measures."""
+    loss = values["loss"]
+    parts = [
+        f"{name} {value:.4g}"
+        for name, value in values.items()
+        if name not in ("loss", GRADIENT_NORM) and value != loss
+    ]
+    return f"loss {loss:.4f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _prefetched(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:

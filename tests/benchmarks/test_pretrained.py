@@ -25,7 +25,7 @@ from benchmarks import (
     trials,
 )
 from benchmarks import pretrained_tables as tables
-from benchmarks.distillation import Row
+from benchmarks.distillation import LIGHTRETRIEVER, Row
 from benchmarks.trial import ESCALATED, Outcome, Side, Trial
 from scalingnote.models.config import LookupConfig, TowerConfig
 from scalingnote.models.published_model import read_modules
@@ -144,7 +144,7 @@ def test_each_attempt_at_a_method_has_its_own_row(backbone: str, method: str, tr
     names = names if trained else [f"{name}, untrained" for name in names]
     assert [pretrained.label(one, method) for one in first] == names
     others = [(one.dataset, one.seed, pretrained.label(one, method)) for one in mine if one not in first]
-    if method == pretrained.LIGHTRETRIEVER:
+    if method == LIGHTRETRIEVER:
         assert others == ([("medquad", 0, f"{plain}, {pretrained.LEARNING_ATTEMPT}")] if trained else [])
     else:  # untrained ones have a single seed
         once = [("medquad", 0, names[0])]

@@ -27,8 +27,9 @@ class Regression(nn.Module):
         self.layer = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 
     def forward(self, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = (self.layer(batch).squeeze(-1) - batch.sum(-1)).pow(2).mean()
-        return loss, {"squared": loss.detach()}
+        error = self.layer(batch).squeeze(-1) - batch.sum(-1)
+        loss = error.pow(2).mean()
+        return loss, {"squared": loss.detach(), "absolute": error.detach().abs().mean()}
 
 
 class Told:
@@ -100,12 +101,12 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path: Path
     assert same(whole, resumed)
 
 
-def test_progress_shows_the_parts_of_the_loss_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_progress_shows_what_differs_from_the_loss_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     notes: list[str] = []
     monkeypatch.setattr(Progress, "advance", lambda self, rows, note="": notes.append(note))
     curve = train(Regression(), tmp_path).curve
     assert len(notes) == STEPS
-    assert notes[0] == f"loss {curve[0]['loss']:.4f} (squared {curve[0]['squared']:.4g})"
+    assert notes[0] == f"loss {curve[0]['loss']:.4f} (absolute {curve[0]['absolute']:.4g})"
 
 
 def test_any_number_is_a_seed(tmp_path: Path):
@@ -138,7 +139,7 @@ def test_trackers_hear_of_training_and_of_measurements(tmp_path: Path):
         validate=lambda: {"R@1": 0.5},
     )
     assert told.steps == [0, 5, 10, 10, 11, 12]  # steps 0, 10, 11; after 5, 10, 12 steps it was measured
-    assert told.names == {"loss", "squared", "gradient_norm", "lr", "validation/R@1"}
+    assert told.names == {"loss", "squared", "absolute", "gradient_norm", "lr", "validation/R@1"}
 
 
 def test_training_stops_when_nothing_gets_better_also_after_a_kill(tmp_path: Path):
