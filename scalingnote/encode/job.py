@@ -96,7 +96,8 @@ def run_queries(
         TeacherQueryEncoder,
         towers=parents["dual_encoder"],
         token_budget=config.token_budget,
-        vocabulary={next(iter(rows)): draft.path("teacher")},
+        vocabulary_part=next(iter(rows)),
+        vocabulary_folder=draft.path("teacher"),
         tokens=config.tokens,
     )
     steps = Steps(partial(read_queries, folder=draft.work(), pseudo=pseudo), encoder)
@@ -212,15 +213,22 @@ class TeacherQueryEncoder:
     """
 
     def __init__(
-        self, *, towers: Artifact, token_budget: int, vocabulary: dict[str, str], tokens: bool
+        self,
+        *,
+        towers: Artifact,
+        token_budget: int,
+        vocabulary_part: str,
+        vocabulary_folder: str,
+        tokens: bool,
     ) -> None:
-        """Load the query tower; `vocabulary` maps one part to the folder for the vocabulary.
+        """The worker that encodes `vocabulary_part` also writes the teacher's vocabulary.
 
-        `tokens`: whether each token of the vocabulary is encoded for that folder.
+        `tokens`: whether it encodes each token of the vocabulary, too.
         """
         from scalingnote.encode.encoder import Encoder
 
-        self._vocabulary, self._tokens = vocabulary, tokens
+        self._vocabulary_part, self._vocabulary_folder = vocabulary_part, vocabulary_folder
+        self._tokens = tokens
         self._towers, self._token_budget = towers, token_budget
         self._encoder = Encoder.load(towers.directory("query"), token_budget=token_budget)
         self._documents: Encoder | None = None  # loaded by the first passage
@@ -238,8 +246,8 @@ class TeacherQueryEncoder:
         if passages.any():
             encoding, view = self._encode_passages(table["query"].filter(pa.array(passages)))
             embeddings[passages], cost = encoding.embeddings[:, view], cost + encoding.cost
-        if name in self._vocabulary:
-            self._write_vocabulary(self._vocabulary[name])
+        if name == self._vocabulary_part:
+            self._write_vocabulary()
         field = schema.embedding_field("embedding", self._encoder.dim)
         columns = table.select(["query_id", "query", "split"])
         return EncodedPart(columns.append_column(field, arrow.to_arrow(embeddings)), cost)
@@ -262,12 +270,12 @@ class TeacherQueryEncoder:
         views = self._documents.views
         return self._documents.encode_with_cost(rows), views.index("summary") if "summary" in views else 0
 
-    def _write_vocabulary(self, folder: str) -> None:
+    def _write_vocabulary(self) -> None:
         from scalingnote.models.weights import write_vocabulary
 
         tower = self._encoder.tower
         write_vocabulary(
-            folder,
+            self._vocabulary_folder,
             tokens=tower.token_embeddings.weight,
             alone=self._encoder.encode_tokens() if self._tokens else None,
             tokenizer_json=tower.tokenizer.backend_tokenizer.to_str(),
