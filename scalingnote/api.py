@@ -3,7 +3,7 @@
 Nothing here imports torch or Ray before it is needed: a table encodes queries with numpy alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from scalingnote.errors import ArtifactError, ConfigError, explained_imports
 from scalingnote.run_index import Index, Result, agreement, mteb_search
 
 if TYPE_CHECKING:
+    from scalingnote.distillation.agreement import Agreement
     from scalingnote.run_config import RunConfig
     from scalingnote.storage.artifact import Artifact
 
@@ -247,25 +248,33 @@ def run_config(
     return config
 
 
-def publish(
-    built: "dict[str, Artifact]", to: Path, *, model: str | None, agreement: Mapping[str, float] | None = None
-) -> None:
-    """Write the student and its teacher as one folder.
+def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":
+    """Write the student and its teacher as one folder, whose card tells how far they agree.
 
-    `model` refers to the document side by its name; None copies it. The model card tells of `agreement`.
+    Args:
+        built: artifacts by kind, from :func:`build`.
+        to: the folder.
+        model: refers to the document side by its name; None copies it.
+
+    Returns:
+        The agreement of both.
     """
+    from scalingnote.distillation.agreement import compare
     from scalingnote.models.card import CardFacts
     from scalingnote.models.publish import write_router
 
+    kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
+    found = compare(*(built[kind] for kind in kinds), embeddings=built.get("embeddings"))
     path = built["dual_encoder"].manifest.config["path"]
     is_hub_id = not Path(path).exists() and ":" not in path
     facts = CardFacts(
         base_model=path if is_hub_id else None,
         lessons=built["query_embeddings"].counts["queries"],
-        agreement=dict(agreement or {}),
+        agreement=found.measures(),
     )
     query, document = built["student"].directory("query"), built["dual_encoder"].directory("document")
     write_router(query, document, to, document_reference=model, facts=facts)
+    return found
 
 
 def _check_width(config: "RunConfig") -> None:

@@ -22,12 +22,14 @@ import ray
 from scalingnote import errors
 from scalingnote.config import Resources
 from scalingnote.errors import ConfigError, ScalingNoteError
-from scalingnote.log import LINE, get_logger
+from scalingnote.log import LINE, elapsed_status, get_logger, note_line, status_lines
 
 T = TypeVar("T")
 R = TypeVar("R")
 CONNECT_TIMEOUT_S = 10.0  # a cluster's head has for taking a connection
 NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
+START_POLL_INTERVAL_S = 0.5
+START_TIMEOUT_S = 180.0  # a local Ray has for starting; its own 30 s are too few beside other programs
 # Of one map: the time of a wait and the driver's memory grow with the number of tasks in flight.
 MAX_TASKS_IN_FLIGHT = 1_000
 # Tasks are idempotent, so an OSError of the storage is retried like the death of a worker.
@@ -62,13 +64,22 @@ def connect(address: str | None = None) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ logs a line per actor
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # it watches for spot machines
+        # Ray runs workers at a niceness of 15 above the command's: beside other programs they get no CPU.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         # A token of its own, without which no process can submit work or read objects; Ray would write one
         # to the user's home directory. RAY_AUTH_MODE=token is left to ray.init: set here, after Ray was
         # imported, it would not be read.
         if not any(name.startswith("RAY_AUTH_") for name in os.environ):
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         try:
-            with _delayed_interrupt(), _silent_stderr(), _loopback(), _filtered_worker_lines():
+            with (
+                _delayed_interrupt(),
+                _silent_stderr(),
+                status_lines("cluster", elapsed_status("waiting for Ray to start on this machine")),
+                _loopback(),
+                _patience(),
+                _filtered_worker_lines(),
+            ):
                 ray.init(
                     "local",
                     num_cpus=max(2, os.cpu_count() or 2),
@@ -76,7 +87,7 @@ def connect(address: str | None = None) -> None:
                     log_to_driver=True,
                     logging_level=logging.ERROR,
                 )
-        except Exception as error:  # Ray raises no class of its own, and waits 30 s for its processes
+        except Exception as error:  # Ray raises no class of its own
             raise ScalingNoteError(
                 f"Ray did not start on this machine: {error} Where other programs keep all processors busy, "
                 "run this again when they have ended: what is finished stays. `scalingnote doctor` looks for "
@@ -143,6 +154,31 @@ def _loopback() -> Iterator[None]:
         constants.ENABLE_RAY_CLUSTER = kept
 
 
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """Have Ray wait START_TIMEOUT_S for its node: it asks for the node again and again for 30 s, a constant.
+
+    Each of its questions waits until the node is there, and only then fails, once.
+    """
+    services = ray._private.services
+    ask, deadline = services.get_node, time.monotonic() + START_TIMEOUT_S
+
+    def ask_until_there(*given: Any) -> Any:
+        while True:
+            try:
+                return ask(*given)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(START_POLL_INTERVAL_S)
+
+    services.get_node = ask_until_there
+    try:
+        yield
+    finally:
+        services.get_node = ask
+
+
 def _check_address(address: str) -> None:
     """Refuse an address at which nothing listens; one that names no port, as "auto", is left to Ray."""
     scheme, _, place = address.rpartition("://")
@@ -165,12 +201,16 @@ def _check_address(address: str) -> None:
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Silence stderr, where Ray's C++ core prints its log level. Exceptions still propagate."""
+    """Silence file 2, where Ray's C++ core prints its log level; what Python prints, as our log, is shown."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
-        yield
+        with (
+            open(kept, "w", buffering=1, encoding="utf-8", closefd=False) as shown,
+            contextlib.redirect_stderr(shown),
+        ):
+            yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
@@ -191,6 +231,7 @@ def _filtered_worker_lines() -> Iterator[None]:
         for line in data["lines"]:
             if LINE.match(line):
                 print(line, file=sys.stderr, flush=True)
+                note_line()
 
     worker.print_to_stdstream = show
     try:
@@ -405,7 +446,11 @@ def map_with_actors(
     dataset = dataset.map_batches(
         actor,
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(resources.workers, len(items))),
+        # Two, Ray's default, where tasks read ahead. Else one: the first actor to start would take parts that
+        # the others, still loading, could begin sooner.
+        compute=ray.data.ActorPoolStrategy(
+            size=min(resources.workers, len(items)), max_tasks_in_flight_per_actor=2 if before else 1
+        ),
         fn_constructor_kwargs=arguments,
         num_cpus=resources.cpus_per_worker,
         num_gpus=resources.gpus_per_worker or None,

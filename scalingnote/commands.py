@@ -111,14 +111,16 @@ def distill(options: argparse.Namespace) -> int:
         overrides=options.overrides,
     )
     built = api.build(config, options.overrides, index=options.index)
-    kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
-    found = agreement.compare(*(built[kind] for kind in kinds))
+    found = api.publish(built, Path(options.to), model=model if options.refer else None)
     rows = [list(row) for row in agreement.comparison_rows(found)]
-    measured = {"cosine": found.cosine, "overlap@10": found.top10, "overlap@100": found.top100}
-    api.publish(built, Path(options.to), model=model if options.refer else None, agreement=measured)
     style = Style.of(sys.stdout)
     print(f"\n{table(markdown(['', options.student, 'teacher'], rows, text=1), style)}\n")
-    print(f"on {found.queries:,} held-out texts; {built['dataset'].counts['rejected']:,} rows set aside")
+    measured = (
+        f"on {found.queries:,} held-out texts"
+        if found.queries
+        else "agreement not measured: no text is held out"
+    )
+    print(f"{measured}; {built['dataset'].counts['rejected']:,} rows set aside")
     print(
         f"{style.strong(options.to)}\n\nfrom scalingnote import QueryEncoder\n"
         f'QueryEncoder({options.to!r}).encode(["..."])  # the space of {model}\'s document embeddings'

@@ -16,7 +16,7 @@ from scalingnote.encode import engines
 from scalingnote.encode.config import IngestConfig
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.experiment.config import ExperimentConfig
-from scalingnote.log import get_logger
+from scalingnote.log import elapsed_status, get_logger, status_lines
 from scalingnote.run_config import RunConfig
 from scalingnote.stages import Stage
 from scalingnote.storage import filesystem as fs
@@ -57,11 +57,12 @@ def run(
         started = True
         module, function = stage.job.split(":")
         job = getattr(importlib.import_module(module), function)
-        artifact = job(
-            getattr(config, stage.section),
-            **{kind: parent.uri for kind, parent in parents.items()},
-            output=uri,
-        )
+        with status_lines("pipeline", elapsed_status(stage.name)):
+            artifact = job(
+                getattr(config, stage.section),
+                **{kind: parent.uri for kind, parent in parents.items()},
+                output=uri,
+            )
         built[stage.builds] = opened[stage.name] = artifact
         info = artifact.manifest.info
         log.info("%s -> %s  (%.1fs)", stage.name, uri, info["seconds"])

@@ -1,5 +1,6 @@
 """A finished run, opened in this process: searches of its index, and what its query tower is worth."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from numpy import ndarray
 
 from scalingnote.array_types import Float64
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import ConfigError, explained_imports
+from scalingnote.errors import ArtifactError, ConfigError, explained_imports
 
 if TYPE_CHECKING:
     from scalingnote.distillation.agreement import Agreement
@@ -138,7 +139,10 @@ def agreement(run_dir: str | Path) -> "Agreement":
 
         config = pipeline.load_run(str(run_dir))
         kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
-        return compare(*(pipeline.locate(config, kind) for kind in kinds))
+        embeddings = None
+        with contextlib.suppress(ArtifactError):  # a run until `distill`
+            embeddings = pipeline.locate(config, "embeddings")
+        return compare(*(pipeline.locate(config, kind) for kind in kinds), embeddings)
 
 
 def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":

@@ -15,7 +15,6 @@ os.environ.update(
     SCALINGNOTE_PRECISION="float32",  # also where the CPU has tiles for bfloat16: results are compared
     TOKENIZERS_PARALLELISM="false",
     RAY_DEDUP_LOGS="0",
-    RAY_worker_niceness="0",  # at Ray's own 15, its workers rest while the other test process computes
     # Ray's workers inherit the environment their cluster starts with: where a test's object store will be.
     AWS_ENDPOINT_URL=f"http://127.0.0.1:{S3_PORT}",
     AWS_ACCESS_KEY_ID="test",

@@ -1,3 +1,4 @@
+import logging
 import os
 import signal
 import socket
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from scalingnote import cluster
+from scalingnote import cluster, log
 from scalingnote.errors import ConfigError, ScalingNoteError
 
 
@@ -59,6 +60,51 @@ def test_a_ray_that_does_not_start_is_told_without_a_trace(monkeypatch: pytest.M
         ScalingNoteError, match=r"Ray did not start .* timed out during startup.*run this again"
     ):
         cluster.connect()
+
+
+def test_a_ray_that_starts_slowly_is_awaited(monkeypatch: pytest.MonkeyPatch):
+    """Ray asks for its node for 30 s, whose length no setting changes; workers run at our own niceness."""
+    services, asked = ray._private.services, []
+
+    def get_node(address: str, node: str) -> str:
+        asked.append(node)
+        if len(asked) < 3:
+            raise RuntimeError("no such node yet")
+        return "the node"
+
+    def init(*_: Any, **__: Any) -> None:
+        assert services.get_node("gcs", "0a") == "the node"
+        assert os.environ["RAY_worker_niceness"] == "0"  # noqa: SIM112  Ray's name for it
+
+    monkeypatch.setattr(cluster, "START_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cluster.connect()
+    assert asked == ["0a"] * 3
+    assert services.get_node is get_node
+
+    monkeypatch.setattr(cluster, "START_TIMEOUT_S", 0.0)
+    asked.clear()
+    with pytest.raises(ScalingNoteError, match="no such node yet"):
+        cluster.connect()
+    assert services.get_node is get_node
+
+
+def test_our_log_is_shown_while_ray_is_silent(monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.setattr(logging.getLogger(log.ROOT), "handlers", [])
+    log.configure()
+
+    def init(*_: Any, **__: Any) -> None:
+        os.write(2, b"a line of Ray's core\n")
+        log.get_logger("cluster").info("waiting for Ray")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cluster.connect()
+    shown = capfd.readouterr().err
+    assert "waiting for Ray" in shown
+    assert "core" not in shown
 
 
 @pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": "/etc/token"}])

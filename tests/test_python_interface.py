@@ -15,6 +15,7 @@ import tiny
 from in_process import without_ray
 from published import folder
 from scalingnote import api, cli, pipeline, stages
+from scalingnote.distillation import agreement
 from scalingnote.errors import ConfigError, DataError, ScalingNoteError
 
 FEW = ("distill.epochs=2", "distill.global_batch=64", "pseudo_queries.validation_share=0.1")
@@ -45,6 +46,7 @@ def test_a_model_and_texts_become_a_query_encoder(tmp_path: Path, texts: Path, s
     found = tower.encode(queries)
     assert found.shape == (3, tower.dim)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    assert "| overlap@10 |" in (tmp_path / "out" / "README.md").read_text()
     alone = scalingnote.QueryEncoder(tmp_path / "out").encode(queries[0])
     np.testing.assert_allclose(alone[0], found[0], atol=1e-6)
     # Pairs of tokens and attention need a module of ours, which the library imports where it may.
@@ -68,6 +70,25 @@ def test_the_command_tells_how_far_the_student_agrees(
     assert "mean cosine to the teacher" in told
     assert "2 rows set aside" in told
     assert cli.main(words) == 0  # nothing is done twice
+
+
+def test_what_cannot_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of a few documents every ranking has the same ten, and of one document no text is held out."""
+    rows = tiny.document_rows(6)
+    texts, out = tmp_path / "docs.txt", tmp_path / "out"
+    words = ["distill", str(folder(tmp_path)), "--texts", str(texts), "--to", str(out), "--count", "60"]
+    texts.write_text("\n".join(row["content"] for row in rows))
+    assert cli.main([*words, "--set", "distill.epochs=1"]) == 0
+    told = capsys.readouterr().out
+    assert "mean cosine to the teacher" in told
+    assert "top 10" not in told
+    assert "overlap" not in (out / "README.md").read_text()
+    texts.write_text(rows[0]["content"])
+    assert cli.main([*words, "--run", str(tmp_path / "one.run"), "--set", "distill.epochs=1"]) == 0
+    told = capsys.readouterr().out
+    assert "agreement not measured: no text is held out" in told
+    assert "cosine" not in told
+    assert "Agreement" not in (out / "README.md").read_text()
 
 
 def test_documents_are_indexed_in_the_same_command(
@@ -108,6 +129,17 @@ def test_documents_are_indexed_in_the_same_command(
         index.search(title, dense_weight=1.5)
     found = scalingnote.agreement(f"{out}.run")
     assert (found.documents, found.queries > 0) == (documents, True)
+    kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
+    encoded = agreement.compare(*(pipeline.locate(config, kind) for kind in kinds))
+    assert found.measures() == pytest.approx(encoded.measures(), abs=0.02)  # the index's are float16
+    assert found.cosine == encoded.cosine
+
+
+def test_samples_are_taken_from_all_of_a_collection():
+    assert agreement._places(6, 1000).tolist() == [0, 1, 2, 3, 4, 5]
+    places = agreement._places(1999, 1000)
+    assert (len(places), places[-1]) == (1000, 1997)  # not the first thousand
+    assert agreement._places(0, 1000).tolist() == []
 
 
 def test_settings_of_the_caller_are_not_fitted(tmp_path: Path, texts: Path):

@@ -27,6 +27,7 @@ from scalingnote.models.cross_encoder import CrossEncoder, pair
 from scalingnote.models.flops import model_shape
 from scalingnote.models.prompt import Row
 from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
+from scalingnote.storage import usage
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.data import ABSENT, Order, Store, stand_ins
 from scalingnote.train.engine import Cacheable
@@ -236,6 +237,7 @@ class PairEncoder:
             padded += batch.ids.numel()
             for side, proxies in enumerate(self.model.proxies(batch.to(self._device))):
                 out[side, chosen] = proxies.cpu().numpy()
+            usage.count_rows(len(chosen))
         self.cost = Cost(sum(lengths), padded, flops.of_rows(self._shape, lengths))
         return out[0], out[1]
 

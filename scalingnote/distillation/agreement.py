@@ -16,15 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.distillation.config import StudentValidation
 from scalingnote.distillation.prepare import VALIDATION
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.log import get_logger
+from scalingnote.log import elapsed_status, get_logger, status_lines
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.collectives import broadcast_numbers
@@ -35,6 +36,7 @@ from scalingnote.train.validation import INDEXED_VIEW, encode_rows
 MAX_QUERIES = 1000  # held-out texts that are compared
 MAX_DOCUMENTS = 1000  # of the corpus that are encoded to be searched: half a minute with a small teacher
 TIMED_QUERIES, WARM_UP_QUERIES = 64, 3
+log = get_logger("distill")
 
 
 def validator(
@@ -57,7 +59,7 @@ def validator(
         return None
     rows = store[VALIDATION]
     if not len(rows):
-        get_logger("distill").info("no query has the validation split: nothing is measured in training")
+        log.info("no query has the validation split: nothing is measured in training")
         return None
     size = min(config.queries, len(rows))
     drawn = permuted(np.arange(size), size=len(rows), key=(seed % 2**64, 0))
@@ -85,53 +87,66 @@ def measure_embeddings(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Quality, speed and size of a student and its teacher."""
+    """Quality, speed and size of a student and its teacher. None: not measured."""
 
     queries: int
-    """Held-out texts; without any, cosine and overlaps are 0."""
+    """Held-out texts."""
     documents: int
     """Documents searched."""
-    cosine: float
-    """Mean cosine of both embeddings of a text."""
-    top10: float
-    """Share of the teacher's ten best documents among the student's ten best."""
-    top100: float
+    cosine: float | None
+    """Mean cosine of both embeddings of a text; None without held-out texts."""
+    top10: float | None
+    """Share of the teacher's ten best documents among the student's ten best; None if there are no more."""
+    top100: float | None
     student_queries_per_s: float
     """One query at a time, by the median time, on this machine under its present load."""
     teacher_queries_per_s: float
     student_bytes: int
     teacher_bytes: int
 
+    def measures(self) -> dict[str, float]:
+        """What was measured of the agreement, by name."""
+        values = {"cosine": self.cosine, "overlap@10": self.top10, "overlap@100": self.top100}
+        return {name: value for name, value in values.items() if value is not None}
+
 
 def compare(
-    dataset: Artifact, dual_encoder: Artifact, query_embeddings: Artifact, student: Artifact
+    dataset: Artifact,
+    dual_encoder: Artifact,
+    query_embeddings: Artifact,
+    student: Artifact,
+    embeddings: Artifact | None = None,
 ) -> Agreement:
-    """Compare a finished student with its teacher, on held-out texts and a sample of the documents."""
+    """Compare a finished student with its teacher, on samples of the held-out texts and of the documents.
+
+    The documents' `embeddings` are read if the teacher made some, else a sample of the dataset is encoded.
+    """
     from scalingnote.encode.encoder import Encoder
 
     texts, teacher = _held_out(query_embeddings)
     tower = QueryEncoder.load(student.directory("query"))
-    queries = Encoder.load(dual_encoder.directory("query"))
-    cosine = top10 = top100 = 0.0
-    documents = _sampled_documents(dataset)
-    if texts:
-        embeddings, teacher = arrow.l2_normalize(tower.encode_queries(texts)), arrow.l2_normalize(teacher)
-        views = Encoder.load(dual_encoder.directory("document")).encode_documents(documents)
-        searched = arrow.l2_normalize(views.get(INDEXED_VIEW, next(iter(views.values()))))
-        cosine = float((embeddings * teacher).sum(axis=1).mean())
-        top10, top100 = (neighbour_overlap(teacher, embeddings, searched, k=k) for k in (10, 100))
-    timed = (texts or ["how to join two tensors"])[:TIMED_QUERIES]
-    return Agreement(
-        queries=len(texts),
-        documents=len(documents),
-        cosine=cosine,
-        top10=top10,
-        top100=top100,
-        student_queries_per_s=1000 / median_ms(lambda text: tower.encode_queries([text]), timed),
-        teacher_queries_per_s=1000 / median_ms(lambda text: queries.encode_queries([text]), timed),
-        student_bytes=_bytes_of(student.directory("query")),
-        teacher_bytes=_bytes_of(dual_encoder.directory("query")),
-    )
+    with status_lines("distill", elapsed_status("comparing the student with its teacher")):
+        queries = Encoder.load(dual_encoder.directory("query"))
+        cosine, overlap, documents = None, {}, 0
+        if texts:
+            embedded, teacher = arrow.l2_normalize(tower.encode_queries(texts)), arrow.l2_normalize(teacher)
+            cosine = float((embedded * teacher).sum(axis=1).mean())
+            searched = _document_embeddings(dataset, dual_encoder, embeddings)
+            documents = len(searched)
+            ks = [k for k in (10, 100) if k < documents]
+            overlap = {k: neighbour_overlap(teacher, embedded, searched, k=k) for k in ks}
+        timed = (texts or ["how to join two tensors"])[:TIMED_QUERIES]
+        return Agreement(
+            queries=len(texts),
+            documents=documents,
+            cosine=cosine,
+            top10=overlap.get(10),
+            top100=overlap.get(100),
+            student_queries_per_s=1000 / median_ms(lambda text: tower.encode_queries([text]), timed),
+            teacher_queries_per_s=1000 / median_ms(lambda text: queries.encode_queries([text]), timed),
+            student_bytes=_bytes_of(student.directory("query")),
+            teacher_bytes=_bytes_of(dual_encoder.directory("query")),
+        )
 
 
 def neighbour_overlap(
@@ -147,41 +162,65 @@ def neighbour_overlap(
 
 
 def comparison_rows(agreement: Agreement) -> list[tuple[str, ...]]:
-    """Rows of a table: the name of a measure, the student's value, the teacher's."""
+    """Rows of a table, each a measure that is known: its name, the student's value, the teacher's."""
     megabytes = [f"{size / 1e6:,.1f} MB" for size in (agreement.student_bytes, agreement.teacher_bytes)]
     rates = [f"{rate:,.0f}" for rate in (agreement.student_queries_per_s, agreement.teacher_queries_per_s)]
-    return [
-        ("mean cosine to the teacher", f"{agreement.cosine:.3f}", "1"),
-        (f"teacher's top 10 of {agreement.documents:,} documents", f"{agreement.top10:.1%}", "100 %"),
-        ("teacher's top 100", f"{agreement.top100:.1%}", "100 %"),
-        ("queries/s, one at a time", *rates),
-        ("size", *megabytes),
-    ]
+    of_documents = f"of {agreement.documents:,} documents"
+    rows: list[tuple[str, ...]] = []
+    if agreement.cosine is not None:
+        rows.append(("mean cosine to the teacher", f"{agreement.cosine:.3f}", "1"))
+    for k, share in ((10, agreement.top10), (100, agreement.top100)):
+        if share is not None:
+            rows.append((f"teacher's top {k} {of_documents}", f"{share:.1%}", "100 %"))
+    return [*rows, ("queries/s, one at a time", *rates), ("size", *megabytes)]
 
 
 def _held_out(query_embeddings: Artifact) -> tuple[list[str], Float[ndarray, "queries dim"]]:
-    """The first held-out texts and the teacher's embeddings of them."""
-    texts: list[str] = []
-    embeddings: list[ndarray] = []
-    for part in query_embeddings.table_parts("embeddings"):
-        table = query_embeddings.table(part, ["query", "split", "embedding"])
-        table = table.filter(pa.compute.equal(table["split"], "validation"))
-        texts += table["query"].to_pylist()
-        embeddings.append(arrow.to_numpy(table["embedding"]))
-        if len(texts) >= MAX_QUERIES:
-            break
-    return texts[:MAX_QUERIES], np.concatenate(embeddings)[:MAX_QUERIES]
+    """At most MAX_QUERIES held-out texts, from all parts alike, and the teacher's embeddings of them."""
+    parts = query_embeddings.table_parts("embeddings")
+    splits = [query_embeddings.table(part, ["split"])["split"] for part in parts]
+    held_out = np.flatnonzero(pc.equal(pa.chunked_array(splits, pa.string()), "validation"))
+    rows = held_out[_places(len(held_out), MAX_QUERIES)]
+    table = _rows_at(query_embeddings, "embeddings", rows, ["query", "embedding"])
+    return table["query"].to_pylist(), arrow.to_numpy(table["embedding"])
 
 
-def _sampled_documents(dataset: Artifact) -> pa.Table:
-    """Documents at equal distances in the dataset, at most 1,000."""
-    total = dataset.counts["documents"]
-    step, taken, seen = max(total // MAX_DOCUMENTS, 1), [], 0
-    for batch in dataset.batches("documents", columns=["title", "topic", "content"]):
-        places = np.arange(-seen % step, len(batch), step)
-        taken.append(pa.Table.from_batches([batch]).take(pa.array(places)))
-        seen += len(batch)
-    return pa.concat_tables(taken).slice(0, MAX_DOCUMENTS)
+def _document_embeddings(
+    dataset: Artifact, dual_encoder: Artifact, embeddings: Artifact | None
+) -> Float[ndarray, "docs dim"]:
+    """Embeddings of length 1 of at most MAX_DOCUMENTS documents at equal distances."""
+    from scalingnote.encode.encoder import Encoder
+
+    made_by = {} if embeddings is None else embeddings.manifest.parents.get("dual_encoder", {})
+    if embeddings is not None and made_by.get("digest") == dual_encoder.digest:
+        rows = _places(embeddings.counts["documents"], MAX_DOCUMENTS)
+        found = arrow.to_numpy(_rows_at(embeddings, "embeddings", rows, [INDEXED_VIEW])[INDEXED_VIEW])
+        return arrow.l2_normalize(found.astype(np.float32))
+    rows = _places(dataset.counts["documents"], MAX_DOCUMENTS)
+    documents = _rows_at(dataset, "documents", rows, ["title", "topic", "content"])
+    views, problems = Encoder.load(dual_encoder.directory("document")).encode_rows(documents)
+    if problems:
+        reason = next(iter(problems.values()))
+        log.warning("%d of %d documents cannot be encoded: %s", len(problems), len(rows), reason)
+    return arrow.l2_normalize(views.get(INDEXED_VIEW, next(iter(views.values()))))
+
+
+def _places(total: int, most: int) -> Int[ndarray, " places"]:
+    """At most `most` of `total` row numbers, at equal distances."""
+    return np.arange(min(total, most)) * total // max(min(total, most), 1)
+
+
+def _rows_at(artifact: Artifact, table: str, rows: Int[ndarray, " rows"], columns: list[str]) -> pa.Table:
+    """Rows of a table by their ascending numbers; parts without any are not read."""
+    taken, first = [], 0
+    for part, count in artifact.rows_of(artifact.table_parts(table)).items():
+        inside = rows[(rows >= first) & (rows < first + count)] - first
+        if len(inside):
+            taken.append(artifact.table(part, columns).take(pa.array(inside)))
+        first += count
+    if taken:
+        return pa.concat_tables(taken)
+    return artifact.table(artifact.table_parts(table)[0], columns).slice(0, 0)
 
 
 def median_ms(function: Callable[[str], object], texts: Sequence[str]) -> float:

@@ -31,7 +31,7 @@ from scalingnote.distillation.agreement import median_ms, neighbour_overlap
 from scalingnote.distillation.config import ScreenConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError, ScalingNoteError
-from scalingnote.log import get_logger
+from scalingnote.log import elapsed_status, get_logger, status_lines
 from scalingnote.models.published_model import local_folder
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.pseudo_queries.sampling import SourceDocument, draw
@@ -97,7 +97,8 @@ def screen(models: Sequence[str], documents: Iterable[Row], config: ScreenConfig
     done = []
     for model, folder in folders.items():
         try:
-            done.append(dataclasses.replace(screen_one(folder, texts, config), model=model))
+            with status_lines("distill", elapsed_status(f"screening {model}")):
+                done.append(dataclasses.replace(screen_one(folder, texts, config), model=model))
         except ScalingNoteError as error:
             problems[model] = error
     for model, problem in problems.items():

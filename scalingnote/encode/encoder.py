@@ -1,7 +1,7 @@
 """Encoder of texts with a transformer tower, for offline jobs, evaluation and serving."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from scalingnote.models.published_tower import with_prefix
 from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
+from scalingnote.storage import usage
 
 # More tokens at once exceed a CPU's cache: with 8,192, all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a
 # second (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are equal.
@@ -154,15 +155,15 @@ class Encoder:
     def encode_with_cost(self, rows: Sequence[Row], *, top_k: int = 256) -> RowEncoding:
         """Embeddings of token rows, with a sparse head their `top_k` terms of largest weight, and cost."""
         terms = TopTerms.empty(len(rows), top_k) if self.tower.sparse else None
-        embeddings, padded = self._forward(rows, terms)
+        embeddings, padded = self._forward(rows, terms, count=usage.count_rows)
         lengths = [len(row.ids) for row in rows]
         return RowEncoding(embeddings, terms, Cost(sum(lengths), padded, flops.of_rows(self._shape, lengths)))
 
     @torch.inference_mode()
     def _forward(
-        self, rows: Sequence[Row], terms: TopTerms | None
+        self, rows: Sequence[Row], terms: TopTerms | None, *, count: Callable[[int], None] | None = None
     ) -> tuple[Float[ndarray, "rows views dim"], int]:
-        """Embeddings and computed tokens, padding included; fills `terms` if given.
+        """Embeddings and computed tokens, padding included; fills `terms` if given, `count`s rows of a batch.
 
         Batches are not synchronised: a GPU computes while the CPU prepares the next batch.
         """
@@ -176,9 +177,11 @@ class Encoder:
             at = torch.from_numpy(chosen).to(self._device, non_blocking=True)
             if terms is None:
                 out[at] = self.tower(batch)
-                continue
-            out[at], weights = self.tower.read(batch)
-            terms.put(chosen, *(part.cpu().numpy() for part in strongest(weights, terms.terms.shape[1])))
+            else:
+                out[at], weights = self.tower.read(batch)
+                terms.put(chosen, *(part.cpu().numpy() for part in strongest(weights, terms.terms.shape[1])))
+            if count is not None:
+                count(len(chosen))
         return out.cpu().numpy(), padded
 
     def peak(self) -> float:

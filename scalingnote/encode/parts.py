@@ -14,6 +14,7 @@ import json
 import pickle
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,11 +28,13 @@ from scalingnote.encode.encodings import Cost
 from scalingnote.errors import EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import usage
 from scalingnote.storage.artifact import Draft, Part, write_table
 
 log = get_logger("encode")
-# JSON values: name, part, rejected, fields of Cost, seconds, cpu_seconds, peak
+# JSON values: name, part, rejected, fields of Cost and of the worker's times (:class:`EncodeParts`)
 PartRecord = dict[str, Any]
+MAX_WORKERS_TOLD = 4  # of which the summary tells each; of more the least and the most
 Rejected = list[dict[str, str]]  # rows of storage.schema.REJECTED
 
 
@@ -108,11 +111,21 @@ def encode_parts(
         log.info("resuming: %d of %d parts are done", len(records), len(rows))
     tally = EncodingTally(price_per_hour=resources.price_per_hour * resources.workers)
     done, stalled = sum(rows[name] for name in records), False
-    with Progress("encode", total=sum(rows.values()), done=done, unit=unit) as progress:
+    counted = usage.rows_on_this_node()
+
+    def underway() -> int:
+        """Rows encoded since then by this node's workers: all workers' on one machine."""
+        return usage.rows_on_this_node() - counted
+
+    with Progress("encode", total=sum(rows.values()), done=done, unit=unit, underway=underway) as progress:
         while todo := [name for name in rows if name not in records]:
             failure = ""
             for record, reason in _execution_results(steps, todo, resources, output=output, work=work):
-                failure = failure or reason
+                if reason:
+                    # At once, since the others may take hours; the traceback of the first is enough.
+                    shown = reason.strip().splitlines()[-1] if failure else reason
+                    log.warning("a part failed and is tried again after the others: %s", shown)
+                    failure = failure or reason
                 if record:
                     records[record["name"]] = record
                     tally.add(record)
@@ -121,9 +134,10 @@ def encode_parts(
             if stalled and left == len(todo):
                 raise EncodingError(f"none of {left} parts could be encoded: {failure}")
             if left:
-                log.warning("%d parts of %d are left, trying again: %s", left, len(todo), failure)
+                log.warning("%d parts of %d are left, trying again", left, len(todo))
             stalled = left == len(todo)
     log.info("%s %s: %s -> %s", f"{sum(rows.values()):,}", unit, tally, output)
+    log.info("workers: %s", tally.workers() or "none was needed")
     return [records[name] for name in rows]
 
 
@@ -198,26 +212,31 @@ class EncodeParts:
         import torch
 
         torch.set_num_threads(max(int(threads), 1))
-        self._read, self._commit, self._encode = steps.read, commit, steps.encoder()
         self._since = time.monotonic(), time.process_time()
+        self._read, self._commit, self._encode = steps.read, commit, steps.encoder()
+        self._worker = {"worker": uuid.uuid4().hex, "load_seconds": time.monotonic() - self._since[0]}
 
     def __call__(self, batch: Any) -> Any:
         """Encode one part, given its name, or its name and what :func:`read_part` gave."""
-        (name,) = batch["name"]
+        (name,), start = batch["name"], time.monotonic()
         read = pickle.loads(batch["input"][0]) if "input" in batch else _attempt(self._read, name)
-        result = read if read.error or read.failure else _attempt(self._timed, name, read.value)
+        result = read if read.error or read.failure else _attempt(self._timed, name, read.value, start)
         if self._commit is None:
             return {"name": [name], "result": [pickle.dumps(result)]}
         return _commit(name, result, **self._commit)
 
-    def _timed(self, name: str, part: Any) -> tuple[EncodedPart, dict[str, float]]:
-        """An encoded part, with wall and processor seconds since the previous one."""
+    def _timed(self, name: str, part: Any, start: float) -> tuple[EncodedPart, dict[str, Any]]:
+        """An encoded part, with what its record tells of this worker.
+
+        ``seconds`` and ``cpu_seconds`` count from the end of the previous part, or from the start of loading;
+        ``busy_seconds`` from the start of this part.
+        """
         encoded = self._encode(name, part)
         now = time.monotonic(), time.process_time()
         seconds, cpu_seconds = now[0] - self._since[0], now[1] - self._since[1]
         self._since = now
-        timing = {"seconds": seconds, "cpu_seconds": cpu_seconds}
-        return encoded, timing | {"peak": getattr(self._encode, "peak", 0.0)}
+        times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "busy_seconds": now[0] - start}
+        return encoded, self._worker | times | {"peak": getattr(self._encode, "peak", 0.0)}
 
 
 def write_part(batch: Any, *, output: str, work: str) -> Any:
@@ -228,10 +247,11 @@ def write_part(batch: Any, *, output: str, work: str) -> Any:
 def _commit(name: str, result: _Result, *, output: str, work: str) -> Any:
     if not (result.error or result.failure):
         result = _attempt(_write, name, *result.value, output=output, work=work)
-    return {"record": [result.value or ""], "error": [result.error], "failure": [result.failure]}
+    failure = f"{name}: {result.failure}" if result.failure else ""
+    return {"record": [result.value or ""], "error": [result.error], "failure": [failure]}
 
 
-def _write(name: str, encoded: EncodedPart, timing: dict[str, float], *, output: str, work: str) -> str:
+def _write(name: str, encoded: EncodedPart, timing: dict[str, Any], *, output: str, work: str) -> str:
     """Write a part, and only then its record; returns the record as JSON."""
     part = write_table(fs.join(output, name), encoded.table)
     record: PartRecord = {"name": name, "part": asdict(part), "rejected": encoded.rejected}
@@ -300,3 +320,29 @@ class EncodingTally:
         if sums["of_peak"]:
             text += f"  MFU {sums['of_peak']:.0%}"
         return text + (f"  cost {elapsed / 3600 * self._price:,.2f}" if self._price else "")
+
+    def workers(self) -> str:
+        """What each worker did in this time; of many the least and the most. Empty without parts."""
+        elapsed = max(time.monotonic() - self._start, 1e-9)
+        by_worker: dict[str, list[Mapping[str, Any]]] = {}
+        for record in self._records:
+            by_worker.setdefault(record["worker"], []).append(record)
+        each = list(by_worker.values())
+        if not each:
+            return ""
+        busy, on_cpu = (
+            [sum(record[name] for record in records) / elapsed for records in each]
+            for name in ("busy_seconds", "cpu_seconds")
+        )
+        return (
+            f"{len(each)} encoded {_values([float(len(records)) for records in each], '{:.0f}')} parts, "
+            f"loaded in {_values([records[0]['load_seconds'] for records in each], '{:.0f}')} s, "
+            f"were busy {_values(busy, '{:.0%}')} of {elapsed:.0f} s, on a CPU {_values(on_cpu, '{:.0%}')}"
+        )
+
+
+def _values(values: Sequence[float], form: str) -> str:
+    """A few values, or the least and the most of many."""
+    if len(values) <= MAX_WORKERS_TOLD:
+        return " and ".join(form.format(value) for value in values)
+    return f"{form.format(min(values))} to {form.format(max(values))}"

@@ -145,12 +145,15 @@ def scatter_documents(
     """Draw the texts of a slice of documents and write them to buckets; returns the number of texts."""
     number, parts = item
     rows: dict[str, tuple[str, str, str]] = {}
-    for part in parts:
-        table = dataset.table(part, ["doc_id", "title", "content"])
-        keys = shuffle.hash_of(table["doc_id"])
-        texts = zip(keys.tolist(), table["title"].to_pylist(), table["content"].to_pylist(), strict=True)
+    keys = {part: shuffle.hash_of(dataset.table(part, ["doc_id"])["doc_id"]) for part in parts}
+    limit = int(config.validation_share * 2.0**64)  # of the hashes of documents held out
+    if limit and sum(map(len, keys.values())) > 1:  # at least one, or a small collection measures nothing
+        limit = max(limit, 1 + min(int(hashes.min()) for hashes in keys.values() if len(hashes)))
+    for part, hashes in keys.items():
+        table = dataset.table(part, ["title", "content"])
+        texts = zip(hashes.tolist(), table["title"].to_pylist(), table["content"].to_pylist(), strict=True)
         for key, title, content in texts:
-            split = _split(key, config)
+            split = "validation" if key < limit else "train"
             document = SourceDocument(key, title or "", content or "")
             for text in draw(document, config, per_document=per_document):
                 rows.setdefault(text_key(text.text), (text.text, text.role, split))
@@ -235,16 +238,11 @@ def text_key(text: str) -> str:
     return " ".join(text.casefold().split()).strip(" .,:;?!。，：；？！\"'")
 
 
-def _split(key: int, config: PseudoQueriesConfig) -> str:
-    """The split of a document's texts, or of a real query, by its hash."""
-    return "validation" if key < config.validation_share * 2.0**64 else "train"
-
-
 def _write_real(texts: Iterable[str], name: str, config: PseudoQueriesConfig, to: TextBuckets) -> int:
     """Write real queries to buckets; returns the number of distinct ones."""
     by_key = {key: text for text in texts if (key := text_key(text))}
-    hashes = shuffle.hash_of(pa.array([*by_key], pa.string())).tolist()
-    splits = [_split(number, config) for number in hashes]
+    held_out = shuffle.hash_of(pa.array([*by_key], pa.string())) < config.validation_share * 2.0**64
+    splits = np.where(held_out, "validation", "train").tolist()
     rows = zip(by_key.items(), splits, strict=True)
     to.write_texts([(key, text, "query", split, _REAL) for (key, text), split in rows], name)
     return len(by_key)

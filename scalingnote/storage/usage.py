@@ -1,4 +1,4 @@
-"""What a stage took: requests to storage, bytes read and written, and the largest processes.
+"""What a stage took: requests to storage, bytes read and written, rows encoded, and the largest processes.
 
 Each process counts for itself. A process of Ray counts in a small file that it maps, in the folder of Ray's
 session on its node: so what a killed process has counted is not lost, and any process can add up those of the
@@ -16,8 +16,9 @@ from typing import Any
 
 from scalingnote.log import get_logger
 
-Counts = dict[str, tuple[int, int, int, int]]  # process -> requests, bytes read, bytes written, peak bytes
-LAYOUT = struct.Struct("<4q")
+# process -> requests, bytes read, bytes written, peak bytes, rows encoded
+Counts = dict[str, tuple[int, int, int, int, int]]
+LAYOUT = struct.Struct("<5q")
 STATUS = Path("/proc/self/status")
 NODE_TIMEOUT_S = 30.0  # a node has for telling its counts
 _PROCESS = uuid.uuid4().hex  # operating systems reuse process ids
@@ -28,14 +29,24 @@ log = get_logger("usage")
 
 def count(*, requests: int = 1, read: int = 0, written: int = 0) -> None:
     """Add to the counts of this process."""
-    global _counts
     with _lock:
-        if not isinstance(_counts, mmap.mmap) and (folder := _folder()):
-            _counts = _mapped(folder / _PROCESS, bytes(_counts))
+        _map_counts()
         before = LAYOUT.unpack_from(_counts)
-        LAYOUT.pack_into(
-            _counts, 0, before[0] + requests, before[1] + read, before[2] + written, peak_bytes()
-        )
+        sums = before[0] + requests, before[1] + read, before[2] + written
+        LAYOUT.pack_into(_counts, 0, *sums, peak_bytes(), before[4])
+
+
+def count_rows(rows: int) -> None:
+    """Add rows that this process has encoded, those of unfinished parts too: progress lines show them."""
+    with _lock:
+        _map_counts()
+        before = LAYOUT.unpack_from(_counts)
+        LAYOUT.pack_into(_counts, 0, *before[:4], before[4] + rows)
+
+
+def rows_on_this_node() -> int:
+    """The rows that processes of this job have encoded on this node so far."""
+    return sum(counts[4] for counts in _on_this_node().values())
 
 
 def snapshot() -> Counts:
@@ -50,9 +61,9 @@ def snapshot() -> Counts:
 def since(start: Counts) -> dict[str, int]:
     """What was counted since a snapshot; peaks are over the lives of the processes that counted since."""
     now = snapshot()
-    active = {name: counts for name, counts in now.items() if counts[:3] != start.get(name, (0,) * 4)[:3]}
+    active = {name: counts for name, counts in now.items() if counts[:3] != start.get(name, (0,) * 5)[:3]}
     requests, read, written = (
-        sum(counts[i] - start.get(name, (0,) * 4)[i] for name, counts in active.items()) for i in range(3)
+        sum(counts[i] - start.get(name, (0,) * 5)[i] for name, counts in active.items()) for i in range(3)
     )
     return {
         "requests": requests,
@@ -86,6 +97,13 @@ def peak_bytes() -> int:
         return peak if sys.platform == "darwin" else peak << 10
     # Not getrusage: on Linux its figure survives an exec, so a small child would have its parent's peak.
     return int(status.split(b"VmHWM:")[1].split()[0]) << 10
+
+
+def _map_counts() -> None:
+    """Move the counts of a process of Ray to its file."""
+    global _counts
+    if not isinstance(_counts, mmap.mmap) and (folder := _folder()):
+        _counts = _mapped(folder / _PROCESS, bytes(_counts))
 
 
 def _mapped(path: Path, start: bytes) -> mmap.mmap:

@@ -1,6 +1,11 @@
 """Encoding on Ray: with readers or without, brought up to date, and when a part fails for a while."""
 
 import itertools
+import logging
+import os
+import re
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +15,14 @@ from ray.data.exceptions import ExecutionTimeoutError
 
 import tiny
 from in_process import without_ray
+from scalingnote import cluster as cluster_of
 from scalingnote.encode import documents, parts
 from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.engines import load_document_encoder
 from scalingnote.errors import ArtifactError, EncodingError
 from scalingnote.models import backbone, dual_encoder
-from scalingnote.storage import arrow, schema
+from scalingnote.storage import arrow, schema, usage
 from scalingnote.storage.artifact import Artifact, Draft
 
 CONFIG = EncodeConfig(dtype="float32", resources=Fleet(workers=1))
@@ -83,8 +89,11 @@ def encodable(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in rows if row["title"] != TOO_LONG]
 
 
-def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, rows, tmp_path, monkeypatch):
+def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(
+    towers, rows, tmp_path, monkeypatch, caplog
+):
     without_ray(monkeypatch)
+    caplog.set_level("INFO", logger="scalingnote")
     source = corpus(tmp_path / "before", rows)
     first = documents.encode_documents(
         CONFIG, source.uri, towers, str(tmp_path / "first"), load_encoder=flaky_tower
@@ -100,6 +109,14 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, ro
     assert 0 < made["of_peak"] < 1
     assert made["worker_seconds"] > 0
     assert made["worker_cpu_seconds"] > 0
+    told = [record.getMessage() for record in caplog.records]
+    (failed,) = [number for number, line in enumerate(told) if "OSError: the network is gone" in line]
+    (again,) = [number for number, line in enumerate(told) if "1 parts of 3 are left" in line]
+    assert "a part failed and is tried again after the others: embeddings/part-" in told[failed]
+    assert failed < again  # at once, not when the others are done
+    (workers,) = [line for line in told if line.startswith("workers: ")]
+    assert workers.startswith("workers: 2 encoded 2 and 1 parts, loaded in ")
+    assert "were busy " in workers
 
     changed = [{**row, "content": row["content"][:9]} if row["doc_id"] == "d030" else row for row in rows[3:]]
     changed.insert(5, {**rows[0], "doc_id": "new"})
@@ -151,6 +168,71 @@ def test_what_fails_again_and_again_ends_the_run(towers, rows, tmp_path, monkeyp
     source, output = corpus(tmp_path / "source", rows), str(tmp_path / "output")
     with pytest.raises(EncodingError, match=r"none of 3 parts could be encoded: (?s:.*)ZeroDivisionError"):
         documents.encode_documents(CONFIG, source.uri, towers, output, load_encoder=broken)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_actor_that_starts_late_finds_work(tmp_path):
+    class SlowSecond:
+        """Work of two actors: the one that starts second stands only when the first has begun an item.
+
+        An item ends when both have begun one, so nothing ends if the first has taken all.
+        """
+
+        def __init__(self, folder: str) -> None:
+            self._folder = Path(folder)
+            try:
+                (self._folder / "first").mkdir()
+            except FileExistsError:
+                self._wait(1)
+
+        def __call__(self, batch):
+            (self._folder / f"begun-{os.getpid()}").touch()
+            self._wait(2)
+            return {"item": batch["item"], "error": [""]}
+
+        def _wait(self, actors: int) -> None:
+            deadline = time.monotonic() + 60
+            while len(list(self._folder.glob("begun-*"))) < actors:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"less than {actors} actors have begun an item")
+                time.sleep(0.05)
+
+    items = [{"item": number} for number in range(2)]
+    resources = Fleet(workers=2)
+    found = cluster_of.dataset_rows(
+        cluster_of.map_with_actors(items, SlowSecond, {"folder": str(tmp_path)}, resources)
+    )
+    assert sorted(row["item"] for row in found) == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_part_that_takes_long_is_not_silent(tmp_path, caplog, monkeypatch):
+    slow_rows = 25
+
+    class SlowPart:
+        """Encodes a part in as many seconds as it has rows, without a word."""
+
+        def __call__(self, _: str, part: None) -> parts.EncodedPart:
+            for _ in range(slow_rows):
+                time.sleep(1)
+                usage.count_rows(1)
+            return parts.EncodedPart(pa.table({"row": range(slow_rows)}))
+
+    monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)
+    caplog.set_level("INFO", logger="scalingnote")
+    steps = parts.Steps(parts.read_nothing, SlowPart)
+    where = {"output": str(tmp_path / "out"), "work": str(tmp_path / "work")}
+    rows, resources = {"part.parquet": slow_rows}, Fleet(workers=1)
+    start = time.time()
+    parts.encode_parts(steps, rows=rows, resources=resources, unit="rows", **where)
+    times = [start, *(record.created for record in caplog.records), time.time()]
+    assert max(after - before for before, after in pairwise(times)) <= 10
+    shown = [
+        int(found[1]) for line in caplog.messages if (found := re.match(rf"(\d+)/{slow_rows} rows", line))
+    ]
+    assert sorted(shown) == shown
+    assert len({rows for rows in shown if 0 < rows < slow_rows}) > 1
 
 
 @pytest.mark.usefixtures("cluster")

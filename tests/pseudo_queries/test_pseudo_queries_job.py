@@ -215,3 +215,15 @@ def test_a_run_with_a_published_model_and_pseudo_queries_reads_no_triplets():
 def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         validate(PseudoQueriesConfig, wrong, source="test")
+
+
+def test_a_small_collection_holds_out_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At 2 % of six documents none would be, and the student could not be compared with its teacher."""
+    without_ray(monkeypatch)
+    config = PseudoQueriesConfig(count=60, mix={"window": 1})
+    documents = [{"title": f"t{n}", "content": f"alpha{n} beta{n} gamma{n} delta{n}"} for n in range(6)]
+    for number, held_out in ((6, True), (1, False)):
+        dataset = make(tmp_path / f"{number}", documents[:number])
+        found = job.run(config, dataset=dataset.uri, output=str(tmp_path / f"out-{number}"))
+        assert (found.counts["validation"] > 0) is held_out
+        assert found.counts["queries"] > found.counts["validation"]
