@@ -31,9 +31,10 @@ from jaxtyping import install_import_hook
 
 import scalingnote
 
-# All but serve: Ray Serve's deployments are no plain classes.
+# Ray Serve makes other classes of serve's, Haystack of the integrations'; their arguments may be of files.
+UNCHECKED = {"serve", "integrations"}
 install_import_hook(
-    [f"scalingnote.{module.name}" for module in iter_modules(scalingnote.__path__) if module.name != "serve"],
+    [f"scalingnote.{each.name}" for each in iter_modules(scalingnote.__path__) if each.name not in UNCHECKED],
     "beartype.beartype",
 )
 # A busy machine is no failure.

@@ -5,13 +5,34 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import numpy as np
+from pydantic import AfterValidator, SecretStr
 
 from scalingnote.errors import SearchError
 
 MAX_TEXTS = 2048  # of one request, see serve.limits.max_texts
+KEY_VARIABLE = "SCALINGNOTE_API_KEY"  # the name of the key where a framework asks for one
+
+
+def address(url: str) -> str:
+    """The URL of a server without a slash at its end; SearchError if it is none, or has a password in it."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
+    except ValueError:  # brackets that do not close, a port that is no number
+        host = None
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise SearchError("the address of a server has no user and no password: give the key as api_key")
+    if not host or parts.query or parts.fragment:
+        raise SearchError(f"{url!r} is no address of a server: http://HOST:PORT")
+    return url.rstrip("/")
+
+
+Address = Annotated[str, AfterValidator(address)]
 
 
 class Client:
@@ -27,25 +48,34 @@ class Client:
     def __init__(
         self, url: str, *, api_key: str | None = None, model: str | None = None, timeout_s: float = 60.0
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise SearchError(f"{url!r} is no address of a server: http://HOST:PORT")
-        self._url, self._key, self._model, self._timeout_s = url.rstrip("/"), api_key, model, timeout_s
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            # Before urllib refuses it by an error that shows it.
+            raise SearchError("the API key has a line break or another character that no header may have")
+        self._url, self._key, self._model, self._timeout_s = address(url), api_key, model, timeout_s
+        self._served: str | None = None  # the server's own model, once it is known
 
     def embed(self, texts: Sequence[str], side: Literal["query", "document"]) -> list[list[float]]:
         """Unit embeddings of texts, read by one side of the model. SearchError when they are refused."""
-        if self._model is None:
-            self._model = self._call("/info")["model_id"]
         found: list[list[float]] = []
         for first in range(0, len(texts), MAX_TEXTS):
             body = {
-                "model": self._model,
+                "model": self._model or self._served_model(),
                 "input": list(texts[first : first + MAX_TEXTS]),
                 "input_type": side,
                 "encoding_format": "base64",
             }
-            rows = self._call("/v1/embeddings", body)["data"]
+            try:
+                rows = self._call("/v1/embeddings", body)["data"]
+            except SearchError:
+                self._served = None  # it may be another one by now: the next call asks
+                raise
             found += [np.frombuffer(base64.b64decode(row["embedding"]), "<f4").tolist() for row in rows]
         return found
+
+    def _served_model(self) -> str:
+        if self._served is None:
+            self._served = self._call("/info")["model_id"]
+        return self._served
 
     def search(self, query: str, *, k: int, **options: Any) -> list[dict[str, Any]]:
         """The results of ``POST /search``, best first; `options` are its further fields."""
@@ -67,6 +97,15 @@ class Client:
             raise SearchError(f"{self._url}{path} refuses with {refused.code}: {text[:500]}") from None
         except OSError as error:
             raise SearchError(f"no answer from {self._url}: {error}") from None
+
+
+@lru_cache(maxsize=32)
+def client(url: str, api_key: SecretStr | None, model: str | None = None) -> Client:
+    """The client of these arguments; the same one for equal ones, as it asks for the server's model once.
+
+    The classes of the frameworks hold no client, so nothing is missed when their arguments are changed.
+    """
+    return Client(url, api_key=None if api_key is None else api_key.get_secret_value(), model=model)
 
 
 def text_of(hit: dict[str, Any]) -> str:

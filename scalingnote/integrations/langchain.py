@@ -1,6 +1,8 @@
 """LangChain: embeddings of both sides of a served model, and a retriever over a served index.
 
-Needs ``scalingnote[langchain]`` and a running `scalingnote serve`.
+Needs ``scalingnote[langchain]`` and a running `scalingnote serve`. ``dumps`` writes the classes without their
+key; ``loads`` takes ``valid_namespaces=["scalingnote"]``, the classes as ``allowed_objects``, and the key in
+``secrets_map`` by the name SCALINGNOTE_API_KEY.
 """
 
 from typing import Any
@@ -8,12 +10,21 @@ from typing import Any
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from langchain_core.load import Serializable
 from langchain_core.retrievers import BaseRetriever
+from pydantic import ConfigDict, SecretStr
 
-from scalingnote.integrations.client import Client, metadata_of, text_of
+from scalingnote.integrations.client import (
+    KEY_VARIABLE,
+    Address,
+    Client,
+    client,
+    metadata_of,
+    text_of,
+)
 
 
-class ScalingNoteEmbeddings(Embeddings):
+class ScalingNoteEmbeddings(Serializable, Embeddings):
     """Documents are embedded by the document tower, queries by the query tower.
 
     Args:
@@ -22,30 +33,62 @@ class ScalingNoteEmbeddings(Embeddings):
         model: a name of ``/v1/models``; None: the server's own.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None) -> None:
-        self._client = Client(url, api_key=api_key, model=model)
+    model_config = ConfigDict(extra="forbid")
+
+    url: Address
+    api_key: SecretStr | None = None
+    model: str | None = None
+
+    def __init__(self, url: str, *, api_key: str | SecretStr | None = None, model: str | None = None) -> None:
+        super().__init__(url=url, api_key=api_key, model=model)
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Whether ``dumps`` writes it."""
+        return True
+
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        """The name of the key, which ``dumps`` writes in its place."""
+        return {"api_key": KEY_VARIABLE}
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Unit embeddings of texts that are to be found."""
-        return self._client.embed(texts, "document")
+        return self._client().embed(texts, "document")
 
     def embed_query(self, text: str) -> list[float]:
         """Unit embedding of a query."""
-        return self._client.embed([text], "query")[0]
+        return self._client().embed([text], "query")[0]
+
+    def _client(self) -> Client:
+        return client(self.url, self.api_key, self.model)
 
 
 class ScalingNoteRetriever(BaseRetriever):
     """The best documents of the server's index; `filter` has fields that its ``/info`` lists."""
 
-    url: str
+    model_config = ConfigDict(extra="forbid")
+
+    url: Address
     k: int = 10
     filter: dict[str, Any] | None = None
-    api_key: str | None = None
+    api_key: SecretStr | None = None
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Whether ``dumps`` writes it."""
+        return True
+
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        """The name of the key, which ``dumps`` writes in its place."""
+        return {"api_key": KEY_VARIABLE}
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:
-        hits = Client(self.url, api_key=self.api_key).search(query, k=self.k, filter=self.filter)
+        asked = client(self.url, self.api_key)
         return [
-            Document(id=hit["doc_id"], page_content=text_of(hit), metadata=metadata_of(hit)) for hit in hits
+            Document(id=hit["doc_id"], page_content=text_of(hit), metadata=metadata_of(hit))
+            for hit in asked.search(query, k=self.k, filter=self.filter)
         ]

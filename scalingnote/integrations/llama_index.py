@@ -1,6 +1,7 @@
 """LlamaIndex: embeddings of both sides of a served model, and a retriever over a served index.
 
-Needs ``scalingnote[llama-index]`` and a running `scalingnote serve`.
+Needs ``scalingnote[llama-index]`` and a running `scalingnote serve`. ``to_dict`` leaves the key out:
+``from_dict(data, api_key=KEY)`` adds it.
 """
 
 import asyncio
@@ -8,25 +9,51 @@ from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
-from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from pydantic import ConfigDict, Field, SecretStr
 
-from scalingnote.integrations.client import Client, metadata_of, text_of
+from scalingnote.errors import ConfigError
+from scalingnote.integrations.client import (
+    Address,
+    Client,
+    address,
+    client,
+    metadata_of,
+    text_of,
+)
 
 
 class ScalingNoteEmbedding(BaseEmbedding):
-    """Nodes are embedded by the document tower, queries by the query tower of the server at `url`."""
+    """Nodes are embedded by the document tower, queries by the query tower of the server at `url`.
 
-    _client: Client = PrivateAttr()
+    The cache of an IngestionPipeline tells servers apart by `url` and `model`: name the model if the server's
+    own may change.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Address
+    api_key: SecretStr | None = Field(None, exclude=True)
+    model: str | None = None
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, model: str | None = None, **more: Any
+        self, url: str, *, api_key: str | SecretStr | None = None, model: str | None = None, **more: Any
     ) -> None:
-        super().__init__(model_name=model or "scalingnote", **more)
-        self._client = Client(url, api_key=api_key, model=model)
+        if more.get("embeddings_cache") is not None:
+            raise ConfigError(
+                "embeddings_cache has one embedding a text, whichever side and server read it: "
+                "use the cache of an IngestionPipeline"
+            )
+        more.setdefault("model_name", model or "scalingnote")
+        super().__init__(url=url, api_key=api_key, model=model, **more)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The name in dictionaries and events."""
+        return "ScalingNoteEmbedding"
 
     def _get_query_embedding(self, query: str) -> list[float]:
-        return self._client.embed([query], "query")[0]
+        return self._client().embed([query], "query")[0]
 
     async def _aget_query_embedding(self, query: str) -> list[float]:
         return await asyncio.to_thread(self._get_query_embedding, query)
@@ -35,19 +62,35 @@ class ScalingNoteEmbedding(BaseEmbedding):
         return self._get_text_embeddings([text])[0]
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-        return self._client.embed(texts, "document")
+        return self._client().embed(texts, "document")
+
+    async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return await asyncio.to_thread(self._get_text_embeddings, texts)
+
+    def _client(self) -> Client:
+        return client(self.url, self.api_key, self.model)
 
 
 class ScalingNoteRetriever(BaseRetriever):
     """The `k` best documents of the server's index; `filter` has fields that its ``/info`` lists."""
 
     def __init__(
-        self, url: str, *, k: int = 10, filter: dict[str, Any] | None = None, api_key: str | None = None
+        self,
+        url: str,
+        *,
+        k: int = 10,
+        filter: dict[str, Any] | None = None,
+        api_key: str | SecretStr | None = None,
     ) -> None:
         super().__init__()
-        self._client, self._k, self._filter = Client(url, api_key=api_key), k, filter
+        self.url, self.k, self.filter = address(url), k, filter
+        self.api_key = SecretStr(api_key) if isinstance(api_key, str) else api_key
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return await asyncio.to_thread(self._retrieve, query_bundle)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        hits = self._client.search(query_bundle.query_str, k=self._k, filter=self._filter)
+        asked = client(self.url, self.api_key)
+        hits = asked.search(query_bundle.query_str, k=self.k, filter=self.filter)
         nodes = [TextNode(id_=hit["doc_id"], text=text_of(hit), metadata=metadata_of(hit)) for hit in hits]
         return [NodeWithScore(node=node, score=hit["score"]) for node, hit in zip(nodes, hits, strict=True)]

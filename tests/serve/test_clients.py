@@ -141,14 +141,19 @@ def test_llama_index_keeps_the_sides_apart(url, sides):
     embedding = ScalingNoteEmbedding(url, api_key=KEY)
     found = embedding.get_text_embedding_batch(TEXTS)
     np.testing.assert_allclose(found, sides["document"](TEXTS), atol=1e-6)
+    found = asyncio.run(embedding.aget_text_embedding_batch(TEXTS))
+    np.testing.assert_allclose(found, sides["document"](TEXTS), atol=1e-6)
     np.testing.assert_allclose(embedding.get_query_embedding(TEXTS[0]), sides["query"](TEXTS)[0], atol=1e-6)
-    nodes = ScalingNoteRetriever(url, k=4, filter={"topic": "topic 3"}, api_key=KEY).retrieve(TEXTS[0])
+    retriever = ScalingNoteRetriever(url, k=4, filter={"topic": "topic 3"}, api_key=KEY)
+    nodes = retriever.retrieve(TEXTS[0])
+    assert asyncio.run(retriever.aretrieve(TEXTS[0])) == nodes
     assert [node.metadata["topic"] for node in nodes] == ["topic 3"] * 4
     assert [node.score for node in nodes] == sorted((node.score for node in nodes), reverse=True)
 
 
 def test_haystack_keeps_the_sides_apart(url, sides):
     from haystack import Document
+    from haystack.utils import Secret
 
     from scalingnote.integrations.haystack import (
         ScalingNoteDocumentEmbedder,
@@ -156,12 +161,13 @@ def test_haystack_keeps_the_sides_apart(url, sides):
         ScalingNoteTextEmbedder,
     )
 
+    key = Secret.from_token(KEY)
     documents = [Document(content=text) for text in TEXTS]
-    found = ScalingNoteDocumentEmbedder(url, KEY).run(documents)["documents"]
+    found = ScalingNoteDocumentEmbedder(url, key).run(documents)["documents"]
     np.testing.assert_allclose([each.embedding for each in found], sides["document"](TEXTS), atol=1e-6)
-    query = ScalingNoteTextEmbedder(url, KEY).run(TEXTS[0])["embedding"]
+    query = ScalingNoteTextEmbedder(url, key).run(TEXTS[0])["embedding"]
     np.testing.assert_allclose(query, sides["query"](TEXTS)[0], atol=1e-6)
-    hits = ScalingNoteRetriever(url, 4, KEY).run(TEXTS[0], filters={"topic": "topic 3"})["documents"]
+    hits = ScalingNoteRetriever(url, 4, key).run(TEXTS[0], filters={"topic": "topic 3"})["documents"]
     assert [hit.meta["topic"] for hit in hits] == ["topic 3"] * 4
 
 

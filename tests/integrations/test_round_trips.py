@@ -1,0 +1,336 @@
+"""The frameworks' classes are written, read, copied and compared as the frameworks do, without their key."""
+
+import copy
+import importlib.util
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from scalingnote.errors import ConfigError, SearchError
+from scalingnote.integrations.client import Client, client
+
+# Looked for, not imported: both test processes collect this file, one of them runs it.
+for framework in ("langchain_core", "llama_index", "haystack"):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed", allow_module_level=True)
+
+KEY = "a-key-of-sixteen-or-more"
+URL = "http://one:8000"
+VARIABLE = "SCALINGNOTE_API_KEY"
+Calls = list[tuple[str, str | None, str, Any]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """Servers that answer without a network, and what they were asked: server, key, path, body."""
+    asked: Calls = []
+
+    def answer(self: Client, path: str, body: dict[str, Any] | None = None) -> Any:
+        asked.append((self._url, self._key, path, body))
+        if path == "/info":
+            return {"model_id": f"model of {self._url}"}
+        if path == "/search":
+            return {"results": []}
+        assert body is not None
+        value = "AACAPw==" if "one" in self._url else "AAAAQA=="  # 1 and 2 as float32
+        return {"data": [{"embedding": value} for _ in body["input"]]}
+
+    client.cache_clear()  # clients know the models of their servers
+    monkeypatch.setattr(Client, "_call", answer)
+    yield asked
+    client.cache_clear()
+
+
+# --- Haystack ---------------------------------------------------------------------------------------------
+
+
+def haystack_components(key: Any) -> list[Any]:
+    from scalingnote.integrations import haystack
+
+    return [
+        haystack.ScalingNoteTextEmbedder(URL, key, "a-model"),
+        haystack.ScalingNoteDocumentEmbedder(URL, key),
+        haystack.ScalingNoteRetriever(URL, 3, key),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_pipeline_is_written_and_read_with_the_name_of_its_key(number, monkeypatch):
+    from haystack import Pipeline
+    from haystack.utils import Secret
+
+    monkeypatch.setenv(VARIABLE, KEY)
+    made = haystack_components(Secret.from_env_var(VARIABLE))[number]
+    pipeline = Pipeline()
+    pipeline.add_component("ours", made)
+    text = pipeline.dumps()
+    assert VARIABLE in text
+    assert KEY not in text
+    again = Pipeline.loads(text, allowed_modules=["scalingnote.*"])
+    assert again.dumps() == text
+    read = again.get_component("ours")
+    assert (type(read), read.to_dict()) == (type(made), made.to_dict())
+    assert read.api_key == Secret.from_env_var(VARIABLE)
+    assert type(made).from_dict(made.to_dict()).to_dict() == made.to_dict()
+
+
+def test_a_component_within_another_is_written_too():
+    from haystack import Pipeline
+    from haystack.components.retrievers import MultiQueryTextRetriever
+
+    pipeline = Pipeline()
+    pipeline.add_component("many", MultiQueryTextRetriever(retriever=haystack_components(None)[2]))
+    again = Pipeline.loads(pipeline.dumps(), allowed_modules=["scalingnote.*"])
+    retriever = again.get_component("many").retriever
+    assert (retriever.url, retriever.top_k, retriever.api_key) == (URL, 3, None)
+
+
+def test_a_key_given_as_a_token_is_not_written():
+    from haystack.utils import Secret
+
+    for made in haystack_components(Secret.from_token(KEY)):
+        assert KEY not in repr(made)
+        with pytest.raises(ValueError, match="Cannot serialize token-based secret"):
+            made.to_dict()
+
+
+def test_a_key_in_plain_text_is_refused_by_haystack_s_components():
+    from haystack import Pipeline
+
+    with pytest.raises(
+        ConfigError, match=r"not a str: give Secret\.from_env_var\('SCALINGNOTE_API_KEY'\)"
+    ) as told:
+        haystack_components(KEY)
+    assert KEY not in str(told.value)
+    pipeline = Pipeline()
+    pipeline.add_component("ours", haystack_components(None)[0])
+    text = pipeline.dumps().replace("api_key: null", f"api_key: {KEY}")
+    with pytest.raises(Exception, match=r"Secret\.from_token"):
+        Pipeline.loads(text, allowed_modules=["scalingnote.*"])
+
+
+def test_haystack_s_key_is_read_when_the_server_is_called(calls, monkeypatch):
+    from haystack.utils import Secret
+
+    embedder = haystack_components(Secret.from_env_var(VARIABLE))[0]
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=VARIABLE):
+        embedder.run("zo")
+    assert not calls
+    for key in ("first", "second"):
+        monkeypatch.setenv(VARIABLE, key)
+        assert embedder.run("zo") == {"embedding": [1.0]}
+    assert [(key, body["model"]) for _, key, _, body in calls] == [
+        ("first", "a-model"),
+        ("second", "a-model"),
+    ]
+
+
+# --- LlamaIndex -------------------------------------------------------------------------------------------
+
+
+def test_llama_index_reads_the_embedding_that_it_wrote(calls):
+    from scalingnote.integrations.llama_index import ScalingNoteEmbedding
+
+    made = ScalingNoteEmbedding(f"{URL}/", api_key=KEY, model="a-model", embed_batch_size=7)
+    data = made.to_dict()
+    assert (data["class_name"], data["url"], data["model"]) == ("ScalingNoteEmbedding", URL, "a-model")
+    assert KEY not in made.to_json() + repr(made) + str(made) + str(made.to_payload())
+    bare = ScalingNoteEmbedding.from_dict(data)
+    assert bare.to_dict() == data
+    assert bare.api_key is None
+    for again in (
+        ScalingNoteEmbedding.from_dict(data, api_key=KEY),
+        ScalingNoteEmbedding.from_json(made.to_json(), api_key=KEY),
+        pickle.loads(pickle.dumps(made)),
+        copy.deepcopy(made),
+    ):
+        assert (again.to_dict(), again.api_key) == (data, made.api_key)
+        assert again.get_query_embedding("zo") == [1.0]
+        assert calls[-1][:2] == (URL, KEY)
+        assert calls[-1][3]["model"] == "a-model"
+
+
+def test_a_cache_of_llama_index_tells_servers_and_models_apart(calls):
+    from llama_index.core.ingestion import IngestionCache, IngestionPipeline
+    from llama_index.core.ingestion.pipeline import get_transformation_hash
+    from llama_index.core.schema import TextNode
+
+    from scalingnote.integrations.llama_index import ScalingNoteEmbedding
+
+    nodes = [TextNode(text="zo", id_="1")]
+
+    def code(url: str, **more: Any) -> str:
+        return get_transformation_hash(nodes, ScalingNoteEmbedding(url, **more))
+
+    assert code(URL) == code(f"{URL}/", api_key=KEY)
+    assert len({code(URL), code("http://two:8000"), code(URL, model="a"), code(URL, model="b")}) == 4
+    cache = IngestionCache()
+    for url, expected in ((URL, 1.0), ("http://two:8000", 2.0), (URL, 1.0)):
+        pipeline = IngestionPipeline(transformations=[ScalingNoteEmbedding(url)], cache=cache)
+        assert pipeline.run(nodes=copy.deepcopy(nodes))[0].embedding == [expected]
+    assert (
+        len([path for _, _, path, _ in calls if path == "/v1/embeddings"]) == 2
+    )  # the third is of the cache
+
+
+def test_a_cache_that_mixes_sides_is_refused():
+    from llama_index.core.storage.kvstore import SimpleKVStore
+
+    from scalingnote.integrations.llama_index import ScalingNoteEmbedding
+
+    with pytest.raises(ConfigError, match="embeddings_cache has one embedding a text"):
+        ScalingNoteEmbedding(URL, embeddings_cache=SimpleKVStore())
+
+
+def test_llama_index_s_retriever_is_copied_with_its_arguments(calls):
+    from scalingnote.integrations.llama_index import ScalingNoteRetriever
+
+    made = ScalingNoteRetriever(URL, k=3, filter={"topic": "a"}, api_key=KEY)
+    assert KEY not in repr(made) + str(vars(made))
+    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert again.retrieve("zo") == []
+        body = {"query": "zo", "k": 3, "filter": {"topic": "a"}}
+        assert calls[-1] == (URL, KEY, "/search", body)
+
+
+# --- LangChain --------------------------------------------------------------------------------------------
+
+
+def langchain_classes() -> list[Any]:
+    from scalingnote.integrations.langchain import ScalingNoteEmbeddings, ScalingNoteRetriever
+
+    return [
+        ScalingNoteEmbeddings(URL, api_key=KEY, model="a-model"),
+        ScalingNoteRetriever(url=URL, k=3, filter={"topic": "a"}, api_key=KEY),
+    ]
+
+
+def load(text: str, made: Any, **knobs: Any) -> Any:
+    from langchain_core.load import loads
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # LangChain calls `loads` a beta
+        return loads(text, allowed_objects=[type(made)], valid_namespaces=["scalingnote"], **knobs)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_langchain_reads_what_it_wrote_and_gets_the_key_from_its_secrets(number, monkeypatch):
+    from langchain_core.load import dumps
+
+    made = langchain_classes()[number]
+    text = dumps(made)
+    assert KEY not in text + repr(made) + str(made)
+    assert json.loads(text)["kwargs"]["api_key"]["id"] == [VARIABLE]
+    assert load(text, made, secrets_map={VARIABLE: KEY}) == made
+    assert load(text, made).api_key is None
+    monkeypatch.setenv(VARIABLE, KEY)
+    assert load(text, made, secrets_from_env=True) == made
+    again = load(text, made, secrets_map={VARIABLE: KEY})
+    assert dumps(again) == text
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
+
+
+def test_a_chain_of_langchain_is_written_with_the_retriever():
+    from langchain_core.load import dumps, loads
+    from langchain_core.runnables import RunnableParallel, RunnableSequence
+
+    from scalingnote.integrations.langchain import ScalingNoteRetriever
+
+    retriever = langchain_classes()[1]
+    text = dumps(RunnableParallel(found=retriever))
+    assert KEY not in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = loads(
+            text,
+            allowed_objects=[RunnableParallel, RunnableSequence, ScalingNoteRetriever],
+            valid_namespaces=["scalingnote"],
+            secrets_map={VARIABLE: KEY},
+        )
+    assert again.steps__["found"] == retriever
+
+
+def test_copies_with_other_arguments_call_the_other_server(calls):
+    from langchain_core.runnables import ConfigurableField
+
+    embeddings, retriever = langchain_classes()
+    assert embeddings.embed_query("zo") == [1.0]
+    other = {"url": "http://two:8000"}
+    assert embeddings.model_copy(update=other).embed_query("zo") == [2.0]
+    retriever.model_copy(update=other).invoke("zo")
+    assert calls[-1][:2] == ("http://two:8000", KEY)
+    chosen = retriever.configurable_fields(k=ConfigurableField(id="k"))
+    chosen.invoke("zo", config={"configurable": {"k": 5}})
+    assert calls[-1] == (URL, KEY, "/search", {"query": "zo", "k": 5, "filter": {"topic": "a"}})
+
+
+# --- all --------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_do_not_exist_are_refused():
+    from scalingnote.integrations import langchain, llama_index
+
+    for make in (
+        lambda: langchain.ScalingNoteEmbeddings(URL, apikey=KEY),
+        lambda: langchain.ScalingNoteRetriever(url=URL, top_k=3),
+        lambda: llama_index.ScalingNoteEmbedding(URL, apikey=KEY),
+        lambda: llama_index.ScalingNoteRetriever(URL, top_k=3),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"apikey|top_k"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["localhost:8000", "ftp://host", "http://", "http://host:port", "http://[host", "http://host?key=1", ""],
+)
+def test_what_is_no_address_is_refused_when_a_class_is_made(wrong):
+    from scalingnote.integrations import haystack, langchain, llama_index
+
+    for make in (
+        haystack.ScalingNoteTextEmbedder,
+        haystack.ScalingNoteRetriever,
+        langchain.ScalingNoteEmbeddings,
+        lambda url: langchain.ScalingNoteRetriever(url=url),
+        llama_index.ScalingNoteEmbedding,
+        llama_index.ScalingNoteRetriever,
+    ):
+        with pytest.raises(SearchError, match="is no address of a server"):
+            make(wrong)
+
+
+def test_secrets_are_not_shown_in_errors():
+    with pytest.raises(SearchError, match="give the key as api_key") as told:
+        Client("http://me:secret@host:8000")
+    assert "secret" not in str(told.value)
+    for key in (f"{KEY}\n", f"{KEY}é"):
+        with pytest.raises(SearchError, match="no header may have") as told:
+            Client(URL, api_key=key)
+        assert KEY not in str(told.value)
+
+
+def test_a_server_that_changed_its_model_is_asked_again(monkeypatch):
+    models, asked = ["old", "new"], []
+
+    def answer(self: Client, path: str, body: dict[str, Any] | None = None) -> Any:
+        if body is None:
+            return {"model_id": models[0]}
+        asked.append(body["model"])
+        if body["model"] != models[0]:
+            raise SearchError("no such model")
+        return {"data": [{"embedding": "AACAPw=="}]}
+
+    monkeypatch.setattr(Client, "_call", answer)
+    called = Client(URL)
+    called.embed(["zo"], "query")
+    called.embed(["zo"], "query")
+    del models[0]
+    with pytest.raises(SearchError, match="no such model"):
+        called.embed(["zo"], "query")
+    assert called.embed(["zo"], "query") == [[1.0]]
+    assert asked == ["old", "old", "old", "new"]
