@@ -91,7 +91,7 @@ def distill(
             is the student.
         student: recipe of the student: "table" (rows of tokens, pairs and end tokens; no neural network),
             "static" (rows of tokens alone, which sentence-transformers reads without our code),
-            "table-attention" (one head over the table's rows), "layers2" (first and last of six layers); or
+            "table-attention" (one head over the table's rows), "layers2" (the first and the last layer); or
             hub id or folder of a smaller embedding model, which gets a linear layer into the teacher's space.
         queries: file with real queries to learn from as well (text lines, JSON lines or Parquet).
         count: texts to draw from the documents; None takes the recipe's.

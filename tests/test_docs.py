@@ -1,5 +1,6 @@
 """Links of the documentation lead somewhere; its commands, configs and imports exist."""
 
+import argparse
 import ast
 import importlib
 import re
@@ -60,6 +61,21 @@ def test_commands_have_arguments_that_exist(page: Path, capsys: pytest.CaptureFi
             if words[:1] == ["scalingnote"] and "..." not in words and "…" not in line:
                 parser.parse_args(words[1:])
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.stem)
+def test_options_that_the_text_names_are_those_of_the_command(page: Path):
+    """Also where a command is cut short by dots, or an option stands alone: then it is of any command."""
+    (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    options = {name: {*parser.complete()._option_string_actions} for name, parser in commands.choices.items()}
+    text = page.read_text(encoding="utf-8")
+    lines = "\n".join(blocks(page, "bash", "sh", "")).replace("\\\n", " ").splitlines()
+    for code in (*re.findall(r"`([^`\n]+)`", text), *lines):
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code))
+        if command := re.match(r"(?:\$ )?scalingnote ([a-z_]+)", code):
+            assert named <= options[command[1]], code
+        elif code.startswith("--"):
+            assert named <= set().union(*options.values()), code
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)

@@ -95,7 +95,9 @@ class DistillConfig(Schedule):
         "the teacher's layers, whose kind and sizes then hold, and of all its tokens and its projection",
     )
     teacher_layers: tuple[int, ...] | None = Field(
-        None, description="start: teacher; which layers, from 0; null spreads them evenly, the last included"
+        None,
+        description="start: teacher; which layers, from 0, or from the end, as -1; null spreads them "
+        "evenly, the last included",
     )
     inherit_tokens: bool = Field(
         True,

@@ -55,18 +55,18 @@ def copy_layers(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> 
     """Write to `target` a query tower with some layers of the tower in `teacher` and all its other weights.
 
     A published model keeps its pooling, dense layers and prompts. `layers` are numbers of layers from 0, or
-    how many to take at equal distances; returns the numbers. ConfigError where the teacher has no such
-    layers, or its folder holds an adapter alone.
+    from the end (-1 is the last); or how many to take at equal distances. Returns the numbers from 0.
+    ConfigError where the teacher has no such layers, or its folder holds an adapter alone.
     """
     if not (teacher / "config.json").exists() or not any(teacher.glob("model*.safetensors")):
         raise ConfigError(f"{teacher} holds an adapter, not a model: train with merge_adapters=true")
     settings: dict[str, Any] = json.loads((teacher / "config.json").read_text())
     count = int(settings["num_hidden_layers"])
-    chosen = evenly_spaced_layers(layers, of=count) if isinstance(layers, int) else tuple(layers)
+    if isinstance(layers, int):
+        layers = evenly_spaced_layers(layers, of=count)
+    chosen = tuple(layer + count if layer < 0 else layer for layer in layers)
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= layer < count for layer in chosen):
-        raise ConfigError(
-            f"teacher_layers {list(chosen)}: the teacher has layers 0 to {count - 1}, each once"
-        )
+        raise ConfigError(f"teacher_layers {[*layers]}: the teacher has layers 0 to {count - 1}, each once")
     target.mkdir(parents=True, exist_ok=True)
     # Settings that are lists with an entry per layer, such as kinds of attention.
     of_layers = {

@@ -10,7 +10,8 @@ Unknown users, and all users where no query fusion was trained, get the plain em
 
 Escalation: a student finds nearly the same documents as its teacher, but orders them worse. The order is
 uncertain where candidates have similar scores, that is, where the ten best scores have a small standard
-deviation. :class:`scalingnote.Index` searches this way; this module decides when.
+deviation. :class:`scalingnote.Index` and :mod:`scalingnote.serve.escalation` search this way; this module
+decides when.
 """
 
 import json

@@ -50,10 +50,11 @@ def test_a_student_of_all_layers_has_the_teachers_hidden_states(tmp_path: Path, 
     torch.testing.assert_close(hidden(made), hidden(teacher))
 
 
-@pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
-def test_chosen_layers_are_those_of_the_teacher(tmp_path: Path, scratch: Scratch):
+@pytest.mark.parametrize(("scratch", "layers"), [(tiny.CAUSAL, (1, 3)), (tiny.BIDIRECTIONAL, (1, -1))])
+def test_chosen_layers_are_those_of_the_teacher(tmp_path: Path, scratch: Scratch, layers: tuple[int, ...]):
     teacher = saved(tmp_path / "teacher", scratch)
-    assert initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "student", layers=(1, 3)) == (1, 3)
+    copied = initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "student", layers=layers)
+    assert copied == (1, 3)
     made = student(tmp_path / "student")
     stack = (
         teacher.backbone.encoder.layer if hasattr(teacher.backbone, "encoder") else teacher.backbone.layers
@@ -77,7 +78,7 @@ def test_layers_are_spread_evenly_with_the_last_one():
 
 def test_layers_that_are_not_there_are_refused(tmp_path: Path):
     saved(tmp_path / "teacher", tiny.CAUSAL)
-    for wrong in ((0, 4), (1, 1), ()):
+    for wrong in ((0, 4), (1, 1), (3, -1), (0, -5), ()):
         with pytest.raises(ConfigError, match="layers 0 to 3"):
             initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "student", layers=wrong)
     (tmp_path / "teacher/model.safetensors").unlink()
