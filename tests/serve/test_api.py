@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -106,9 +107,10 @@ def test_similar_documents_are_those_of_its_vector_without_itself(client, index)
 
 def test_a_document_is_found_by_its_id(client):
     assert client("GET", "/documents/d301").json()["title"] == "Title 301"
-    missing = client("GET", "/documents/d%2Fnothing")
-    assert missing.status_code == 404
-    assert "d/nothing" in missing.json()["error"]["message"]
+    for doc_id in ("d/nothing", "दान/१", "50% of a?b#c"):
+        missing = client("GET", f"/documents/{quote(doc_id, safe='')}")
+        assert missing.status_code == 404
+        assert doc_id in missing.json()["error"]["message"]
     assert client("POST", "/similar", json={"doc_id": "nothing"}).status_code == 404
 
 

@@ -89,11 +89,21 @@ def test_both_sides_of_a_model_are_served_in_both_forms(client, as_query, as_doc
     np.testing.assert_allclose(of_tei, as_document(TEXTS), atol=1e-6)
 
 
-def test_base64_has_every_bit_of_a_float32(client):
-    coded = {"model": NAME, "input": TEXTS, "encoding_format": "base64"}
+@pytest.mark.parametrize("more", [{}, {"dimensions": 8}])
+def test_base64_has_every_bit_of_a_float32(client, more):
+    coded = {"model": NAME, "input": TEXTS, "encoding_format": "base64", **more}
     rows = client("POST", "/v1/embeddings", json=coded).json()["data"]
     found = np.stack([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in rows])
-    np.testing.assert_array_equal(found, openai(client, TEXTS).astype(np.float32))
+    np.testing.assert_array_equal(found, openai(client, TEXTS, **more).astype(np.float32))
+
+
+def test_texts_that_are_equal_have_an_embedding_each(client, as_query, as_document):
+    texts = ["join tensors", "tensors", "join tensors", "join tensors"]
+    np.testing.assert_allclose(openai(client, texts), as_query(texts), atol=1e-6)
+    found = openai(client, texts, input_type="document")
+    np.testing.assert_allclose(found, as_document(texts[:2])[[0, 1, 0, 0]], atol=1e-6)
+    ranked = client("POST", "/rerank", json={"query": "tensors", "texts": ["a", "rank", "a"]}).json()
+    assert [rank["index"] for rank in ranked] == [0, 2, 1]
 
 
 def test_fewer_dimensions_are_the_first_ones_at_length_one(client, as_query):
