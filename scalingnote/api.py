@@ -264,7 +264,7 @@ def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Ag
     from scalingnote.models.publish import write_router
 
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
-    found = compare(*(built[kind] for kind in kinds), embeddings=built.get("embeddings"))
+    found = compare(**{kind: built[kind] for kind in kinds}, embeddings=built.get("embeddings"))
     path = built["dual_encoder"].manifest.config["path"]
     is_hub_id = not Path(path).exists() and ":" not in path
     facts = CardFacts(

@@ -160,7 +160,7 @@ def _patience() -> Iterator[None]:
 
     Each of its questions waits until the node is there, and only then fails, once.
     """
-    services = ray._private.services
+    services: Any = ray._private.services
     ask, deadline = services.get_node, time.monotonic() + START_TIMEOUT_S
 
     def ask_until_there(*given: Any) -> Any:

@@ -48,8 +48,8 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
-    @property  # type: ignore[override]
-    def stream(self) -> TextIO:
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
 
 

@@ -142,7 +142,8 @@ def agreement(run_dir: str | Path) -> "Agreement":
         embeddings = None
         with contextlib.suppress(ArtifactError):  # a run until `distill`
             embeddings = pipeline.locate(config, "embeddings")
-        return compare(*(pipeline.locate(config, kind) for kind in kinds), embeddings)
+        built = {kind: pipeline.locate(config, kind) for kind in kinds}
+        return compare(**built, embeddings=embeddings)
 
 
 def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":
