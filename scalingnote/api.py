@@ -3,7 +3,8 @@
 Nothing here imports torch or Ray before it is needed: a table encodes queries with numpy alone.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,13 +53,17 @@ class QueryEncoder:
         """Embeddings of queries, in their order.
 
         Args:
-            queries: one text or several; an empty text has an embedding, too.
+            queries: one text or several; an empty text has an embedding, too. Half of a surrogate pair is
+                read as U+FFFD, as in documents.
             normalize: make every embedding of length 1, as documents are searched by cosine.
 
         Returns:
             float32, a row per query; one row for a single text.
+
+        Raises:
+            DataError: a query is no text (None, NaN, a number); names its position and value.
         """
-        texts = [queries] if isinstance(queries, str) else list(queries)
+        texts = [queries] if isinstance(queries, str) else queries
         found = np.asarray(self._tower.encode_queries(texts), np.float32)
         if normalize:
             found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
@@ -76,6 +81,9 @@ def distill(
     seed: int = 0,
     run_dir: str | Path | None = None,
     copy_model: bool = True,
+    text_column: str | None = None,
+    id_column: str | None = None,
+    title_column: str | None = None,
     overrides: Sequence[str] = (),
 ) -> QueryEncoder:
     """Distil the query side of a published embedding model, from documents alone.
@@ -85,8 +93,9 @@ def distill(
 
     Args:
         model: hub id or folder of an embedding model that sentence-transformers reads.
-        texts: documents: JSON lines or Parquet (`content` or `text`, optional `title`), text lines, or a BEIR
-            folder.
+        texts: documents: JSON lines, Parquet, fields between tabs, text lines, or a folder or glob of such
+            files. Columns are known by the names of BEIR, Pyserini, Tevatron, MIRACL and MS MARCO, and others
+            (:mod:`scalingnote.datasets.layouts`); the log tells which are read.
         to: folder to write: one model for sentence-transformers and :class:`QueryEncoder`, whose query side
             is the student.
         student: recipe of the student: "table" (rows of tokens, pairs and end tokens; no neural network),
@@ -98,6 +107,9 @@ def distill(
         seed: of every draw.
         run_dir: where unfinished work and artifacts lie; None takes `to` with ".run" behind it.
         copy_model: copy the model's document side into `to`; False refers to `model` by its name.
+        text_column: of the files, where its name is not known, or several may be meant.
+        id_column: the same of ids; a row without one is named by its number.
+        title_column: the same of titles.
         overrides: further settings, as ``--set`` of the command line takes them.
 
     Returns:
@@ -110,7 +122,7 @@ def distill(
     with explained_imports():
         config = run_config(
             model, texts, to=to, student=student, queries=queries, count=count, seed=seed, run_dir=run_dir,
-            overrides=overrides,
+            columns=text_columns(text_column, id_column, title_column), overrides=overrides,
         )  # fmt: skip
         built = build(config, overrides)
         publish(built, Path(to), model=None if copy_model else str(model))
@@ -126,6 +138,9 @@ def build_index(
     queries: str | Path | None = None,
     count: int | None = None,
     seed: int = 0,
+    text_column: str | None = None,
+    id_column: str | None = None,
+    title_column: str | None = None,
     overrides: Sequence[str] = (),
 ) -> "Index":
     """Distil a model's query side as :func:`distill` does, and index the documents for hybrid search.
@@ -135,13 +150,16 @@ def build_index(
     `run_dir` publishes its query tower without training it again.
 
     Args:
-        model: as :func:`distill` takes it, like `texts`, `student`, `queries`, `count`, `seed`, `overrides`.
+        model: as :func:`distill` takes it, like all other arguments.
         texts: documents.
         run_dir: folder of the index, and of all that it is made of. Killed, the same call goes on.
         student: recipe of the query tower, or a smaller model.
         queries: file with real queries to learn from as well.
         count: texts to draw from the documents.
         seed: of every draw.
+        text_column: of the documents' files.
+        id_column: the same of ids.
+        title_column: the same of titles.
         overrides: further settings.
 
     Raises:
@@ -151,7 +169,7 @@ def build_index(
     with explained_imports():
         config = run_config(
             model, texts, to=run_dir, student=student, queries=queries, count=count, seed=seed,
-            run_dir=run_dir, overrides=overrides,
+            run_dir=run_dir, columns=text_columns(text_column, id_column, title_column), overrides=overrides,
         )  # fmt: skip
         build(config, overrides, index=True)
     return Index(run_dir)
@@ -208,6 +226,12 @@ def _fitted(config: "RunConfig", *, texts: int, documents: int, given: set[str],
     return config.model_copy(update=changed)
 
 
+def text_columns(text: str | None, doc_id: str | None, title: str | None) -> dict[str, str]:
+    """Columns of files of documents that a caller chose: our names -> theirs."""
+    chosen = {"content": text, "doc_id": doc_id, "title": title}
+    return {ours: column for ours, column in chosen.items() if column is not None}
+
+
 def run_config(
     model: str | Path,
     texts: str | Path,
@@ -218,6 +242,7 @@ def run_config(
     count: int | None,
     seed: int,
     run_dir: str | Path | None,
+    columns: Mapping[str, str],
     overrides: Sequence[str],
 ) -> "RunConfig":
     """The config of :func:`distill`'s run: a recipe, the model and the texts, which are looked at first."""
@@ -225,7 +250,9 @@ def run_config(
     from scalingnote.datasets.sources import read_texts
     from scalingnote.run_config import RunConfig
 
-    next(iter(read_texts(texts)), None)  # DataError, before work is spent, for texts that no stage could read
+    next(
+        iter(read_texts(texts, columns)), None
+    )  # DataError, before work is spent, for texts that no stage could read
     is_model = student not in RECIPES and ("/" in student or ":" in student or Path(student).is_dir())
     if student not in RECIPES and not is_model:
         raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}, or name a model")
@@ -240,6 +267,7 @@ def run_config(
         "distill.seed": seed,
     }
     values |= {"distill.student.backbone.path": student} if is_model else {}
+    values |= {"dataset.columns": json.dumps(columns)} if columns else {}
     values |= {} if count is None else {"pseudo_queries.count": count}
     values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
     with resources.as_file(recipe) as path:

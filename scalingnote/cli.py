@@ -13,6 +13,7 @@ from scalingnote import commands, stages
 from scalingnote.errors import ScalingNoteError, explained_imports
 from scalingnote.version import __version__
 
+TEXTS = "documents: .jsonl, .parquet, .tsv or .txt, a folder or glob of them"
 Command = Callable[[str, Any, str], "_Parser"]  # name, function, help -> its parser
 
 
@@ -157,10 +158,15 @@ def _add_commands_of_a_run(command: Command) -> None:
     vectors.add_argument("--checkpoint", metavar="FILE", help="default: a file in DIR/exports")
 
     ingest = command("ingest", commands.ingest, "encode, code and fuse new documents as a run did its own")
-    ingest.add_argument("file", help="JSON lines or Parquet: doc_id, title, topic, content, features")
+    ingest.add_argument("file", help="JSON lines or Parquet: id, text, title, topic, features")
     _add_run(ingest)
+    _add_columns(ingest)
     ingest.add_argument(
-        "--column", action="append", default=[], metavar="OURS=THEIRS", help="a column's name in the file"
+        "--column",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="name in the file of a feature, of topic or of group",
     )
     _add_set(ingest)
 
@@ -170,9 +176,8 @@ def _add_commands_of_towers(command: Command) -> None:
         "screen", commands.screen, "say which published model distils well into a table on your texts"
     )
     screen.add_argument("models", nargs="+", metavar="MODEL", help="hub ids or folders")
-    screen.add_argument(
-        "--texts", required=True, metavar="PATH", help="JSON lines, Parquet, text lines or a BEIR folder"
-    )
+    screen.add_argument("--texts", required=True, metavar="PATH", help=TEXTS)
+    _add_columns(screen)
     screen.add_argument("--count", type=int, metavar="N", help="pseudo-queries to draw, default: 5000")
     screen.add_argument("--json", metavar="FILE", help="write the numbers there, too")
     _add_set(screen)
@@ -265,7 +270,8 @@ def _add_model(distill: argparse.ArgumentParser) -> None:
         "       scalingnote distill CONFIG... [--set A.B=VALUE]"
     )
     model = distill.add_argument_group("with a published MODEL (hub id or folder) in CONFIG's place")
-    model.add_argument("--texts", metavar="PATH", help="documents: .jsonl, .parquet, .txt or a BEIR folder")
+    model.add_argument("--texts", metavar="PATH", help=TEXTS)
+    _add_columns(model)
     model.add_argument(
         "--to", metavar="DIR", help="folder to write, for sentence-transformers and scalingnote"
     )
@@ -285,6 +291,13 @@ def _add_model(distill: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--refer", action="store_true", help="name the model in DIR instead of copying it")
     distill.set_defaults(command=commands.distill)
+
+
+def _add_columns(parser: argparse._ActionsContainer) -> None:
+    for name, of in (("text", "texts"), ("id", "ids"), ("title", "titles")):
+        parser.add_argument(
+            f"--{name}-column", metavar="NAME", help=f"of {of} in the files; default: by known names"
+        )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from scalingnote.errors import ConfigError
 from scalingnote.terminal import Style, listing, table
+from scalingnote.texts import checked_text
 
 if TYPE_CHECKING:
     from scalingnote.run_config import RunConfig
@@ -89,8 +90,8 @@ def _training_rows(config: "RunConfig") -> int | None:
 def distill(options: argparse.Namespace) -> int:
     """Stage II of a config; or, with ``--texts``, the query side of a published model without queries."""
     if options.texts is None:
-        if options.to is not None:
-            raise ConfigError("--to needs --texts: the documents to distil from")
+        if options.to is not None or _text_columns(options):
+            raise ConfigError("--to and columns need --texts: the documents to distil from")
         return run(options)
     if options.to is None or len(options.config) != 1:
         raise ConfigError("distill takes one MODEL, --texts PATH and --to DIR")
@@ -108,6 +109,7 @@ def distill(options: argparse.Namespace) -> int:
         count=options.count,
         seed=options.seed,
         run_dir=options.run,
+        columns=_text_columns(options),
         overrides=options.overrides,
     )
     built = api.build(config, options.overrides, index=options.index)
@@ -128,6 +130,12 @@ def distill(options: argparse.Namespace) -> int:
     if options.index:
         print(f"\nscalingnote search QUERY --run {config.run_dir}\nscalingnote serve --run {config.run_dir}")
     return 0
+
+
+def _text_columns(options: argparse.Namespace) -> dict[str, str]:
+    from scalingnote.api import text_columns
+
+    return text_columns(options.text_column, options.id_column, options.title_column)
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -165,19 +173,20 @@ def compare(options: argparse.Namespace) -> int:
 
 def search(options: argparse.Namespace) -> int:
     """Print the best documents for a query, with load, encode and search times."""
-    if not options.query.strip() or options.k < 1:
+    query = checked_text(options.query)  # the shell may pass bytes that are not UTF-8
+    if not query.strip() or options.k < 1:
         raise ConfigError("nothing to search: give some text and -k of at least 1")
     from scalingnote.api import Index
 
     clock = [time.perf_counter()]
     index = Index(options.run, form=options.form, escalate=options.escalate)
     clock.append(time.perf_counter())
-    encoded = index.encode(options.query)
+    encoded = index.encode(query)
     clock.append(time.perf_counter())
     hits = index.search_encoded(encoded, k=options.k)
     clock.append(time.perf_counter())
     style = Style.of(sys.stdout)
-    for line in listing(hits, options.query, style):
+    for line in listing(hits, query, style):
         print(line)
     load, encode, search = (1000 * (after - before) for before, after in itertools.pairwise(clock))
     by = "embeddings" if encoded.terms is None else "embeddings and terms"
@@ -289,6 +298,11 @@ def ingest(options: argparse.Namespace) -> int:
     if wrong := [column for column in options.column if "=" not in column]:
         raise ConfigError(f"--column {wrong[0]!r} is not of the form ours=theirs")
     columns = dict(column.split("=", 1) for column in options.column)
+    if known := sorted({"doc_id", "title", "content"} & set(columns)):
+        raise ConfigError(
+            f"--column names {known}: give --id-column, --title-column and --text-column instead"
+        )
+    columns |= _text_columns(options)
     config = load(IngestConfig, [], options.overrides)
     made = pipeline.ingest(config, options.file, run_dir=options.run, columns=columns)
     print(f"{made.uri}\n{made.counts['documents']:,} documents, {made.counts['rejected']:,} set aside")
@@ -304,7 +318,7 @@ def screen(options: argparse.Namespace) -> int:
 
     count = [] if options.count is None else [f"count={options.count}"]
     config = load(ScreenConfig, [], [*options.overrides, *count])
-    found = screening.screen(options.models, read_texts(options.texts), config)
+    found = screening.screen(options.models, read_texts(options.texts, _text_columns(options)), config)
     if options.json:
         Path(options.json).write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
     shown = table(screening.as_table(found), Style.of(sys.stdout))

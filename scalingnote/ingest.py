@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from safetensors import numpy as safetensors
 from scalingnote import cluster
 from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
-from scalingnote.datasets.file_formats import COLUMN_TYPES
+from scalingnote.datasets.file_formats import COLUMN_TYPES, DOCUMENT_SUFFIXES, columns_of
 from scalingnote.datasets.raw_rows import find_files
 from scalingnote.encode.config import IngestConfig
 from scalingnote.encode.documents import COLUMNS, content_hashes, load_document_prompt, tokenise
@@ -209,20 +210,28 @@ def run(
     return draft.commit(counts=counts | {"rejected": len(rejected)})
 
 
-def describe_file(path: str, columns: dict[str, str], *, like: Artifact) -> NewDocuments:
-    """A file of new documents with the features of the dataset `like`; `columns`: our name -> the file's."""
+def describe_file(
+    path: str, columns: dict[str, str], *, like: Artifact, made_by: Mapping[str, str] = MappingProxyType({})
+) -> NewDocuments:
+    """A file of new documents with the features of the dataset `like`.
+
+    `columns` maps our names to the file's, `made_by` to those of the files that `like` was made of: it holds
+    where the new file has them, too.
+    """
     layout = pq.read_schema(like.open(like.table_parts("documents")[0]))
     kinds = {kind: name for name, kind in COLUMN_TYPES.items()}
     features = {
         f.name: kinds[f.type] for f in layout if f.name not in schema.DOCUMENTS.names and f.type in kinds
     }
-    file = TableFile(path=path, columns=columns)
+    have = [set(columns_of(each)) for each in find_files(path, DOCUMENT_SUFFIXES)]
+    own = {ours: column for ours, column in made_by.items() if all(column in each for each in have)}
+    file = TableFile(path=path, columns=own | columns)
     return NewDocuments.model_validate({"documents": file, "features": features})
 
 
 def output_uri(run_dir: str, new: NewDocuments) -> str:
     """The output folder for a file of new documents; depends on the content of the file."""
-    sums = "".join(fs.checksum(file.uri) for file in find_files(new.documents.path))
+    sums = "".join(fs.checksum(file.uri) for file in find_files(new.documents.path, DOCUMENT_SUFFIXES))
     return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
 

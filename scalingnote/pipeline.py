@@ -116,14 +116,23 @@ def load_run(run_dir: str) -> RunConfig:
 def ingest(
     config: IngestConfig, path: str, *, run_dir: str, columns: Mapping[str, str] | None = None
 ) -> Artifact:
-    """New documents as the last run in `run_dir` made its own; `columns` maps our names to the file's."""
+    """New documents as the last run in `run_dir` made its own.
+
+    `columns` maps our names to the file's; the run's own mapping holds where the file has its columns.
+    """
     from scalingnote import ingest as job  # late, as above
 
     made_by = load_run(run_dir)
     if made_by.cross_encoder is not None and made_by.distill is not None and not made_by.distill.document:
         raise ConfigError("this run's documents were read by a cross-encoder: encode them anew instead")
     own = "encode_student" in [stage.name for stage in stages.of(made_by)]
-    new = job.describe_file(path, dict(columns or {}), like=locate(made_by, "dataset"))
+    own_columns = getattr(made_by.dataset, "documents", made_by.dataset)
+    new = job.describe_file(
+        path,
+        dict(columns or {}),
+        like=locate(made_by, "dataset"),
+        made_by=getattr(own_columns, "columns", {}),
+    )
     return job.run(
         config,
         new,

@@ -12,6 +12,7 @@ from numpy import ndarray
 from scalingnote.array_types import Float64
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError, explained_imports
+from scalingnote.texts import checked_text
 
 if TYPE_CHECKING:
     from scalingnote.distillation.agreement import Agreement
@@ -103,7 +104,9 @@ class Index:
 
         Raises:
             ConfigError: the query is empty, `k` is below 1, or the weight is not between 0 and 1.
+            DataError: the query is no text. Half of a surrogate pair in it is read as U+FFFD.
         """
+        query = checked_text(query, name="the query")
         if not query.strip() or k < 1:
             raise ConfigError("nothing to search: give some text and k of at least 1")
         if dense_weight is not None and not 0 <= dense_weight <= 1:

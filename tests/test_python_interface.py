@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from sentence_transformers import SentenceTransformer
 
@@ -39,7 +41,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("student", ["static", "table", "table-attention"])
-def test_a_model_and_texts_become_a_query_encoder(tmp_path: Path, texts: Path, student: str):
+def test_a_model_and_texts_become_a_query_encoder(
+    tmp_path: Path, texts: Path, student: str, monkeypatch: pytest.MonkeyPatch
+):
     model = folder(tmp_path)
     tower = scalingnote.distill(model, texts, to=tmp_path / "out", student=student, count=400, overrides=FEW)
     queries = ["ba ko li", "", tiny.document_rows(1)[0]["title"]]
@@ -49,6 +53,11 @@ def test_a_model_and_texts_become_a_query_encoder(tmp_path: Path, texts: Path, s
     assert "| overlap@10 |" in (tmp_path / "out" / "README.md").read_text()
     alone = scalingnote.QueryEncoder(tmp_path / "out").encode(queries[0])
     np.testing.assert_allclose(alone[0], found[0], atol=1e-6)
+    np.testing.assert_array_equal(tower.encode("cut \ud83d"), tower.encode(["cut \ufffd"]))
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations in tests alone
+    for wrong in ([None], [float("nan")], None, 7):
+        with pytest.raises(DataError, match=r"is nan of type float|is None of type|in place of a list"):
+            tower.encode(wrong)
     # Pairs of tokens and attention need a module of ours, which the library imports where it may.
     own = student != "static"
     library = SentenceTransformer(str(tmp_path / "out"), device="cpu", trust_remote_code=own)
@@ -127,6 +136,12 @@ def test_documents_are_indexed_in_the_same_command(
     assert float((teacher.encode(title).embedding @ index.encode(title).embedding.T).item()) < 0.9999
     with pytest.raises(ConfigError, match=r"dense_weight is 1\.5"):
         index.search(title, dense_weight=1.5)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations in tests alone
+    for wrong in (None, float("nan"), [title]):
+        with pytest.raises(DataError, match=r"the query is .* of type"):
+            index.search(wrong)
+    assert index.search(f"{title} \ud83d") == index.search(f"{title} \ufffd")
+    assert cli.main(["search", f"{title} \udcff", "--run", f"{out}.run", "-k", "2"]) == 0  # a byte of a shell
     found = scalingnote.agreement(f"{out}.run")
     assert (found.documents, found.queries > 0) == (documents, True)
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
@@ -153,6 +168,7 @@ def test_settings_of_the_caller_are_not_fitted(tmp_path: Path, texts: Path):
         count=None,
         seed=0,
         run_dir=None,
+        columns={},
         overrides=given,
     )
     names = {override.partition("=")[0] for override in given}
@@ -183,6 +199,29 @@ def test_bad_input_is_told_before_work_is_spent(
     with pytest.raises(ScalingNoteError, match=message):
         scalingnote.distill(**(given | wrong))
     assert not (tmp_path / "out").exists()
+
+
+def test_columns_are_chosen_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [
+        {"nr": n, "title": row["title"], "inhalt": row["content"]}
+        for n, row in enumerate(tiny.document_rows())
+    ]
+    path = tmp_path / "docs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    model, to = folder(tmp_path), tmp_path / "out"
+    words = ["distill", str(model), "--texts", str(path), "--to", str(to), "--count", "300"]
+    assert cli.main(words) == 2
+    assert "only 'nr', 'title', 'inhalt': choose the column by --text-column" in capsys.readouterr().err
+    assert not (tmp_path / "out.run").exists()
+    chosen = {"text_column": "inhalt", "id_column": "nr"}
+    scalingnote.distill(model, path, to=to, count=300, overrides=FEW, **chosen)
+    (manifest,) = (tmp_path / "out.run" / "prepare").glob("*/manifest.json")
+    assert json.loads(manifest.read_text())["config"]["columns"] == {"content": "inhalt", "doc_id": "nr"}
+    (part,) = manifest.parent.glob("documents/*.parquet")
+    table = pq.read_table(part)
+    assert table["doc_id"].to_pylist() == [str(row["nr"]) for row in rows]
+    assert table["content"].to_pylist() == [row["inhalt"] for row in rows]
+    assert cli.main([*words, "--text-column", "inhalt", "--id-column", "nr", "--set", FEW[0]]) == 0
 
 
 def test_texts_without_text_are_refused(tmp_path: Path):

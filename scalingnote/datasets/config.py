@@ -251,7 +251,8 @@ class TableFile(Config):
     path: str = Field(description="file, folder, or pattern of * and ?, local or a URI; .jsonl or .parquet")
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="our column name -> the file's; a name left out is looked up as it is",
+        description="our column name -> the file's; a name left out is looked up as it is, id and text of "
+        "documents also by the names in datasets/layouts.py",
     )
 
 
@@ -288,7 +289,13 @@ class Texts(DatasetConfig):
     """Documents without queries, for students that learn without them; nothing is judged for evaluation."""
 
     name: Literal["texts"] = "texts"
-    path: str = Field(description="JSON lines, Parquet, text lines, or a BEIR folder (datasets/sources.py)")
+    path: str = Field(
+        description="JSON lines, Parquet, fields between tabs, text lines, a folder or glob of such files"
+    )
+    columns: dict[Literal["doc_id", "title", "content"], str] = Field(
+        default_factory=dict,
+        description="our column name -> the files'; a name left out is looked up in datasets/layouts.py",
+    )
     click_model: None = None
 
 

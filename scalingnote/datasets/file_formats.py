@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.datasets.config import Beir, Columns, MsMarco, NewDocuments, TableFile
+from scalingnote.datasets.layouts import TEXT_LINES, Layout, as_bytes, find_layouts, tell
 from scalingnote.datasets.raw_rows import (
     HEAD_BYTES,
     File,
@@ -46,10 +47,8 @@ COLUMN_TYPES = {
     "bool": pa.bool_(),
     "vector": pa.list_(pa.float32()),
 }
-TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
-_ID_COLUMNS = ("doc_id", "_id", "id")
-_TEXT_COLUMNS = ("content", "text")
-_OPTIONAL = {"title", "topic", "content", "group", "split", "user_id"}
+DOCUMENT_SUFFIXES = (".jsonl", ".parquet", ".tsv")
+TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, ".txt")  # of documents without ids, too
 
 
 def column_schema(types: Mapping[str, str]) -> pa.Schema:
@@ -64,7 +63,7 @@ def read_columns(config: Columns) -> Source:
         return table_rows(file, names, **more) if file else ()
 
     return Source(
-        documents=table_rows(config.documents, [*DOCUMENTS.names, *config.features]),
+        documents=_documents(config),
         queries=table_rows(config.queries, QUERIES.names),
         qrels=optional(config.qrels, QRELS.names, absent={"relevance": 1}),
         impressions=optional(config.impressions, IMPRESSIONS.names),
@@ -77,8 +76,53 @@ def read_columns(config: Columns) -> Source:
 
 def read_documents(config: NewDocuments) -> Source:
     """Documents without queries."""
-    documents = table_rows(config.documents, [*DOCUMENTS.names, *config.features])
-    return Source(documents, features=column_schema(config.features))
+    return Source(_documents(config), features=column_schema(config.features))
+
+
+def _documents(config: Columns | NewDocuments) -> SlicedRows:
+    file, names = config.documents, [*DOCUMENTS.names, *config.features]
+    _refuse_unknown(file, names)
+    return _document_rows(find_layouts(find_files(file.path, DOCUMENT_SUFFIXES), file.columns, names=names))
+
+
+def _refuse_unknown(file: TableFile, names: Sequence[str]) -> None:
+    if unknown := sorted(set(file.columns) - set(names)):
+        raise DataError(f"{file.path}: columns maps {unknown}, which are none of {list(names)}")
+
+
+def _document_rows(layouts: Mapping[File, Layout], *, numbered: bool = False) -> SlicedRows:
+    """Documents under our column names; a row without an id has none, or, if `numbered`, its number."""
+    tell(layouts)
+    pieces = cut([*layouts])
+    counts = map(_count_rows, pieces[:-1]) if numbered else repeat(0)
+    numbers: Iterable[int | None] = accumulate(counts, initial=1) if numbered else repeat(None)
+    return SlicedRows(
+        tuple(
+            FileRows(piece, partial(_rows_of, layout=layouts[piece.file], first=first))
+            for piece, first in zip(pieces, numbers, strict=False)
+        )
+    )
+
+
+def _rows_of(piece: FileSlice, *, layout: Layout, first: int | None) -> Iterator[Row | UnreadableRow]:
+    rows: Rows
+    if piece.file.is_parquet:
+        rows = _parquet_bytes(piece, [*dict.fromkeys(layout.columns.values())])
+    elif fields := layout.head.fields:
+        separator = "\n" if fields == TEXT_LINES else "\t"
+        rows = delimited_lines(piece, columns=fields, separator=separator, header=layout.head.header)
+    else:
+        rows = json_lines(piece)
+    for place, row in enumerate(rows):
+        ours = layout.row(row) if isinstance(row, dict) else row
+        if isinstance(ours, dict):
+            doc_id = ours.get("doc_id")
+            if isinstance(doc_id, bytes):
+                doc_id = doc_id.decode("utf-8", "backslashreplace")
+            if first is not None and doc_id in (None, ""):
+                doc_id = str(first + place)
+            ours["doc_id"] = doc_id
+        yield ours
 
 
 def table_rows(
@@ -99,13 +143,11 @@ def table_rows(
     Raises:
         DataError: no file, another file type, or a mapped or required column that is missing.
     """
-    unknown = sorted(set(file.columns) - set(names))
-    if unknown:
-        raise DataError(f"{file.path}: columns maps {unknown}, which are none of {list(names)}")
+    _refuse_unknown(file, names)
     theirs = {name: file.columns.get(name, name) for name in names}
     files = find_files(file.path)
 
-    ids = [name for name in names if name.endswith("_id") and name not in _OPTIONAL]
+    ids = [name for name in names if name.endswith("_id") and name != "user_id"]
 
     def present(each: File) -> list[str]:
         by_default = (ids if needs is None else needs) if each.is_parquet else ()
@@ -130,7 +172,7 @@ def _renamed(
 
 def _present(file: File, theirs: Mapping[str, str], needed: Sequence[str]) -> list[str]:
     """The mapped columns that a file has; DataError if it lacks one of `needed` (our names)."""
-    have = _columns_of(file)
+    have = columns_of(file)
     if not have:  # without a readable row, each row is judged by itself
         return []
     missing = [theirs[name] for name in needed if theirs[name] not in have]
@@ -140,7 +182,7 @@ def _present(file: File, theirs: Mapping[str, str], needed: Sequence[str]) -> li
     return [their for their in dict.fromkeys(theirs.values()) if their in have]
 
 
-def _columns_of(file: File) -> list[str]:
+def columns_of(file: File) -> list[str]:
     """Columns of a Parquet file, or of the first JSON objects in the order of their first occurrence."""
     if file.is_parquet:
         return list(parquet_footer(file.uri).schema.to_arrow_schema().names)
@@ -223,7 +265,7 @@ _ANY_SUFFIX = ("",)
 def read_msmarco(config: MsMarco) -> Source:
     """Files in the MS MARCO layout; each may be a glob.
 
-        collection      doc_id <tab> content, or doc_id <tab> title <tab> content
+        collection      pid <tab> passage, docid <tab> url <tab> title <tab> body, or the JSON lines of v2
         queries         query_id <tab> query
         qrels           query_id 0 doc_id relevance (TREC), separated by any white space
 
@@ -243,7 +285,14 @@ def read_msmarco(config: MsMarco) -> Source:
     trec = partial(delimited_lines, columns=("query_id", "iteration", "doc_id", "relevance"), separator=" ")
     judged = [file for _, pattern in named.values() for file in find_files(pattern, _ANY_SUFFIX)]
     return Source(
-        documents=_sliced(find_files(config.collection, _ANY_SUFFIX), _msmarco_documents),
+        documents=_document_rows(
+            find_layouts(
+                find_files(config.collection, _ANY_SUFFIX),
+                {},
+                names=("doc_id", "title", "content"),
+                tabs=True,
+            )
+        ),
         queries=SlicedRows(tuple(queries)),
         qrels=_sliced(judged, trec),
     )
@@ -254,41 +303,35 @@ def _msmarco_queries(piece: FileSlice, *, split: str) -> Iterator[Row | Unreadab
         yield row | {"split": split} if isinstance(row, dict) and split else row
 
 
-def _msmarco_documents(piece: FileSlice) -> Iterator[Row | UnreadableRow]:
-    """Rows with as many columns as the first line of the file."""
-    first = next(lines(piece.file.uri, 0, piece.file.size))
-    title = [] if first.count(b"\t") == 1 else ["title"]
-    return delimited_lines(piece, columns=["doc_id", *title, "content"])
-
-
 # --- documents without queries ---------------------------------------------------------------------------
 
 
-def text_rows(path: str) -> SlicedRows:
-    """Documents under our column names, from files of one of TEXT_SUFFIXES or a BEIR folder; a glob, too.
+def text_rows(path: str, columns: Mapping[str, str]) -> SlicedRows:
+    """Documents under our column names, from files of one of TEXT_SUFFIXES or a folder of them; a glob, too.
 
-    Columns are `content` or `text`, optionally `title`, and `doc_id`, `_id` or `id`; a line of a .txt file is
-    a text. A row without an id is named by its number.
+    Of a folder in the layout of BEIR, its corpus. A line of a .txt file is a text. A row without an id is
+    named by its number.
+
+    Args:
+        path: file, folder or glob.
+        columns: our names (doc_id, title, content) -> those of the files, where :mod:`layouts` is to be told.
+
+    Raises:
+        DataError: nothing is there, a file's text cannot be told, or a folder's files differ in columns.
     """
-    files: list[File] = []
+    found: dict[File, Layout] = {}
     for match in match_files(path):
-        files += find_files(str(match / "corpus.jsonl" if match.is_dir() else match), TEXT_SUFFIXES)
-    columns = {file: ["content"] if file.uri.endswith(".txt") else _columns_of(file) for file in files}
-    for file, have in columns.items():
-        # Without a readable row at its start, a file is judged row by row.
-        if have and not {*_TEXT_COLUMNS, "title"} & set(have):
+        corpus = match / "corpus.jsonl"
+        files = find_files(str(corpus if corpus.is_file() else match), TEXT_SUFFIXES)
+        layouts = find_layouts(files, columns, names=("doc_id", "title", "content"), numbered=True)
+        one, *others = layouts.values()
+        if other := next((each for each in others if not each.is_like(one)), None):
             raise DataError(
-                f"{file.uri} has no column `content` or `text`, only {have}: rename the column of texts"
+                f"{match} has files of different columns: {one.head.uri}: {one}; and {other.head.uri}: "
+                f"{other}. Name those of the documents by a pattern, such as FOLDER/part-*.jsonl"
             )
-    pieces = cut(files)
-    # The number of a row is the id of one without: earlier rows are counted.
-    numbers = accumulate(map(_count_rows, pieces[:-1]), initial=1)
-    return SlicedRows(
-        tuple(
-            FileRows(piece, partial(_numbered_texts, have=columns[piece.file], first=first))
-            for piece, first in zip(pieces, numbers, strict=False)
-        )
-    )
+        found |= layouts
+    return _document_rows(found, numbered=True)
 
 
 def _count_rows(piece: FileSlice) -> int:
@@ -298,37 +341,10 @@ def _count_rows(piece: FileSlice) -> int:
     return sum(1 for line in lines(piece.file.uri, piece.start, piece.stop) if line.strip())
 
 
-def _numbered_texts(piece: FileSlice, *, have: list[str], first: int) -> Iterator[Row | UnreadableRow]:
-    rows: Rows
-    if piece.file.is_parquet:
-        rows = _parquet_bytes(piece, [n for n in (*_ID_COLUMNS, "title", *_TEXT_COLUMNS) if n in have])
-    elif piece.file.uri.endswith(".txt"):
-        rows = delimited_lines(piece, columns=("content",), separator="\n")
-    else:
-        rows = json_lines(piece)
-    return (_with_our_names(row, number) for number, row in enumerate(rows, first))
-
-
 def _parquet_bytes(piece: FileSlice, columns: list[str]) -> Iterator[Row]:
     """Rows with strings as bytes, so that invalid UTF-8 rejects one row and not the batch."""
     for batch in parquet_batches(piece, columns):
-        yield from pa.table({name: _as_bytes(batch[name]) for name in columns}).to_pylist()
-
-
-def _as_bytes(column: pa.Array) -> pa.Array:
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    return column.cast(kind).cast(pa.large_binary()) if text else column
-
-
-def _with_our_names(row: Row | UnreadableRow, number: int) -> Row | UnreadableRow:
-    if isinstance(row, UnreadableRow):
-        return row
-    doc_id = next((row[name] for name in _ID_COLUMNS if row.get(name) not in (None, "", b"")), str(number))
-    if isinstance(doc_id, bytes):
-        doc_id = doc_id.decode("utf-8", "backslashreplace")
-    content = next((row[name] for name in _TEXT_COLUMNS if row.get(name) is not None), None)
-    return {"doc_id": doc_id, "title": row.get("title"), "content": content}
+        yield from pa.table({name: as_bytes(batch[name]) for name in columns}).to_pylist()
 
 
 # --- slices of TREC files: only rows of the queries that are asked for leave a task ------------------------

@@ -33,7 +33,7 @@ from scalingnote.datasets.raw_rows import (
 )
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.schema import is_valid_unicode, replace_surrogates
+from scalingnote.texts import is_valid_unicode, replace_surrogates
 
 Kind = Literal["id", "text", "number", "flag", "time"]
 

@@ -413,5 +413,5 @@ def shown_row(row: str | dict[str, Any]) -> str:
     """The beginning of a rejected row, as text that can be stored."""
     if not isinstance(row, str):
         # A long value is cut before it is formatted: a row may hold a megabyte.
-        row = repr({key: v[:SHOWN_CHARS] if isinstance(v, str) else v for key, v in row.items()})
+        row = repr({key: v[:SHOWN_CHARS] if isinstance(v, str | bytes) else v for key, v in row.items()})
     return row[:SHOWN_CHARS].encode("utf-8", "backslashreplace").decode()

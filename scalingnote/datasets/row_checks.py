@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from scalingnote.datasets.config import DatasetConfig
 from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, UnreadableRow
-from scalingnote.storage.schema import is_valid_unicode, replace_surrogates
+from scalingnote.texts import is_valid_unicode, replace_surrogates
 
 # Control characters except tab and line ends, DEL and the C1 block.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")

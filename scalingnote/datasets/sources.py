@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -158,7 +159,9 @@ _USER_FILES = (
     Description("beir", "a directory in the BEIR layout"),
     Description("msmarco", "files in the MS MARCO passage layout"),
     Description("columns", "JSON-lines or Parquet files with a column mapping"),
-    Description("texts", "documents alone, without queries: JSON lines, Parquet, text lines, a BEIR folder"),
+    Description(
+        "texts", "documents alone, without queries: JSON lines, Parquet, tabs, text lines, folders of them"
+    ),
     Description("logs", "a platform's documents and impression log, of any size, split by time"),
 )
 _DESCRIPTIONS = {
@@ -209,16 +212,22 @@ def read(config: AnyDataset) -> Source:
         "beir": file_formats.read_beir,
         "msmarco": file_formats.read_msmarco,
         "columns": file_formats.read_columns,
-        "texts": lambda texts: Source(documents=_text_rows(texts.path)),
+        "texts": lambda texts: Source(documents=_text_rows(texts.path, texts.columns)),
     }
     return readers[config.name](config)
 
 
-def read_texts(path: str | Path, *, quarantine: Quarantine | None = None) -> Iterator[Row]:
-    """Documents of a file, of a BEIR folder or of a named data set, one at a time.
+def read_texts(
+    path: str | Path,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    *,
+    quarantine: Quarantine | None = None,
+) -> Iterator[Row]:
+    """Documents of a file, of a folder or of a named data set, one at a time.
 
     Args:
         path: see :func:`file_formats.text_rows`; or the name of a data set that needs no settings.
+        columns: our names -> those of the file.
         quarantine: counts the rejected rows by reason: broken JSON, invalid UTF-8, no text, a repeated id. A
             summary is also logged once all rows are read.
 
@@ -226,16 +235,18 @@ def read_texts(path: str | Path, *, quarantine: Quarantine | None = None) -> Ite
         Rows with the strings doc_id, title and content; title or content may be empty, not both.
 
     Raises:
-        DataError: at once if nothing is at `path`, or if a file is of another type or has no column of texts;
+        DataError: at once if nothing is at `path`, or a file is of another type or its text cannot be told;
             after the last row if there was no text at all.
     """
-    return _checked_texts(_text_rows(str(path)), str(path), quarantine or Quarantine())
+    return _checked_texts(_text_rows(str(path), columns), str(path), quarantine or Quarantine())
 
 
-def _text_rows(path: str) -> Rows:
-    if not Path(path).exists() and path in names():
-        return read(_config_of(path)).documents
-    return file_formats.text_rows(path)
+def _text_rows(path: str, columns: Mapping[str, str]) -> Rows:
+    if Path(path).exists() or path not in names():
+        return file_formats.text_rows(path, columns)
+    if columns:
+        raise DataError(f"{path} is a data set whose columns are known: leave {[*columns.values()]} out")
+    return read(_config_of(path)).documents
 
 
 def _config_of(name: str) -> AnyDataset:

@@ -35,8 +35,9 @@ from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table
-from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USERS, is_valid_unicode
+from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
 from scalingnote.storage.shuffle import JsonRecord, stream
+from scalingnote.texts import is_valid_unicode
 
 log = get_logger("datasets")
 MAX_ROWS = 5_000_000  # of all tables, in one task

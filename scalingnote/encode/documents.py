@@ -34,7 +34,7 @@ from scalingnote.encode.engines import LoadEngine
 from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, totals, write_parts
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.log import get_logger
-from scalingnote.models.prompt import DocumentPrompt, from_columns, token_columns
+from scalingnote.models.prompt import DocumentPrompt, document_texts, from_columns, token_columns
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import (
@@ -177,7 +177,7 @@ def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rej
     """Token rows of documents.
 
     Args:
-        documents: a table with doc_id, title, topic, content, and any other columns.
+        documents: a table with doc_id, title, topic, content, and any other columns; null is an empty text.
         prompt: of the document tower.
 
     Returns:
@@ -185,7 +185,7 @@ def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rej
         the others with the reason.
     """
     rows, encodable, rejected = [], [], []
-    results = prompt.rows(*(documents[name].to_pylist() for name in TEXTS))
+    results = prompt.rows(*document_texts(documents))
     for doc_id, row in zip(documents["doc_id"].to_pylist(), results, strict=True):
         encodable.append(not isinstance(row, DataError))
         if isinstance(row, DataError):

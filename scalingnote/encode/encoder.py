@@ -16,13 +16,14 @@ from scalingnote.models import flops
 from scalingnote.models.batch import collate
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.flops import model_shape
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, document_texts
 from scalingnote.models.published_model import Role
 from scalingnote.models.published_tower import with_prefix
 from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
 from scalingnote.storage import usage
+from scalingnote.texts import checked_texts
 
 # More tokens at once exceed a CPU's cache: with 8,192, all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a
 # second (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are equal.
@@ -86,8 +87,9 @@ class Encoder:
 
         Raises:
             ConfigError: this is a document tower.
+            DataError: a query is no text.
         """
-        return self._query_prompt().rows(queries)
+        return self._query_prompt().rows(checked_texts(queries, name="query"))
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
         """Query embeddings, not normalised. ConfigError for a document tower."""
@@ -102,7 +104,7 @@ class Encoder:
         """Embeddings of documents by view, not normalised.
 
         Args:
-            documents: a table with title, topic and content.
+            documents: a table with title, topic and content; null is an empty text.
 
         Raises:
             ConfigError: this is a query tower.
@@ -144,9 +146,7 @@ class Encoder:
         """Token rows of documents, and errors in place of those that cannot be encoded."""
         if not isinstance(self.tower.prompt, DocumentPrompt):
             raise ConfigError("this is a query tower: it cannot encode documents")
-        return self.tower.prompt.rows(
-            *(documents[name].to_pylist() for name in ("title", "topic", "content"))
-        )
+        return self.tower.prompt.rows(*document_texts(documents))
 
     def encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
         """Embeddings of token rows, not normalised."""

@@ -23,6 +23,7 @@ from scalingnote.array_types import Float, Float32
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import published_model
+from scalingnote.texts import checked_texts
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
@@ -140,10 +141,12 @@ class QueryEncoder:
         )
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
-        """Query embeddings [queries, dim], not normalised; of any number of queries, also none."""
-        if not len(queries):
-            return np.empty((0, self.dim), np.float32)
-        return self._encode(queries)
+        """Query embeddings [queries, dim], not normalised; of any number of queries, also none.
+
+        Half of a surrogate pair is read as U+FFFD. DataError for what is no text, see :func:`checked_texts`.
+        """
+        texts = checked_texts(queries, name="query")
+        return self._encode(texts) if texts else np.empty((0, self.dim), np.float32)
 
 
 def forms(folder: Path) -> "list[Form]":

@@ -27,7 +27,7 @@ from pydantic import Field
 from scalingnote.config import Config
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import Progress
-from scalingnote.storage.schema import is_valid_unicode
+from scalingnote.texts import is_valid_unicode
 
 Clock = Callable[[], float]  # seconds since 1970
 EVENTS_PER_WRITE = 512

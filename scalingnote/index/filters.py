@@ -20,7 +20,7 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote.errors import ConfigError, SearchError
-from scalingnote.storage.schema import is_valid_unicode
+from scalingnote.texts import is_valid_unicode
 
 Filter = Mapping[str, Any]
 Condition = list[Any] | tuple[Any, Any]  # values, or both ends of a range, in the type of a field

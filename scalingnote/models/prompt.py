@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.texts import checked_texts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -325,6 +326,17 @@ class TextDocuments(TextPrompt, DocumentPrompt):
         """Return one row per document; long documents are truncated, so there are no errors."""
         texts = [f"{title} {content}".strip() for title, content in zip(titles, contents, strict=True)]
         return [*self.texts(texts)]
+
+
+def document_texts(documents: "pa.Table") -> list[list[str]]:
+    """Return titles, topics and contents of a table; null is an empty text, DataError what is no text."""
+    return [
+        checked_texts(
+            ("" if text is None else text for text in documents[name].to_pylist()),
+            name=f"the {name} of document",
+        )
+        for name in ("title", "topic", "content")
+    ]
 
 
 def split(template: str) -> list[str]:

@@ -31,6 +31,7 @@ from scalingnote.index.filters import Filter
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner.planner import Planner
 from scalingnote.storage import arrow
+from scalingnote.texts import checked_texts
 
 if TYPE_CHECKING:  # it needs torch, a lookup tower does not
     from scalingnote.fuse.fusion import QueryFusion
@@ -81,7 +82,11 @@ class QueryPath:
         Args:
             queries: texts.
             users: id of the user of each query, None where unknown; (): no query has a user.
+
+        Raises:
+            DataError: a query is no text.
         """
+        queries = checked_texts(queries, name="query")
         embeddings = arrow.l2_normalize(self.encoder.encode_queries(queries))
         terms = None if self.sparse is None else self.sparse.encode(queries)
         encoded = [Query(embeddings[n : n + 1], _row(terms, n)) for n in range(len(queries))]

@@ -1,14 +1,11 @@
-"""Columns of every table that passes between stages, and the text that these columns can hold.
+"""Columns of every table that passes between stages.
 
 Documents may have further columns, their *features* (price, supplier, votes...), which are kept; so may
 users, their *profile*.
 """
 
-import re
-
 import pyarrow as pa
 
-_SURROGATE = re.compile(r"[\ud800-\udfff]")  # Python keeps a whole pair as the one character it stands for
 DOCUMENTS = pa.schema(
     {
         "doc_id": pa.string(),
@@ -110,13 +107,3 @@ def semantic_ids(levels: int) -> pa.Schema:
             "semantic_id": pa.string(),  # "c0-c1-...-suffix"
         }
     )
-
-
-def is_valid_unicode(text: str) -> bool:
-    """Whether `text` is valid UTF-8: JSON's escapes can spell half of a surrogate pair, which is not."""
-    return not _SURROGATE.search(text)
-
-
-def replace_surrogates(text: str) -> str:
-    """`text` with U+FFFD, the replacement character, for every half of a surrogate pair."""
-    return _SURROGATE.sub("\ufffd", text)

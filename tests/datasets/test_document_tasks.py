@@ -98,7 +98,7 @@ def _twin(config):
     sound = [
         row["doc_id"]
         for row in rows
-        if row["doc_id"] and isinstance(row["title"], str) and (row["title"] or row["content"])
+        if row["doc_id"] and isinstance(row["title"], str | bytes) and (row["title"] or row["content"])
     ]
     return list(Counter(sound))
 

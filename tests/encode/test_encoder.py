@@ -1,6 +1,7 @@
 import copy
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -77,6 +78,18 @@ def test_a_row_that_cannot_be_encoded_is_set_aside_with_its_reason(document: Tow
 def test_no_rows_give_no_embeddings(document: Tower):
     empty = pa.Table.from_pylist(tiny.document_rows(1)).slice(1)
     assert Encoder(document).encode_documents(empty)["summary"].shape == (0, 16)
+
+
+def test_null_is_an_empty_text_and_a_number_is_none(document: Tower, monkeypatch: pytest.MonkeyPatch):
+    rows = [{"title": "ba", "topic": "", "content": "ko li"}, {"title": "", "topic": "", "content": ""}]
+    nulls = [rows[0] | {"topic": None}, dict.fromkeys(rows[1])]
+    encoder = Encoder(document)
+    expected = encoder.encode_documents(pa.Table.from_pylist(rows))["summary"]
+    found = encoder.encode_documents(pa.Table.from_pylist(nulls))["summary"]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations in tests alone
+    with pytest.raises(DataError, match="the title of document 1 is 7 of type int"):
+        encoder.encode_documents(pa.table({"title": [None, 7], "topic": ["", ""], "content": ["", ""]}))
 
 
 def test_a_document_tower_refuses_queries(document: Tower):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from scalingnote.encode.config import ExportConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.lookup import _WIDENED_SCALE, LookupEncoder, _widened
 from scalingnote.encode.query_encoder import QueryCache, QueryEncoder
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models import backbone, dual_encoder, lookup, onnx, onnx_export
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
@@ -142,6 +143,24 @@ def test_no_queries_give_no_embeddings(form: str, folder: Path, tmp_path: Path):
         table(tmp_path)
     made = QueryEncoder.load(tmp_path if form == "lookup" else folder, form)
     assert made.encode_queries([]).shape == (0, made.dim)
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx_int8", "lookup"])
+def test_what_is_no_query_is_named_and_half_a_pair_is_replaced(
+    form: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations in tests alone
+    if form == "lookup":
+        table(tmp_path)
+    made = QueryEncoder.load(tmp_path if form == "lookup" else folder, form)
+    np.testing.assert_array_equal(
+        made.encode_queries(["cut \ud83d", "ba"]), made.encode_queries(["cut \ufffd", "ba"])
+    )
+    for wrong in (None, float("nan"), 7, b"ba"):
+        with pytest.raises(DataError, match=f"query 1 is {wrong!r} of type"):
+            made.encode_queries(["ba", wrong])
+    with pytest.raises(DataError, match="'ba ko' of type str in place of a list"):
+        made.encode_queries("ba ko")
 
 
 def test_auto_takes_the_fastest_form_that_is_there(folder: Path, tmp_path: Path, monkeypatch):

@@ -15,6 +15,7 @@ from scalingnote import ingest, pipeline
 from scalingnote.cli import main
 from scalingnote.config import load
 from scalingnote.datasets.config import NewDocuments, TableFile
+from scalingnote.datasets.file_formats import read_documents
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig, Fleet, IngestConfig
 from scalingnote.encode.documents import load_document_prompt
@@ -160,8 +161,22 @@ def test_from_the_command_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for row in rows:
         del row["title"]
     (tmp_path / "new.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["ingest", str(tmp_path / "new.jsonl"), "--run", str(tmp_path), "--column"]
-    assert main([*words, "title=name", "--set", "resources.workers=1"]) == 0
+    words = ["ingest", str(tmp_path / "new.jsonl"), "--run", str(tmp_path)]
+    assert main([*words, "--title-column", "name", "--set", "resources.workers=1"]) == 0
     assert "3 documents, 0 set aside" in capsys.readouterr().out
-    assert main([*words, "title"]) == 2
-    assert "not of the form ours=theirs" in capsys.readouterr().err
+    for wrong, message in (("title", "not of the form ours=theirs"), ("title=name", "give --id-column")):
+        assert main([*words, "--column", wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_file_is_read_as_the_runs_own_was(run, tmp_path: Path):
+    like = tiny.dataset(str(tmp_path / "like"), count=8)
+    own = {"content": "inhalt", "title": "name"}
+    new = {"docid": "7", "inhalt": "long words", "lang": "de"}
+    (tmp_path / "new.jsonl").write_text(json.dumps(new))
+    described = ingest.describe_file(str(tmp_path / "new.jsonl"), {}, like=like, made_by=own)
+    assert described.documents.columns == {"content": "inhalt"}  # it has no column of titles
+    (row,) = read_documents(described).documents
+    assert row == {"doc_id": "7", "content": "long words"}
+    described = ingest.describe_file(str(tmp_path / "new.jsonl"), {"content": "lang"}, like=like, made_by=own)
+    assert described.documents.columns == {"content": "lang"}
