@@ -122,7 +122,10 @@ def distill(options: argparse.Namespace) -> int:
         if found.queries
         else "agreement not measured: no text is held out"
     )
-    print(f"{measured}; {built['dataset'].counts['rejected']:,} rows set aside")
+    rejected: dict[str, int] = built["dataset"].manifest.info["rejected_by_reason"]
+    reasons = ", ".join(f"{name.removeprefix('documents: ')} ({n:,})" for name, n in rejected.items())
+    aside = f"{sum(rejected.values()):,} rows set aside" + (f": {reasons}" if reasons else "")
+    print(f"{measured}; {aside}")
     print(
         f"{style.strong(options.to)}\n\nfrom scalingnote import QueryEncoder\n"
         f'QueryEncoder({options.to!r}).encode(["..."])  # the space of {model}\'s document embeddings'

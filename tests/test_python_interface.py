@@ -77,7 +77,7 @@ def test_the_command_tells_how_far_the_student_agrees(
     assert cli.main(words) == 0
     told = capsys.readouterr().out
     assert "mean cosine to the teacher" in told
-    assert "2 rows set aside" in told
+    assert "2 rows set aside: invalid JSON (1), invalid UTF-8 (1)" in told
     assert cli.main(words) == 0  # nothing is done twice
 
 

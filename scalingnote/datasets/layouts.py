@@ -155,9 +155,9 @@ class Layout:
 
 def _without_title(content: Any, title: Any) -> Any:
     """Contents of Pyserini without the title in front, where that has a column of its own."""
-    if title and isinstance(title, str | bytes) and type(content) is type(title):
+    if title and {type(content), type(title)} in ({str}, {bytes}) and content.startswith(title):
         rest = content[len(title) :]
-        if content.startswith(title) and rest[:1] in ("\n", b"\n"):
+        if rest[:1] in ("\n", b"\n"):
             return rest.lstrip()
     return content
 

@@ -8,8 +8,9 @@ is divided, and finally read line by line: a bad line costs a few milliseconds a
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ import pyarrow.json as pj
 import pyarrow.parquet as pq
 
 from scalingnote.datasets.config import FeatureType, Logs
+from scalingnote.datasets.layouts import Layout, find_layouts, tell
 from scalingnote.datasets.log_columns import PROBLEM, LogTally
 from scalingnote.datasets.raw_rows import (
     File,
@@ -118,14 +120,20 @@ class LogSlice:
 
 def plan_slices(config: Logs) -> list[LogSlice]:
     """All slices of all tables; DataError names the file and the column that do not fit."""
+    found = {name: find_files(table.path) for name in _KINDS if (table := getattr(config, name)) is not None}
     pieces = [
-        (name, piece)
-        for name in _KINDS
-        if (table := getattr(config, name)) is not None
-        for piece in cut(find_files(table.path), limit=config.slice_mb << 20)
+        (name, piece) for name, each in found.items() for piece in cut(each, limit=config.slice_mb << 20)
     ]
+    layouts: dict[tuple[str, File], Layout] = {}
+    for name in found:
+        if _KINDS[name] is _DOCUMENTS:
+            names = list(_column_kinds(config, name))
+            told = find_layouts(found[name], getattr(config, name).columns, names=names)
+            tell(told)
+            layouts |= {(name, file): layout for file, layout in told.items()}
     files = list(dict.fromkeys((table, piece.file) for table, piece in pieces))
-    columns = dict(zip(files, fs.map_files(lambda file: _columns(*file, config), files), strict=True))
+    look = partial(_columns, config=config, layouts=layouts)
+    columns = dict(zip(files, fs.map_files(look, files), strict=True))
     if not _have_query_ids(columns):
         for have in columns.values():
             if "query" in have:
@@ -136,14 +144,18 @@ def plan_slices(config: Logs) -> list[LogSlice]:
     ]
 
 
-def _columns(table: str, file: File, config: Logs) -> dict[str, str]:
+def _columns(
+    item: tuple[str, File], *, config: Logs, layouts: Mapping[tuple[str, File], Layout]
+) -> dict[str, str]:
     """The columns of a file that are read: our name -> the file's."""
+    table, file = item
     mapping: dict[str, str] = getattr(config, table).columns
     kinds = _column_kinds(config, table)
     unknown = sorted(set(mapping) - set(kinds))
     if unknown:
         raise DataError(f"{file.uri}: columns maps {unknown}, which are none of {list(kinds)}")
     theirs = {name: mapping.get(name, name) for name in kinds}
+    theirs |= layouts[item].columns if item in layouts else {}
     inspect = _inspect_parquet if file.is_parquet else _inspect_json
     seen, wrong = inspect(file, theirs, kinds)
     missing = _missing_columns(config, table, seen)

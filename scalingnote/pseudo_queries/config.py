@@ -56,7 +56,9 @@ class PseudoQueriesConfig(Config):
         0, ge=0, description="real queries of the dataset's training split to add; null adds all of them"
     )
     query_log: str | None = Field(
-        None, description="file with real queries to add: text lines, JSON lines or Parquet (column `query`)"
+        None,
+        description="file with real queries to add: text lines, JSON lines or Parquet (column `query`, "
+        "else `text`)",
     )
     validation_share: float = Field(
         0.02, ge=0, lt=1, description="share of the documents whose texts are kept for validation"

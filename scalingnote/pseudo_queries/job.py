@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 
 from scalingnote import cluster
 from scalingnote.datasets.config import TableFile
-from scalingnote.datasets.file_formats import table_rows
-from scalingnote.datasets.raw_rows import UnreadableRow
+from scalingnote.datasets.file_formats import columns_of, table_rows
+from scalingnote.datasets.raw_rows import UnreadableRow, find_files
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
@@ -38,6 +38,7 @@ from scalingnote.storage.shuffle import (
     slices,
     write_tables,
 )
+from scalingnote.texts import checked_text
 
 log = get_logger("pseudo_queries")
 TABLE = "queries"
@@ -68,6 +69,8 @@ def run(config: PseudoQueriesConfig, *, dataset: str, triplets: str | None = Non
     draft = Draft(output, kind="pseudo_queries", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
+    if config.query_log:
+        _query_column(config.query_log)  # an error before work is done
     source = parents["dataset"]
     documents = source.counts["documents"]
     expected = len(config.mix) * documents if config.count is None else config.count
@@ -249,11 +252,9 @@ def _write_real(texts: Iterable[str], name: str, config: PseudoQueriesConfig, to
 
 
 def _log_texts(path: str) -> Iterator[str | None]:
-    """Queries of a log, None for a row without a readable one. ConfigError for a file of another kind."""
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"pseudo_queries.query_log: no file at {path}")
-    if file.suffix == ".txt":
+    """Queries of a log, None for a row without a readable one."""
+    file, column = Path(path), _query_column(path)
+    if column is None:
         with file.open("rb") as lines:
             for line in lines:
                 try:
@@ -261,6 +262,22 @@ def _log_texts(path: str) -> Iterator[str | None]:
                 except UnicodeDecodeError:
                     yield None
         return
-    for row in table_rows(TableFile(path=path), ["query"], needs=["query"]):
+    for row in table_rows(TableFile(path=path, columns={"query": column}), ["query"]):
         text = None if isinstance(row, UnreadableRow) else row.get("query")
-        yield text if isinstance(text, str) and text.strip() else None
+        yield checked_text(text) if isinstance(text, str) and text.strip() else None
+
+
+def _query_column(path: str) -> str | None:
+    """The column of queries of a log, None for text lines; ConfigError for a file of another kind."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"pseudo_queries.query_log: no file at {path}")
+    if file.suffix == ".txt":
+        return None
+    have = [column for each in find_files(path) for column in columns_of(each)]
+    found = next((name for name in ("query", "text") if name in have), None)
+    if have and found is None:
+        raise ConfigError(
+            f"pseudo_queries.query_log: {path} has no column `query` or `text`, only {have}: rename one"
+        )
+    return found or "query"

@@ -83,8 +83,13 @@ def test_files_are_found_sorted_below_directories_and_by_pattern(tmp_path):
         ("impressions", {**IMPRESSION, "doc_id": 1.5}, "'doc_id' is of type (double|float)"),
         ("impressions", {**IMPRESSION, "query": 7}, "'query' is of type int"),
         ("impressions", {k: v for k, v in IMPRESSION.items() if k != "query"}, r"has no column \['query'\]"),
-        ("documents", {"doc_id": "d", "topic": "t"}, r"has no column \['title or content'\]"),
-        ("documents", {"title": "t"}, r"has no column \['doc_id'\]: map it under documents.columns"),
+        ("documents", {"doc_id": "d", "topic": "t"}, r"no column of texts by a known name"),
+        (
+            "documents",
+            {"doc_id": "d", "title": "t", "inhalt": "i"},
+            r"only 'doc_id', 'title', 'inhalt': choose",
+        ),
+        ("documents", {"title": "t"}, r"no column of ids by a known name"),
         ("scores", {"doc_id": "d", "score": 1.0}, r"scores\..* has no column \['query or query_id'\]"),
         ("qrels", {"query": "q", "relevance": 1}, r"qrels\..* has no column \['doc_id'\]"),
     ],
@@ -93,6 +98,13 @@ def test_a_file_that_cannot_fit_is_refused_by_name(tmp_path, form, table, row, e
     with pytest.raises(DataError, match=rf"{tmp_path}/{table}\.{form}") as caught:
         planned(tmp_path, form=form, **{table: row})
     caught.match(error)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_documents_of_known_layouts_are_read(tmp_path, form):
+    first, *_ = planned(tmp_path, documents={"docid": 7, "title": "t", "contents": "c"}, form=form)
+    chosen = {name: first.columns[name] for name in ("doc_id", "title", "content")}
+    assert chosen == {"doc_id": "docid", "title": "title", "content": "contents"}
 
 
 def test_a_mapping_names_columns_of_ours_and_of_the_file(tmp_path):
