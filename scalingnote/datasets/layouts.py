@@ -142,7 +142,11 @@ class Layout:
             column = self.columns.get(ours)
             if column in row or (column is None and ours == "doc_id"):
                 continue
-            others = row.keys() & {*known} - {*self.columns.values()}
+            others = {
+                name
+                for name in row.keys() & {*known} - {*self.columns.values()}
+                if ours == "doc_id" or isinstance(row[name], str | bytes)
+            }
             if others or (column is not None and row.keys() - self._usual[ours]):
                 return UnreadableRow(
                     shown_row(row), f"its {_OPTIONS[ours]} is not in the column of the first rows"
@@ -229,10 +233,9 @@ def _content(head: Head, *, taken: set[str]) -> str | None:
         raise DataError(
             f"{head.uri} has several columns that may be the text, {_listed(chosen)}: {_how('content')}"
         )
-    # Else a column that is blank in the first rows, or holds no text at all.
-    return next(
-        (name for name in (*chosen, *TEXTS, *SUMMARIES) if name in head.kinds and name not in taken), None
-    )
+    # Else a column that is blank in the first rows, or has texts in lists; numbers are those of a chunk.
+    others = [name for name in (*TEXTS, *SUMMARIES) if name in head.kinds and name not in taken]
+    return next(iter((*chosen, *(name for name in others if head.kind(name) != "numbers"))), None)
 
 
 def _doc_id(head: Head, *, taken: set[str]) -> str | None:

@@ -117,6 +117,16 @@ def test_lists_and_objects_are_no_text(tmp_path):
         read_texts(write(tmp_path / "mongo.jsonl", {"_id": {"$oid": "7"}, "text": "long words"}))
 
 
+def test_a_number_under_the_name_of_a_text_is_not_read(tmp_path):
+    row = {"id": "7", "title": "One", "chunk": 3}
+    assert list(read_texts(write(tmp_path / "a.jsonl", row))) == [ONE | {"title": "One", "content": ""}]
+    with pytest.raises(DataError, match="no column of texts by a known name"):
+        read_texts(write(tmp_path / "b.jsonl", row | {"inhalt": "long words"}))
+    assert list(read_texts(write(tmp_path / "c.jsonl", row | {"text": "long words"}))) == [
+        ONE | {"title": "One"}
+    ]
+
+
 def test_a_title_at_the_beginning_of_contents_is_read_once(tmp_path):
     rows = [
         {"id": "1", "title": "One", "contents": "One\nlong words"},
