@@ -133,7 +133,8 @@ def by_score(
 ) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
     """Rank candidates by interpolated scores in [0, 1]; ties go to the lower id; padded with -inf and -1.
 
-    A dense score below `background` counts as `background`.
+    A dense score below `background` counts as `background`. At a weight of 0, terms alone rank: documents
+    without a term of the query are left out.
     """
     sides = (
         normalised(np.maximum(scores, low), np.full(len(scores), low), scores.max(1, initial=low))
@@ -142,9 +143,11 @@ def by_score(
             (both.sparse.astype(np.float64), 0.0),
         )
     )
-    scores = np.where(both.ids < 0, -np.inf, interpolated(*sides, dense_weight=dense_weight))
-    order = np.lexsort((both.ids, -scores))[:, :depth]
-    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(both.ids, order, axis=1)
+    found = (both.ids >= 0) & ((both.sparse > 0) | (dense_weight > 0))
+    ids = np.where(found, both.ids, -1)
+    scores = np.where(found, interpolated(*sides, dense_weight=dense_weight), -np.inf)
+    order = np.lexsort((ids, -scores))[:, :depth]
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
 
 
 def by_rank(

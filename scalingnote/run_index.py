@@ -100,10 +100,12 @@ class Index:
             query: a text.
             k: number of documents, 1 to 1000.
             dense_weight: of embeddings in hybrid search, terms have the rest: 1 embeddings alone, 0 terms
-                alone; None: as the index was tuned, else 0.5.
+                alone, which find only documents with a term of the query; None: as the index was tuned, else
+                0.5.
 
         Raises:
-            ConfigError: the query is empty, `k` is below 1, or the weight is not between 0 and 1.
+            ConfigError: the query is empty, `k` is below 1, or the weight is not between 0 and 1, or given
+                where documents have no terms.
             DataError: the query is no text. Half of a surrogate pair in it is read as U+FFFD.
         """
         query = checked_text(query, name="the query")
@@ -111,6 +113,10 @@ class Index:
             raise ConfigError("nothing to search: give some text and k of at least 1")
         if dense_weight is not None and not 0 <= dense_weight <= 1:
             raise ConfigError(f"dense_weight is {dense_weight}: give one from 0 to 1")
+        if dense_weight is not None and self.query_path.sparse is None:
+            raise ConfigError(
+                "dense_weight is given, but the documents of this index have no terms: leave it out"
+            )
         hits = self.search_encoded(self.encode(query), k=k, dense_weight=dense_weight)
         shown = [(hit, hit.document) for hit in hits]
         return [Result(hit.doc_id, float(hit.score), row["title"], row["snippet"]) for hit, row in shown]

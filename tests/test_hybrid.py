@@ -105,14 +105,29 @@ def test_candidates_are_ranked_by_interpolated_scores(seed: int, weight: float, 
         for i in both.ids[query][both.ids[query] >= 0]:
             near = max(dense[query, i] - 0.3, 0) / (dense[query].max() - 0.3)
             shared = sparse[query, i] / sparse[query].max() if sparse[query].max() else 0
-            expected[int(i)] = weight * near + (1 - weight) * shared
+            if weight or shared:
+                expected[int(i)] = weight * near + (1 - weight) * shared
         order = sorted(expected.items(), key=lambda pair: (-pair[1], pair[0]))[:depth]
         kept = ids[query] >= 0
         np.testing.assert_allclose(scores[query][kept], [score for _, score in order])
         assert np.isneginf(scores[query][~kept]).all()
         assert kept.sum() == len(order)
-        if weight > 0:  # without dense scores all that share no term are equal, to the last bit or nearly
-            assert ids[query][kept].tolist() == [i for i, _ in order]
+        assert ids[query][kept].tolist() == [i for i, _ in order]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12))
+def test_terms_alone_find_only_documents_that_have_some(seed: int, depth: int):
+    dense, sparse, _ = drawn_pool(seed, queries=3, documents=30)
+    sparse[1] = 0  # no known word
+    sparse[2, 4:] = 0  # fewer documents than asked for
+    scores, ids = hybrid.by_score(fetched(dense, sparse, 6), dense_weight=0.0, background=0.3, depth=depth)
+    for query in range(3):
+        found = ids[query][ids[query] >= 0].tolist()
+        expected = sorted(np.flatnonzero(sparse[query] > 0), key=lambda i: (-sparse[query, i], i))
+        assert found[:6] == expected[:6][:depth]
+        assert all(sparse[query, i] > 0 for i in found)
+        assert (scores[query][: len(found)] > 0).all()
+        assert np.isneginf(scores[query][len(found) :]).all()
 
 
 def test_a_score_does_not_depend_on_how_many_candidates_are_fetched():

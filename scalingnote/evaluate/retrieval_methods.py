@@ -280,6 +280,11 @@ def _search_pool(
         for method, (dense, sparse) in hybrids.items():
             both = ranked[dense][1], ranked[sparse][1]
             found[method] = hybrid.reciprocal_ranks(*both, k=joining.k, depth=k)
+    elif joining.dense_weight == 0:  # terms alone, which find no document without a term of the query
+        for method, (_, sparse) in hybrids.items():
+            (scored, rows), ranges = ranked[sparse], single[sparse].ranges
+            shown = np.where(rows < 0, 0.0, scored)
+            found[method] = hybrid.normalised(shown, ranges.low, ranges.high), rows
     else:
         joined = {
             method: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)

@@ -66,7 +66,9 @@ class SearchRequest(_Request):
         None, description="the user: for personal results, and the same arm for all requests"
     )
     dense_weight: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = Field(
-        None, description="of embeddings against terms, where documents have terms; null: the index's own"
+        None,
+        description="of embeddings against terms, where documents have terms; 0: only documents with a term "
+        "of the query; null: the index's own",
     )
     rerank: Annotated[int, Field(ge=1, strict=True)] | None = Field(
         None, description="number of the best results that the cross-encoder re-ranks"

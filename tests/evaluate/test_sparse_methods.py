@@ -111,7 +111,7 @@ def test_all_weight_on_one_side_gives_that_sides_ranking(
     for query_id, found in runs["light (hybrid)"].items():
         scores = dict(runs[same][query_id])
         ordered = [scores.get(doc, 0.0) for doc, _ in found]
-        assert len(ordered) == tiny.DOCUMENTS
+        assert len(ordered) == len(scores)
         np.testing.assert_allclose(ordered, sorted(ordered, reverse=True), atol=1e-5)
 
 
@@ -171,6 +171,7 @@ def test_words_by_bm25_join_every_tower(parents: dict[str, Artifact], words: Art
             expected = {
                 doc: weight * _scaled(dense_scores, doc) + (1 - weight) * _scaled(lexical_scores, doc)
                 for doc in dense_scores
+                if weight or lexical_scores[doc] > 0
             }
             assert dict(joined[query_id]) == pytest.approx(expected, abs=2e-3)
 

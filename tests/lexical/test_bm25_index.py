@@ -68,7 +68,10 @@ def test_an_index_takes_its_terms_from_bm25_whatever_the_embeddings_have(
     found = searcher.search(asked, terms, k=100, joining=Joining(dense_weight=0))
     for query, results in zip(texts, found, strict=True):
         scores = np.delete(twin.scores(query), MISSING)
-        expected = np.sort(scores / scores.max())[::-1][:100]
+        expected = np.sort(scores[scores > 0] / scores.max())[::-1][:100]
         np.testing.assert_allclose([result.score for result in results], expected, rtol=2e-3)
+    unknown = SparseQuery.load(words.directory("sparse_query")).encode(["zebra", "zebra 42"])
+    nothing, some = searcher.search(asked[:2], unknown, k=100, joining=Joining(dense_weight=0))
+    assert (nothing, [hit.doc_id for hit in some]) == ([], ["d42"])
     best = [results[0].doc_id for results in searcher.search(asked, terms, k=1)]
     assert best == judged[1]
