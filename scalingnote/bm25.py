@@ -6,17 +6,19 @@ English, Chinese and code are each split in the way that suits BM25.
 import re
 import unicodedata
 from collections.abc import Sequence
+from functools import cache
+from operator import add
 from typing import Any
 
 import pyarrow as pa
 from jaxtyping import Float32
 from numpy import ndarray
 
+from scalingnote import words
 from scalingnote.errors import DataError
 
-# Han, kana and hangul: scripts written without (reliable) spaces between words.
-_CJK = "\u3005\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
-_RUN = re.compile(rf"([{_CJK}]+)|([^\W_{_CJK}]+(?:[._]+[^\W_{_CJK}]+)*)")
+ANALYZER = 2  # version of `terms`: weights of documents go with queries of the same one
+_ASCII_RUN = re.compile(r"([^\W_]+(?:[._]+[^\W_]+)*)()", re.ASCII)  # as `_run`, and faster
 _SEPARATOR = re.compile(r"[._]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
@@ -24,25 +26,38 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 def terms(text: str) -> list[str]:
     """Terms of a text, in order, repeated as often as they occur.
 
-    A word of a spaced script is one lower-case term. Of an identifier the whole and its pieces are terms:
-    ``torch.nn.Conv2d`` gives ``torch.nn.conv2d torch nn conv2d``, ``DataFrame`` gives ``dataframe data
-    frame``. A run of Chinese, Japanese or Korean gives its characters and its pairs of neighbours: pairs
-    stand for words, characters keep one-character words and word borders findable.
+    A word (:mod:`scalingnote.words`) of a spaced script is one case-folded term. Of an identifier the whole
+    and its pieces are terms: ``torch.nn.Conv2d`` gives ``torch.nn.conv2d torch nn conv2d``, ``DataFrame``
+    gives ``dataframe data frame``. A run of Chinese, Japanese, Korean, Thai, Lao, Burmese or Khmer gives its
+    letters, each with its marks, and pairs of neighbours: pairs stand for words, letters keep words of one
+    letter and word borders findable.
     """
     found: list[str] = []
-    for cjk, run in _RUN.findall(unicodedata.normalize("NFKC", text)):
-        if cjk:
-            found.extend(cjk)
-            found.extend(cjk[i : i + 2] for i in range(len(cjk) - 1))
+    plain = words.plain(text)
+    for run, unspaced in (_ASCII_RUN if plain.isascii() else _run()).findall(plain):
+        if unspaced:
+            letters = words.clusters(unspaced)
+            found += letters
+            found += map(add, letters, letters[1:])
             continue
-        words = _SEPARATOR.split(run) if "." in run or "_" in run else [run]
-        if len(words) > 1:
-            found.append(run.lower())
-        for word in words:
-            found.append(word.lower())
-            if not (word.islower() or word.isupper()) and len(pieces := _CAMEL.split(word)) > 1:
-                found.extend(piece.lower() for piece in pieces)
-    return found
+        pieces = _SEPARATOR.split(run) if "." in run or "_" in run else [run]
+        if len(pieces) > 1:
+            found.append(run.casefold())
+        for word in pieces:
+            found.append(word.casefold())
+            if not (word.islower() or word.isupper()) and len(parts := _CAMEL.split(word)) > 1:
+                found += [part.casefold() for part in parts]
+    if unicodedata.is_normalized("NFC", plain.casefold()):
+        return found
+    return [unicodedata.normalize("NFC", term) for term in found]  # folding decomposes some Greek
+
+
+@cache
+def _run() -> re.Pattern[str]:
+    """Two groups: words, with dots or underscores between them; a run of letters without spaces."""
+    unspaced = words.UNSPACED + words.HANGUL
+    word = words.word_of(unspaced)
+    return re.compile(f"({word}(?:[._]+{word})*)|({words.run_of(unspaced)})")
 
 
 def document_texts(documents: pa.Table) -> list[str]:

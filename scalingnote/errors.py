@@ -9,7 +9,7 @@ OFFLINE_PACKAGES = ("ir_measures", "matplotlib", "tensorboard")
 ONLINE_PACKAGES = ("fastapi", "google", "grpc", "starlette", "uvicorn")
 COMMON_PACKAGES = (
     *("bm25s", "faiss", "fsspec", "jaxtyping", "numba", "obstore", "pandas", "peft", "pyarrow", "ray"),
-    *("regex", "rjieba", "scipy", "torch", "transformers"),
+    *("rjieba", "scipy", "torch", "transformers"),
 )
 
 

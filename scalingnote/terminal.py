@@ -13,7 +13,11 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
+from operator import add
 from typing import TYPE_CHECKING, Any
+
+from scalingnote import words
 
 if TYPE_CHECKING:
     from scalingnote.search.searcher import SearchHit
@@ -21,8 +25,6 @@ if TYPE_CHECKING:
 SNIPPET_CHARACTERS = 200
 MAX_COLUMNS = 100  # longer lines are hard to read
 _INDENT = " " * 5
-_UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"  # scripts without spaces between words
-_WORD = re.compile(rf"[{_UNSPACED}]+|[^\W_{_UNSPACED}]+")
 _STEM, _ENDING = 4, 3  # letters that forms of a word share at least, and in which they may differ
 _BOLD_CELL = re.compile(r"\*\*(.+?)\*\*")
 
@@ -110,55 +112,66 @@ def table(text: str, style: Style) -> str:
 
 def clean(text: object) -> str:
     """A text in one line without control characters: a document must not write to the terminal itself."""
-    words = " ".join(str(text).split())
-    return "".join(character for character in words if unicodedata.category(character) != "Cc")
+    line = " ".join(str(text).split())
+    return "".join(character for character in line if unicodedata.category(character) != "Cc")
 
 
 def highlighted(text: str, query: str, mark: Callable[[str], str], other: Callable[[str], str] = str) -> str:
     """`text` with the words of `query`, and forms of them, given to `mark` and the rest to `other`.
 
-    In scripts without spaces, two characters that follow each other in the query are a word. Function words
-    are marked only where the query has no others.
+    In scripts without spaces, two letters that follow each other in the query are a word. Function words are
+    marked only where the query has no others.
     """
-    words, pairs = _query_words(query)
+    wanted, pairs = _query_words(query)
+    plain, places = words.aligned(text)
     shown, done = [], 0
-    for match in _WORD.finditer(text):
-        for start, end in _ranges(match[0], words, pairs):
-            start, end = match.start() + start, match.start() + end
+    for match in _runs().finditer(plain):
+        word, run = match.groups()
+        if run:
+            ranges = [*_pair_ranges(run, pairs)]
+        else:
+            ranges = [(0, len(word))] if any(_same_word(word, each) for each in wanted) else []
+        for start, end in ranges:
+            start, end = places[match.start() + start], places[match.start() + end]
             shown += [other(text[done:start]), mark(text[start:end])]
             done = end
     return "".join([*shown, other(text[done:])])
 
 
+def _runs() -> re.Pattern[str]:
+    return words.runs(words.UNSPACED + words.HANGUL)
+
+
 def _query_words(query: str) -> tuple[list[str], set[str]]:
-    """Words of a query, and pairs of characters of its runs in scripts without spaces."""
-    found = _WORD.findall(query.casefold())
-    runs = [run for run in found if _is_unspaced(run)]
-    words = [word for word in found if not _is_unspaced(word)]
-    telling = [word for word in words if word not in _function_words()]
-    pairs = {run[at : at + 2] for run in runs for at in range(max(len(run) - 1, 1))}
-    return (telling if telling or pairs else words), pairs
+    """Words of a query, and pairs of letters of its runs in scripts without spaces."""
+    found = _runs().findall(words.folded(query))
+    spaced = [word for word, _ in found if word]
+    telling = [word for word in spaced if word not in _function_words()]
+    pairs = {pair for _, run in found for pair in _pairs(words.clusters(run))}
+    return (telling if telling or pairs else spaced), pairs
 
 
-def _ranges(word: str, words: Sequence[str], pairs: set[str]) -> Iterator[tuple[int, int]]:
-    """The parts of a word of a text that are marked."""
-    folded = word.casefold()
-    if not _is_unspaced(word):
-        if any(_same_word(folded, wanted) for wanted in words):
-            yield 0, len(word)
-        return
+def _pairs(letters: Sequence[str]) -> list[str]:
+    """Letters that follow each other; a letter alone."""
+    return [*map(add, letters, letters[1:])] if len(letters) > 1 else list(letters)
+
+
+def _pair_ranges(run: str, pairs: set[str]) -> Iterator[tuple[int, int]]:
+    """The parts of a run in a script without spaces that are marked."""
+    letters = words.clusters(run)
+    ends = [*accumulate(map(len, letters), initial=0)]
     covered = {
         at + offset
-        for at in range(len(word))
-        for pair in (folded[at : at + 1], folded[at : at + 2])
-        if pair in pairs
-        for offset in range(len(pair))
+        for at in range(len(letters))
+        for count in (1, 2)
+        if "".join(letters[at : at + count]) in pairs
+        for offset in range(min(count, len(letters) - at))
     }
     for start in sorted(at for at in covered if at - 1 not in covered):
         end = start
         while end in covered:
             end += 1
-        yield start, end
+        yield ends[start], ends[end]
 
 
 def _same_word(one: str, other: str) -> bool:
@@ -166,10 +179,6 @@ def _same_word(one: str, other: str) -> bool:
     short, long = sorted((one, other), key=len)
     is_form = len(short) >= _STEM and len(long) - len(short) <= _ENDING and long.startswith(short)
     return one == other or is_form
-
-
-def _is_unspaced(word: str) -> bool:
-    return re.match(f"[{_UNSPACED}]", word) is not None
 
 
 @cache

@@ -28,7 +28,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import regex  # type: ignore[import-untyped]
 import torch
 from jaxtyping import Float
 from safetensors import safe_open
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 from scalingnote.errors import ConfigError
 from scalingnote.models.lookup import LookupTower
 from scalingnote.planner.planner import words
+from scalingnote.words import HAN, aligned
 
 _LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.(\d+)\.")
 _COPIED_FILES = (
@@ -48,7 +48,7 @@ _COPIED_FILES = (
     "projection.safetensors",
     "tower.json",
 )
-_HAN = regex.compile(r"\p{Han}")
+_HAN = re.compile(f"[{HAN}]")
 
 
 def copy_layers(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> tuple[int, ...]:
@@ -203,14 +203,14 @@ def initialize_word_rows(
 
 def _words_as_written(query: str) -> Iterable[str]:
     """The words of a query as written in it, without those that normalising changed."""
-    lowered, at = query.lower(), 0
-    if len(lowered) != len(query):
-        return
+    text, places = aligned(query)
+    at = 0
     for word in words(query):
-        start = lowered.find(word, at)
-        if start >= 0:
-            at = start + len(word)
-            yield query[start:at]
+        start = text.index(word, at)
+        at = start + len(word)
+        written = query[places[start] : places[at]]
+        if written.casefold() == word:
+            yield written
 
 
 def _is_word(word: str) -> bool:

@@ -1,9 +1,10 @@
 """Test queries: their judgements and embeddings, the same queries with typos, slices and examples of them."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import zip_longest
 from math import ceil
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import regex  # type: ignore[import-untyped]
 from jaxtyping import Float
 from numpy import ndarray
 
@@ -27,14 +27,11 @@ from scalingnote.storage import arrow, shuffle, trec
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QRELS
 from scalingnote.storage.shuffle import TaskRunner
+from scalingnote.words import UNSPACED, clusters, marks
 
 RESULTS_PER_EXAMPLE = 3
 MAX_COUNTED_QUERIES = 200_000  # training queries whose words are counted: a few seconds
 _TYPO_ID_SUFFIX = "\n"  # no id of a dataset ends with a newline
-# A word is a run of letters; in scripts without blanks between words, two characters count as one.
-_WORD = regex.compile(
-    r"[\p{Han}\p{Hiragana}\p{Katakana}]{2}|[\p{L}--[\p{Han}\p{Hiragana}\p{Katakana}]]{3,}", regex.V1
-)
 Slice = dict[str, Any]  # "label", "queries" (their number), "methods": method -> measure -> mean
 
 
@@ -123,9 +120,10 @@ def load_test_set(dataset: Artifact, *, judgements: str | None = None, each: Tas
 def add_typos(query: str, *, share: float, seed: int) -> str:
     """The query with one letter dropped, doubled or swapped with the next in a `share` of its words.
 
-    At least one word of three letters or more gets a typo. A query's typos do not depend on other queries.
+    At least one word of three letters or more gets a typo; a letter keeps its marks. A query's typos do not
+    depend on other queries.
     """
-    matches = list(_WORD.finditer(query))
+    matches = list(_typed_word().finditer(query))
     if not matches:
         return query
     rng = np.random.default_rng([seed, *query.encode()])
@@ -133,11 +131,18 @@ def add_typos(query: str, *, share: float, seed: int) -> str:
     # From the last to the first, so that earlier positions stay valid.
     for i in sorted(rng.choice(len(matches), size=number, replace=False).tolist(), reverse=True):
         start, end = matches[i].span()
-        query = query[:start] + _typo(query[start:end], rng) + query[end:]
+        query = query[:start] + "".join(_typo(clusters(query[start:end]), rng)) + query[end:]
     return query
 
 
-def _typo(word: str, rng: np.random.Generator) -> str:
+@cache
+def _typed_word() -> re.Pattern[str]:
+    """A run of letters with their marks; in scripts without blanks between words, two letters are a word."""
+    return re.compile(f"(?:[{UNSPACED}][{marks()}]*){{2}}|(?:[^\\W\\d_{UNSPACED}][{marks()}]*){{3,}}")
+
+
+def _typo(word: list[str], rng: np.random.Generator) -> list[str]:
+    """The letters of a word, changed."""
     at = int(rng.integers(len(word) - 1))
     kinds = ["drop", "double"] + ["swap"] * (word[at] != word[at + 1])
     match kinds[int(rng.integers(len(kinds)))]:
@@ -146,7 +151,7 @@ def _typo(word: str, rng: np.random.Generator) -> str:
         case "double":
             return word[: at + 1] + word[at:]
         case _:
-            return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+            return [*word[:at], word[at + 1], word[at], *word[at + 2 :]]
 
 
 def slice_means(

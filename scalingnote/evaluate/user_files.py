@@ -1,7 +1,6 @@
 """Measurements on files of the user: judged pairs for AUC, candidates to re-rank, answers to be found."""
 
 import math
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import regex  # type: ignore[import-untyped]
 from jaxtyping import Float
 from numpy import ndarray
 
+from scalingnote import words
 from scalingnote.bm25 import document_texts
 from scalingnote.datasets.config import TableFile
 from scalingnote.datasets.file_formats import RUN_ROWS, find_trec_slices, read_run_slice, table_rows
@@ -32,9 +31,6 @@ from scalingnote.storage.shuffle import TaskRunner
 # Distinct texts of queries, and pairs of them -> method -> a score per pair; NaN if a document is not in the
 # pool.
 PairScorer = Callable[[Sequence[str], Sequence[PairTable]], Mapping[str, Float[ndarray, " pairs"]]]
-# In scripts without blanks between words each character is a token, because an answer may begin anywhere.
-_UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}]"
-_TOKEN = regex.compile(rf"{_UNSPACED}|[[\p{{L}}\p{{N}}\p{{M}}]--{_UNSPACED}]+", regex.V1)
 _SLICE = pa.schema(  # of a file of judged pairs: a table of them, their distinct queries, and rows left out
     {"uri": pa.string(), "rows": pa.int64(), "queries": pa.list_(pa.string()), "unusable": pa.int64()}
 )
@@ -250,9 +246,14 @@ def reranking_section(
 
 
 def normalised_words(text: str) -> str:
-    """Case-folded words of a text, each between blanks."""
-    words = _TOKEN.findall(unicodedata.normalize("NFKC", text).casefold())
-    return f" {' '.join(words)} "
+    """Words of a text (:mod:`scalingnote.words`), each between blanks.
+
+    In scripts without blanks each letter is one, because an answer may begin anywhere.
+    """
+    found: list[str] = []
+    for word, unspaced in words.runs(words.UNSPACED).findall(words.folded(text)):
+        found += [word] if word else words.clusters(unspaced)
+    return f" {' '.join(found)} "
 
 
 def answer_judgements(
@@ -271,9 +272,9 @@ def answer_judgements(
     qrels: dict[str, dict[str, int]] = {query: {} for query in answers}
     for doc_id, text in documents:
         if queries := queries_of.get(doc_id):
-            words = normalised_words(text)
+            found = normalised_words(text)
             for query in queries:
-                if any(answer in words for answer in known[query]):
+                if any(answer in found for answer in known[query]):
                     qrels[query][doc_id] = 1
     return qrels
 

@@ -1,5 +1,7 @@
 """Settings of BM25 as sparse vectors."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from scalingnote.config import Config
@@ -16,5 +18,8 @@ class BM25Config(Config):
         le=1 << 24,
         description="number of words to index, the most frequent ones; each takes about 100 bytes of memory "
         "in every query encoder; rarer words are not found",
+    )
+    analyzer: Literal[2] = Field(
+        2, description="version of the rule that splits texts into words; another one is another artifact"
     )
     query_terms: int = Field(512, ge=1, description="maximum terms of a query; later ones are ignored")

@@ -18,7 +18,7 @@ from jaxtyping import Float32, Int32, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.bm25 import terms
+from scalingnote.bm25 import ANALYZER, terms
 from scalingnote.errors import ArtifactError
 from scalingnote.models.prompt import tokenize, without_limits
 
@@ -91,17 +91,29 @@ class SparseQuery:
             "lowercase": self._lowercase,
             "analysis": self._analysis,
         }
+        if self._analysis == "words":
+            facts["analyzer"] = ANALYZER
         (folder / SETTINGS).write_text(json.dumps(facts, indent=1) + "\n")
         (folder / "tokenizer.json").write_text(self._tokenizer.to_str(), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> "SparseQuery":
-        """Read a folder written by :meth:`save`; ArtifactError if it is none."""
+        """Read a folder written by :meth:`save`.
+
+        ArtifactError if it is none, or if its documents were split into words by another version of the
+        analyzer, whose terms these queries would miss in silence.
+        """
         try:
             facts = json.loads((folder / SETTINGS).read_text())
             tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise ArtifactError(f"{folder} holds no sparse query: {error.filename} is missing") from None
+        analyzer = facts.pop("analyzer", 1)
+        if facts.get("analysis") == "words" and analyzer != ANALYZER:
+            raise ArtifactError(
+                f"the documents of {folder} were split into words by version {analyzer} of the analyzer, "
+                f"queries are by version {ANALYZER}: build bm25 and index again"
+            )
         return cls(Tokenizer.from_str(tokenizer), **facts)
 
     def _words(self, query: str) -> list[int]:

@@ -15,7 +15,7 @@ Other scripts, including Korean, separate words by spaces. Those that do not (Ja
 word per run of characters.
 """
 
-import unicodedata
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +23,6 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import regex  # type: ignore[import-untyped]
 from jaxtyping import Float32, Float64, Int64, UInt64
 from numpy import ndarray
 from rjieba import Jieba
@@ -31,22 +30,15 @@ from rjieba import Jieba
 from scalingnote.config import validate
 from scalingnote.planner.config import Learned, Statistics
 from scalingnote.storage.artifact import Artifact
+from scalingnote.words import HAN, folded, run_of, word_of
 
 WORD_COUNTS = pa.schema({"word": pa.string(), "df": pa.int64()})
-# Runs of Han; numbers with decimal points; runs of letters, digits and combining marks. Python's \w has no
-# marks, so that Hindi would be split at every vowel sign. Radicals are Han, but not letters.
-_RUN = regex.compile(
-    r"([\p{Han}&&[\p{L}\p{N}]]+)|(\d+(?:\.\d+)+|[[\p{L}\p{N}]--\p{Han}][[\p{L}\p{M}\p{N}]--\p{Han}]*)",
-    regex.V1,
-)
-_INVISIBLE = regex.compile(r"\p{Cf}+")  # zero-width spaces, soft hyphens: they do not separate words
 
 
 def words(text: str) -> list[str]:
-    """All words of a text in order: NFKC, lower case, without punctuation."""
+    """All words of a text in order, in the form of :func:`scalingnote.words.folded`."""
     out: list[str] = []
-    visible = text if text.isascii() else _INVISIBLE.sub("", text)
-    for han, word in _RUN.findall(unicodedata.normalize("NFKC", visible).lower()):
+    for han, word in _run().findall(folded(text)):
         if han:
             out.extend(_segmenter().cut(han, False))
         else:
@@ -65,6 +57,12 @@ def hash_words(words: Sequence[str]) -> UInt64[ndarray, " words"]:
     # pandas: SipHash in C, with a fixed key.
     hashes: ndarray = pd.util.hash_array(np.array(words, dtype=object), categorize=False)
     return hashes
+
+
+@cache
+def _run() -> re.Pattern[str]:
+    """Two groups: a run of Han; a number with decimal points, or any other word."""
+    return re.compile(rf"({run_of(HAN)})|(\d+(?:\.\d+)+|{word_of(HAN)})")
 
 
 @cache

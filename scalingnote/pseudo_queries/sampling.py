@@ -7,27 +7,22 @@ Chinese, have words that documents lack ("how", "can I").
 """
 
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Literal
 
-import regex  # type: ignore[import-untyped]
-
 from scalingnote.pseudo_queries.config import Kind, PseudoQueriesConfig
+from scalingnote.words import HAN, UNSPACED, folded, marks
 
 MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
-# A Chinese word has between one and two characters on average.
-_UNIT = regex.compile(
-    r"(?:[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]{1,2}|[^\s\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]+)\s*"
-)
-_SENTENCE_END = regex.compile(r"(?<=[。！？])|(?<=[.!?])\s|\n")
-_HAN = regex.compile(r"\p{Han}")
-_LATIN = regex.compile(r"[a-z]", regex.IGNORECASE)
-_EDGE = regex.compile(r"^\W+|\W+$")
-_WORD = regex.compile(r"\w[\w'-]*")
-_SPACE = regex.compile(r"\s+")
-_CLAUSE_END = regex.compile(r"[,;:()\[\].!?，。；：！？]+(?:\s+|$)")
+_SENTENCE_END = re.compile(r"(?<=[。！？])|(?<=[.!?])\s|\n")
+_HAN = re.compile(f"[{HAN}]")
+_LATIN = re.compile(r"[A-Za-z]")
+_SPACE = re.compile(r"\s+")
+_CLAUSE_END = re.compile(r"[,;:()\[\].!?，。；：！？]+(?:\s+|$)")
 _PHRASE_WORDS = (1, 8)  # least and most, before function words at its ends are removed
 _KEYWORDS = (2, 8)
 _KEYWORD_SPAN = 60  # content words of a document among which keywords are drawn
@@ -102,7 +97,24 @@ class _Parts:
 
 def units(text: str) -> list[str]:
     """Words with the space after them; characters in scripts without spaces."""
-    return [unit[:MAX_UNIT_CHARACTERS] for unit in _UNIT.findall(text)]
+    return [unit[:MAX_UNIT_CHARACTERS] for unit in _unit().findall(text)]
+
+
+@cache
+def _unit() -> re.Pattern[str]:
+    # A Chinese word has between one and two characters on average.
+    return re.compile(rf"(?:(?:[{UNSPACED}][{marks()}]*){{1,2}}|[^\s{UNSPACED}]+)\s*")
+
+
+@cache
+def _word() -> re.Pattern[str]:
+    return re.compile(rf"\w[\w{marks()}'-]*")
+
+
+@cache
+def _edge() -> re.Pattern[str]:
+    """What is no part of a word, at either end of a text."""
+    return re.compile(rf"^[^\w{marks()}]+|[^\w{marks()}]+$")
 
 
 def cut(text: str, words: int) -> str:
@@ -163,8 +175,8 @@ def _phrase(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> s
 
 def _keywords(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
     """Content words of a section of the document, in their order; longer words are drawn more often."""
-    words = [word for sentence in parts.words for unit in sentence for word in _WORD.findall(unit)]
-    words = [word for word in words if len(word) > 1 and word.lower() not in FUNCTION_WORDS]
+    words = [word for sentence in parts.words for unit in sentence for word in _word().findall(unit)]
+    words = [word for word in words if len(word) > 1 and folded(word) not in FUNCTION_WORDS]
     if not words:
         return ""
     start = rng.randrange(len(words))
@@ -201,11 +213,11 @@ def _question_piece(parts: _Parts, config: PseudoQueriesConfig, rng: random.Rand
         text = cut(_window(parts, config, rng), 10)
     else:
         text = _phrase(parts, config, rng) or _window(parts, config, rng)
-    return str(_EDGE.sub("", text))
+    return _edge().sub("", text)
 
 
 def _is_function_word(unit: str) -> bool:
-    return _EDGE.sub("", unit).lower() in FUNCTION_WORDS
+    return folded(_edge().sub("", unit)) in FUNCTION_WORDS
 
 
 def _passage(parts: _Parts, config: PseudoQueriesConfig, _: random.Random) -> str:

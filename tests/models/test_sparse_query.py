@@ -1,14 +1,17 @@
 """Queries as token counts, and back from disk."""
 
+import json
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from scalingnote.errors import ArtifactError
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.sparse_query import SparseQuery
 
+WORDS = {"दान": 0, "दिन": 1, "[UNK]": 2}
 QUERIES = ["torch torch stack", "", "Torch", "stack " * 20]
 
 
@@ -40,3 +43,15 @@ def test_what_is_saved_reads_alike(tokenizer: Tokenizer, tmp_path: Path):
     assert again.vocabulary == tokenizer.get_vocab_size()
     with pytest.raises(ArtifactError, match="holds no sparse query"):
         SparseQuery.load(tmp_path / "nowhere")
+
+
+def test_words_split_by_another_version_of_the_analyzer_are_refused(tmp_path: Path):
+    tokenizer = Tokenizer(WordLevel(WORDS, unk_token="[UNK]"))
+    SparseQuery(tokenizer, max_length=8, weighting="counts", analysis="words").save(tmp_path)
+    assert SparseQuery.load(tmp_path).tokens(["दिन दान दीन"]) == [[1, 0]]
+    settings = tmp_path / "sparse_query.json"
+    facts = json.loads(settings.read_text())
+    assert facts.pop("analyzer") == 2
+    settings.write_text(json.dumps(facts))  # as earlier ones were written
+    with pytest.raises(ArtifactError, match=r"by version 1 of the analyzer.*build bm25 and index again"):
+        SparseQuery.load(tmp_path)

@@ -1,7 +1,15 @@
-// Marks the words of a query in a text: whatever their case, accents and width, and in scripts without spaces.
+// Marks the words of a query in a text: whatever their case, accents and width. What a word is, in every script, is
+// as in scalingnote/words.py: letters and digits with their marks; scripts without spaces are cut into pairs of letters.
 
-const UNSPACED = "\\p{Script=Han}\\p{Script=Hiragana}\\p{Script=Katakana}\\p{Script=Hangul}ー";
-const RUNS = new RegExp(`(?<run>[${UNSPACED}]+)|(?:(?![${UNSPACED}])[\\p{L}\\p{N}])+`, "gu");
+const SCRIPTS = ["Han", "Hiragana", "Katakana", "Thai", "Lao", "Myanmar", "Khmer", "Hangul"];
+const UNSPACED = `(?!\\p{Nd})[${SCRIPTS.map(name => `\\p{Script=${name}}`).join("")}ー]`;
+const RUNS = new RegExp(`(?<run>(?:${UNSPACED}\\p{M}*)+)|(?:(?!${UNSPACED})[\\p{L}\\p{N}]\\p{M}*)+`, "gu");
+const LETTERS = /.\p{M}*/gsu;
+// What is normalised on its own: a letter, and all that may compose with it.
+const PIECES = /.[\p{M}\p{Cf}\p{DI}\u0640\u1160-\u11ff\u3131-\u318e\uff9e-\uffdc]*/gsu;
+// What is not seen, points of Hebrew, harakat and tatweel of Arabic, accents of Latin, Greek and Cyrillic.
+const DROPPED = new RegExp("[\\p{Cf}\\p{DI}\\u0591-\\u05bd\\u05bf\\u05c1\\u05c2\\u05c4\\u05c5\\u05c7\\u0610-\\u061a\\u0640" +
+  "\\u064b-\\u0652\\u0670\\u06d6-\\u06dc\\u06df-\\u06e4\\u06e7\\u06e8\\u06ea-\\u06ed\\u08d3-\\u08ff\\u0300-\\u036f]", "gu");
 // They stand in every text, and marking them says nothing.
 const FUNCTION_WORDS = new Set(
   ("a an and are as at be by can do does for from has have how i in is it my of on or that the this to was what when where " +
@@ -11,12 +19,12 @@ const ENDING = 3;  // letters in which they may differ
 
 /** A function from text to a DocumentFragment in which the query's words are <mark>ed. */
 export function highlighter(query) {
-  const {words, grams} = parse(query);
+  const {words, pairs} = parse(query);
   return text => {
     const {folded, origins} = fold(text);
     const fragment = document.createDocumentFragment();
     let done = 0;
-    for (const [start, end] of merged([...wordRanges(folded, words), ...gramRanges(folded, grams)])) {
+    for (const [start, end] of ranges(folded, words, pairs)) {
       const from = origins[start], to = origins[end];
       const mark = document.createElement("mark");
       mark.textContent = text.slice(from, to);
@@ -28,40 +36,52 @@ export function highlighter(query) {
   };
 }
 
-/** Words to look for, and pairs of characters (one alone, if a run has no more) of scripts without spaces. */
+/** Words to look for, and pairs of letters (one alone, if a run has no more) of scripts without spaces. */
 function parse(query) {
-  const words = [], grams = new Set();
+  const words = [], pairs = new Set();
   for (const match of fold(query).folded.matchAll(RUNS)) {
-    const run = [...match[0]];
+    const letters = match[0].match(LETTERS);
     if (!match.groups.run) words.push(match[0]);
-    else if (run.length === 1) grams.add(match[0]);
-    else for (let at = 0; at + 1 < run.length; at++) grams.add(run[at] + run[at + 1]);
+    else if (letters.length === 1) pairs.add(match[0]);
+    else for (let at = 0; at + 1 < letters.length; at++) pairs.add(letters[at] + letters[at + 1]);
   }
   const telling = words.filter(word => !FUNCTION_WORDS.has(word));
-  return {words: telling.length || grams.size ? telling : words, grams};
+  return {words: telling.length || pairs.size ? telling : words, pairs};
 }
 
-/** Case and accents folded; `origins[i]` is where the i-th folded code unit came from, with the end at the end. */
+/** Text as words are compared; `origins[i]` is where the i-th folded code unit came from, with the end at the end. */
 function fold(text) {
   let folded = "", at = 0;
   const origins = [];
-  for (const character of text) {
+  for (const piece of text.match(PIECES) ?? []) {
     // Upper, then lower: ß becomes ss, and a final sigma a sigma.
-    const plain = character.toUpperCase().toLowerCase().normalize("NFKD").replace(/[\u0300-\u036f]/g, "").normalize("NFC");
+    const plain = piece.toUpperCase().toLowerCase().normalize("NFKD").replace(DROPPED, "").normalize("NFC");
     for (let i = 0; i < plain.length; i++) origins.push(at);
     folded += plain;
-    at += character.length;
+    at += piece.length;
   }
   origins.push(at);
   return {folded, origins};
 }
 
-function* wordRanges(folded, words) {
-  if (!words.length) return;
+/** Where words and pairs stand in a folded text, in its order. */
+function* ranges(folded, words, pairs) {
   for (const match of folded.matchAll(RUNS)) {
-    if (match.groups.run) continue;
-    if (words.some(word => sameWord(word, match[0]))) yield [match.index, match.index + match[0].length];
+    if (match.groups.run) yield* pairRanges(match[0].match(LETTERS), match.index, pairs);
+    else if (words.some(word => sameWord(word, match[0]))) yield [match.index, match.index + match[0].length];
   }
+}
+
+/** The parts of a run in a script without spaces that are marked. */
+function* pairRanges(letters, start, pairs) {
+  let at = start, from = -1, covered = 0;
+  for (let i = 0; i < letters.length; i++) {
+    covered = Math.max(covered - 1, pairs.has(letters[i] + letters[i + 1]) ? 2 : pairs.has(letters[i]) ? 1 : 0);
+    if (covered && from < 0) from = at;
+    if (!covered && from >= 0) { yield [from, at]; from = -1; }
+    at += letters[i].length;
+  }
+  if (from >= 0) yield [from, at];
 }
 
 /** Whether two words are one, or forms of one: attack, attacks. */
@@ -69,20 +89,4 @@ function sameWord(one, other) {
   if (one === other) return true;
   const [short, long] = one.length < other.length ? [one, other] : [other, one];
   return short.length >= STEM && long.length - short.length <= ENDING && long.startsWith(short);
-}
-
-function* gramRanges(folded, grams) {
-  for (const gram of grams) {
-    for (let at = folded.indexOf(gram); at >= 0; at = folded.indexOf(gram, at + 1)) yield [at, at + gram.length];
-  }
-}
-
-function merged(ranges) {
-  const joined = [];
-  for (const [start, end] of ranges.sort((a, b) => a[0] - b[0])) {
-    const last = joined.at(-1);
-    if (last && start <= last[1]) last[1] = Math.max(last[1], end);
-    else joined.push([start, end]);
-  }
-  return joined;
 }
