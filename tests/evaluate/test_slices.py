@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalingnote.evaluate.test_set import add_typos, by_frequency, by_length, by_topic, slice_means
+from scalingnote.words import clusters
 
 
 def test_means_are_those_of_each_labels_queries():
@@ -67,3 +68,10 @@ def test_each_chosen_word_is_one_edit_away(parts, seed):
 def test_queries_without_blanks_get_typos_too():
     assert edits("糖尿病有什么症状", add_typos("糖尿病有什么症状", share=0.2, seed=0)) == 1
     assert add_typos("5 + 7", share=1.0, seed=0) == "5 + 7"
+
+
+def test_a_typo_keeps_marks_on_their_letters():
+    for seed in range(20):
+        typed = add_typos("नमस्ते", share=1.0, seed=seed)
+        assert typed != "नमस्ते"
+        assert {*clusters(typed)} <= {"न", "म", "स्", "ते"}

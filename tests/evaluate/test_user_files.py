@@ -89,12 +89,15 @@ def test_an_answer_is_found_as_words_in_any_case():
         ("b", "Newyork"),
         ("c", "他住在纽约市"),
         ("d", "York New"),
+        ("e", "उसने दान दिया"),
+        ("f", "उस दिन"),
+        ("g", "ฉันอยู่ที่กรุงเทพมหานคร"),
     ]
-    queries_of = dict.fromkeys("abcd", ("q", "empty"))
+    queries_of = dict.fromkeys("abcdefg", ("q", "empty"))
     found = user_files.answer_judgements(
-        documents, queries_of=queries_of, answers={"q": ["new york", "纽约"], "empty": ["?"]}
+        documents, queries_of=queries_of, answers={"q": ["new york", "纽约", "दान", "กรุงเทพ"], "empty": ["?"]}
     )
-    assert found == {"q": {"a": 1, "c": 1}, "empty": {}}
+    assert found == {"q": {"a": 1, "c": 1, "e": 1, "g": 1}, "empty": {}}
 
 
 def test_candidates_that_nobody_can_score_keep_the_order_they_came_in():
