@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     ModernBertConfig,
+    MPNetConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -62,6 +63,8 @@ BIDIRECTIONAL: dict[str, Any] = {
     "modernbert": lambda **k: ModernBertConfig(**_SIZE, local_attention=WINDOW, **k),
 }
 FAMILIES = CAUSAL | BIDIRECTIONAL
+PADDED: dict[str, Any] = {"mpnet": lambda **k: MPNetConfig(**_SIZE, **_STILL, **k)}  # encoders, never packed
+PAD_1 = ("roberta", "xlm-roberta", "camembert", "mpnet")  # their pad token is 1 and positions start behind it
 
 
 def tokenizer(*, padding_side: str = "right", pad: str | None = "[PAD]") -> PreTrainedTokenizerFast:
@@ -89,11 +92,11 @@ def folder(
 ) -> Path:
     """A checkpoint of `family` at `path`, as one would download it; `sizes` replace those of its config."""
     made = tokenizer(padding_side=padding_side)
-    pad = 1 if "roberta" in family or family == "camembert" else made.pad_token_id
+    pad = 1 if family in PAD_1 else made.pad_token_id
     special = {"pad_token_id": pad, "eos_token_id": made.eos_token_id, "bos_token_id": made.cls_token_id}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        settings = FAMILIES[family](vocab_size=len(made), **special)
+        settings = (FAMILIES | PADDED)[family](vocab_size=len(made), **special)
         settings.max_position_embeddings = positions
         settings.update(sizes or {})
         model = AutoModel.from_config(settings)

@@ -49,7 +49,7 @@ def folder(
         torch.manual_seed(5)
         first = Transformer(str(base), max_seq_length=max_length, do_lower_case=lower_case)
         raw = first.tokenizer.backend_tokenizer
-        bert = family in families.BIDIRECTIONAL
+        bert = family in families.BIDIRECTIONAL | families.PADDED
         raw.post_processor = TemplateProcessing(
             single=f"[CLS] $A {end}" if bert else f"$A {end}",
             special_tokens=[(token, raw.token_to_id(token)) for token in ("[CLS]", end)],

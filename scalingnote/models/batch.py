@@ -222,9 +222,13 @@ def attention_arguments(model: nn.Module, batch: Batch, *, causal: bool) -> dict
 
 
 def first_position(model: nn.Module) -> int:
-    """Return the first position number: RoBERTa and its variants count from their pad token's id + 1."""
+    """Return the first position number: RoBERTa's relatives count from their pad token's id + 1.
+
+    Their embeddings have a method that numbers the positions of such rows; the other method of its kind,
+    which reads token ids, is a function of the module in some families (MPNet, Longformer, ESM, LUKE).
+    """
     embeddings = getattr(model, "embeddings", None)
-    counts = hasattr(embeddings, "create_position_ids_from_input_ids")
+    counts = hasattr(embeddings, "create_position_ids_from_inputs_embeds")
     return int(embeddings.padding_idx) + 1 if counts else 0  # type: ignore[union-attr]
 
 

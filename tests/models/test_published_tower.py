@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from numpy import ndarray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer.modules import LayerNorm
@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "such a decoder with a window": {"family": "mistral", "is_causal": False},
     "lower case": {"lower_case": True, "max_length": None},
     "roberta": {"family": "roberta"},
+    "mpnet": {"family": "mpnet"},
     "modernbert": {"family": "modernbert", "pooling": "cls"},
 }
 
@@ -105,6 +106,21 @@ def test_families_that_are_not_packed_are_padded(tmp_path: Path):
     tower = build(path, "document", attention="eager")
     assert not tower.packs
     np.testing.assert_allclose(ours(tower), theirs(path, "document"), atol=CLOSE)
+
+
+@pytest.mark.parametrize("family", ["roberta", "mpnet"])
+def test_a_text_is_cut_at_the_positions_behind_the_pad_token(tmp_path: Path, family: str):
+    path = folder(tmp_path, family, max_length=None)
+    edited(path, "config.json", max_position_embeddings=34)
+    weights = load_file(path / "model.safetensors")
+    name = "embeddings.position_embeddings.weight"
+    save_file(weights | {name: weights[name][:34].clone()}, path / "model.safetensors", {"format": "pt"})
+    tower = build(path, "query")
+    assert tower.config.max_length == 32
+    found = Encoder(tower, precision="float32").encode_queries(["word " * 80])
+    library = SentenceTransformer(str(path), device="cpu")
+    library.max_seq_length = 32
+    np.testing.assert_allclose(found, library.encode_query(["word " * 80]), atol=CLOSE)
 
 
 def test_embeddings_may_be_truncated(tmp_path: Path):

@@ -5,13 +5,33 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AlbertConfig, AutoModel, DistilBertConfig, GPT2Config, PreTrainedConfig
+from transformers import (
+    AlbertConfig,
+    AutoModel,
+    BertConfig,
+    CamembertConfig,
+    Data2VecTextConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    EsmConfig,
+    GPT2Config,
+    IBertConfig,
+    LongformerConfig,
+    LukeConfig,
+    MPNetConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+    RobertaPreLayerNormConfig,
+    XLMRobertaConfig,
+    XLMRobertaXLConfig,
+    XmodConfig,
+)
 
 import families
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, dual_encoder
-from scalingnote.models.batch import collate
+from scalingnote.models.batch import attention_arguments, collate
 from scalingnote.models.config import Pretrained, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.prompt import PLACEHOLDERS, Row
@@ -258,3 +278,40 @@ def test_a_shell_reads_as_the_backbone_it_stands_for(tmp_path: Path):
     shell, whole = backbone.shell(path), backbone.load(path)
     assert (shell.hidden, shell.max_positions, shell.causal) == (whole.hidden, whole.max_positions, False)
     assert all(parameter.is_meta for parameter in shell.model.parameters())
+
+
+# Families by whether positions start behind the pad token, whose id is 1; further settings of their configs.
+COUNTED: dict[Any, tuple[int, dict[str, Any]]] = {
+    RobertaConfig: (32, {}),
+    XLMRobertaConfig: (32, {}),
+    CamembertConfig: (32, {}),
+    MPNetConfig: (32, {}),
+    LongformerConfig: (32, {"attention_window": 8}),
+    EsmConfig: (32, {"position_embedding_type": "absolute", "mask_token_id": 4, "token_dropout": False}),
+    LukeConfig: (32, {"entity_vocab_size": 8}),
+    Data2VecTextConfig: (32, {}),
+    IBertConfig: (32, {}),
+    RobertaPreLayerNormConfig: (32, {}),
+    XLMRobertaXLConfig: (32, {}),
+    XmodConfig: (32, {"default_language": "en_XX", "languages": ["en_XX"]}),
+    BertConfig: (34, {}),
+    ElectraConfig: (34, {}),
+    DistilBertConfig: (34, {}),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTED, ids=lambda kind: kind.model_type)
+def test_a_row_may_be_as_long_as_its_family_has_positions(kind: Any):
+    longest, more = COUNTED[kind]
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    settings = kind(vocab_size=64, max_position_embeddings=34, pad_token_id=1, **size, **more)
+    model = AutoModel.from_config(settings).eval()
+    assert backbone.Backbone(model, families.tokenizer(), causal=False).max_positions == longest
+    rows = [Row([5 + token % 50 for token in range(length)], [0]) for length in (longest, longest - 7, 1)]
+    batch = collate(rows, pad=1)
+    assert batch.mask is not None
+    own = model(input_ids=batch.ids, attention_mask=batch.mask).last_hidden_state
+    found = model(input_ids=batch.ids, **attention_arguments(model, batch, causal=False)).last_hidden_state
+    torch.testing.assert_close(found[batch.mask.bool()], own[batch.mask.bool()], atol=1e-5, rtol=1e-5)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, longest + 1), 5))
