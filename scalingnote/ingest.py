@@ -28,7 +28,7 @@ from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.file_formats import COLUMN_TYPES, DOCUMENT_SUFFIXES, columns_of
 from scalingnote.datasets.raw_rows import find_files
 from scalingnote.encode.config import IngestConfig
-from scalingnote.encode.documents import COLUMNS, content_hashes, load_document_prompt, tokenise
+from scalingnote.encode.documents import COLUMNS, TEXTS, content_hashes, load_document_prompt, tokenise
 from scalingnote.encode.engines import load_document_encoder
 from scalingnote.encode.parts import EncodedPart, Rejected, Steps, write_parts
 from scalingnote.errors import DataError
@@ -134,11 +134,15 @@ def index_rows(
 
 
 def documents_table(documents: Sequence[Mapping[str, Any]], schema: pa.Schema) -> tuple[pa.Table, Rejected]:
-    """Documents as a table of `schema`, and those with an unknown field or a value of another type."""
+    """Documents as a table of `schema`, and those with an unknown field or a value of another type.
+
+    Texts lose the spaces at their ends, as those of a data set do.
+    """
     rows, rejected = dict[str, dict[str, Any]](), []
     for document in documents:
         doc_id = str(document["doc_id"])
         row = {field.name: document.get(field.name) for field in schema}
+        row |= {name: row[name].strip() for name in TEXTS if isinstance(row.get(name), str)}
         try:
             if unknown := [name for name in document if name not in schema.names]:
                 known = ", ".join(schema.names)

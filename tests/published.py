@@ -19,7 +19,7 @@ PROMPTS = {"query": "find: ", "document": "text: "}
 QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12", "tensors"]
 TITLES = ["torch stack", "", "numpy", "", "a"]
 CONTENTS = ["joins tensors along a new axis", "arrays", "more than it can hold " * 20, "", "x"]
-TEXTS = [f"{title} {content}".strip() for title, content in zip(TITLES, CONTENTS, strict=True)]
+TEXTS = [" ".join(filter(None, fields)) for fields in zip(TITLES, CONTENTS, strict=True)]
 HIDDEN = 32
 
 

@@ -83,6 +83,14 @@ def open_tower(config: AdoptConfig, role: Role) -> Tower:
         prefix=prefix,
     )
     model = published_tower.model_of(settings, role)
+    unread = published_model.unread_prompt(model.source)
+    if role == "document" and prefix is None and unread is not None:
+        log.warning(
+            "%s has a prompt named %s, which encode_document of sentence-transformers does not read: documents "
+            "get none; set adopt.document_prefix=%r if the model was trained with it",
+            model.source,
+            *unread,
+        )
     length = length or published_tower.token_limit(model)
     if not model.unknown:
         settings = settings.model_copy(update={"max_length": length})

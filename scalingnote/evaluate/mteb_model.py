@@ -226,8 +226,9 @@ class MtebModel:
         return self._prompted[key]
 
     def _documents(self, batch: Mapping[str, Sequence[str]], encoder: Encoder) -> Float[ndarray, "texts dim"]:
-        content = list(batch.get("body") or batch["text"])
-        titles = [title or "" for title in batch.get("title") or [""] * len(content)]
+        # Without spaces at their ends, as mteb joins them for other models.
+        content = [text.strip() for text in batch.get("body") or batch["text"]]
+        titles = [(title or "").strip() for title in batch.get("title") or [""] * len(content)]
         table = pa.table({"title": titles, "topic": [""] * len(content), "content": content})
         views, problems = encoder.encode_rows(table)
         for row, reason in problems.items():

@@ -316,7 +316,10 @@ class TextQueries(TextPrompt, QueryPrompt):
 
 
 class TextDocuments(TextPrompt, DocumentPrompt):
-    """Documents of a published model as ``title content``, as in BEIR; the topic is not read."""
+    """Documents of a published model as ``title content``, as in BEIR; the topic is not read.
+
+    Spaces at the ends of a text are read: some tokenizers make tokens of them, as in sentence-transformers.
+    """
 
     views, width = ("summary",), 1
 
@@ -324,7 +327,7 @@ class TextDocuments(TextPrompt, DocumentPrompt):
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
     ) -> list[Row | DataError]:
         """Return one row per document; long documents are truncated, so there are no errors."""
-        texts = [f"{title} {content}".strip() for title, content in zip(titles, contents, strict=True)]
+        texts = [" ".join(filter(None, fields)) for fields in zip(titles, contents, strict=True)]
         return [*self.texts(texts)]
 
 

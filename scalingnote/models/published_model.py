@@ -89,10 +89,11 @@ def read_modules(folder: Path, role: Role) -> list[Module] | None:
 
 
 def role_prompt(folder: Path, role: Role) -> str:
-    """Return the prefix of queries or documents; empty if no prompt has the role's name.
+    """Return the prefix of queries or documents: the prompt of the role's name, empty if there is none.
 
-    Documents are also named passage or corpus. The default prompt is not used: sentence-transformers does not
-    use it in `encode_query` and `encode_document` either. ConfigError if the default names no prompt.
+    Those of `encode_query` and `encode_document`, so that vectors of an existing index match. The library
+    reads neither a default prompt there, nor one named passage or corpus: whatever a folder names, the loaded
+    model has a prompt named document. ConfigError if the default names no prompt.
     """
     settings = model_settings(folder)
     prompts: Mapping[str, str | None] = settings.get("prompts") or {}
@@ -102,8 +103,14 @@ def role_prompt(folder: Path, role: Role) -> str:
             f"{folder / 'config_sentence_transformers.json'}: default_prompt_name is {default!r}, which is "
             f"none of its prompts ({', '.join(prompts) or 'it has none'})"
         )
-    names = ("query",) if role == "query" else ("document", "passage", "corpus")
-    return next((prompts[name] or "" for name in names if prompts.get(name)), "")
+    return prompts.get(role) or ""
+
+
+def unread_prompt(folder: Path) -> tuple[str, str] | None:
+    """Return name and text of a prompt that is meant for documents and that `encode_document` does not read."""
+    prompts: Mapping[str, str | None] = model_settings(folder).get("prompts") or {}
+    named = ((name, prompts.get(name)) for name in ("passage", "corpus") if not prompts.get("document"))
+    return next(((name, text) for name, text in named if text), None)
 
 
 def model_settings(folder: Path) -> Mapping[str, Any]:

@@ -93,6 +93,29 @@ def test_a_prefix_of_documents_and_a_length_of_queries_are_those_of_the_config(t
     np.testing.assert_allclose(found, model.encode(query), atol=CLOSE)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "prefix", "warned"),
+    [
+        ({"document": "", "passage": "p: "}, None, ["passage", "p: "]),
+        ({"passage": "p: "}, None, ["passage", "p: "]),
+        ({"passage": "p: "}, "p: ", []),
+        ({"document": "d: ", "passage": "p: "}, None, []),
+    ],
+)
+def test_a_prompt_of_documents_that_is_not_read_is_named(
+    tmp_path: Path, prompts: Any, prefix: str | None, warned: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    path = folder(tmp_path)
+    settings = path / "config_sentence_transformers.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"prompts": prompts}))
+    said: list[Any] = []
+    monkeypatch.setattr(job.log, "warning", lambda text, *values: said.extend(values[1:]))
+    made: Any = job.open_tower(AdoptConfig(path=str(path), document_prefix=prefix), "document")
+    job.open_tower(AdoptConfig(path=str(path), document_prefix=prefix), "query")
+    assert said == warned
+    assert made.native.prefix == (prefix or prompts.get("document", ""))
+
+
 def test_a_card_says_that_nothing_was_trained(tmp_path: Path):
     config = AdoptConfig(path=str(folder(tmp_path)))
     towers = job.run(config, output=str(tmp_path / "towers"))

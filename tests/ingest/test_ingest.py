@@ -18,14 +18,14 @@ from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.file_formats import read_documents
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig, Fleet, IngestConfig
-from scalingnote.encode.documents import load_document_prompt
+from scalingnote.encode.documents import COLUMNS, load_document_prompt
 from scalingnote.encode.engines import load_document_encoder
 from scalingnote.errors import DataError
 from scalingnote.fuse.config import Categorical, DocumentSide, Mlp
 from scalingnote.fuse.feature_encoding import fit, observe
 from scalingnote.fuse.fusion import DocumentFusion
 from scalingnote.fuse.networks import DocumentNetwork, SemanticIds
-from scalingnote.ingest import DocumentFlow
+from scalingnote.ingest import DocumentFlow, documents_table
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.quantize import kmeans
 from scalingnote.run_config import RunConfig
@@ -110,6 +110,13 @@ def test_what_was_fused_is_fused_again(run, fused):
     found = arrow.to_numpy(ready["summary"])
     np.testing.assert_allclose(found, expected, **CLOSE)
     assert np.abs(found - arrow.to_numpy(plain["summary"])).max() > 0.01
+
+
+def test_texts_that_are_written_lose_the_spaces_at_their_ends():
+    schema = pa.schema({name: pa.string() for name in COLUMNS})
+    table, rejected = documents_table([{"doc_id": "a", "title": " a ", "content": "\tb  c\n"}], schema)
+    assert not rejected
+    assert table.to_pylist() == [{"doc_id": "a", "title": "a", "topic": None, "content": "b  c"}]
 
 
 def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -348,14 +348,33 @@ def test_another_prefix_shares_the_weights(tmp_path: Path, kind: str):
         encoder.with_prefix("word " * 40)
 
 
-def test_a_passage_prompt_is_one_of_documents(tmp_path: Path):
-    path = folder(tmp_path, prompts={"query": "q: ", "passage": "p: "})
-    settings = path / "config_sentence_transformers.json"
-    facts = json.loads(settings.read_text())
-    settings.write_text(json.dumps(facts | {"prompts": {"query": "q: ", "passage": "p: "}}))
-    expected = SentenceTransformer(str(path), device="cpu").encode(TEXTS, prompt_name="passage")
-    np.testing.assert_allclose(ours(build(path, "document")), expected, atol=CLOSE)
-    assert load_file(path / "model.safetensors")
+PROMPT_SETS: dict[str, dict[str, Any]] = {
+    "a document prompt that is empty, and a passage prompt": {
+        "prompts": {"query": "q: ", "document": "", "passage": "p: "}
+    },
+    "a passage prompt alone": {"prompts": {"query": "q: ", "passage": "p: "}},
+    "a corpus prompt, and a document prompt that is null": {"prompts": {"document": None, "corpus": "c: "}},
+    "a query prompt alone": {"prompts": {"query": "q: "}},
+    "a default prompt": {"prompts": {"query": "q: ", "other": "o: "}, "default_prompt_name": "other"},
+    "prompts that end in spaces and lines": {"prompts": {"query": "find  ", "document": "text:\n "}},
+    "none": {"prompts": {}},
+}
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen2"])
+@pytest.mark.parametrize("named", PROMPT_SETS)
+def test_prompts_and_spaces_are_read_as_by_sentence_transformers(tmp_path: Path, named: str, family: str):
+    path = folder(tmp_path, family, pooling="mean", prompts=PROMPTS)
+    edited(path, "config_sentence_transformers.json", **PROMPT_SETS[named])
+    texts = ["tensors", "  tensors", "tensors \n", "\ttwo  words ", " "]
+    library = SentenceTransformer(str(path), device="cpu")
+    queries, documents = (Encoder(build(path, role), precision="float32") for role in ("query", "document"))
+    np.testing.assert_allclose(queries.encode_queries(texts), library.encode_query(texts), atol=CLOSE)
+    nothing = [""] * len(texts)
+    for titles, contents in ((nothing, texts), (texts, nothing)):
+        table = pa.table({"title": titles, "topic": nothing, "content": contents})
+        found = documents.encode_documents(table)["summary"]
+        np.testing.assert_allclose(found, library.encode_document(texts), atol=CLOSE)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])
