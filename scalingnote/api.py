@@ -273,6 +273,7 @@ def run_config(
     with resources.as_file(recipe) as path:
         config = load(RunConfig, [path], [*(f"{name}={value}" for name, value in values.items()), *overrides])
     _check_width(config)
+    _check_similarity(config)
     return config
 
 
@@ -330,6 +331,17 @@ def _check_width(config: "RunConfig") -> None:
             f"the student's hidden states have {width} values, those of {model} {teacher}: a query would "
             "cost more than with the teacher. Choose a narrower student"
         )
+
+
+def _check_similarity(config: "RunConfig") -> None:
+    """ConfigError, before work is spent, for a model in a folder that search cannot compare as it does."""
+    from scalingnote.models.published_model import PACKAGED, local_folder, similarity_of
+
+    adopt = config.adopt
+    if adopt is None or adopt.similarity or adopt.normalise:
+        return
+    if adopt.path.startswith(PACKAGED) or Path(adopt.path).is_dir():  # else when it is fetched
+        similarity_of(local_folder(adopt.path))
 
 
 __all__ = [

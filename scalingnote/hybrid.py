@@ -1,6 +1,6 @@
 """Hybrid search: one ranking from the scores, or the ranks, of dense and of sparse retrieval.
 
-Cosines and inner products of term weights are on different scales, which also vary from query to query.
+Scores of embeddings and of term weights are on different scales, which also vary from query to query.
 Therefore each is normalised to [0, 1] per query; 1 is the score of the best document. The score that maps to
 0 depends on which documents were scored:
 
@@ -75,7 +75,7 @@ def interpolated(
 
 
 def background_of(queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"]) -> float:
-    """Mean cosine of held-out queries and random documents, given their unit vectors."""
+    """Mean score of held-out queries and random documents, given their vectors as search compares them."""
     return float(queries.mean(0, dtype=np.float64) @ documents.mean(0, dtype=np.float64))
 
 

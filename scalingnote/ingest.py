@@ -38,7 +38,7 @@ from scalingnote.models.prompt import DocumentPrompt, from_columns
 from scalingnote.quantize import kmeans, semantic_id
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
-from scalingnote.storage.arrow import dtype_of, l2_normalize, to_arrow, to_matrix, to_numpy
+from scalingnote.storage.arrow import as_searched, dtype_of, to_arrow, to_matrix, to_numpy
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.shuffle import hash_of
 
@@ -58,6 +58,7 @@ class DocumentFlow:
     codebooks: Float[ndarray, "levels codes dim"]
     width: int = 1  # beam of the semantic IDs
     dtype: str = "float16"  # of stored embeddings
+    similarity: str = "cosine"  # that they are compared by
     fusion: Any = None  # a DocumentFusion: its module needs torch, the writer of an index does not
 
     @classmethod
@@ -79,6 +80,7 @@ class DocumentFlow:
             safetensors.load(semantic_ids.read_bytes("codebooks.safetensors"))["codebooks"],
             width=int(semantic_ids.manifest.config.get("beam", 1)),
             dtype=dtype_of(first.field(VIEW)),
+            similarity=embeddings.manifest.info.get("similarity", "cosine"),
             fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
         )
 
@@ -95,7 +97,7 @@ class DocumentFlow:
         encoding = self.encoder.encode_with_cost(from_columns(tokens))
         matrix = encoding.embeddings[:, list(self.encoder.views).index(VIEW)]
         # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
-        embeddings = to_numpy(to_arrow(l2_normalize(matrix), dtype=self.dtype))
+        embeddings = to_numpy(to_arrow(as_searched(matrix, self.similarity), dtype=self.dtype))
         codes = kmeans.encode(embeddings, self.codebooks, beam=self.width)
         if self.fusion is not None:
             embeddings = self.fusion.fuse(kept, embeddings, codes)

@@ -178,6 +178,7 @@ def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":
         "revision": parts["index"].digest[:12],
         "embed_dim": index.query_path.encoder.dim,
         **model_facts(tower, Encoder.load(tower)),
+        "similarity_fn_name": parts["embeddings"].manifest.info.get("similarity", "cosine"),
     }
     return MtebSearch(index.searcher, index.query_path, doc_ids, about=about)
 

@@ -4,6 +4,7 @@ from pydantic import Field
 
 from scalingnote.config import Config
 from scalingnote.models.config import Pooling
+from scalingnote.models.published_model import Similarity
 
 
 class AdoptConfig(Config):
@@ -24,6 +25,11 @@ class AdoptConfig(Config):
         "a decoder and the mean, or [CLS], of an encoder",
     )
     normalise: bool | None = Field(None, description="embeddings of length 1; null: from the model's files")
+    similarity: Similarity | None = Field(
+        None,
+        description="of a query and a document in search: cosine, or dot, the inner product of documents of "
+        "their own length; null: the model's own (similarity_fn_name), which must be one that ranks as these",
+    )
     query_prefix: str | None = Field(
         None, description="text before every query; null: the model's own prompt"
     )

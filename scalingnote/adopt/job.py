@@ -6,6 +6,7 @@ Both towers are written with their weights, so that later stages need neither th
 """
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from scalingnote.adopt.config import AdoptConfig
@@ -14,8 +15,7 @@ from scalingnote.log import get_logger
 from scalingnote.models import published_model, published_tower
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.published_model import Role
-from scalingnote.models.published_tower import LibraryTower
-from scalingnote.models.tower import Tower
+from scalingnote.models.published_tower import LibraryTower, PublishedTower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -35,13 +35,14 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
         return draft.existing()
     draft.discard_parts()  # the model at the path may have changed since an interrupted run
     _check_weights(config)
-    dims, parameters, weights = {}, 0, {}
+    dims, similarities, parameters, weights = {}, {}, 0, {}
     for role in ROLES:
         path, tower = model_path(config, role), open_tower(config, role)
         weights[role] = weight_checksums(published_model.local_folder(path))
-        dims[role] = tower.dim
+        dims[role], similarities[role] = tower.dim, tower.native.similarity
         parameters += sum(parameter.numel() for parameter in tower.parameters())
-        log.info("%s: %s, %d dimensions, %d tokens", role, path, tower.dim, tower.config.max_length)
+        shown = role, path, tower.dim, tower.config.max_length, tower.native.similarity
+        log.info("%s: %s, %d dimensions, %d tokens, compared by %s", *shown)
         with tempfile.TemporaryDirectory() as folder:
             tower.save(Path(folder))
             draft.upload(folder, role)
@@ -50,8 +51,15 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
             f"{config.query_path} gives embeddings of {dims['query']} dimensions and {config.path} of "
             f"{dims['document']}: the models of a pair must have the same dimensions"
         )
+    if similarities["query"] != similarities["document"]:
+        raise ConfigError(
+            f"{config.query_path} compares embeddings by {similarities['query']} and {config.path} by "
+            f"{similarities['document']}: set adopt.similarity to the one that the pair was trained with"
+        )
     return draft.commit(
-        counts={"dimensions": dims["document"], "parameters": parameters}, weights_sha256=weights
+        counts={"dimensions": dims["document"], "parameters": parameters},
+        weights_sha256=weights,
+        similarity=similarities["document"],
     )
 
 
@@ -65,11 +73,11 @@ def _check_weights(config: AdoptConfig) -> None:
         )
 
 
-def open_tower(config: AdoptConfig, role: Role) -> Tower:
-    """The tower of a published model for texts of a role, in float32.
+def open_tower(config: AdoptConfig, role: Role) -> PublishedTower | LibraryTower:
+    """The tower of a published model for texts of a role, in float32; `native.similarity` is a Similarity.
 
-    ConfigError if a setting is neither in the files nor in the config, or if the config overrides a setting
-    of a model that only sentence-transformers can encode with.
+    ConfigError if a setting is neither in the files nor in the config, if the config overrides a setting
+    of a model that only sentence-transformers can encode with, or if search does not know the similarity.
     """
     prefix, length = (
         (config.query_prefix, config.query_max_length)
@@ -86,21 +94,24 @@ def open_tower(config: AdoptConfig, role: Role) -> Tower:
     unread = published_model.unread_prompt(model.source)
     if role == "document" and prefix is None and unread is not None:
         log.warning(
-            "%s has a prompt named %s, which encode_document of sentence-transformers does not read: documents "
-            "get none; set adopt.document_prefix=%r if the model was trained with it",
+            "%s has a prompt named %s, which encode_document of sentence-transformers does not read: "
+            "documents get none; set adopt.document_prefix=%r if the model was trained with it",
             model.source,
             *unread,
         )
+    similarity = config.similarity or model.searched_by
     length = length or published_tower.token_limit(model)
     if not model.unknown:
         settings = settings.model_copy(update={"max_length": length})
-        return published_tower.build(settings, role=role, dim=None).eval()
+        tower = published_tower.build(settings, role=role, dim=None).eval()
+        tower.native = replace(tower.native, similarity=similarity)
+        return tower
     if config.pooling != "auto" or config.normalise is not None:
         raise ConfigError(
             f"{model.unknown} of {model.source} is not known to scalingnote, and sentence-transformers "
             "encodes as the model's files say: leave adopt.pooling and adopt.normalise out"
         )
-    return LibraryTower(model, role=role, max_length=length).eval()
+    return LibraryTower(replace(model, similarity=similarity), role=role, max_length=length).eval()
 
 
 def model_path(config: AdoptConfig, role: Role) -> str:

@@ -24,6 +24,7 @@ from numpy import ndarray
 from scalingnote import topk
 from scalingnote.distillation.config import StudentValidation
 from scalingnote.distillation.prepare import VALIDATION
+from scalingnote.encode.documents import similarity_of
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.log import elapsed_status, get_logger, status_lines
 from scalingnote.storage import arrow
@@ -188,21 +189,22 @@ def _held_out(query_embeddings: Artifact) -> tuple[list[str], Float[ndarray, "qu
 def _document_embeddings(
     dataset: Artifact, dual_encoder: Artifact, embeddings: Artifact | None
 ) -> Float[ndarray, "docs dim"]:
-    """Embeddings of length 1 of at most MAX_DOCUMENTS documents at equal distances."""
+    """Embeddings, as search compares them, of at most MAX_DOCUMENTS documents at equal distances."""
     from scalingnote.encode.encoder import Encoder
 
+    similarity = similarity_of(dual_encoder)
     made_by = {} if embeddings is None else embeddings.manifest.parents.get("dual_encoder", {})
     if embeddings is not None and made_by.get("digest") == dual_encoder.digest:
         rows = _places(embeddings.counts["documents"], MAX_DOCUMENTS)
         found = arrow.to_numpy(_rows_at(embeddings, "embeddings", rows, [INDEXED_VIEW])[INDEXED_VIEW])
-        return arrow.l2_normalize(found.astype(np.float32))
+        return arrow.as_searched(found.astype(np.float32), similarity)
     rows = _places(dataset.counts["documents"], MAX_DOCUMENTS)
     documents = _rows_at(dataset, "documents", rows, ["title", "topic", "content"])
     views, problems = Encoder.load(dual_encoder.directory("document")).encode_rows(documents)
     if problems:
         reason = next(iter(problems.values()))
         log.warning("%d of %d documents cannot be encoded: %s", len(problems), len(rows), reason)
-    return arrow.l2_normalize(views.get(INDEXED_VIEW, next(iter(views.values()))))
+    return arrow.as_searched(views.get(INDEXED_VIEW, next(iter(views.values()))), similarity)
 
 
 def _places(total: int, most: int) -> Int[ndarray, " places"]:

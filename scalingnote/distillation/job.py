@@ -90,6 +90,12 @@ def run(
     draft = Draft(output, kind="student", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
+    if "embeddings" in parents and parents["embeddings"].manifest.info.get("similarity") == "dot":
+        raise ConfigError(
+            f"the teacher of {embeddings} compares documents by dot, the losses over documents "
+            "(one_hot, scores, document_matching) by cosine: take losses over queries alone (cosine, qkd, "
+            "query_matching), or set adopt.similarity to cosine"
+        )
     start = prepare_start(config, teacher, folder=draft.work("start"))
     document_tokenizer = _document_tokenizer(config, parents)
     sizes = prepare.prepare(

@@ -1,9 +1,10 @@
 """Screen teachers: which one becomes a good token table on given texts, by a closed-form fit in minutes.
 
-    texts -> pseudo-queries -> teacher: embeddings Y [n, dim], of unit length
+    texts -> pseudo-queries -> teacher: embeddings Y [n, dim], scaled to unit length
                             -> token shares X [n, tokens], sparse
     table W [tokens, dim]: argmin |X W - Y|^2 + ridge |W|^2 over the pseudo-queries of 80 % of the documents
-    held-out pseudo-queries: cosine of table and teacher, share of the teacher's top 10 that the table finds
+    held-out pseudo-queries: cosine of table and teacher, share of the teacher's top 10 that the table finds,
+                             by the teacher's own similarity
 
 A table that is trained on more texts is better than this one. The numbers compare teachers on one set of
 texts, and cannot be compared between sets.
@@ -35,7 +36,7 @@ from scalingnote.log import elapsed_status, get_logger, status_lines
 from scalingnote.models.published_model import local_folder
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.pseudo_queries.sampling import SourceDocument, draw
-from scalingnote.storage.arrow import l2_normalize
+from scalingnote.storage.arrow import as_searched, l2_normalize
 from scalingnote.storage.shuffle import hash_of
 
 log = get_logger("distill")
@@ -141,14 +142,17 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
     ConfigError where the model cannot be read.
     """
     start = time.perf_counter()
-    teacher = Encoder(open_tower(AdoptConfig(path=model), "query"))
-    train, held_out = (l2_normalize(teacher.encode_queries(side)) for side in (texts.train, texts.held_out))
+    tower = open_tower(AdoptConfig(path=model), "query")
+    teacher = Encoder(tower)
+    given = teacher.encode_queries(texts.train)
+    train, held_out = l2_normalize(given), l2_normalize(teacher.encode_queries(texts.held_out))
+    searched = as_searched(given, tower.native.similarity)
     tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
     table = RidgeTable.fit(tokens, train, ridge=config.ridge)
     embeddings = table.embed(held_out_tokens)
     return ScreenedTeacher(
         model=model,
-        overlap=neighbour_overlap(held_out, embeddings, train, k=NEIGHBOURS),
+        overlap=neighbour_overlap(held_out, embeddings, searched, k=NEIGHBOURS),
         cosine=float((embeddings * held_out).sum(axis=1).mean()),
         dimensions=train.shape[1],
         parameters=sum(parameter.numel() for parameter in teacher.tower.parameters()),

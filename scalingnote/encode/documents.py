@@ -35,6 +35,7 @@ from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, 
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.models.prompt import DocumentPrompt, document_texts, from_columns, token_columns
+from scalingnote.models.published_model import Similarity
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import (
@@ -68,7 +69,9 @@ def encode_documents(
     load_encoder: LoadEngine | None = None,
     load_prompt: LoadPrompt = load_document_prompt,
 ) -> Artifact:
-    """Build the artifact `embeddings`: L2-normalised, in the order and parts of the dataset.
+    """Build the artifact `embeddings`, in the order and parts of the dataset.
+
+    They have length 1, but where the towers compare by dot their own; the manifest says `similarity`.
 
     Args:
         config: views, precision, base.
@@ -118,7 +121,14 @@ def encode_documents(
     }
     if not counts["documents"]:
         raise DataError(f"none of {sum(rows.values())} documents could be encoded: {rejected[:1]}")
-    return draft.commit(counts=counts, encoding=totals(records))
+    return draft.commit(counts=counts, encoding=totals(records), similarity=similarity_of(towers))
+
+
+def similarity_of(towers: Artifact) -> Similarity:
+    """How search compares the embeddings of an artifact's document tower."""
+    named = "document/config_sentence_transformers.json"
+    facts = towers.read_json(named) if named in towers.names("document/") else {}
+    return "dot" if facts.get("similarity_fn_name") == "dot" else "cosine"
 
 
 def _open_base(config: EncodeConfig, towers: Artifact) -> Artifact:
@@ -204,6 +214,7 @@ class DocumentPartEncoder:
     def __init__(self, *, config: EncodeConfig, towers: Artifact, load_encoder: LoadEngine) -> None:
         self._config = config
         self._encoder: Engine = load_encoder(towers, config.token_budget)
+        self._similarity = similarity_of(towers)
         self.peak = self._encoder.peak()
 
     def __call__(self, _: str, part: tuple[pa.Table, pa.Table | None, Rejected]) -> EncodedPart:
@@ -213,7 +224,8 @@ class DocumentPartEncoder:
         dtype = self._config.dtype
         encoding = self._encoder.encode_with_cost(from_columns(tokens), top_k=self._config.top_k)
         matrices = [encoding.embeddings[:, self._encoder.views.index(view)] for view in views]
-        columns = [arrow.to_arrow(arrow.l2_normalize(matrix), dtype=dtype) for matrix in matrices]
+        searched = (arrow.as_searched(matrix, self._similarity) for matrix in matrices)
+        columns = [arrow.to_arrow(matrix, dtype=dtype) for matrix in searched]
         columns += encoding.terms.columns() if encoding.terms else []
         sparse = encoding.terms is not None
         layout = schema.embeddings(views, self._encoder.dim, dtype=dtype, sparse=sparse)

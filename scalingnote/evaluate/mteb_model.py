@@ -39,9 +39,9 @@ from scalingnote.storage import arrow
 log = get_logger("evaluate")
 QUERIES_PER_BLOCK = 256
 _LANGUAGES = {"en": "eng-Latn", "de": "deu-Latn", "fr": "fra-Latn", "es": "spa-Latn", "zh": "zho-Hans"}
-_ABOUT = {  # what is true of every model of ours
+_ABOUT = {  # what is true of every model of ours, if its own facts do not say otherwise
     "loader": None,
-    "similarity_fn_name": "cosine",
+    "similarity_fn_name": "cosine",  # unless its documents are compared by dot
     "open_weights": True,
     "public_training_code": None,
     "public_training_data": None,
@@ -79,7 +79,10 @@ def prompt_name(names: Container[str], task: Any, role: str | None) -> str | Non
 
 
 class MtebModel:
-    """A query tower and a document tower. Embeddings have length 1; scores are cosines."""
+    """A query tower and a document tower. Embeddings have length 1 and scores are cosines.
+
+    Of a model that compares by dot, embeddings have their own length and scores are inner products.
+    """
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class MtebModel:
         facts: Mapping[str, Any] | None = None,
         prompts: Prompts | None = None,
         tables: Mapping[str, QueryEncoder] | None = None,
+        similarity: published_model.Similarity = "cosine",
     ) -> None:
         """Two towers of one dimension; ConfigError if their dimensions differ.
 
@@ -102,6 +106,7 @@ class MtebModel:
             facts: further fields of mteb's ModelMeta.
             prompts: of tasks; None: the model's own always.
             tables: query towers of further tasks by name, in place of prompts of queries.
+            similarity: that the towers are compared by.
         """
         if query.dim != document.dim:
             raise ConfigError(
@@ -111,7 +116,9 @@ class MtebModel:
         self._query, self._document = query, document
         self._prompts, self._tables = prompts or Prompts({}), tables or {}
         self._prompted: dict[tuple[bool, str], Encoder] = {}
+        self._similarity = similarity
         self._about = {"name": name, "revision": revision, "embed_dim": query.dim, **(facts or {})}
+        self._about["similarity_fn_name"] = similarity
 
     @classmethod
     def load(
@@ -136,10 +143,11 @@ class MtebModel:
             template: of queries of all other tasks, "Instruct: {instruction}\\nQuery: " for example.
 
         Raises:
-            ConfigError: queries are looked up in a table, which reads no prompt, or the template has no
-                {instruction}.
+            ConfigError: queries are looked up in a table, which reads no prompt, the template has no
+                {instruction}, or the documents are compared neither by cosine nor by dot.
         """
         folder = Path(query)
+        similarity = published_model.similarity_of(folder if document is None else Path(document))
         if template is not None and "{instruction}" not in template:
             raise ConfigError(f"the template {template!r} has no {{instruction}}: put it where mteb's goes")
         read = Prompts(_task_prompts(folder) if prompts is None else prompts, template)
@@ -166,6 +174,7 @@ class MtebModel:
             facts=facts,
             prompts=read,
             tables=tables,
+            similarity=similarity,
         )
 
     def encode(
@@ -190,19 +199,24 @@ class MtebModel:
         else:
             tower = self._query_tower(task_metadata, role)
             texts = (list(batch.get("query") or batch["text"]) for batch in inputs)
-            parts = [arrow.l2_normalize(tower.encode_queries(queries)) for queries in texts]
+            parts = [self._compared(tower.encode_queries(queries)) for queries in texts]
         found: ndarray = np.concatenate([np.empty((0, self._query.dim), np.float32), *parts])
         return found
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Float[ndarray, "first second"]:
-        """Cosines of all with all."""
-        found: ndarray = _units(embeddings1) @ _units(embeddings2).T
+        """Cosines, or products, of all with all."""
+        found: ndarray = self._compared(embeddings1) @ self._compared(embeddings2).T
         return found
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Float[ndarray, " pairs"]:
-        """Cosines row by row."""
-        found: ndarray = np.einsum("pd,pd->p", _units(embeddings1), _units(embeddings2))
+        """Cosines, or products, row by row."""
+        pair = (self._compared(embeddings) for embeddings in (embeddings1, embeddings2))
+        found: ndarray = np.einsum("pd,pd->p", *pair)
         return found
+
+    def _compared(self, embeddings: Any) -> Float[ndarray, "rows dim"]:
+        """An array or tensor as a matrix whose products are scores; a single embedding becomes one row."""
+        return arrow.as_searched(np.atleast_2d(np.asarray(embeddings, np.float32)), self._similarity)
 
     @property
     def mteb_model_meta(self) -> Any:
@@ -234,9 +248,7 @@ class MtebModel:
         for row, reason in problems.items():
             log.warning("a document gets zeros, %s: %.80r", reason, content[row])
         out = np.zeros((len(content), self._document.dim), np.float32)
-        out[[row for row in range(len(content)) if row not in problems]] = arrow.l2_normalize(
-            views[INDEXED_VIEW]
-        )
+        out[[row for row in range(len(content)) if row not in problems]] = self._compared(views[INDEXED_VIEW])
         return out
 
 
@@ -370,7 +382,7 @@ def evaluate(
 def _meta(about: Mapping[str, Any], *, kind: str) -> Any:
     from mteb.models.model_meta import ModelMeta
 
-    return ModelMeta(**_ABOUT, **about, model_type=[kind])
+    return ModelMeta(**{**_ABOUT, **about}, model_type=[kind])
 
 
 def model_facts(
@@ -431,8 +443,3 @@ def _checksum(folders: Sequence[Path], patterns: Sequence[str] = ("*.json", "*.s
                 digest.update(json.dumps(path.relative_to(folder).as_posix()).encode())
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()[:12]
-
-
-def _units(embeddings: Any) -> Float[ndarray, "rows dim"]:
-    """An array or tensor as a matrix of unit rows; a single embedding becomes one row."""
-    return arrow.l2_normalize(np.atleast_2d(np.asarray(embeddings, np.float32)))

@@ -59,7 +59,8 @@ def run(
 
     Raises:
         DataError: no clicks to learn from.
-        ConfigError: the dataset lacks a declared feature, or there is no query tower.
+        ConfigError: the dataset lacks a declared feature, there is no query tower, or embeddings are not
+            compared by cosine.
     """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
@@ -72,6 +73,11 @@ def run(
     if draft.finished:
         return draft.existing()
     require_origin(parents["semantic_ids"], parents["embeddings"])
+    if parents["embeddings"].manifest.info.get("similarity", "cosine") != "cosine":
+        raise ConfigError(
+            f"{embeddings} has documents of their own length, compared by dot, and fusion scales them to 1: "
+            "leave fuse out, or set adopt.similarity to cosine"
+        )
     prepare.require_columns(config, parents["dataset"])
     cluster.check_resources_early(config.writers, task_cpus=reader_cpus(config.writers), knob=WRITERS)
     cluster.check_resources_early(config.resources, knob="fuse.resources")

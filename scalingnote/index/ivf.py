@@ -2,10 +2,10 @@
 
     queries ─choose_lists─► lists to scan ─scan─► candidates by their codes ─► the best by the vectors kept
 
-Scores are inner products of unit vectors. Exact scores and the heap that keeps the best are compiled by
-numba: numpy would take longer than the scan that finds the candidates. A document's score is summed in the
-same order among any candidates and in any shard, so equal documents have equal scores everywhere. Ties go to
-the lower row.
+Scores are inner products of unit queries with documents, which are unit vectors if search is by cosine. Exact
+scores and the heap that keeps the best are compiled by numba: numpy would take longer than the scan that
+finds the candidates. A document's score is summed in the same order among any candidates and in any shard, so
+equal documents have equal scores everywhere. Ties go to the lower row.
 """
 
 from collections.abc import Iterable, Sequence

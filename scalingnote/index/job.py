@@ -9,6 +9,7 @@ are built again. Everything trained or added is stored in faiss's own format.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -132,6 +133,7 @@ def _planned(
     encoded = _schema(source, parts[0])
     sparse = "bm25_terms" in parents or "terms" in encoded.names
     layout = _layout(config, documents=sum(rows), dim=encoded.field(VIEW).type.list_size, sparse=sparse)
+    layout = replace(layout, similarity=source.manifest.info.get("similarity", "cosine"))
     return layout, shard.assign(parts, rows, shards=config.shards)
 
 

@@ -38,6 +38,7 @@ from scalingnote.index.live_state import (
 from scalingnote.index.shard import Shard
 from scalingnote.index.versions import LiveVersion, OpenVersion
 from scalingnote.log import get_logger
+from scalingnote.models.published_model import Similarity
 from scalingnote.storage.arrow import take_rows
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import bucket_of
@@ -76,6 +77,7 @@ class LiveShard:
         needed: int | None = None,
         shards: int = 1,
         strongest: int | None = None,
+        similarity: Similarity = "cosine",
         follow: bool = False,
         merge_rows: int = LIVE_DEFAULTS.merge_rows,
         segment_bytes: int = LIVE_DEFAULTS.segment_bytes,
@@ -90,6 +92,7 @@ class LiveShard:
             needed: records above it are kept, for versions that may be activated again; None: `after`.
             shards: number of shards of the index, see :func:`owners`.
             strongest: terms indexed per document, where the index holds terms; None: all.
+            similarity: of the index; by cosine, vectors are scaled to length 1.
             follow: read only, and show the writes of another process.
             merge_rows: see LiveConfig.
             segment_bytes: see LiveConfig.
@@ -100,6 +103,7 @@ class LiveShard:
         """
         self._folder, self._merge_rows, self._shards = Path(log), merge_rows, shards
         self._strongest = strongest
+        self._similarity: Similarity = similarity
         self._state = LiveState(base, quantizer, sequence=after)
         self._log = None if follow else wal.Log(log, after=after, segment_bytes=segment_bytes)
         self._order, self._commit = threading.Lock(), threading.Lock()
@@ -135,7 +139,7 @@ class LiveShard:
         Args:
             documents: with the columns of the index; where it holds terms, `terms` and `impacts` as in
                 storage.schema.SPARSE, or none; other columns are ignored.
-            vectors: one per document; scaled to unit length.
+            vectors: one per document; scaled to unit length in an index that compares by cosine.
             rows: numbers that name rejected rows without a doc_id; None: their positions.
 
         Raises:
@@ -143,7 +147,12 @@ class LiveShard:
             ArtifactError: the log cannot be written; writes that were not acknowledged may still be there.
         """
         write, rejected = checked_upsert(
-            documents, vectors, self.snapshot.base, strongest=self._strongest, rows=rows
+            documents,
+            vectors,
+            self.snapshot.base,
+            strongest=self._strongest,
+            rows=rows,
+            similarity=self._similarity,
         )
         return WriteResult(self._written(write), write.documents.num_rows, rejected)
 
@@ -297,6 +306,7 @@ class LiveIndex:
                     needed=needed[number],
                     shards=opened.layout.shards,
                     strongest=opened.config.terms,
+                    similarity=opened.layout.similarity,
                     follow=follow,
                     merge_rows=self._config.merge_rows,
                     segment_bytes=self._config.segment_bytes,

@@ -32,6 +32,7 @@ from scalingnote.errors import DataError, SearchError
 from scalingnote.index import families, ivf, postings, wal
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
+from scalingnote.models.published_model import Similarity
 from scalingnote.storage import arrow
 from scalingnote.storage.arrow import StoredRows, take_rows, to_arrow, to_numpy
 from scalingnote.storage.schema import SPARSE
@@ -42,7 +43,7 @@ REPLAY_BATCH = 256  # records applied at once
 
 @dataclass(frozen=True)
 class Upsert:
-    """Documents with distinct doc_ids, and their vectors of unit length."""
+    """Documents with distinct doc_ids, and their vectors as the index compares them."""
 
     documents: pa.RecordBatch
     vectors: Float[ndarray, "rows dim"]
@@ -78,6 +79,7 @@ def checked_upsert(
     *,
     strongest: int | None,
     rows: Sequence[int] | None,
+    similarity: Similarity = "cosine",
 ) -> tuple[Upsert, list[dict[str, str]]]:
     """Separate the rows that can be written from those to reject; of rows with equal doc_ids the last counts.
 
@@ -88,6 +90,7 @@ def checked_upsert(
         base: a shard of the index.
         strongest: terms kept per document; None: all.
         rows: numbers that name rejected rows without a doc_id; None: their positions.
+        similarity: of the index; by cosine, vectors are scaled to length 1.
 
     Returns:
         The write, and the rejected rows as in storage.schema.REJECTED.
@@ -115,10 +118,10 @@ def checked_upsert(
         else:
             last[doc_id] = row
     kept = sorted(last.values())
-    unit = (wide[kept] / lengths[kept, None]).astype(np.float32)
+    searched = wide[kept] / lengths[kept, None] if similarity == "cosine" else wide[kept]
     places = pa.array(kept, pa.int64())
     strong = None if terms is None else _single_batch(_strongest(terms.take(places), strongest))
-    return Upsert(_single_batch(table.take(places)), unit, strong), rejected
+    return Upsert(_single_batch(table.take(places)), searched.astype(np.float32), strong), rejected
 
 
 def checked_delete(doc_ids: Sequence[str]) -> Delete:

@@ -32,6 +32,7 @@ from scalingnote.errors import ArtifactError, DataError
 from scalingnote.index import families, ivf, postings
 from scalingnote.index.config import Refine
 from scalingnote.index.postings import Postings
+from scalingnote.models.published_model import Similarity
 from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.arrow import StoredRows
@@ -58,8 +59,9 @@ class Layout:
     recall: float | None  # measured with nprobe and refine_factor; None where they were not tuned
     filters: tuple[str, ...]
     sparse: bool = False  # whether documents have terms
-    background: float | None = None  # mean cosine of a query with a random document, if measured
+    background: float | None = None  # mean score of a query and a random document, if measured
     dense_weight: float | None = None  # of dense scores in hybrid search, if tuned
+    similarity: Similarity = "cosine"  # dot: vectors of documents have their own length
 
     def fields(self, documents: pa.Schema) -> pa.Schema:
         """Columns of a shard's documents that a search may filter by."""

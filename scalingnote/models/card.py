@@ -26,6 +26,7 @@ from scalingnote.models.published_model import (
     read_json,
     read_modules,
     role_prompt,
+    similarity_name,
 )
 from scalingnote.storage.artifact import Manifest
 from scalingnote.version import __version__
@@ -40,6 +41,11 @@ _DISTILLATION_LOSSES = {
     "document_matching": "distance to the teacher's document embeddings",
     "one_hot": "cross entropy of labels",
     "scores": "cross entropy with the teacher's scores",
+}
+_LENGTHS = {
+    "cosine": "of length 1; compare them by cosine.",
+    "dot": "queries of length 1 and documents of their own length; compare them by dot, which ranks "
+    "documents as the teacher does.",
 }
 _LIBRARY_CODE = (
     "from sentence_transformers import SentenceTransformer",
@@ -95,7 +101,7 @@ def tower_card(
     ]
     sections = [
         f"One side of a dual encoder trained with ScalingNote, after {_PAPER}. Its embeddings are not "
-        "normalised; compare them by cosine. "
+        f"normalised; compare them by {_teacher_similarity(ancestors)}. "
         f"{'Queries' if role == 'query' else 'Documents'} are read up to {facts['max_length']} tokens.",
         "## Use",
         *_tower_use(facts),
@@ -106,6 +112,12 @@ def tower_card(
         sections += ["## Measured", _table(["measure", "value"], metrics.items(), ruler="|---|---|")]
     # A backbone from scratch has no path, a lookup table no backbone.
     return _tower_page((settings.get("backbone") or {}).get("path"), manifest, facts, sections)
+
+
+def _teacher_similarity(ancestors: Mapping[str, Manifest]) -> str:
+    """Return what search computes: a student's documents are those of its teacher."""
+    teacher = ancestors.get("dual_encoder")
+    return "cosine" if teacher is None else str(teacher.info.get("similarity", "cosine"))
 
 
 def _published_card(manifest: Manifest, facts: Mapping[str, Any]) -> str:
@@ -251,14 +263,14 @@ def router_card(folder: Path, *, teacher: Path, reference: str | None, facts: Ca
     routes = {role: read_modules(folder, role) or [] for role in roles}
     columns = [_route_column(folder, role, routes[role], reference) for role in roles]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    name = facts.name or folder.resolve().name
+    name, similarity = facts.name or folder.resolve().name, similarity_name(folder)
     own_code = any(module.type.startswith("scalingnote.") for route in routes.values() for module in route)
     sections = [
         f"---\n{_router_head(name, routes, teacher, reference, facts).to_yaml()}\n---",
         f"# {name}",
         f"Queries are encoded by {_student(routes['query'])}, documents by "
-        f"{_teacher(reference, facts)}. Both give embeddings of the same space, of length 1; compare them by "
-        "cosine. An index of the teacher's document embeddings stays as it is: only queries become cheap.",
+        f"{_teacher(reference, facts)}. Both give embeddings of the same space, {_LENGTHS[similarity]} An "
+        "index of the teacher's document embeddings stays as it is: only queries become cheap.",
         "## Use",
         *_library_use(own_code=own_code),
         *_package_use(routes),

@@ -4,6 +4,7 @@ A saved dual encoder has the folders ``query``, ``document``, and ``sparse_query
 """
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,19 @@ def build(
     query_tower = build_query_tower(
         query, dim=dim, tokenizer_json=query_json, seed=seed, backbone=query_backbone, adapter=adapter
     )
+    for side in (query_tower, made):
+        if isinstance(side, published_tower.PublishedTower):
+            _compare_by_cosine(side)
     return DualEncoder(query_tower, made)
+
+
+def _compare_by_cosine(made: published_tower.PublishedTower) -> None:
+    """Make the cosine the similarity of a published model that is to be trained: the losses compare by it."""
+    model = made.native
+    if model.similarity != "cosine" and not model.unit:
+        shown = model.source, model.similarity
+        log.warning("%s compares embeddings by %s: stage I trains them to be compared by cosine", *shown)
+    made.native = replace(model, similarity="cosine")
 
 
 def _have_one_base(query: QueryConfig, document: TowerConfig) -> bool:

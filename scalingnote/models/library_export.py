@@ -208,7 +208,7 @@ def write_published(
     write_json(folder / "sentence_bert_config.json", {**_TEXT_TRANSFORMER, **settings})
     named = {"query": model.prefix, "document": model.prefix}
     default = role if model.prefix else None
-    write_settings(folder, named, default=default, truncate_dim=layers.keep)
+    write_settings(folder, named, default=default, truncate_dim=layers.keep, similarity=model.similarity)
 
 
 def _weight_of_one(
@@ -240,11 +240,17 @@ def _module_entry(number: int, path: str, name: str) -> dict[str, Any]:
 
 
 def write_settings(
-    folder: Path, prompts: dict[str, str], *, default: str | None = None, truncate_dim: int | None = None
+    folder: Path,
+    prompts: dict[str, str],
+    *,
+    default: str | None = None,
+    truncate_dim: int | None = None,
+    similarity: str = "cosine",
 ) -> None:
-    """Write config_sentence_transformers.json. The similarity of our models is the cosine.
+    """Write config_sentence_transformers.json.
 
-    `default` is the name of the prompt that `encode` uses; `truncate_dim` the dimensions kept, None all.
+    `default` is the name of the prompt that `encode` uses; `truncate_dim` the dimensions kept, None all;
+    `similarity` the name of the model's own, the cosine of all that we train.
     """
     settings: dict[str, Any] = {
         "__version__": {
@@ -255,7 +261,7 @@ def write_settings(
         "model_type": "SentenceTransformer",
         "prompts": prompts,
         "default_prompt_name": default,
-        "similarity_fn_name": "cosine",
+        "similarity_fn_name": similarity,
     }
     if truncate_dim is not None:
         settings["truncate_dim"] = truncate_dim

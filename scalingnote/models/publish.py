@@ -2,16 +2,17 @@
 
 A Router folder is loaded by `SentenceTransformer(folder)`; queries pass the student, documents the teacher:
 
-    modules.json                        Router, then Normalize
+    modules.json                        Router, then Normalize where embeddings are compared by cosine
     router_config.json                  the modules of both routes
-    query_0_StaticEmbedding/, ...       the student, in float32
+    query_0_StaticEmbedding/, ...       the student, in float32; Normalize where they are compared by dot
     document_0_Transformer/, ...        the teacher: a copy, or `document_0_ReferencedModel/`, its name alone
-    config_sentence_transformers.json   the prompt of each route
+    config_sentence_transformers.json   the prompt of each route, and the similarity of the teacher
     README.md                           model card (models/card.py)
 
-`encode_query` and `encode_document` return the embeddings of our encoders, normalised. `encode` without a
-role takes the document route with its prompt: documents encoded by the student would stay in an index, while
-queries encoded by the teacher are only slower.
+`encode_query` and `encode_document` return the embeddings of our encoders, normalised. Of a teacher that
+compares by dot, documents keep their length and queries get length 1, which changes no ranking: a score is
+the teacher's by a factor of each query. `encode` without a role takes the document route with its prompt:
+documents encoded by the student would stay in an index, while queries encoded by the teacher are only slower.
 """
 
 import json
@@ -25,10 +26,11 @@ from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import library_export, published_model
 from scalingnote.models.card import CardFacts, router_card, tower_card
 from scalingnote.models.lookup_table import Table, is_static, write_published
-from scalingnote.models.published_model import LOOKUP_TABLE, REFERENCED_MODEL, Module, Role
+from scalingnote.models.published_model import LOOKUP_TABLE, REFERENCED_MODEL, Module, Role, Similarity
 from scalingnote.storage.artifact import Artifact, Manifest, open_artifact
 
 _BASE = "sentence_transformers.base.modules"
+_NORMALIZE = f"{_BASE}.normalize.Normalize"
 _STATIC_EMBEDDING = "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding"
 # A module in its model's root folder has files with these suffixes, except those of the model and of ours.
 _MODULE_SUFFIXES = {".json", ".txt", ".model", ".safetensors", ".jinja"}
@@ -68,7 +70,8 @@ def write_router(
 
     Raises:
         ConfigError: the towers' dimensions differ, a folder has no modules.json or holds adapters alone, a
-            module needs code of its own, or `folder` holds another model.
+            module needs code of its own, documents are compared neither by cosine nor by dot, or `folder`
+            holds another model.
     """
     sides: dict[Role, _Side] = {"query": _side(query, "query"), "document": _side(document, "document")}
     dims = {role: side.dim for role, side in sides.items() if side.dim is not None}
@@ -81,6 +84,7 @@ def write_router(
     is_table = _tower_settings(query).get("kind") == "lookup"
     query_modules = [] if is_table else _modules(query, "query")
     document_modules = _modules(document, "document")
+    similarity = published_model.similarity_of(document)
     if document_reference is not None:
         _check_reference(document_reference, document)
     _clear(folder)
@@ -92,13 +96,16 @@ def write_router(
         document_types = _copy(document, document_modules, folder, "document")
     else:
         document_types = _write_reference(document_reference, document, folder)
-    _write_lists(folder, {"query": query_types, "document": document_types})
+    if similarity == "dot" and not (query_modules and query_modules[-1].name == "Normalize"):
+        query_types[_write_normalise(folder / f"query_{len(query_types)}_Normalize")] = _NORMALIZE
+    _write_lists(folder, {"query": query_types, "document": document_types}, similarity)
     dim = next(iter(dims.values()), None)
     library_export.write_settings(
         folder,
         {role: side.prompt for role, side in sides.items()},
         default="document" if sides["document"].prompt else None,
         truncate_dim=dim if any(side.truncated for side in sides.values()) else None,
+        similarity=similarity,
     )
     text = router_card(folder, teacher=document, reference=document_reference, facts=facts or CardFacts())
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -245,7 +252,14 @@ def _copy(source: Path, modules: Sequence[Module], folder: Path, role: Role) -> 
     return types
 
 
-def _write_lists(folder: Path, types: dict[str, dict[str, str]]) -> None:
+def _write_normalise(place: Path) -> str:
+    """Write a Normalize module; returns the name of its folder."""
+    place.mkdir(exist_ok=True)
+    published_model.write_json(place / "config.json", {})
+    return place.name
+
+
+def _write_lists(folder: Path, types: dict[str, dict[str, str]], similarity: Similarity) -> None:
     published_model.write_json(
         folder / "router_config.json",
         {
@@ -254,13 +268,11 @@ def _write_lists(folder: Path, types: dict[str, dict[str, str]]) -> None:
             "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
         },
     )
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.router.Router"},
-        {"idx": 1, "name": "1", "path": "1_Normalize", "type": f"{_BASE}.normalize.Normalize"},
-    ]
+    modules = [{"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.router.Router"}]
+    if similarity == "cosine":
+        path = _write_normalise(folder / "1_Normalize")
+        modules.append({"idx": 1, "name": "1", "path": path, "type": _NORMALIZE})
     published_model.write_json(folder / "modules.json", modules)
-    (folder / "1_Normalize").mkdir(exist_ok=True)
-    published_model.write_json(folder / "1_Normalize" / "config.json", {})
 
 
 def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from scalingnote.errors import ConfigError
 
 Role = Literal["query", "document"]
+Similarity = Literal["cosine", "dot"]  # what search computes of a query and a document
 ROUTERS = ("Router", "Asym")
 STATIC_EMBEDDING = "StaticEmbedding"
 # Classes of scalingnote.models.library_modules. Published folders contain these names: never change them.
@@ -107,10 +108,45 @@ def role_prompt(folder: Path, role: Role) -> str:
 
 
 def unread_prompt(folder: Path) -> tuple[str, str] | None:
-    """Return name and text of a prompt that is meant for documents and that `encode_document` does not read."""
+    """Return name and text of a prompt for documents that `encode_document` does not read; None: all are.
+
+    There is one if it has another name than document, and no prompt has that name.
+    """
     prompts: Mapping[str, str | None] = model_settings(folder).get("prompts") or {}
     named = ((name, prompts.get(name)) for name in ("passage", "corpus") if not prompts.get("document"))
     return next(((name, text) for name, text in named if text), None)
+
+
+def similarity_name(folder: Path) -> str:
+    """Return the name of a model's own similarity; without one sentence-transformers takes the cosine."""
+    return model_settings(folder).get("similarity_fn_name") or "cosine"
+
+
+def similarity_of(folder: Path) -> Similarity:
+    """Return how search compares the embeddings of a folder's documents.
+
+    ConfigError as :func:`searched_similarity`.
+    """
+    modules = read_modules(folder, "document")
+    whole = model_settings(folder).get("truncate_dim") is None
+    unit = bool(modules) and modules[-1].name == "Normalize" and whole
+    return searched_similarity(similarity_name(folder), unit=unit, source=folder)
+
+
+def searched_similarity(name: str, *, unit: bool, source: Path) -> Similarity:
+    """Return what search computes for a model whose own similarity has this name.
+
+    Of unit vectors, products and Euclidean distances rank as cosines do. ConfigError for a similarity that
+    search does not know: another one would rank documents otherwise.
+    """
+    if name == "cosine" or (unit and name in ("dot", "euclidean")):
+        return "cosine"
+    if name == "dot":
+        return "dot"
+    raise ConfigError(
+        f"{source} compares embeddings by {name!r} (similarity_fn_name), search by cosine or dot, which rank "
+        "documents otherwise: to search by one of these all the same, set adopt.similarity to it"
+    )
 
 
 def model_settings(folder: Path) -> Mapping[str, Any]:
@@ -191,8 +227,20 @@ class PublishedModel:
     max_length: int | None = None  # tokens; None: what the tokenizer and the model allow
     lower_case: bool = False
     truncate_dim: int | None = None  # dimensions kept of an embedding
+    similarity: str = "cosine"  # the name of the model's own; of an adopted model a Similarity
     tokenizer_type: str | None = None  # of AutoTokenizer, where the folder names one
     unknown: str | None = None  # settings that only sentence-transformers implements
+
+    @property
+    def unit(self) -> bool:
+        """Whether embeddings are known to have length 1."""
+        normalised = bool(self.steps) and self.steps[-1].kind == "normalise"
+        return normalised and self.truncate_dim is None and self.unknown is None
+
+    @property
+    def searched_by(self) -> Similarity:
+        """How search compares the embeddings; ConfigError as :func:`searched_similarity`."""
+        return searched_similarity(self.similarity, unit=self.unit, source=self.source)
 
 
 def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedModel:
@@ -220,6 +268,7 @@ def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedMod
         model,
         prefix=role_prompt(folder, role),
         truncate_dim=model_settings(folder).get("truncate_dim"),
+        similarity=similarity_name(folder),
     )
 
 

@@ -99,7 +99,7 @@ def build(
     seed: int = 0,
     backbone: Backbone | None = None,
     adapter: str | None = None,
-) -> Tower:
+) -> PublishedTower:
     """Build the tower of a published model, whose settings `config` overrides, ready to train.
 
     Arguments as of :func:`scalingnote.models.dual_encoder.build_tower`; a `dim` of None is the model's own.
@@ -310,6 +310,7 @@ class LibraryTower(Tower):
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
         """Write the model with its library; both roles get this role's prompt."""
         folder.mkdir(parents=True, exist_ok=True)
+        self.library.similarity_fn_name = self.native.similarity
         self.library.prompts = {"query": self.native.prefix, "document": self.native.prefix}
         self.library.default_prompt_name = self.role if self.native.prefix else None
         self.library.save(str(folder), create_model_card=False)

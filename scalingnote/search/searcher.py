@@ -37,7 +37,11 @@ _ROWS = (1 << _ROW_BITS) - 1
 
 
 class SearchHit(NamedTuple):
-    """A document of the answer. `score` is its cosine, or the joined dense and sparse score."""
+    """A document of the answer. `score` is `dense`, or the joined dense and sparse score.
+
+    `dense` is the cosine of query and document; in an index that compares by dot, the inner product of the
+    query at length 1 and the document, which ranks as the model's own similarity does.
+    """
 
     score: float
     document: Mapping[str, Any]
@@ -316,7 +320,7 @@ class Searcher:
         nprobe: int | None = None,
         where: filters.Filter | None = None,
     ) -> list[list[SearchHit]]:
-        """Find the k best documents of each query, by cosine, or by embeddings and terms.
+        """Find the k best documents of each query, by embeddings, or by embeddings and terms.
 
         Args:
             queries: embeddings of any length.

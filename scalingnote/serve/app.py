@@ -16,6 +16,7 @@ from ray.serve import Application, Deployment, deployment
 from ray.serve.handle import DeploymentHandle
 
 from scalingnote.experiment.access_log import AccessWriter
+from scalingnote.models.published_model import Similarity
 from scalingnote.serve import api, placement
 from scalingnote.serve.access import Admission, read_keys
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes
@@ -102,6 +103,7 @@ class Gateway(_Ingress, Servicer):
         documents: DeploymentHandle[Any] | None = None,
         aggregators: Sequence[DeploymentHandle[Any]] = (),
         teacher: DeploymentHandle[Any] | None = None,
+        similarity: Similarity = "cosine",
     ) -> None:
         _Ingress.__init__(self, config)
         handles: list[Handle] = [*searchers] if searchers else [_local_searcher(catalog, config)]
@@ -117,6 +119,7 @@ class Gateway(_Ingress, Servicer):
             documents=documents,
             aggregators=aggregators,
             teacher=teacher,
+            similarity=similarity,
         )
         Servicer.__init__(self, service, self._admission, self._observer)
 
@@ -140,10 +143,11 @@ class TowerGateway(_Ingress):
         documents: DeploymentHandle[Any] | None,
         config: ServeConfig,
         reranker: DeploymentHandle[Any] | None = None,
+        similarity: Similarity = "cosine",
     ) -> None:
         super().__init__(config)
         queries = {} if query is None else {name: _encoder(query)}
-        self._service = Embeddings(name, queries, documents, config, reranker=reranker)
+        self._service = Embeddings(name, queries, documents, config, reranker=reranker, similarity=similarity)
 
 
 def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
@@ -202,6 +206,7 @@ def bind(served: ServedArtifacts | ServedTower) -> Application:
         _documents(served.document_tower, config.document_replicas or 0, config),
         _aggregators(searchers, config),
         _teacher(served),
+        served.similarity,
     )
     return application
 
@@ -213,7 +218,7 @@ def _bind_tower(served: ServedTower) -> Application:
     gateway = _replicas(TowerGateway, config, "gateway", config.gateway_replicas, config.cpus_per_replica)
     documents = _documents(served.document, served.document_replicas, config)
     application: Application = gateway.bind(
-        served.name, arm and arm.encoder, documents, config, _reranker(config)
+        served.name, arm and arm.encoder, documents, config, _reranker(config), served.similarity
     )
     return application
 

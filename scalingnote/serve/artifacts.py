@@ -8,7 +8,8 @@ from scalingnote import pipeline, stages
 from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models.published_model import local_folder
+from scalingnote.index.shard import open_layout
+from scalingnote.models.published_model import Similarity, local_folder, similarity_of
 from scalingnote.run_config import RunConfig
 from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.serve import towers
@@ -45,6 +46,11 @@ class ServedArtifacts:
         return range(int(self.index.read_json("index.json")["shards"]))
 
     @property
+    def similarity(self) -> Similarity:
+        """How the index compares queries and documents."""
+        return open_layout(self.index).similarity
+
+    @property
     def groups(self) -> tuple[range, ...]:
         """The shards that each searcher deployment holds."""
         shards = len(self.shards)
@@ -72,6 +78,7 @@ class ServedTower:
     query: ServedArm | None  # with the parts of its query path, not a handle
     document: Location | None
     config: ServeConfig
+    similarity: Similarity = "cosine"  # of its embeddings
     address: str | None = None  # of the Ray cluster
 
     @property
@@ -141,7 +148,8 @@ def _served_tower(model: str, config: ServeConfig) -> ServedTower:
     document = (str(found["document"]), towers.FOLDER) if "document" in found else None
     if arm is None and config.document_replicas == 0:
         raise ConfigError(f"{model} reads documents alone: set serve.document_replicas to 1 or more")
-    return ServedTower(folder.name, arm, document, config)
+    similarity = similarity_of(found.get("document", folder))
+    return ServedTower(folder.name, arm, document, config, similarity)
 
 
 def _served(index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig) -> ServedArtifacts:

@@ -1,6 +1,8 @@
 """Embeddings for clients of other servers: OpenAI's ``/v1/embeddings``, and the paths of TEI.
 
-    texts, token ids ─► side (query or document) ─► tower ─► dimensions, length 1 ─► float or base64
+    texts, token ids ─► side (query or document) ─► tower ─► dimensions, length ─► float or base64
+
+Embeddings have length 1, but where the model compares by dot: then their own, of both sides.
 
 A model has two sides. A request names one by `input_type` (TEI: `prompt_name`) or by the model's name with
 ``-query`` or ``-document`` behind it; without either, texts are queries.
@@ -18,14 +20,14 @@ from jaxtyping import Float32
 from numpy import ndarray
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from scalingnote.models.published_model import Role
+from scalingnote.models.published_model import Role, Similarity
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, conflict, invalid, unavailable
 from scalingnote.serve.concurrency import Handle, gather_in_time
 from scalingnote.serve.messages import Name
 from scalingnote.serve.towers import Embedded, Refused
 from scalingnote.serve_config import ServeConfig
-from scalingnote.storage.arrow import l2_normalize
+from scalingnote.storage.arrow import as_searched, l2_normalize
 from scalingnote.version import __version__
 
 MAX_TOKENS = 8192  # ids of one text in a request
@@ -59,7 +61,9 @@ class EmbeddingRequest(_Request):
     )
     model: Name = Field(description="a name of /v1/models; NAME-query and NAME-document choose the side")
     dimensions: Annotated[int | None, Field(ge=1, strict=True)] = Field(
-        None, description="the first values of each embedding, scaled to length 1 again; null: all"
+        None,
+        description="the first values of each embedding, scaled to length 1 again if the model compares by "
+        "cosine; null: all",
     )
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="base64: of little-endian float32, four bytes a value"
@@ -83,7 +87,7 @@ class Usage(BaseModel):
 
 
 class EmbeddingList(BaseModel):
-    """The answer of ``POST /v1/embeddings``: unit embeddings in the order of the input."""
+    """The answer of ``POST /v1/embeddings``: in the order of the input; unit vectors, but of dot models."""
 
     object: Literal["list"]
     data: list[EmbeddingRow]
@@ -136,7 +140,10 @@ class TeiEmbedRequest(TeiRequest):
     """The body of ``POST /embed``."""
 
     truncate: StrictBool | None = Field(None, description=TRUNCATE)
-    normalize: StrictBool = Field(True, description="whether every embedding has length 1")
+    normalize: StrictBool | None = Field(
+        None,
+        description="whether every embedding has length 1; null: if the model compares by cosine, not by dot",
+    )
     dimensions: Annotated[int | None, Field(ge=1, strict=True)] = None
 
 
@@ -215,6 +222,7 @@ class Embeddings:
         documents: the document tower; None: requests for documents are refused.
         config: limits and deadlines.
         reranker: None: ``/rerank`` is refused.
+        similarity: that the model compares by; of dot, embeddings keep their length.
     """
 
     def __init__(
@@ -225,7 +233,9 @@ class Embeddings:
         config: ServeConfig,
         *,
         reranker: Handle | None = None,
+        similarity: Similarity = "cosine",
     ) -> None:
+        self._similarity = similarity
         self.name, self._queries, self._documents = name, dict(queries), documents
         self._config, self._reranker, self._created = config, reranker, int(time.time())
         self._dim = 0
@@ -262,7 +272,8 @@ class Embeddings:
         """
         tower = self._side(request.model, request.input_type)
         found = await self._embed_input(tower, request.input)
-        vectors = await asyncio.to_thread(_cut, found.vectors, request.dimensions)
+        scale = self._similarity == "cosine"
+        vectors = await asyncio.to_thread(_cut, found.vectors, request.dimensions, scale=scale)
         values: Sequence[Any] = (
             [base64.b64encode(row).decode() for row in vectors.astype("<f4")]
             if request.encoding_format == "base64"
@@ -278,8 +289,9 @@ class Embeddings:
         """Answer ``POST /embed``: an embedding of each text."""
         tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
         vectors = (await self._embed(tower, texts, truncate=request.truncate)).vectors
-        if request.normalize or request.dimensions is not None:
-            vectors = _cut(vectors, request.dimensions, scale=request.normalize)
+        scale = self._similarity == "cosine" if request.normalize is None else request.normalize
+        if scale or request.dimensions is not None:
+            vectors = _cut(vectors, request.dimensions, scale=scale)
         rows: list[list[float]] = vectors.tolist()
         return rows
 
@@ -306,7 +318,7 @@ class Embeddings:
         return [{"index": n, "score": float(scores[n]), **shown[n]} for n in order]
 
     async def similarity(self, request: TeiSimilarityRequest) -> list[float]:
-        """Answer ``POST /similarity``: cosines of one text and others."""
+        """Answer ``POST /similarity``: cosines, or inner products, of one text and others."""
         chosen = request.parameters.prompt_name if request.parameters else None
         (source,) = self._checked([request.inputs.source_sentence], "inputs.source_sentence")
         sentences = self._checked(request.inputs.sentences, "inputs.sentences")
@@ -314,8 +326,9 @@ class Embeddings:
         truncate = request.parameters.truncate if request.parameters else None
         first = await self._embed(self._side(self.name, chosen or "query"), [source], truncate=truncate)
         second = await self._embed(self._side(self.name, others), sentences, truncate=truncate)
-        cosines: list[float] = (l2_normalize(second.vectors) @ l2_normalize(first.vectors)[0]).tolist()
-        return cosines
+        one, others = (as_searched(side.vectors, self._similarity) for side in (first, second))
+        scores: list[float] = (others @ one[0]).tolist()
+        return scores
 
     async def tokenize(self, request: TeiTokenizeRequest) -> list[list[dict[str, Any]]]:
         """Answer ``POST /tokenize``: the tokens of each text."""
@@ -415,9 +428,9 @@ class Embeddings:
 
 
 def _cut(
-    vectors: Float32[ndarray, "texts dim"], dimensions: int | None, *, scale: bool = True
+    vectors: Float32[ndarray, "texts dim"], dimensions: int | None, *, scale: bool
 ) -> Float32[ndarray, "texts kept"]:
-    """The first `dimensions` values of each embedding, scaled to length 1."""
+    """The first `dimensions` values of each embedding; with `scale` of length 1."""
     dim = vectors.shape[1]
     if dimensions is not None and dimensions > dim:
         raise invalid(f"{dimensions} dimensions are asked for, embeddings have {dim}", "dimensions")

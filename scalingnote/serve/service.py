@@ -22,6 +22,7 @@ from scalingnote.errors import SearchError
 from scalingnote.experiment.config import arm_of, unit_of
 from scalingnote.index import filters
 from scalingnote.index.shard import Layout
+from scalingnote.models.published_model import Similarity
 from scalingnote.search.query_path import COMPARED, Query
 from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
 from scalingnote.serve import messages
@@ -71,6 +72,7 @@ class Service:
         name: of the model, for clients of embeddings.
         documents: the document tower, for the same; None: it is not served.
         teacher: encodes the queries that `config.escalation` chooses; None: no query.
+        similarity: that embeddings are compared by.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Service:
         documents: Handle | None = None,
         aggregators: Sequence[Handle] = (),
         teacher: Handle | None = None,
+        similarity: Similarity = "cosine",
     ) -> None:
         self._teacher = Teacher(teacher, config.escalation) if teacher and config.escalation else None
         self._arms, self._searchers = {arm.name: arm for arm in arms}, list(searchers)
@@ -94,7 +97,9 @@ class Service:
         groups = sizes(len(searchers), config.fanout) if aggregators else [[n] for n in range(len(searchers))]
         self._fan_out = FanOut(aggregators or searchers, groups, hedge_after=hedged(config))
         encoders = {arm.name: arm.encoder for arm in arms}
-        self.embeddings = Embeddings(name, encoders, documents, config, reranker=reranker)
+        self.embeddings = Embeddings(
+            name, encoders, documents, config, reranker=reranker, similarity=similarity
+        )
         self.versions, self._config, self._reranker = versions, config, reranker
         self.writes = DocumentWrites(
             writing, searchers=searchers, versions=versions, max_batch=config.limits.max_batch

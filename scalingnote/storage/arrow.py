@@ -60,6 +60,11 @@ def l2_normalize(matrix: Float[ndarray, "rows dim"]) -> Float[ndarray, "rows dim
     return scaled
 
 
+def as_searched(matrix: Float[ndarray, "rows dim"], similarity: str) -> Float[ndarray, "rows dim"]:
+    """Embeddings of documents as search compares them: of length 1 by cosine, as they are by dot; float32."""
+    return l2_normalize(matrix) if similarity == "cosine" else matrix.astype(np.float32, copy=False)
+
+
 def npy_bytes(array: Shaped[ndarray, "..."]) -> bytes:
     """An array as the contents of a .npy file."""
     sink = io.BytesIO()

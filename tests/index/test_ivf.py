@@ -73,6 +73,26 @@ def test_all_lists_and_kept_floats_equal_exact_search(
 
 
 @by_kind
+def test_vectors_of_their_own_length_are_found_by_inner_product(
+    family: Family, documents: np.ndarray, asked: np.ndarray
+) -> None:
+    lengths = np.random.default_rng(4).uniform(4, 12, (len(documents), 1)).astype(np.float32)
+    longer = documents * lengths
+    exact_scores, exact = topk.search(asked, longer, k=10)
+    assert (exact != topk.search(asked, documents, k=10)[1]).any()
+    scores, rows = _search(_filled(_train(longer, family), longer), asked, k=10, nprobe=LISTS)
+    assert _recall(rows, exact) > 0.9
+    if families.refine_of(family) == "flat":
+        np.testing.assert_allclose(scores, exact_scores, rtol=1e-5)
+
+
+def test_centroids_are_as_long_as_the_vectors(documents: np.ndarray) -> None:
+    longer, unit = (_train(vectors, IVFPQ(m=6, nbits=6)) for vectors in (documents * 7, documents))
+    np.testing.assert_allclose(np.linalg.norm(longer.centroids, axis=1), 7, rtol=1e-3)
+    np.testing.assert_allclose(np.linalg.norm(unit.centroids, axis=1), 1, rtol=1e-5)
+
+
+@by_kind
 def test_files_are_read_and_mapped_to_the_same_lists(
     family: Family, documents: np.ndarray, asked: np.ndarray, tmp_path: Path
 ) -> None:

@@ -223,6 +223,26 @@ def test_bad_rows_are_set_aside_and_the_others_written(live: LiveShard) -> None:
     assert (nothing.sequence, nothing.rows, len(nothing.rejected)) == (written.sequence, 0, 1)
 
 
+def test_vectors_keep_their_length_in_an_index_that_compares_by_dot(
+    base: Shard, shared: families.Quantizer, tmp_path: Path
+) -> None:
+    live = LiveShard(base, shared, log=tmp_path / "log", similarity="dot")
+    names = [f"n{number}" for number in range(40)]
+    written = NEW[:40] * np.linspace(0.2, 9, 40, dtype=np.float32)[:, None]
+    live.upsert(table(names), written)
+    matrix = np.concatenate([np.stack([*BASE.values()]), written])
+    everything = np.array([*BASE, *names], object)
+    expected = [everything[np.argsort(-(matrix @ query))[:10]].tolist() for query in ASKED]
+    assert search(live.snapshot, shared, ASKED, k=10) == expected
+    live.merge()
+    assert search(live.snapshot, shared, ASKED, k=10) == expected
+    found = live.vector("n39")
+    assert found is not None
+    np.testing.assert_allclose(found, written[39], rtol=1e-5)
+    follower = LiveShard(base, shared, log=tmp_path / "log", follow=True, similarity="dot")
+    assert search(follower.snapshot, shared, ASKED, k=10) == expected
+
+
 def test_what_cannot_be_read_is_refused(live: LiveShard) -> None:
     with pytest.raises(DataError, match="no column 'topic': this index holds doc_id, title"):
         live.upsert(table(["a"]).drop_columns(["topic"]), NEW[:1])

@@ -1,7 +1,9 @@
 """Embeddings in the forms of OpenAI and TEI: equal to our encoders', limited and refused like every path."""
 
 import base64
+import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 from gateway_here import Client
 from numpy import ndarray
 from routed import NAME, router
+from sentence_transformers import SentenceTransformer
 
 import families
+import published
 from scalingnote.api import QueryEncoder
 from scalingnote.errors import ConfigError
 from scalingnote.models.lookup_table import Table
@@ -52,6 +56,48 @@ def client(folder: Path) -> Iterator[Client]:
     made = Client(api.build(embeddings, config))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def dot_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published model whose embeddings have a length of their own."""
+    path = published.folder(tmp_path_factory.mktemp("dot"), pooling="mean_sqrt_len_tokens", normalise=False)
+    settings = path / "config_sentence_transformers.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"similarity_fn_name": "dot"}))
+    return path
+
+
+def test_a_dot_model_s_embeddings_keep_their_length(dot_model: Path):
+    served = artifacts.find(AppArgs(model=str(dot_model), serve=ServeConfig(query_form="torch")))
+    assert isinstance(served, artifacts.ServedTower)
+    assert served.query is not None
+    assert served.document is not None
+    assert served.similarity == "dot"
+    queries = {served.name: LocalHandle(ArmEncoder(served.query.encoder))}
+    documents = LocalHandle(DocumentTower(served.document))
+    made = Embeddings(served.name, queries, documents, served.config, similarity=served.similarity)
+    library = SentenceTransformer(str(dot_model), device="cpu")
+    with closing(Client(api.build(made, served.config))) as client:
+
+        def vectors(path: str, **body: Any) -> ndarray:
+            answer = client("POST", path, json=body).json()
+            rows = answer if path == "/embed" else [row["embedding"] for row in answer["data"]]
+            return np.array(rows)
+
+        for role, encode in (("query", library.encode_query), ("document", library.encode_document)):
+            whole, asked = encode(TEXTS), {"model": served.name, "input": TEXTS, "input_type": role}
+            assert np.ptp(np.linalg.norm(whole, axis=1)) > 1
+            np.testing.assert_allclose(vectors("/v1/embeddings", **asked), whole, atol=1e-4)
+            cut = vectors("/v1/embeddings", **asked, dimensions=8)
+            np.testing.assert_allclose(cut, whole[:, :8], atol=1e-4)
+            given = {"inputs": TEXTS, "prompt_name": role}
+            np.testing.assert_allclose(vectors("/embed", **given), whole, atol=1e-4)
+            unit = vectors("/embed", **given, normalize=True)
+            np.testing.assert_allclose(np.linalg.norm(unit, axis=1), 1, rtol=1e-5)
+        compared = {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS}}
+        scores = client("POST", "/similarity", json=compared).json()
+        expected = library.similarity(library.encode_query(TEXTS[:1]), library.encode_document(TEXTS))
+        np.testing.assert_allclose(scores, expected[0], rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
