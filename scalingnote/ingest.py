@@ -144,7 +144,7 @@ def documents_table(documents: Sequence[Mapping[str, Any]], schema: pa.Schema) -
     for document in documents:
         doc_id = str(document["doc_id"])
         row = {field.name: document.get(field.name) for field in schema}
-        row |= {name: row[name].strip() for name in TEXTS if isinstance(row.get(name), str)}
+        row |= {name: text.strip() for name in TEXTS if isinstance(text := row.get(name), str)}
         try:
             if unknown := [name for name in document if name not in schema.names]:
                 known = ", ".join(schema.names)

@@ -157,9 +157,9 @@ def train(
 ) -> Quantizer:
     """Fit a quantizer to a sample of vectors; centroids are fitted on GPUs where faiss sees some.
 
-    Lists are chosen by direction. Of vectors that are longer or shorter than 1, centroids of product codes get
-    the mean length, so that the difference from a centroid, which a code stands for, is small. RaBitQ scales
-    each vector itself: with such centroids faiss 1.15 loses most of its recall.
+    Lists are chosen by direction. Of vectors that are longer or shorter than 1, centroids of product codes
+    get the mean length, so that the difference from a centroid, which a code stands for, is small. RaBitQ
+    scales each vector itself: with such centroids faiss 1.15 loses most of its recall.
     ConfigError where the sample is too small for these settings; `kind` is of the coarse quantizer, see
     :func:`coarse_of`.
     """

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from scalingnote.errors import ConfigError
+from scalingnote.log import get_logger
 from scalingnote.models.batch import first_position
 from scalingnote.models.config import Pretrained, Scratch
-from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens
+from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens, add_flagged_tokens
 from scalingnote.models.sparse_head import HeadTransform, SparseHead
 from scalingnote.models.weights import load_adapter
 
+log = get_logger("models")
 logging.disable_progress_bar()  # one bar per small file would hide our own progress lines
 
 _OPTIONAL_FILE = {"_raise_exceptions_for_missing_entries": False}
@@ -313,7 +316,26 @@ def _tokenizer(path: str) -> Any:
     """
     declared = get_tokenizer_config(path).get("tokenizer_class")
     plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
+    return as_flagged((PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path), path)
+
+
+def as_flagged(tokenizer: Any, path: str | Path) -> Any:
+    """Return a tokenizer of transformers that adds what the tokenizer_config.json at `path` says it adds."""
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        changes = add_flagged_tokens(
+            tokenizer.backend_tokenizer,
+            get_tokenizer_config(str(path)),
+            first=tokenizer.bos_token,
+            end=tokenizer.eos_token,
+        )
+        if changes:
+            _tell(str(path), changes)
+    return tokenizer
+
+
+@cache
+def _tell(path: str, changes: str) -> None:
+    log.info("%s: %s, as tokenizer_config.json says and tokenizer.json does not", path, changes)
 
 
 def _start_as_first_token(backbone: Backbone, tokens: Sequence[str]) -> None:

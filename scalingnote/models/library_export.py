@@ -19,12 +19,21 @@ import torch
 import transformers
 from jaxtyping import Float
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from scalingnote.models.heads import Dense, Head
-from scalingnote.models.prompt import FIELDS, PLACEHOLDERS, DocumentPrompt, Row, SpecialTokens, plain, split
+from scalingnote.models.prompt import (
+    FIELDS,
+    PLACEHOLDERS,
+    DocumentPrompt,
+    Row,
+    SpecialTokens,
+    plain,
+    split,
+    template_of,
+)
 from scalingnote.models.published_model import MODES, PublishedModel, Role, dense_settings, write_json
 
 _LIBRARY_RELEASE = "6.2.0"  # of sentence-transformers, whose file format is written
@@ -101,14 +110,7 @@ def export_tokenizer(
             after += raw.encode(plain(piece), add_special_tokens=False).ids
     if special.end is not None and (template is None or not causal):
         after.append(special.end)
-    added = {name: ids for name, ids in (("before", before), ("after", after)) if ids}
-    raw.post_processor = processors.TemplateProcessing(
-        single=[name for name in ("before", "$A", "after") if name == "$A" or name in added],
-        special_tokens=[
-            {"id": name, "ids": ids, "tokens": [raw.id_to_token(id) for id in ids]}
-            for name, ids in added.items()
-        ],
-    )
+    raw.post_processor = template_of(raw, before, after)
     names = {key: token for key, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     return PreTrainedTokenizerFast(
         tokenizer_object=raw,

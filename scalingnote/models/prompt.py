@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.texts import checked_texts
@@ -350,6 +350,60 @@ def split(template: str) -> list[str]:
 def plain(piece: str) -> str:
     """Return the text of a literal: doubled braces become single ones."""
     return piece.replace("{{", "{").replace("}}", "}")
+
+
+# Tokenizers that added and left out the two tokens as their flags said, in transformers 4.
+_FLAGGED = re.compile("(Llama|CodeLlama|Gemma|Cohere|GPTNeoX)Tokenizer(Fast)?")
+
+
+def add_flagged_tokens(
+    tokenizer: Tokenizer, settings: Mapping[str, Any], *, first: str | None, end: str | None
+) -> str:
+    """Make `tokenizer` add the first and the end token as its flags say; returns in words what changed.
+
+    Models were trained with what add_bos_token and add_eos_token say, which transformers 5 does not read
+    where there is a tokenizer.json. A flag that is true is always followed; one that is false removes a token
+    where the tokenizer's class followed it in transformers 4.
+
+    Args:
+        tokenizer: of tokenizer.json; its post-processor is replaced if it says something else.
+        settings: of tokenizer_config.json.
+        first: the beginning-of-sequence token; None if there is none.
+        end: the end-of-sequence token.
+    """
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    before, after = whole[:at], whole[at + len(bare) :]
+    removes = _FLAGGED.fullmatch(str(settings.get("tokenizer_class"))) is not None
+    changes = []
+    for flag, token, ids in (("add_bos_token", first, before), ("add_eos_token", end, after)):
+        number = None if token is None else tokenizer.token_to_id(token)
+        if number is None or settings.get(flag) is None:
+            continue
+        if settings[flag] and number not in ids:
+            ids.insert(0 if ids is before else len(ids), number)
+            changes.append(f"{token} is added to every text")
+        elif not settings[flag] and number in ids and removes:
+            ids.remove(number)
+            changes.append(f"{token} is added to no text")
+    if changes:
+        tokenizer.post_processor = template_of(tokenizer, before, after)
+    return ", ".join(changes)
+
+
+def template_of(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> Any:
+    """Return a post-processor that adds tokens before and after a text, and around both texts of a pair."""
+    added = {name: list(ids) for name, ids in (("before", before), ("after", after)) if ids}
+    single = [name for name in ("before", "$A", "after") if name == "$A" or name in added]
+    return processors.TemplateProcessing(
+        single=single,
+        pair=[*single, *("$B:1" if name == "$A" else f"{name}:1" for name in single)],
+        special_tokens=[
+            {"id": name, "ids": ids, "tokens": [tokenizer.id_to_token(id) for id in ids]}
+            for name, ids in added.items()
+        ],
+    )
 
 
 def without_limits(tokenizer: Tokenizer) -> Tokenizer:

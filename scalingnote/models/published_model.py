@@ -127,9 +127,9 @@ def similarity_of(folder: Path) -> Similarity:
 
     ConfigError as :func:`searched_similarity`.
     """
-    modules = read_modules(folder, "document")
+    modules = read_modules(folder, "document") or []
     whole = model_settings(folder).get("truncate_dim") is None
-    unit = bool(modules) and modules[-1].name == "Normalize" and whole
+    unit = whole and [module.name for module in modules[-1:]] == ["Normalize"]
     return searched_similarity(similarity_name(folder), unit=unit, source=folder)
 
 

@@ -209,10 +209,14 @@ def token_limit(model: PublishedModel) -> int:
 
 
 def tokenizer_of(model: PublishedModel) -> Any:
-    """Load the tokenizer of a published model with its post-processor, as sentence-transformers does."""
+    """Load the tokenizer of a published model with its post-processor, as sentence-transformers does.
+
+    Unlike there, it follows add_bos_token and add_eos_token of tokenizer_config.json.
+    """
     kind = {} if model.tokenizer_type is None else {"tokenizer_type": model.tokenizer_type}
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=False, **kind)
+        backbones.as_flagged(tokenizer, model.folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the tokenizer of {str(model.folder)!r}: {error}") from None
     if not tokenizer.is_fast:
@@ -283,6 +287,8 @@ class LibraryTower(Tower):
         transformer.register_forward_hook(_float_states)
         self.backbone = transformer.model
         self.tokenizer, self.native, self.role = tokenizer_of(model), model, role
+        added = self.tokenizer.backend_tokenizer.post_processor
+        transformer.tokenizer.backend_tokenizer.post_processor = added  # what is saved tokenizes alike
         self.config = TowerConfig(
             backbone=Pretrained(path=str(model.source)), pooling="auto", max_length=max_length
         )

@@ -326,8 +326,8 @@ class Embeddings:
         truncate = request.parameters.truncate if request.parameters else None
         first = await self._embed(self._side(self.name, chosen or "query"), [source], truncate=truncate)
         second = await self._embed(self._side(self.name, others), sentences, truncate=truncate)
-        one, others = (as_searched(side.vectors, self._similarity) for side in (first, second))
-        scores: list[float] = (others @ one[0]).tolist()
+        one, many = (as_searched(side.vectors, self._similarity) for side in (first, second))
+        scores: list[float] = (many @ one[0]).tolist()
         return scores
 
     async def tokenize(self, request: TeiTokenizeRequest) -> list[list[dict[str, Any]]]:

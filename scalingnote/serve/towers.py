@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders
 
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import published_model
-from scalingnote.models.prompt import without_limits
+from scalingnote.models.prompt import add_flagged_tokens, without_limits
 from scalingnote.models.published_model import Role
 from scalingnote.storage.artifact import open_artifact
 
@@ -267,5 +267,14 @@ def tokenizer_of(folder: Path, role: Role) -> Tokenizer:
         places = [published_model.read(folder, role).folder]
     for place in (*places, folder):
         if (file := place / "tokenizer.json").exists():
-            return without_limits(Tokenizer.from_file(str(file)))
+            tokenizer = Tokenizer.from_file(str(file))
+            settings = published_model.read_json(place / "tokenizer_config.json") or {}
+            ends = {name: _content(settings.get(f"{name}_token")) for name in ("bos", "eos")}
+            add_flagged_tokens(tokenizer, settings, first=ends["bos"], end=ends["eos"])
+            return without_limits(tokenizer)
     raise ConfigError(f"{folder} has no tokenizer.json of its {role} side: convert its tokenizer first")
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token in tokenizer_config.json, where it may have settings of its own."""
+    return token.get("content") if isinstance(token, dict) else token

@@ -14,19 +14,22 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer.modules import LayerNorm
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 import families
 from published import CONTENTS, PROMPTS, QUERIES, TEXTS, TITLES, folder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
-from scalingnote.models import dual_encoder, published_model, published_tower
+from scalingnote.models import backbone, dual_encoder, published_model, published_tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, Scratch, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder, build_tower, load_tower
-from scalingnote.models.prompt import DocumentPrompt
+from scalingnote.models.prompt import DocumentPrompt, add_flagged_tokens, template_of
 from scalingnote.models.published_tower import LibraryTower
 from scalingnote.models.tower import Tower
+from scalingnote.serve import towers
 from scalingnote.train import tokens
 
 CLOSE = 1e-5
@@ -346,6 +349,66 @@ def test_another_prefix_shares_the_weights(tmp_path: Path, kind: str):
     assert other.tower.backbone is encoder.tower.backbone
     with pytest.raises(ConfigError, match="alone takes"):
         encoder.with_prefix("word " * 40)
+
+
+def end_token_flagged(path: Path, **flags: Any) -> Path:
+    """A decoder whose tokenizer.json adds a first token alone, and whose tokenizer_config.json has flags."""
+    made = folder(path, "mistral", pooling="lasttoken", prompts=PROMPTS)
+    adds = {"first": "[CLS] $A", "both": "[CLS] $A [EOS]", "none": "$A"}[flags.pop("json", "first")]
+    raw = Tokenizer.from_file(str(made / "tokenizer.json"))
+    named = [(token, raw.token_to_id(token)) for token in ("[CLS]", "[EOS]")]
+    raw.post_processor = TemplateProcessing(single=adds, special_tokens=named)
+    raw.save(str(made / "tokenizer.json"))
+    edited(made, "tokenizer_config.json", bos_token="[CLS]", eos_token="[EOS]", **flags)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"add_eos_token": True}, "both"),
+        ({"add_bos_token": True, "add_eos_token": True, "json": "none"}, "both"),
+        ({"add_bos_token": True, "json": "none"}, "first"),
+        ({"add_eos_token": False}, "first"),
+        ({"add_eos_token": False, "json": "both"}, "both"),  # no tokenizer of this class ever read the flag
+        ({"add_eos_token": True, "json": "both"}, "both"),
+        ({}, "first"),
+    ],
+)
+def test_the_end_token_is_there_if_the_tokenizer_s_flag_says_so(
+    tmp_path: Path, flags: dict[str, Any], expected: str
+):
+    path, right = (end_token_flagged(tmp_path / n, **f) for n, f in (("a", flags), ("b", {"json": expected})))
+    tower = build(path, "query")
+    np.testing.assert_allclose(ours(tower), theirs(right, "query"), atol=CLOSE)
+    long = tower.prompt.rows(["word " * 80])[0].ids
+    added = Tokenizer.from_file(str(right / "tokenizer.json")).encode("").ids
+    assert len(long) == 24
+    assert [long[0], long[-1]][-len(added) :] == added if expected == "both" else long[0] == added[0]
+    tower.save(tmp_path / "saved")
+    np.testing.assert_allclose(ours(load_tower(tmp_path / "saved")), theirs(right, "query"), atol=CLOSE)
+    np.testing.assert_allclose(theirs(tmp_path / "saved", "query"), theirs(right, "query"), atol=CLOSE)
+    served = towers.tokenizer_of(path, "query")
+    assert served.encode("word").ids == Tokenizer.from_file(str(right / "tokenizer.json")).encode("word").ids
+    library = LibraryTower(published_model.read(path, "query"), role="query", max_length=24)
+    library.save(tmp_path / "library")
+    for one in (library, load_tower(tmp_path / "library")):
+        np.testing.assert_allclose(ours(one), theirs(right, "query"), atol=CLOSE)
+    # Backbones that are trained begin with the first token that the tokenizer adds, and end with its own.
+    first = Tokenizer.from_file(str(right / "tokenizer.json")).token_to_id("[CLS]")
+    assert backbone.load(path).special.first == first
+
+
+def test_a_flag_that_is_false_takes_a_token_away_where_its_class_did():
+    raw = families.tokenizer().backend_tokenizer
+    first, end = (raw.token_to_id(token) for token in ("[CLS]", "[EOS]"))
+    for named, expected in (("LlamaTokenizerFast", [end]), ("TokenizersBackend", [first, end])):
+        raw.post_processor = template_of(raw, [first], [end])
+        settings = {"tokenizer_class": named, "add_bos_token": False, "add_eos_token": True}
+        said = add_flagged_tokens(raw, settings, first="[CLS]", end="[EOS]")
+        assert raw.encode("").ids == expected
+        assert raw.encode("", "").ids == expected * 2
+        assert said == ("[CLS] is added to no text" if expected == [end] else "")
 
 
 PROMPT_SETS: dict[str, dict[str, Any]] = {
