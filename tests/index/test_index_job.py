@@ -77,6 +77,7 @@ def test_counts_and_bytes_are_those_of_the_files(index: Artifact) -> None:
         "sparse": False,
         "background": None,
         "dense_weight": None,
+        "similarity": "cosine",
     }
 
 
