@@ -1,10 +1,11 @@
 """Settings of adopt: the published model, and settings that its files leave open."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from scalingnote.config import Config
 from scalingnote.models.config import Pooling
-from scalingnote.models.published_model import Similarity
 
 
 class AdoptConfig(Config):
@@ -25,7 +26,7 @@ class AdoptConfig(Config):
         "a decoder and the mean, or [CLS], of an encoder",
     )
     normalise: bool | None = Field(None, description="embeddings of length 1; null: from the model's files")
-    similarity: Similarity | None = Field(
+    similarity: Literal["cosine", "dot"] | None = Field(
         None,
         description="of a query and a document in search: cosine, or dot, the inner product of documents of "
         "their own length; null: the model's own (similarity_fn_name), which must be one that ranks as these",
