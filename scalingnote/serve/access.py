@@ -9,6 +9,7 @@ because it runs for every request.
 
 import asyncio
 import hashlib
+import re
 import time
 import uuid
 from collections import OrderedDict
@@ -35,6 +36,7 @@ PAGE_PREFIX = "/page/"
 ADMIN_PREFIX = "/admin/"
 OPENAI_PREFIX = "/v1/"
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+SCHEME = re.compile(rb"^\s*bearer\s+", re.IGNORECASE)  # in any case, RFC 9110
 CLIENT_CLOSED_REQUEST = 499  # status of nginx and Ray Serve for a request whose client went away
 log = get_logger()
 
@@ -201,7 +203,7 @@ class Admission:
         """The key of the client's rate: its API key's digest, or its address where no key is needed."""
         if self._keys is None:
             return address
-        digest = hashlib.sha256(authorization.removeprefix(b"Bearer ").strip()).digest()
+        digest = hashlib.sha256(SCHEME.sub(b"", authorization).strip()).digest()
         if digest not in self._keys:
             raise RefusedError(401, "unauthorized", "send an API key: Authorization: Bearer KEY")
         return digest
@@ -226,9 +228,11 @@ def read_keys(path: str | None) -> frozenset[bytes] | None:
     if path is None:
         return None
     try:
-        lines = Path(path).read_text(encoding="utf-8").split()
+        lines = Path(path).read_text(encoding="utf-8-sig").split()  # some editors put a mark in front
     except OSError as error:
         raise ConfigError(f"serve.api_keys {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"serve.api_keys {path} is no UTF-8 ({error}): save it as UTF-8") from None
     if not lines or min(map(len, lines)) < MIN_KEY_CHARS:
         raise ConfigError(
             f"serve.api_keys {path}: write one key a line, each of {MIN_KEY_CHARS} characters or more"
@@ -254,6 +258,8 @@ def _host_name(host: bytes) -> str:
 
 class AccessMiddleware:
     """ASGI middleware that admits requests; `scope["state"]` has the `request_id`, the API adds to it.
+
+    A HEAD is answered as a GET, and the body is not sent.
 
     Args:
         app: the ASGI application behind it.
@@ -283,8 +289,15 @@ class AccessMiddleware:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id(headers.get(b"x-request-id", b""))
         id_header = () if self._in_serve else ((b"x-request-id", state["request_id"].encode()),)
+        is_head = scope["method"] == "HEAD"
+        asked = {**scope, "method": "GET"} if is_head else scope
         too_large: RefusedError | None = None
         refusal_sent, received_bytes = False, 0
+
+        async def send_message(message: Message) -> None:
+            if is_head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
 
         async def receive_limited() -> Message:  # a chunked body does not announce its length
             nonlocal too_large, received_bytes
@@ -305,19 +318,19 @@ class AccessMiddleware:
                 if message["type"] == "http.response.start":
                     status = message["status"]
                     message["headers"] = [*message.get("headers", ()), *id_header]
-                await send(message)
+                await send_message(message)
 
         async def refuse(refused: RefusedError) -> None:
             nonlocal status, refusal_sent
             refusal_sent, response = True, refusal_response(refused, scope)
             status = response.status_code
             response.raw_headers.extend(id_header)
-            await response(scope, receive, send)
+            await response(scope, receive, send_message)
 
         with self._admission.count_request():
             try:
                 self._admit(scope, headers)
-                await self._app(scope, receive_limited, send_answer)
+                await self._app(asked, receive_limited, send_answer)
             except RefusedError as refused:
                 await refuse(refused)
             except asyncio.CancelledError:
@@ -326,7 +339,7 @@ class AccessMiddleware:
             finally:
                 if self._on_done is not None:
                     # The route's pattern: paths with ids in them would be a metric label each.
-                    path = getattr(scope.get("route"), "path", "other")
+                    path = getattr(asked.get("route"), "path", "other")
                     self._on_done(path, state, status or 500, time.perf_counter() - started)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:

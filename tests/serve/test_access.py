@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from scalingnote.serve.access import AccessMiddleware, Admission
+from scalingnote.errors import ConfigError
+from scalingnote.serve.access import AccessMiddleware, Admission, read_keys
 from scalingnote.serve_config import Limits
 
 KEY = "a key of sixteen or more"
@@ -59,6 +60,10 @@ def ask(
         ({"authorization": "Bearer wrong"}, 401),
         ({"authorization": f"Bearer {KEY}"}, 200),
         ({"authorization": f"Bearer  {KEY} "}, 200),
+        ({"authorization": f"bearer {KEY}"}, 200),  # the scheme has no case, the key has
+        ({"authorization": f"BEARER\t{KEY}"}, 200),
+        ({"authorization": f"Bearer {KEY.upper()}"}, 401),
+        ({"authorization": f"Basic {KEY}"}, 401),
     ],
 )
 def test_keys_are_required_and_checked(given, status):
@@ -70,6 +75,38 @@ def test_keys_are_required_and_checked(given, status):
         assert answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == "unauthorized"
         assert KEY not in answer.text
+
+
+def test_a_head_has_the_headers_of_a_get_and_no_body():
+    middleware, told = application(closed=True)
+
+    async def both(**headers: str) -> list[httpx.Response]:
+        transport = httpx.ASGITransport(middleware)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+            return [await client.request(method, "/info") for method in ("GET", "HEAD")]
+
+    for headers, status in (({"x-request-id": "a", "authorization": f"Bearer {KEY}"}, 200), ({}, 401)):
+        get, head = asyncio.run(both(**headers))
+        assert (get.status_code, head.status_code, head.content) == (status, status, b"")
+        assert get.content
+        without_id = [{k: v for k, v in each.headers.items() if k != "x-request-id"} for each in (get, head)]
+        assert without_id[0] == without_id[1]
+    assert told == [200, 200, 401, 401]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_every_line_of_a_file_of_keys_is_a_key(tmp_path, encoding):
+    path = tmp_path / "keys"
+    keys = ["the-first-of-the-keys", "the-last-of-the-keys"]
+    path.write_text("\r\n".join(keys) + "\r\n", encoding=encoding)
+    assert read_keys(str(path)) == {hashlib.sha256(key.encode()).digest() for key in keys}
+
+
+def test_a_file_of_keys_that_is_no_utf_8_is_named(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(KEY, encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"keys is no UTF-8 .*save it as UTF-8"):
+        read_keys(str(path))
 
 
 def test_the_page_and_the_health_need_no_key():
