@@ -58,7 +58,7 @@ class SparseQuery:
             lowercase: whether texts are lower-cased first; the analyzer always does so.
             analysis: what splits a text into terms.
         """
-        self._tokenizer, self._max_length = without_limits(tokenizer), max_length
+        self._tokenizer, self.max_length = without_limits(tokenizer), max_length
         self._weighting, self._lowercase, self._analysis = weighting, lowercase, analysis
 
     @property
@@ -66,12 +66,19 @@ class SparseQuery:
         """Number of terms."""
         return self._tokenizer.get_vocab_size()
 
+    def length(self, query: str) -> int:
+        """Number of terms of a query, also those beyond `max_length`."""
+        if self._analysis == "words":
+            return len(terms(query))
+        text = query.lower() if self._lowercase else query
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def tokens(self, queries: Sequence[str]) -> list[list[int]]:
         """Return the first `max_length` terms of each query in order, with repetitions."""
         if self._analysis == "words":
             return [self._words(query) for query in queries]
         texts = [query.lower() for query in queries] if self._lowercase else queries
-        return [ids[: self._max_length] for ids in tokenize(self._tokenizer, texts, self._max_length)]
+        return [ids[: self.max_length] for ids in tokenize(self._tokenizer, texts, self.max_length)]
 
     def encode(self, queries: Sequence[str]) -> SparseRows:
         """Return one row per query; the row of an empty query has no entry."""
@@ -86,7 +93,7 @@ class SparseQuery:
         """Write the folder; equal settings give equal bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         facts = {
-            "max_length": self._max_length,
+            "max_length": self.max_length,
             "weighting": self._weighting,
             "lowercase": self._lowercase,
             "analysis": self._analysis,
@@ -118,5 +125,5 @@ class SparseQuery:
 
     def _words(self, query: str) -> list[int]:
         """Return the ids of a query's words that the vocabulary has."""
-        ids = map(self._tokenizer.token_to_id, terms(query)[: self._max_length])
+        ids = map(self._tokenizer.token_to_id, terms(query)[: self.max_length])
         return [word for word in ids if word is not None]

@@ -6,7 +6,9 @@ answer against its model would take as long as a search.
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,15 +20,17 @@ from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from scalingnote.errors import ScalingNoteError
 from scalingnote.serve import messages
 from scalingnote.serve.access import (
+    OPENAI_PREFIX,
     AccessMiddleware,
     Admission,
     RefusedError,
@@ -48,9 +52,9 @@ from scalingnote.serve.embeddings import (
     Rank,
     SparseValue,
     TeiEmbedRequest,
-    TeiRequest,
     TeiRerankRequest,
     TeiSimilarityRequest,
+    TeiSparseRequest,
     TeiTokenizeRequest,
     Token,
 )
@@ -68,7 +72,35 @@ CONTENT_SECURITY_POLICY = (
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 HTTP_CODES = {400: "invalid", 404: "not_found", 405: "method_not_allowed"}
+REFUSALS = {
+    400: "the body ended early; below /v1 also an invalid request",
+    401: "no API key, or an unknown one",
+    403: "/admin without a key: from another machine, on an open service, or from a page of another site",
+    404: "there is no such document, model or path",
+    409: "this server is not configured for it",
+    413: "the body is larger than limits.max_body_bytes, or a text longer than the model reads",
+    415: "the body is not application/json",
+    422: "an invalid request: `field` names the place",
+    429: "the rate of this client is used up: Retry-After says until when",
+    500: "a fault of the server, in its log under the request id",
+    503: "too many requests, or no answer in time: Retry-After says when to try again",
+}
+EVERYWHERE = (400, 401, 413, 415, 429, 500, 503)
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
+
+
+def refusals(*statuses: int, model: type[BaseModel] = messages.Refusal) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of these statuses."""
+    return {status: {"model": model, "description": REFUSALS[status]} for status in statuses}
+
+
+class _AnyText(PathConvertor):
+    """The rest of a path: ids have slashes, and line ends too, which the framework's own stops at."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("any", _AnyText())
 
 
 class Api(FastAPI):
@@ -106,6 +138,14 @@ class Api(FastAPI):
             response = await _on_error(request, error)
         await response(scope, receive, send)
 
+    def openapi(self) -> dict[str, Any]:
+        """The description of all paths, with the status of invalid requests below ``/v1``."""
+        described = super().openapi()
+        for path, operations in described["paths"].items():
+            for operation in operations.values() if path.startswith(OPENAI_PREFIX) else ():
+                operation["responses"].pop("422", None)
+        return described
+
     def post_json(
         self, path: str, *, response: Any, responses: dict[int | str, dict[str, Any]] | None = None
     ) -> Callable[[Handler], Handler]:
@@ -128,12 +168,31 @@ class Api(FastAPI):
 
 def _validated(model: type[BaseModel], body: bytes) -> BaseModel:
     try:
-        return model.model_validate_json(body)
+        valid = model.model_validate_json(body)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-    if problems[0]["type"] == "json_invalid":
-        raise invalid(f"the body is no JSON: {problems[0]['ctx']['error']}")
-    raise validation_refusal(problems)
+        if problems[0]["type"] == "json_invalid":
+            raise invalid(f"the body is no JSON: {problems[0]['ctx']['error']}") from None
+        raise validation_refusal(problems) from None
+    STRICT.decode(body.decode())
+    return valid
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a body; 422 if it has a name twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((name, times),) = Counter(name for name, _ in pairs).most_common(1)
+        raise invalid(f"{name!r} is {times} times in one object: send it once", name)
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise invalid(f"the body is no JSON: {name} is no number")
+
+
+# After pydantic, which takes the last of equal names, and numbers that JSON does not have.
+STRICT = json.JSONDecoder(object_pairs_hook=_each_once, parse_constant=_no_number, parse_float=bool)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -148,6 +207,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
                 error = invalid(f"the body is no JSON: {reason} (character {position})")
         case HTTPException():
             headers = error.headers or {}
+            if error.status_code == 405:
+                headers = {**headers, **_allowed(request)}
             code = HTTP_CODES.get(error.status_code, "refused")
             error = RefusedError(error.status_code, code, str(error.detail))
         case ClientDisconnect():
@@ -155,6 +216,16 @@ async def _on_error(request: Request, error: Exception) -> Response:
     response = refusal_response(as_refused(error, request.scope["state"]["request_id"]), request.scope)
     response.headers.update(headers)
     return response
+
+
+def _allowed(request: Request) -> dict[str, str]:
+    """The header with the methods of a path: the framework names those of one of its routes."""
+    routes = [each for each in request.app.routes if isinstance(each, Route)]
+    matched = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+    path = min((each.path for each in matched), key=lambda each: "{" in each, default="")
+    methods = {method for each in matched if each.path == path for method in each.methods or ()}
+    methods |= {"HEAD"} if "GET" in methods else set()
+    return {"allow": ", ".join(sorted(methods))} if methods else {}
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -189,7 +260,7 @@ def build(
         lifespan=partial(_lifespan, service, on_poll),
         docs_url=None,  # these pages load scripts from other servers
         redoc_url=None,
-        responses={"4XX": {"model": messages.Refusal}, "5XX": {"model": messages.Refusal}},
+        responses=refusals(*EVERYWHERE),
     )
     if isinstance(service, Service):
         _add_search(api, service)
@@ -206,7 +277,7 @@ def build(
         api.entry = CORSMiddleware(
             api.entry,
             allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["authorization", "content-type", "x-request-id"],
         )
     return api
@@ -236,39 +307,39 @@ async def _lifespan(
 
 
 def _add_search(api: Api, service: Service) -> None:
-    @api.post_json("/search", response=messages.SearchResponse)
+    @api.post_json("/search", response=messages.SearchResponse, responses=refusals(422))
     async def search(body: messages.SearchRequest, request: Request) -> Response:
         """The best documents for a text or a vector, best first."""
         return json_response(await service.search(body, request.scope["state"]))
 
-    @api.post_json("/similar", response=messages.SearchResponse)
+    @api.post_json("/similar", response=messages.SearchResponse, responses=refusals(404, 422))
     async def similar(body: messages.SimilarRequest, request: Request) -> Response:
         """Documents similar to one of the index."""
         return json_response(await service.similar(body, request.scope["state"]))
 
-    @api.post_json("/encode", response=messages.EncodeResponse)
+    @api.post_json("/encode", response=messages.EncodeResponse, responses=refusals(422))
     async def encode(body: messages.EncodeRequest) -> Response:
         """Unit embeddings of queries, as `/search` takes them for `vector`."""
         return json_response(await service.encode(body))
 
-    @api.get("/documents/{doc_id:path}", response_model=dict[str, Any])
+    @api.get("/documents/{doc_id:any}", response_model=dict[str, Any], responses=refusals(404, 422))
     async def document(doc_id: messages.DocId) -> Response:
         """A document in the form of a search result."""
         return json_response(await service.document(doc_id))
 
 
 def _add_writes(api: Api, service: Service) -> None:
-    @api.post("/documents")
-    async def upsert(body: messages.UpsertRequest) -> messages.Written:
+    @api.post_json("/documents", response=messages.Written, responses=refusals(409, 422))
+    async def upsert(body: messages.UpsertRequest) -> Response:
         """Write documents, each in place of the one with its id; durable when it is answered."""
-        return await service.writes.upsert(body)
+        return json_response(await service.writes.upsert(body))
 
-    @api.post("/documents/delete")
-    async def delete(body: messages.DeleteRequest) -> messages.Deleted:
+    @api.post_json("/documents/delete", response=messages.Deleted, responses=refusals(409, 422))
+    async def delete(body: messages.DeleteRequest) -> Response:
         """Delete documents; ids that are not in the index are no error."""
-        return await service.writes.delete(body.doc_ids)
+        return json_response(await service.writes.delete(body.doc_ids))
 
-    @api.delete("/documents/{doc_id:path}")
+    @api.delete("/documents/{doc_id:any}", responses=refusals(409, 422))
     async def delete_one(doc_id: messages.DocId) -> messages.Deleted:
         """Delete a document."""
         return await service.writes.delete([doc_id])
@@ -277,13 +348,15 @@ def _add_writes(api: Api, service: Service) -> None:
 def _add_administration(api: Api, service: Service) -> None:
     kept = service.versions
 
-    @api.get("/admin/index")
+    @api.get("/admin/index", responses=refusals(403))
     async def versions() -> messages.IndexVersions:
         """The versions of the index that are open."""
         return _open_versions(kept)
 
-    @api.post("/admin/index/activate")
-    async def activate(body: messages.ActivateRequest) -> messages.IndexVersions:
+    @api.post_json(
+        "/admin/index/activate", response=messages.IndexVersions, responses=refusals(403, 409, 422)
+    )
+    async def activate(body: messages.ActivateRequest) -> Response:
         """Answer from another version, without a failed request; it is opened first, which may take long."""
         field = "version" if body.uri is None else "uri"
         try:
@@ -297,15 +370,15 @@ def _add_administration(api: Api, service: Service) -> None:
             await kept.activate(version)
         except ScalingNoteError as error:
             raise invalid(str(error), field) from None
-        return _open_versions(kept)
+        return json_response(_open_versions(kept))
 
-    @api.post("/admin/index/compact")
+    @api.post("/admin/index/compact", responses=refusals(403, 409))
     async def compact() -> messages.IndexVersions:
         """Write the next version of a live index now, and answer from it."""
         await service.writes.compact()
         return _open_versions(kept)
 
-    @api.post("/admin/index/roll_back")
+    @api.post("/admin/index/roll_back", responses=refusals(403, 409))
     async def roll_back() -> messages.IndexVersions:
         """Answer from the version that was active before this one."""
         try:
@@ -316,46 +389,48 @@ def _add_administration(api: Api, service: Service) -> None:
 
 
 def _add_openai(api: Api, embeddings: Embeddings) -> None:
-    refused: dict[int | str, dict[str, Any]] = {status: {"model": OpenAIRefusal} for status in ("4XX", "5XX")}
+    refused = refusals(*EVERYWHERE, 404, 409, 422, model=OpenAIRefusal)
 
     @api.post_json("/v1/embeddings", response=EmbeddingList, responses=refused)
     async def openai_embeddings(body: EmbeddingRequest) -> Response:
         """Embeddings of texts or of token ids, in the form of OpenAI."""
         return await asyncio.to_thread(json_response, await embeddings.openai(body))
 
-    @api.get("/v1/models", responses=refused)
+    @api.get("/v1/models", responses=refusals(*EVERYWHERE, model=OpenAIRefusal))
     async def models() -> ModelList:
         """The names that `/v1/embeddings` takes for `model`."""
         return embeddings.models()
 
-    @api.get("/v1/models/{name}", responses=refused)
+    @api.get("/v1/models/{name:any}", responses=refused)
     async def model(name: messages.Name) -> Model:
         """One of the names that `/v1/embeddings` takes."""
         return embeddings.model(name)
 
 
 def _add_tei(api: Api, embeddings: Embeddings) -> None:
-    @api.post_json("/embed", response=list[list[float]])
+    refused = refusals(409, 422)
+
+    @api.post_json("/embed", response=list[list[float]], responses=refused)
     async def embed(body: TeiEmbedRequest) -> Response:
         """Embeddings of texts, in the form of TEI."""
         return await asyncio.to_thread(json_response, await embeddings.embed(body))
 
-    @api.post_json("/embed_sparse", response=list[list[SparseValue]])
-    async def embed_sparse(body: TeiRequest) -> Response:
+    @api.post_json("/embed_sparse", response=list[list[SparseValue]], responses=refused)
+    async def embed_sparse(body: TeiSparseRequest) -> Response:
         """Terms of queries and their weights."""
         return json_response(await embeddings.embed_sparse(body))
 
-    @api.post_json("/rerank", response=list[Rank])
+    @api.post_json("/rerank", response=list[Rank], responses=refused)
     async def rerank(body: TeiRerankRequest) -> Response:
         """Scores of texts for a query by the cross-encoder, best first."""
         return json_response(await embeddings.rerank(body))
 
-    @api.post_json("/similarity", response=list[float])
+    @api.post_json("/similarity", response=list[float], responses=refused)
     async def similarity(body: TeiSimilarityRequest) -> Response:
         """Cosines of one text and others."""
         return json_response(await embeddings.similarity(body))
 
-    @api.post_json("/tokenize", response=list[list[Token]])
+    @api.post_json("/tokenize", response=list[list[Token]], responses=refused)
     async def tokenize(body: TeiTokenizeRequest) -> Response:
         """The tokens of texts."""
         return json_response(await embeddings.tokenize(body))

@@ -149,7 +149,19 @@ def _served_tower(model: str, config: ServeConfig) -> ServedTower:
     if arm is None and config.document_replicas == 0:
         raise ConfigError(f"{model} reads documents alone: set serve.document_replicas to 1 or more")
     similarity = similarity_of(found.get("document", folder))
-    return ServedTower(folder.name, arm, document, config, similarity)
+    return ServedTower(_model_name(model, folder), arm, document, config, similarity)
+
+
+def _model_name(model: str, folder: Path) -> str:
+    """The name of a model for clients: the hub id or package as it was given, or the folder's own name.
+
+    A folder in the hub's cache is named by a commit: there the hub id is the name, too.
+    """
+    if not Path(model).is_dir():
+        return model
+    cached = folder.parents[1].name if folder.parent.name == "snapshots" else ""
+    hub_id = cached.removeprefix("models--")
+    return hub_id.replace("--", "/") if hub_id != cached else folder.name
 
 
 def _served(index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig) -> ServedArtifacts:

@@ -18,20 +18,21 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from jaxtyping import Float32
 from numpy import ndarray
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
 from scalingnote.models.published_model import Role, Similarity
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, conflict, invalid, unavailable
 from scalingnote.serve.concurrency import Handle, gather_in_time
-from scalingnote.serve.messages import Name
-from scalingnote.serve.towers import Embedded, Refused
+from scalingnote.serve.messages import Body, Name
+from scalingnote.serve.towers import Embedded, Refused, Side
 from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.arrow import as_searched, l2_normalize
 from scalingnote.version import __version__
 
 MAX_TOKENS = 8192  # ids of one text in a request
 InputType = Literal["query", "document", "passage", "search_query", "search_document"]
+Direction = Literal["Left", "Right", "left", "right"]
 ROLES: dict[str, Role] = {
     "query": "query",
     "search_query": "query",
@@ -39,21 +40,16 @@ ROLES: dict[str, Role] = {
     "passage": "document",
     "search_document": "document",
 }
-TRUNCATE = "false: a text longer than the model reads is refused with 413; null and true: it is cut"
+# The side of a long text that is read, by the side where it is cut. TEI and its clients write either case.
+KEPT: dict[str, Side] = {"Left": "right", "left": "right", "Right": "left", "right": "left"}
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 Texts = StrictStr | Annotated[list[StrictStr], Field(min_length=1)]
-
-
-class _Request(BaseModel):
-    """Fields that are not listed are accepted and not read, as both servers do."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 # --- messages of OpenAI -----------------------------------------------------------------------------------
 
 
-class EmbeddingRequest(_Request):
+class EmbeddingRequest(Body):
     """The body of ``POST /v1/embeddings``."""
 
     input: Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1)] = Field(
@@ -69,6 +65,7 @@ class EmbeddingRequest(_Request):
         "float", description="base64: of little-endian float32, four bytes a value"
     )
     input_type: InputType | None = Field(None, description="the side that reads the texts; null: by `model`")
+    user: StrictStr | None = Field(None, description="whom OpenAI would count it for: it changes no answer")
 
 
 class EmbeddingRow(BaseModel):
@@ -129,17 +126,32 @@ class OpenAIRefusal(BaseModel):
 # --- messages of TEI --------------------------------------------------------------------------------------
 
 
-class TeiRequest(_Request):
+class TeiRequest(Body):
     """Texts, and the side that reads them."""
 
     inputs: Texts
     prompt_name: InputType | None = Field(None, description="the side that reads the texts; null: query")
 
 
-class TeiEmbedRequest(TeiRequest):
+class Truncation(Body):
+    """What is done with a text that is longer than the model reads."""
+
+    truncate: StrictBool | None = Field(None, description="null and true: it is cut; false: 413")
+    truncation_direction: Direction | None = Field(
+        None, description="Left: its end is read; Right: its beginning; null: as the model was trained"
+    )
+
+
+AS_TRAINED = Truncation()
+
+
+class TeiSparseRequest(TeiRequest, Truncation):
+    """The body of ``POST /embed_sparse``; a text is refused with 413 instead of read from its end."""
+
+
+class TeiEmbedRequest(TeiRequest, Truncation):
     """The body of ``POST /embed``."""
 
-    truncate: StrictBool | None = Field(None, description=TRUNCATE)
     normalize: StrictBool | None = Field(
         None,
         description="whether every embedding has length 1; null: if the model compares by cosine, not by dot",
@@ -153,8 +165,8 @@ class TeiTokenizeRequest(TeiRequest):
     add_special_tokens: StrictBool = True
 
 
-class TeiRerankRequest(_Request):
-    """The body of ``POST /rerank``."""
+class TeiRerankRequest(Truncation):
+    """The body of ``POST /rerank``; a text is refused with 413 instead of read from its other side."""
 
     query: StrictStr
     texts: Annotated[list[StrictStr], Field(min_length=1)]
@@ -162,21 +174,20 @@ class TeiRerankRequest(_Request):
     return_text: StrictBool = False
 
 
-class Sentences(_Request):
+class Sentences(Body):
     """One text, and those that it is compared with."""
 
     source_sentence: StrictStr
     sentences: Annotated[list[StrictStr], Field(min_length=1)]
 
 
-class SimilarityParameters(_Request):
-    """The side that reads all of the texts."""
+class SimilarityParameters(Truncation):
+    """The side that reads all of the texts, and what is done with long ones."""
 
     prompt_name: InputType | None = None
-    truncate: StrictBool | None = Field(None, description=TRUNCATE)
 
 
-class TeiSimilarityRequest(_Request):
+class TeiSimilarityRequest(Body):
     """The body of ``POST /similarity``."""
 
     inputs: Sentences = Field(
@@ -288,20 +299,20 @@ class Embeddings:
     async def embed(self, request: TeiEmbedRequest) -> list[list[float]]:
         """Answer ``POST /embed``: an embedding of each text."""
         tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
-        vectors = (await self._embed(tower, texts, truncate=request.truncate)).vectors
+        vectors = (await self._embed(tower, texts, request)).vectors
         scale = self._similarity == "cosine" if request.normalize is None else request.normalize
         if scale or request.dimensions is not None:
             vectors = _cut(vectors, request.dimensions, scale=scale)
         rows: list[list[float]] = vectors.tolist()
         return rows
 
-    async def embed_sparse(self, request: TeiRequest) -> list[list[dict[str, Any]]]:
+    async def embed_sparse(self, request: TeiSparseRequest) -> list[list[dict[str, Any]]]:
         """Answer ``POST /embed_sparse``: terms of each query and their weights."""
         texts = self._checked(request.inputs, "inputs")
         if ROLES[request.prompt_name or "query"] == "document" or not self._queries:
             raise conflict("terms are served of queries alone: those of documents are in the index")
         tower = self._side(self.name, "query")
-        found = await self._answer(tower.terms.remote(texts), conflict)
+        found = await self._answer(tower.terms.remote(texts, **_truncation(request)), conflict)
         return [[{"index": term, "value": value} for term, value in zip(*row, strict=True)] for row in found]
 
     async def rerank(self, request: TeiRerankRequest) -> list[dict[str, Any]]:
@@ -311,7 +322,8 @@ class Embeddings:
         if len(request.texts) > (most := self._config.rerank.max_candidates):
             raise invalid(f"{len(request.texts)} texts: up to {most} are re-ranked", "texts")
         (query,), texts = self._checked([request.query], "query"), self._checked(request.texts, "texts")
-        logits = np.asarray(await self._answer(self._reranker.logits.remote(query, texts), invalid))
+        call = self._reranker.logits.remote(query, texts, **_truncation(request))
+        logits = np.asarray(await self._answer(call, invalid, field="texts"))
         scores = logits if request.raw_scores else 1 / (1 + np.exp(-logits))
         order = np.argsort(-scores, kind="stable").tolist()
         shown = {n: {"text": texts[n]} if request.return_text else {} for n in order}
@@ -319,13 +331,13 @@ class Embeddings:
 
     async def similarity(self, request: TeiSimilarityRequest) -> list[float]:
         """Answer ``POST /similarity``: cosines, or inner products, of one text and others."""
-        chosen = request.parameters.prompt_name if request.parameters else None
+        asked = request.parameters or SimilarityParameters()
+        chosen = asked.prompt_name
         (source,) = self._checked([request.inputs.source_sentence], "inputs.source_sentence")
         sentences = self._checked(request.inputs.sentences, "inputs.sentences")
         others = chosen or ("document" if self._documents is not None else "query")
-        truncate = request.parameters.truncate if request.parameters else None
-        first = await self._embed(self._side(self.name, chosen or "query"), [source], truncate=truncate)
-        second = await self._embed(self._side(self.name, others), sentences, truncate=truncate)
+        first = await self._embed(self._side(self.name, chosen or "query"), [source], asked)
+        second = await self._embed(self._side(self.name, others), sentences, asked)
         one, many = (as_searched(side.vectors, self._similarity) for side in (first, second))
         scores: list[float] = (many @ one[0]).tolist()
         return scores
@@ -386,7 +398,7 @@ class Embeddings:
         return tower
 
     async def _embed_input(self, tower: Handle, given: Any) -> Embedded:
-        """The embeddings of `input` in any of its"""
+        """The embeddings of `input` in any of its forms."""
         if isinstance(given, str) or isinstance(given[0], str):
             return await self._embed(tower, self._checked(given, "input"))
         rows = [given] if isinstance(given[0], int) else given
@@ -410,21 +422,26 @@ class Embeddings:
         if texts > (most := self._config.limits.max_texts):
             raise invalid(f"{texts} texts: send up to {most}", field)
 
-    async def _embed(self, tower: Handle, texts: list[str], *, truncate: bool | None = None) -> Embedded:
-        call = tower.embed.remote(texts, truncate=truncate is not False)
-        found: Embedded = await self._answer(call, invalid)
+    async def _embed(self, tower: Handle, texts: list[str], asked: Truncation = AS_TRAINED) -> Embedded:
+        found: Embedded = await self._answer(tower.embed.remote(texts, **_truncation(asked)), invalid)
         return found
 
-    async def _answer(self, call: Awaitable[Any], refused: Any) -> Any:
+    async def _answer(self, call: Awaitable[Any], refused: Any, *, field: str = "inputs") -> Any:
         """A tower's answer; 503 when there is none in time, `refused` with the reason when it refuses."""
         (answer,) = await gather_in_time([call], deadline_s=self._config.embed_deadline_s)
         if answer is None:
             raise unavailable("the tower does not answer: try again, with fewer texts if they are many")
         if isinstance(answer, Refused):
             if answer.too_long:  # than the model reads, and it may not be cut: TEI answers 413
-                raise RefusedError(413, "too_long", answer.reason, "inputs")
+                raise RefusedError(413, "too_long", answer.reason, field)
             raise refused(answer.reason)
         return answer
+
+
+def _truncation(asked: Truncation) -> dict[str, Any]:
+    """The arguments of a tower's methods for it."""
+    direction = asked.truncation_direction
+    return {"truncate": asked.truncate is not False, "keeps": None if direction is None else KEPT[direction]}
 
 
 def _cut(

@@ -1,5 +1,7 @@
 """Bodies of requests and responses: every field has a type and bounds, unknown fields are refused.
 
+null for a field that may be left out means its default, because many clients send every field that they know.
+
 What depends on the server's limits and on its index is checked by functions, which refuse a request by 422
 and name the field.
 """
@@ -27,11 +29,36 @@ DeadlineMs = Annotated[
 ]
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+NULL = {"type": "null"}  # in a JSON schema
 
 
-class Range(_Request):
+def _with_null(schema: dict[str, Any]) -> None:
+    """Say in a body's JSON schema that every field with a default may be null."""
+    optional = schema.get("properties", {}).keys() - set(schema.get("required", ()))
+    for name in optional:
+        field = schema["properties"][name]
+        kinds = field.pop("anyOf", None)
+        if kinds is None:
+            about = {key: field[key] for key in ("title", "description", "default") if key in field}
+            kinds, field = [{key: value for key, value in field.items() if key not in about}], about
+        schema["properties"][name] = {"anyOf": kinds if NULL in kinds else [*kinds, NULL], **field}
+
+
+class Body(BaseModel):
+    """A body of a request, or an object in one: null for a field with a default means the default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_with_null)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name not in optional}
+
+
+class Range(Body):
     """Numbers from `min` to `max`, both included; either may be missing."""
 
     min: int | FiniteFloat | None = None
@@ -53,7 +80,7 @@ Filter = Annotated[
 ]
 
 
-class SearchRequest(_Request):
+class SearchRequest(Body):
     """The body of ``POST /search``: a text or a vector, and how to search."""
 
     query: StrictStr | None = Field(None, description="what to look for, in plain language")
@@ -87,7 +114,7 @@ class SearchRequest(_Request):
         return self
 
 
-class SimilarRequest(_Request):
+class SimilarRequest(Body):
     """The body of ``POST /similar``."""
 
     doc_id: DocId
@@ -97,7 +124,7 @@ class SimilarRequest(_Request):
     deadline_ms: DeadlineMs = None
 
 
-class EncodeRequest(_Request):
+class EncodeRequest(Body):
     """The body of ``POST /encode``."""
 
     queries: Annotated[list[StrictStr], Field(min_length=1)]
@@ -105,10 +132,10 @@ class EncodeRequest(_Request):
     arm: Name | None = None
 
 
-class Document(BaseModel):
+class Document(Body):
     """A document to be written; further fields are its features."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
 
     doc_id: DocId
     title: StrictStr = ""
@@ -116,7 +143,7 @@ class Document(BaseModel):
     content: StrictStr = ""
 
 
-class UpsertRequest(_Request):
+class UpsertRequest(Body):
     """The body of ``POST /documents``: each replaces the document with its id, if there is one.
 
     A document is ``{"doc_id", "title", "topic", "content"}`` and the features of the data set. Invalid
@@ -126,19 +153,19 @@ class UpsertRequest(_Request):
     documents: Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
-class DeleteRequest(_Request):
+class DeleteRequest(Body):
     """The body of ``POST /documents/delete``."""
 
     doc_ids: Annotated[list[DocId], Field(min_length=1)]
 
 
-class GetRequest(_Request):
+class GetRequest(Body):
     """The id of a document over gRPC; over HTTP it is in the path."""
 
     doc_id: DocId
 
 
-class ActivateRequest(_Request):
+class ActivateRequest(Body):
     """The body of ``POST /admin/index/activate``: a kept version, or the URI of an index artifact."""
 
     version: Name | None = None

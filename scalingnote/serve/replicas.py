@@ -34,7 +34,7 @@ from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
 from scalingnote.serve.fan_out import GroupCandidates, Packed, packed, read_queries
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.towers import Location, Refused, TextEncoder, TextTower, folder_of
+from scalingnote.serve.towers import Location, Refused, Side, TextEncoder, TextTower, folder_of, too_long
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
 from scalingnote.storage.artifact import Artifact, open_artifact
 
@@ -112,8 +112,19 @@ class ArmEncoder(TextTower):
         pairs = [(query, user_id) for query in queries]
         return await self._batcher.run_between_batches(lambda: self._encode_batch(pairs))
 
-    async def terms(self, queries: Sequence[str]) -> list[tuple[list[int], list[float]]] | Refused:
-        """Terms and weights of each query; refused where the documents have no terms."""
+    async def terms(
+        self, queries: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
+    ) -> list[tuple[list[int], list[float]]] | Refused:
+        """Terms and weights of each query; refused where the documents have no terms.
+
+        The first terms of a long query are read. It is refused where it may not be cut (`truncate` is False),
+        or where its end is asked for.
+        """
+        sparse = self._path.sparse
+        if sparse is not None and (not truncate or keeps == "right"):
+            lengths = [sparse.length(query) for query in queries]
+            if refused := too_long(lengths, sparse.max_length):
+                return refused
         encoded = await self.encode_many(queries)
         rows = [query.terms for query in encoded if query.terms is not None]
         if len(rows) < len(encoded):
@@ -152,11 +163,28 @@ class Reranker:
         """A score of each text, higher is better."""
         return await self._predict(query, texts)
 
-    async def logits(self, query: str, texts: Sequence[str]) -> list[float]:
-        """The model's output for each text, before any activation."""
+    async def logits(
+        self, query: str, texts: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
+    ) -> list[float] | Refused:
+        """The model's output for each text, before any activation.
+
+        Long pairs are cut at the side where the model's tokenizer cuts. They are refused where they may not
+        be cut (`truncate` is False), or where the other side is to be cut.
+        """
         from torch.nn import Identity
 
+        if not truncate or keeps == self._model.tokenizer.truncation_side:
+            lengths = await asyncio.to_thread(self._lengths, query, texts)
+            if refused := too_long(lengths, self._model.max_seq_length or max(lengths)):
+                return refused
         return await self._predict(query, texts, activation_fn=Identity())
+
+    def _lengths(self, query: str, texts: Sequence[str]) -> list[int]:
+        """Tokens of the query with each text, as the model reads them together."""
+        whole = {"text": {"truncation": False}}
+        # Pair by pair: the rows of several are padded, or joined, as the hardware needs.
+        pairs = [self._model.preprocess([(query, text)], processing_kwargs=whole) for text in texts]
+        return [pair["input_ids"].numel() for pair in pairs]
 
     async def _predict(self, query: str, texts: Sequence[str], **options: Any) -> list[float]:
         pairs = [(query, text) for text in texts]

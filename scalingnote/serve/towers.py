@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,7 @@ OWN_IDS = (
     "Token ids must be of the model's own tokenizer (POST /tokenize). Some clients of OpenAI send ids of "
     "OpenAI's tokenizers: have them send texts (LangChain: check_embedding_ctx_length=False)"
 )
+Side = Literal["left", "right"]  # of a text that is longer than the model reads: the one that is read
 Location = tuple[str, str]  # URI and kind of an artifact, or a folder and FOLDER
 EDGE = 8  # tokens at either end of a text that may differ, if it was cut within a word
 T = TypeVar("T")
@@ -80,21 +81,27 @@ class TextTower:
         self._encoder, self._inline = encoder, inline
         self._thread = ThreadPoolExecutor(1, "texts")
 
-    async def embed(self, texts: Sequence[str], *, truncate: bool = True) -> Embedded | Refused:
+    async def embed(
+        self, texts: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
+    ) -> Embedded | Refused:
         """Embeddings of texts, and how many tokens they have together.
 
         Args:
             texts: to embed.
             truncate: long texts are cut; False: they are refused.
+            keeps: the side of a long text that is read; None: the one that the tower was trained for.
         """
-        encode = self._encoder.encode
-        if self._inline and len(texts) <= MAX_INLINE_TEXTS:
-            lengths = self._lengths(texts)
-            return self._too_long(lengths, truncate) or Embedded(_vectors(encode, texts), sum(lengths))
-        lengths = await asyncio.to_thread(self._lengths, texts)
+        encode: Callable[[Any], ndarray] = self._encoder.encode
+        rows: Sequence[Any] = texts
+        inline = self._inline and len(texts) <= MAX_INLINE_TEXTS
+        lengths = self._lengths(texts) if inline else await asyncio.to_thread(self._lengths, texts)
         if refused := self._too_long(lengths, truncate):
             return refused
-        found = await self._in_parts(encode, texts)
+        if keeps is not None and max(lengths) > self._encoder.max_tokens:
+            encode, rows = await asyncio.to_thread(self._kept, texts, keeps)
+        if inline:
+            return Embedded(_vectors(encode, rows), sum(lengths))
+        found = await self._in_parts(encode, rows)
         return found if isinstance(found, Refused) else Embedded(found, sum(lengths))
 
     async def embed_ids(self, rows: Sequence[Sequence[int]]) -> Embedded | Refused:
@@ -149,16 +156,35 @@ class TextTower:
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [len(row.ids) for row in rows]
 
+    def _kept(
+        self, texts: Sequence[str], keeps: Side
+    ) -> tuple[Callable[[Any], ndarray], list[list[int]] | list[str]]:
+        """An encoder, and what it reads of each text: token ids, or a piece where the tower takes no ids."""
+        made = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        if self._encoder.encode_ids is not None:
+            return self._encoder.encode_ids, [
+                _side(each.ids, self._encoder.max_tokens, keeps) for each in made
+            ]
+        pairs = zip(texts, made, strict=True)
+        return self._encoder.encode, [self._piece(text, each.offsets, keeps) for text, each in pairs]
+
+    def _piece(self, text: str, offsets: list[tuple[int, int]], keeps: Side) -> str:
+        """The side of a text that has as many tokens as are read.
+
+        A piece that begins within a word may have more tokens than the text has there: then it is shortened.
+        """
+        most = self._encoder.max_tokens
+        if len(offsets) <= most:
+            return text
+        for size in range(most, 0, -1):
+            kept = _side(offsets, size, keeps)
+            piece = text[kept[0][0] : kept[-1][1]]
+            if self._lengths([piece])[0] <= most:
+                return piece
+        return ""
+
     def _too_long(self, lengths: Sequence[int], truncate: bool) -> Refused | None:
-        longest, max_tokens = max(lengths), self._encoder.max_tokens
-        if truncate or longest <= max_tokens:
-            return None
-        number = lengths.index(longest)
-        return Refused(
-            f"text {number} must have at most {max_tokens} tokens, it has {longest}: shorten it, or send "
-            "truncate: true",
-            too_long=True,
-        )
+        return None if truncate else too_long(lengths, self._encoder.max_tokens)
 
     def _bare(self, row: Sequence[int]) -> list[int]:
         """A row without special tokens at its ends."""
@@ -168,6 +194,24 @@ class TextTower:
         while stop > start and row[stop - 1] in self._special:
             stop -= 1
         return list(row[start:stop])
+
+
+def too_long(lengths: Sequence[int], most: int) -> Refused | None:
+    """Why texts of these numbers of tokens are refused, where a model reads at most `most`; None: all fit."""
+    longest = max(lengths)
+    if longest <= most:
+        return None
+    number = lengths.index(longest)
+    return Refused(
+        f"text {number} must have at most {most} tokens, it has {longest}: shorten it, or send truncate: "
+        "true without truncation_direction",
+        too_long=True,
+    )
+
+
+def _side(values: list[T], most: int, keeps: Side) -> list[T]:
+    """At most so many of the first values, or of the last ones."""
+    return values[:most] if keeps == "left" else values[-most:]
 
 
 def _vectors(encode: Callable[[Any], ndarray], texts: Sequence[Any]) -> Float32[ndarray, "texts dim"]:

@@ -52,6 +52,7 @@ def service(
     writing: WriteHandles | None = None,
     teacher: Any = None,
     documents: LocalHandle | None = None,
+    reranker: LocalHandle | None = None,
 ) -> Service:
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
     encoder = LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student"))))
@@ -70,4 +71,5 @@ def service(
         writing=writing,
         teacher=asked,
         documents=documents,
+        reranker=reranker,
     )

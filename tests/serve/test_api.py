@@ -107,10 +107,10 @@ def test_similar_documents_are_those_of_its_vector_without_itself(client, index)
 
 def test_a_document_is_found_by_its_id(client):
     assert client("GET", "/documents/d301").json()["title"] == "Title 301"
-    for doc_id in ("d/nothing", "दान/१", "50% of a?b#c"):
+    for doc_id in ("d/nothing", "दान/१", "50% of a?b#c", "d\nno", "द\r\n"):
         missing = client("GET", f"/documents/{quote(doc_id, safe='')}")
         assert missing.status_code == 404
-        assert doc_id in missing.json()["error"]["message"]
+        assert repr(doc_id) in missing.json()["error"]["message"]
     assert client("POST", "/similar", json={"doc_id": "nothing"}).status_code == 404
 
 
@@ -153,6 +153,12 @@ def test_info_tells_what_can_be_asked(client, index):
         ('{"query": "x", "filter": {"topic": {}}}', "filter.topic"),
         ('{"query": "x", "filter": {"topic": []}}', "filter.topic"),
         ('{"query": "\\ud800"}', None),
+        ('{"query": "x", "top": null}', "top"),
+        ('{"query": "x", "query": "y"}', "query"),
+        ('{"query": "x", "filter": {"topic": {"min": 1, "min": 2}}}', "min"),
+        ('{"query": "x", "k": 1e400}', "k"),
+        (json.dumps({"query": "x", "k": 10**400}), "k"),
+        ('{"query": "x", "filter": ' + '{"a": ' * 500 + "1" + "}" * 501, None),
         (json.dumps({"query": "x" * 41}), "query"),
         ('{"vector": [1, 2]}', "vector"),
         (json.dumps({"vector": [0] * DIM}), "vector"),
@@ -186,6 +192,34 @@ def test_unknown_paths_and_methods_are_refused_in_the_same_form(client):
         answer = client(method, path)
         assert answer.status_code == status
         Refusal.model_validate(answer.json(), extra="forbid")
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/search", "POST"), ("/info", "GET, HEAD"), ("/documents/d7", "DELETE, GET, HEAD"), ("/", "GET, HEAD")],
+)
+def test_a_wrong_method_is_told_the_right_ones(client, path, methods):
+    answer = client("PATCH", path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+PATHS = ["/", "/page/page.css", "/openapi.json", "/info", "/health", "/healthz", "/metrics", "/admin/index"]
+PATHS += [
+    "/v1/models",
+    "/v1/models/scalingnote",
+    "/documents/d7",
+    "/documents/nothing",
+    "/nothing",
+    "/search",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_head_is_answered_as_a_get_without_its_body(client, path):
+    get, head = (client(method, path, headers={"x-request-id": "a"}) for method in ("GET", "HEAD"))
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert get.content or path == "/metrics"  # of a gateway that nothing scrapes
+    assert get.headers == head.headers
 
 
 def test_a_body_too_large_is_refused_with_and_without_its_length(client):

@@ -1,9 +1,13 @@
 """Embeddings in the forms of OpenAI and TEI: equal to our encoders', limited and refused like every path."""
 
+import asyncio
 import base64
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,13 @@ import published
 from scalingnote.api import QueryEncoder
 from scalingnote.errors import ConfigError
 from scalingnote.models.lookup_table import Table
+from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.serve import api, artifacts, towers
+from scalingnote.serve.access import RefusedError
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.embeddings import EmbeddingList, Embeddings, OpenAIRefusal
-from scalingnote.serve.replicas import ArmEncoder
+from scalingnote.serve.embeddings import EmbeddingList, Embeddings, OpenAIRefusal, TeiSparseRequest
+from scalingnote.serve.replicas import ArmEncoder, QueryPathParts
+from scalingnote.serve.replicas import Reranker as Reranking
 from scalingnote.serve.towers import DocumentTower
 from scalingnote.serve_config import AppArgs, Limits, Rerank, ServeConfig
 
@@ -32,7 +39,7 @@ TEXTS = ["join tensors", "tensors", "", "arrays along a new axis"]
 class Reranker:
     """Prefers short texts."""
 
-    async def logits(self, query: str, texts: list[str]) -> list[float]:
+    async def logits(self, query: str, texts: list[str], **_: Any) -> list[float]:
         return [float(len(query) - len(text)) for text in texts]
 
 
@@ -244,6 +251,155 @@ def test_a_text_longer_than_the_tower_reads_is_refused_only_where_truncate_is_fa
     np.testing.assert_allclose(
         openai(client, long)[0], as_query(long)[0], atol=1e-6
     )  # as OpenAI's are cut here
+
+
+@pytest.mark.parametrize("others", [0, 50], ids=["alone", "among many"])
+@pytest.mark.parametrize("side", ["query", "document"])
+def test_the_side_of_a_long_text_that_is_asked_for_is_read(client, side, others):
+    def embedded(text: str, **asked: Any) -> ndarray:
+        body = {"inputs": [text, *["short"] * others], "prompt_name": side, **asked}
+        rows = client("POST", "/embed", json=body).json()
+        for row in rows[1:]:
+            np.testing.assert_allclose(row, short, atol=1e-6)
+        return np.asarray(rows[0])
+
+    def tokens(text: str) -> int:
+        body = {"inputs": text, "prompt_name": side, "add_special_tokens": False}
+        return len(client("POST", "/tokenize", json=body).json()[0])
+
+    (short,) = client("POST", "/embed", json={"inputs": "short", "prompt_name": side}).json()
+    refused = client("POST", "/embed", json={"inputs": "join " * 75, "prompt_name": side, "truncate": False})
+    most = int(re.search(r"at most (\d+) tokens", refused.text)[1])
+    end, start = "new axis", "join"
+    while tokens(end) < most:
+        end += " a"
+    while tokens(start) < most:
+        start += " o"
+    assert tokens(end) == tokens(start) == most
+    whole = f"{start} and some more {end}"
+    for left in ("Left", "left"):
+        np.testing.assert_allclose(embedded(whole, truncation_direction=left), embedded(end), atol=1e-6)
+    for asked in ({"truncation_direction": "Right"}, {"truncation_direction": None}, {"truncate": True}, {}):
+        np.testing.assert_allclose(embedded(whole, **asked), embedded(start), atol=1e-6)
+    for asked in ({"truncation_direction": "Left"}, {"truncation_direction": "Right"}):
+        np.testing.assert_allclose(embedded("join", **asked), embedded("join"), atol=1e-6)
+    assert not np.allclose(embedded(end), embedded(start), atol=1e-2)
+    inputs = {"source_sentence": whole, "sentences": [end, start]}
+    parameters = {"truncation_direction": "Left", "prompt_name": side}
+    cosines = client("POST", "/similarity", json={"inputs": inputs, "parameters": parameters}).json()
+    assert cosines[0] == pytest.approx(1, abs=1e-5)
+    assert cosines[1] < 0.999
+
+
+def test_terms_of_a_long_query_are_refused_rather_than_read_from_its_end(folder):
+    encoder = ArmEncoder(QueryPathParts((str(folder), towers.FOLDER)))
+    learnt = families.tokenizer().backend_tokenizer
+    for analysis in ("tokenizer", "words"):
+        sparse = SparseQuery(learnt, max_length=4, weighting="counts", analysis=analysis)
+        encoder._path = replace(encoder._path, sparse=sparse)
+        served = Embeddings("m", {"m": LocalHandle(encoder)}, None, ServeConfig())
+        for asked in ({"truncate": False}, {"truncation_direction": "Left"}):
+            request = TeiSparseRequest(inputs=["a", "join tensors " * 4], **asked)
+            with pytest.raises(RefusedError, match="text 1 must have at most 4 tokens") as refused:
+                asyncio.run(served.embed_sparse(request))
+            assert refused.value.status == 413
+            assert len(asyncio.run(served.embed_sparse(TeiSparseRequest(inputs="a", **asked)))) == 1
+        for asked in ({}, {"truncation_direction": "Right"}):
+            assert asyncio.run(served.embed_sparse(TeiSparseRequest(inputs="join tensors " * 4, **asked)))
+
+
+def test_a_long_text_is_not_ranked_by_a_side_that_is_not_asked_for(tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    base = families.folder(tmp_path / "base", "bert")
+    made = CrossEncoder(str(base), num_labels=1, max_length=24, device="cpu")
+    made.save_pretrained(str(tmp_path / "cross"))
+    reranker = Reranking(str(tmp_path / "cross"))
+
+    def logits(text: str, **asked: Any) -> Any:
+        return asyncio.run(reranker.logits("join", ["tensors", text], **asked))
+
+    assert all(len(logits("arrays", **asked)) == 2 for asked in ({"truncate": False}, {"keeps": "right"}))
+    assert logits("arrays " * 30) == logits("arrays " * 30, keeps="left")
+    for asked in ({"truncate": False}, {"keeps": "right"}):
+        refused = logits("arrays " * 30, **asked)
+        assert isinstance(refused, towers.Refused)
+        assert refused.too_long
+        assert "text 1 must have at most 24 tokens" in refused.reason
+
+
+HUB_ID, COMMIT = "acme/tiny-embed", "5c38ec7c405ec4b44b94cc5a9bb96e735b38267a"
+
+
+@pytest.fixture(scope="module")
+def cached(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The hub's cache of a machine, and in it the folder of HUB_ID."""
+    cache = tmp_path_factory.mktemp("hub")
+    repository = cache / "models--acme--tiny-embed"
+    shutil.copytree(folder, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        yield repository / "snapshots" / COMMIT
+
+
+def test_a_model_is_named_as_it_was_given(folder, cached, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "tiny_embed_package" / "model")
+    (tmp_path / "tiny_embed_package" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(folder.parent)
+    package = "package:tiny_embed_package"
+    given = {HUB_ID: HUB_ID, package: package, str(folder): NAME, f"./{NAME}/": NAME, str(cached): HUB_ID}
+    for model, name in given.items():
+        served = artifacts.find(AppArgs(model=model))
+        assert isinstance(served, artifacts.ServedTower)
+        assert served.name == name, model
+
+
+def test_a_model_of_the_hub_answers_to_its_id(cached, as_query):
+    config = ServeConfig()
+    served = artifacts.find(AppArgs(model=HUB_ID, serve=config))
+    queries = {served.name: LocalHandle(ArmEncoder(served.query.encoder))}
+    embeddings = Embeddings(served.name, queries, LocalHandle(DocumentTower(served.document)), config)
+    client = Client(api.build(embeddings, config))
+    assert client("GET", "/info").json()["model_id"] == HUB_ID
+    names = [model["id"] for model in client("GET", "/v1/models").json()["data"]]
+    assert names == [HUB_ID, f"{HUB_ID}-document", f"{HUB_ID}-query"]
+    for name in names:
+        for path in (name, name.replace("/", "%2F")):
+            assert client("GET", f"/v1/models/{path}").json()["id"] == name
+        answer = client("POST", "/v1/embeddings", json={"model": name, "input": "tensors"}).json()
+        assert answer["model"] == name
+        near = np.asarray(answer["data"][0]["embedding"]) @ as_query(["tensors"])[0]
+        assert (near > 0.9999) == (name != f"{HUB_ID}-document")
+    refused = client("POST", "/v1/embeddings", json={"model": COMMIT, "input": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            "/v1/embeddings",
+            {"model": NAME, "input": "x", "truncate_prompt_tokens": 3},
+            "truncate_prompt_tokens",
+        ),
+        ("/v1/embeddings", {"model": NAME, "input": "x", "user": 7}, "user"),
+        ("/embed", {"inputs": "x", "truncation_direction": "Middle"}, "truncation_direction"),
+        ("/embed", {"inputs": "x", "input_type": "document"}, "input_type"),
+        ("/embed_sparse", {"inputs": "x", "normalize": True}, "normalize"),
+        ("/tokenize", {"inputs": "x", "truncate": True}, "truncate"),
+        ("/rerank", {"query": "x", "texts": ["y"], "top_n": 1}, "top_n"),
+        ("/similarity", {"inputs": {"source_sentence": "x", "sentences": ["y"], "z": 1}}, "inputs.z"),
+    ],
+)
+def test_a_field_that_would_not_be_read_is_refused(client, path, body, field):
+    answer = client("POST", path, json=body)
+    assert answer.status_code == (400 if path.startswith("/v1") else 422)
+    error = answer.json()["error"]
+    assert (error.get("field") or error.get("param")) == field
 
 
 def test_rerank_and_similarity(client, as_query, as_document):

@@ -182,7 +182,7 @@ def test_every_call_is_told_as_its_like_over_http_is(both):
     assert (path, status, state["request_id"], state["search"].query) == ("/search", 200, "a", "zo")
     assert len(state["answer"]["results"]) == 2
     known = {"request_id": "b", "refused": "not_found"}
-    assert refused == ("/documents/{doc_id:path}", known, 404)
+    assert refused == ("/documents/{doc_id:any}", known, 404)
 
 
 def test_who_may_come_in_is_decided_once_for_both(tmp_path):
@@ -207,6 +207,16 @@ def test_who_may_come_in_is_decided_once_for_both(tmp_path):
     retry = error_details_pb2.RetryInfo()
     assert said.details[-1].Unpack(retry)
     assert retry.retry_delay.seconds > 100
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER"])
+def test_the_scheme_of_a_key_has_no_case(tmp_path, scheme):
+    path = tmp_path / "keys"
+    path.write_text(KEY)
+    servicer = Servicer(SimpleNamespace(), Admission(Limits(), access.read_keys(str(path))))
+    context = Call(authorization=f"{scheme} {KEY}")
+    asyncio.run(servicer.Get(pb.GetRequest(), grpc_context=context))
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT  # let in: it names no document
 
 
 def test_a_fault_of_the_server_says_no_more_than_that(caplog):

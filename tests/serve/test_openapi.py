@@ -10,14 +10,15 @@ from gateway_here import Client, service
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair import DIM
+from pydantic import ValidationError
 from schemathesis import GenerationMode, checks
 
 from scalingnote.serve import api
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.embeddings import OpenAIRefusal
-from scalingnote.serve.messages import Refusal
+from scalingnote.serve.messages import Document, Range, Refusal
 from scalingnote.serve.writer import WriteHandles
-from scalingnote.serve_config import Limits, ServeConfig
+from scalingnote.serve_config import Limits, Rerank, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
 # What the server's threads draw while Hypothesis draws an example looks to it as if the example had drawn it.
@@ -73,11 +74,22 @@ class Writer:
         return None
 
 
+class Reranker:
+    """Prefers short texts."""
+
+    async def score(self, query: str, texts: list[str]) -> list[float]:
+        return [float(-len(text)) for text in texts]
+
+    async def logits(self, query: str, texts: list[str], **_: Any) -> list[float]:
+        return await self.score(query, texts)
+
+
 @pytest.fixture(scope="module")
 def client(index: Artifact, query_tower: Artifact) -> Iterator[Client]:
-    config = ServeConfig(deadline_s=60, limits=Limits(max_batch=8))
+    config = ServeConfig(deadline_s=60, limits=Limits(max_batch=8), rerank=Rerank(model="a fake"))
     writing = WriteHandles(LocalHandle(Writer()), LocalHandle(Writer()), 60.0)
-    made = Client(api.build(service(index, query_tower, config, writing=writing), config))
+    made_of = service(index, query_tower, config, writing=writing, reranker=LocalHandle(Reranker()))
+    made = Client(api.build(made_of, config))
     yield made
     made.close()
 
@@ -156,6 +168,8 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         {"input": [[1, 2], [3]], "model": "scalingnote-query", "dimensions": 3, "input_type": "query"},
     ],
     "/embed": [{"inputs": ["zo"], "normalize": False, "prompt_name": "query"}],
+    "/embed_sparse": [{"inputs": ["zo"], "truncate": True}],
+    "/rerank": [{"query": "zo", "texts": ["ba", "zo"], "return_text": True}],
     "/similarity": [{"inputs": {"source_sentence": "zo", "sentences": ["ba"]}, "parameters": {}}],
     "/tokenize": [{"inputs": "zo", "add_special_tokens": True}],
     "/documents": [{"documents": [{"doc_id": "d7", "title": "t", "price": 3}, {"doc_id": "d8"}]}],
@@ -189,6 +203,89 @@ def test_any_json_is_answered_or_refused(client, path):
         answered(client, "POST", path, content=content, headers={"content-type": "application/json"})
 
     check()
+
+
+def with_null(value: Any, schema: Any, models: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Optional fields of an object, and of those in it: name, the object without it, and with null for it."""
+    kinds = [models[kind["$ref"].rpartition("/")[2]] if "$ref" in kind else kind for kind in kinds_of(schema)]
+    for kind in kinds if isinstance(value, dict) else ():
+        for name, field in kind.get("properties", {}).items():
+            without = {key: each for key, each in value.items() if key != name}
+            if name not in kind.get("required", ()):
+                yield name, without, {**value, name: None}
+            if name in value:
+                for inner, *pair in with_null(value[name], field, models):
+                    yield f"{name}.{inner}", *({**value, name: each} for each in pair)
+
+
+def kinds_of(schema: Any) -> list[Any]:
+    return schema.get("anyOf", [schema])
+
+
+def test_null_for_an_optional_field_is_as_if_it_were_left_out(client):
+    described, tried = client("GET", "/openapi.json").json(), set()
+    varying = ("request_id", "timings_ms")
+    for path, method in OPERATIONS:
+        body = described["paths"][path][method.lower()].get("requestBody")
+        if body is None:
+            continue
+        schema, models = body["content"]["application/json"]["schema"], described["components"]["schemas"]
+        for good in GOOD[path]:
+            for name, without, null in with_null(good, schema, models):
+                answers = [answered(client, method, path, json=sent) for sent in (without, null)]
+                told = [each.json() for each in answers]
+                for each in told:
+                    for key in varying if isinstance(each, dict) else ():
+                        each.pop(key, None)
+                assert answers[0].status_code == answers[1].status_code, (path, name, answers[1].text)
+                assert told[0] == told[1], (path, name)
+                tried.add((path, name))
+    assert len(tried) > 30
+    assert ("/similarity", "parameters.truncation_direction") in tried
+    assert ("/v1/embeddings", "encoding_format") in tried
+
+
+def test_null_in_a_document_and_in_a_range_is_as_if_it_were_left_out():
+    document = Document.model_validate({"doc_id": "d", "title": None, "price": None})
+    assert document.model_dump() == {"doc_id": "d", "title": "", "topic": "", "content": "", "price": None}
+    assert Range.model_validate({"min": None, "max": 3}) == Range(max=3)
+    with pytest.raises(ValidationError, match="doc_id"):
+        Document.model_validate({"doc_id": None})
+
+
+def test_every_status_is_described_by_itself(client):
+    for path, operations in client("GET", "/openapi.json").json()["paths"].items():
+        for method, operation in operations.items():
+            statuses = operation["responses"].keys()
+            assert all(status.isdigit() for status in statuses), (path, method)
+            assert statuses >= {"200", "401", "413", "415", "429", "500", "503"}, (path, method)
+            assert ("422" in statuses) <= (not path.startswith("/v1/")), (path, method)
+
+
+ODD_JSON = {
+    "half of a surrogate pair": b'{"a": "\\ud83d"}',
+    "NaN": b'{"a": NaN}',
+    "a huge number": b'{"a": ' + b"9" * 5000 + b"}",
+    "deep": b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "a name twice": b'{"a": 1, "a": 2}',
+    "a byte-order mark": b'\xef\xbb\xbf{"a": 1}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "a control character": b'{"a": "\x01"}',
+}
+
+
+@pytest.mark.parametrize("odd", ODD_JSON)
+def test_json_that_others_would_read_in_several_ways_is_refused(client, odd):
+    for path in GOOD:
+        if path in ("/admin/index/compact", "/admin/index/roll_back"):
+            continue  # they read no body
+        headers = {"content-type": "application/json"}
+        answer = answered(client, "POST", path, content=ODD_JSON[odd], headers=headers)
+        assert answer.status_code == (400 if path.startswith("/v1/") else 422), (path, answer.text)
+    rows = ODD_JSON[odd].replace(b'"a"', b'"doc_id": "d", "price"', 1)
+    whole = b'{"documents": [' + rows + b"]}"
+    answer = answered(client, "POST", "/documents", content=whole, headers=headers)
+    assert answer.status_code == 422 or odd == "a name twice", answer.text
 
 
 @settings(derandomize=True, max_examples=60, database=None)

@@ -118,7 +118,7 @@ class Servicer(ScalingNoteServicer):
         """Delete documents; ids that are not in the index are no error."""
         return pb.Deleted(**(await self._service.writes.delete(body.doc_ids)).model_dump())
 
-    @_rpc("/documents/{doc_id:path}", messages.GetRequest, pb.IndexedDocument)
+    @_rpc("/documents/{doc_id:any}", messages.GetRequest, pb.IndexedDocument)
     async def Get(self, body: messages.GetRequest, _: State) -> pb.IndexedDocument:  # noqa: N802
         """A document as the index shows it."""
         return pb.IndexedDocument(**_document(await self._service.document(body.doc_id)))
