@@ -33,7 +33,7 @@ TIMING = 0.10  # of medians of several runs, beside the test that their ranges a
 RULES = (
     Rule(r"^loads_per_actor$|^lost_parts_max$", "lower", 0.5, relative=False),
     Rule(r"^lost_work_share$", "lower", 0.02, relative=False),
-    Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
+    Rule(r"^(lost|duplicates$|doubled$|undocumented|wrong|server_errors$|accepted_invalid$)", "zero"),
     Rule(r"^open_doors", "zero"),
     # Exact searches miss nothing, but for graphs that are walked as far as their databases allow.
     Rule(r"^recall\d+_(exact|hybrid|export)_", "higher", 0.01, relative=False),
@@ -59,7 +59,7 @@ RULES = (
     Rule(r"_s_per_gb$", "lower", SHORT, of_the_machine=True),
     Rule(r"^elastic_loss_difference_max$", "lower", 0.02, relative=False),
     Rule(r"^max_difference$", "lower", 1e-6, relative=False),
-    Rule(r"^(faults|kills|requests|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
+    Rule(r"^(faults|kills|requests|cases|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
     Rule(r"^datasets_|^order_kept$|^orders_", "either"),  # how often an order of a paper's holds
     Rule(r"^ce_rank_agreement$", "higher", 0.005, relative=False),
     Rule(r"^untrained_gap$", "higher", QUALITY, relative=False),

@@ -162,6 +162,15 @@ def exposure(r: Report) -> Lines:
     yield value(r, "control_open_doors", "the same, authentication off and on every interface: the control")
 
 
+def api_fuzz(r: Report) -> Lines:
+    what = f"requests for {len(r['table'])} operations that the OpenAPI allows and forbids"
+    yield value(r, "cases", what, beside="made by schemathesis", bar=2000)
+    yield value(r, "server_errors", "the same: faults of the server")
+    yield value(r, "undocumented_statuses", "the same: statuses that the OpenAPI does not list")
+    yield value(r, "undocumented_bodies", "the same: bodies and headers that are not as it describes")
+    yield value(r, "accepted_invalid", "the same: forbidden requests that were answered with success")
+
+
 def backends(r: Report) -> Lines:
     default = {row["engine"]: row for row in r["searches"] if row["setting"] == "default"}
     for name in (name for name in default if name != "own"):

@@ -33,7 +33,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Query encoders": ("query_encoder", "front_door", "mteb_agreement"),
     "Index": ("index", "sparse_index", "document_store", "searcher_memory"),
     "Live index": ("live_index",),
-    "Serving": ("serve", "fanout", "serve_faults", "exposure"),
+    "Serving": ("serve", "fanout", "serve_faults", "exposure", "api_fuzz"),
     "Vector databases": ("backends", "exports"),
     "Experiments": ("experiment",),
     "Scaling laws": ("ladder",),

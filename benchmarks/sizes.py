@@ -131,6 +131,15 @@ BENCHMARKS = (
         before="run configs/quickstart/python_docs.yaml --set run_dir={folder}/quickstart "
         "--set dataset.max_documents=2000 --set train.epochs=1 --set distill.epochs=2",
     ),
+    Benchmark(
+        "api_fuzz",
+        "--run {folder}/quickstart --examples 10",
+        2,
+        "--run {folder}/quickstart",
+        8,
+        before="run configs/quickstart/python_docs.yaml --set run_dir={folder}/quickstart "
+        "--set dataset.max_documents=2000 --set train.epochs=1 --set distill.epochs=2",
+    ),
     Benchmark("experiment", "--users 300", 1.5, "", 4),
     Benchmark("encode_faults", "--seeds 3", 3.5, "", 10),
     Benchmark("faults", "--plot {folder}/faults.png", 9, "--plot {folder}/faults.png", 11),
