@@ -96,6 +96,17 @@ def test_embeddings_are_those_of_sentence_transformers(kind: str, role: publishe
     np.testing.assert_allclose(theirs(tmp_path / "saved", role), expected, atol=CLOSE)
 
 
+@pytest.mark.parametrize(
+    "pooling", ["mean", "max", "weightedmean", "mean_sqrt_len_tokens", "lasttoken", ["lasttoken", "mean"]]
+)
+def test_a_tokenizer_that_pads_on_the_left_changes_nothing(tmp_path: Path, pooling: Any):
+    path = folder(tmp_path, "qwen2", pooling=pooling)
+    expected = theirs(path, "query")
+    edited(path, "tokenizer_config.json", padding_side="left")
+    np.testing.assert_allclose(ours(build(path, "query")), expected, atol=CLOSE)
+    np.testing.assert_allclose(theirs(path, "query"), expected, atol=CLOSE)
+
+
 def test_what_reads_both_ways_sees_what_follows(tmp_path: Path):
     flagged = folder(tmp_path / "flagged", "qwen2", is_causal=False)
     plain = folder(tmp_path / "plain", "qwen2")
@@ -255,6 +266,7 @@ def edited(path: Path, name: str, **values: Any) -> None:
         ),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "no safetensors"),
         (lambda path: shutil.rmtree(path / "2_Dense"), "dense layer without"),
+        (lambda path: shutil.rmtree(path / "1_Pooling"), "states no pooling"),
         (
             lambda path: edited(path, "2_Dense/config.json", activation_function="odd.Act"),
             "activation is odd",
