@@ -246,7 +246,7 @@ def test_a_similarity_is_honoured_or_refused(
         with pytest.raises(ConfigError, match=r"set adopt\.similarity"):  # before any text is read
             api.run_config(
                 path, written(tmp_path / "docs.jsonl"), to=tmp_path / "out", student="table", queries=None,
-                count=None, seed=0, run_dir=None, overrides=(),
+                count=None, seed=0, run_dir=None, columns={}, overrides=(),
             )  # fmt: skip
         return
     towers = adopt.run(config, output=str(tmp_path / "towers"))

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jaxtyping
@@ -136,6 +137,10 @@ def test_documents_are_indexed_in_the_same_command(
     assert float((teacher.encode(title).embedding @ index.encode(title).embedding.T).item()) < 0.9999
     with pytest.raises(ConfigError, match=r"dense_weight is 1\.5"):
         index.search(title, dense_weight=1.5)
+    alone = scalingnote.Index(f"{out}.run")
+    alone.query_path = replace(alone.query_path, sparse=None)
+    with pytest.raises(ConfigError, match="have no terms"):
+        alone.search(title, dense_weight=0.5)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations in tests alone
     for wrong in (None, float("nan"), [title]):
         with pytest.raises(DataError, match=r"the query is .* of type"):
