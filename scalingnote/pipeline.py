@@ -49,15 +49,15 @@ def run(
             log.info("%d/%d %s: finished before, %s", number, len(chosen), stage.name, uri)
             continue
         log.info("%d/%d %s", number, len(chosen), stage.name)
-        from scalingnote import cluster  # late: importing Ray takes longer than showing --help
-
-        cluster.connect(config.address)
-        if not started and any(later.builds == "embeddings" for later in chosen[number - 1 :]):
-            engines.check_installed(config.encode)  # before hours of training
-        started = True
-        module, function = stage.job.split(":")
-        job = getattr(importlib.import_module(module), function)
         with status_lines("pipeline", elapsed_status(stage.name)):
+            from scalingnote import cluster  # late: importing Ray takes longer than showing --help
+
+            cluster.connect(config.address)
+            if not started and any(later.builds == "embeddings" for later in chosen[number - 1 :]):
+                engines.check_installed(config.encode)  # before hours of training
+            started = True
+            module, function = stage.job.split(":")
+            job = getattr(importlib.import_module(module), function)
             artifact = job(
                 getattr(config, stage.section),
                 **{kind: parent.uri for kind, parent in parents.items()},
