@@ -250,9 +250,8 @@ def run_config(
     from scalingnote.datasets.sources import read_texts
     from scalingnote.run_config import RunConfig
 
-    next(
-        iter(read_texts(texts, columns)), None
-    )  # DataError, before work is spent, for texts that no stage could read
+    # DataError, before work is spent, for texts that no stage could read.
+    next(iter(read_texts(texts, columns)), None)
     is_model = student not in RECIPES and ("/" in student or ":" in student or Path(student).is_dir())
     if student not in RECIPES and not is_model:
         raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}, or name a model")

@@ -47,7 +47,7 @@ def terms(text: str) -> list[str]:
             found.append(word.casefold())
             if not (word.islower() or word.isupper()) and len(parts := _CAMEL.split(word)) > 1:
                 found += [part.casefold() for part in parts]
-    if unicodedata.is_normalized("NFC", plain.casefold()):
+    if plain.isascii() or unicodedata.is_normalized("NFC", plain.casefold()):
         return found
     return [unicodedata.normalize("NFC", term) for term in found]  # folding decomposes some Greek
 

@@ -24,7 +24,7 @@ from numpy import ndarray
 from scalingnote import topk
 from scalingnote.distillation.config import StudentValidation
 from scalingnote.distillation.prepare import VALIDATION
-from scalingnote.encode.documents import similarity_of
+from scalingnote.encode.documents import tower_similarity
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.log import elapsed_status, get_logger, status_lines
 from scalingnote.storage import arrow
@@ -192,7 +192,7 @@ def _document_embeddings(
     """Embeddings, as search compares them, of at most MAX_DOCUMENTS documents at equal distances."""
     from scalingnote.encode.encoder import Encoder
 
-    similarity = similarity_of(dual_encoder)
+    similarity = tower_similarity(dual_encoder)
     made_by = {} if embeddings is None else embeddings.manifest.parents.get("dual_encoder", {})
     if embeddings is not None and made_by.get("digest") == dual_encoder.digest:
         rows = _places(embeddings.counts["documents"], MAX_DOCUMENTS)
@@ -214,15 +214,14 @@ def _places(total: int, most: int) -> Int[ndarray, " places"]:
 
 def _rows_at(artifact: Artifact, table: str, rows: Int[ndarray, " rows"], columns: list[str]) -> pa.Table:
     """Rows of a table by their ascending numbers; parts without any are not read."""
-    taken, first = [], 0
-    for part, count in artifact.rows_of(artifact.table_parts(table)).items():
-        inside = rows[(rows >= first) & (rows < first + count)] - first
-        if len(inside):
-            taken.append(artifact.table(part, columns).take(pa.array(inside)))
-        first += count
-    if taken:
-        return pa.concat_tables(taken)
-    return artifact.table(artifact.table_parts(table)[0], columns).slice(0, 0)
+    firsts = artifact.first_rows(table)
+    by_part = np.split(rows, np.searchsorted(rows, [*firsts.values()][1:]))
+    taken = [
+        artifact.table(part, columns).take(pa.array(inside - first))
+        for (part, first), inside in zip(firsts.items(), by_part, strict=True)
+        if len(inside)
+    ]
+    return pa.concat_tables(taken or [artifact.table(next(iter(firsts)), columns).slice(0, 0)])
 
 
 def median_ms(function: Callable[[str], object], texts: Sequence[str]) -> float:

@@ -34,7 +34,7 @@ from scalingnote.encode.engines import LoadEngine
 from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, totals, write_parts
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.log import get_logger
-from scalingnote.models.prompt import DocumentPrompt, document_texts, from_columns, token_columns
+from scalingnote.models.prompt import DocumentPrompt, document_fields, from_columns, token_columns
 from scalingnote.models.published_model import Similarity
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
@@ -121,10 +121,10 @@ def encode_documents(
     }
     if not counts["documents"]:
         raise DataError(f"none of {sum(rows.values())} documents could be encoded: {rejected[:1]}")
-    return draft.commit(counts=counts, encoding=totals(records), similarity=similarity_of(towers))
+    return draft.commit(counts=counts, encoding=totals(records), similarity=tower_similarity(towers))
 
 
-def similarity_of(towers: Artifact) -> Similarity:
+def tower_similarity(towers: Artifact) -> Similarity:
     """How search compares the embeddings of an artifact's document tower."""
     named = "document/config_sentence_transformers.json"
     facts = towers.read_json(named) if named in towers.names("document/") else {}
@@ -195,7 +195,7 @@ def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rej
         the others with the reason.
     """
     rows, encodable, rejected = [], [], []
-    results = prompt.rows(*document_texts(documents))
+    results = prompt.rows(*document_fields(documents))
     for doc_id, row in zip(documents["doc_id"].to_pylist(), results, strict=True):
         encodable.append(not isinstance(row, DataError))
         if isinstance(row, DataError):
@@ -214,7 +214,7 @@ class DocumentPartEncoder:
     def __init__(self, *, config: EncodeConfig, towers: Artifact, load_encoder: LoadEngine) -> None:
         self._config = config
         self._encoder: Engine = load_encoder(towers, config.token_budget)
-        self._similarity = similarity_of(towers)
+        self._similarity = tower_similarity(towers)
         self.peak = self._encoder.peak()
 
     def __call__(self, _: str, part: tuple[pa.Table, pa.Table | None, Rejected]) -> EncodedPart:

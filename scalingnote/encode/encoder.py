@@ -16,7 +16,7 @@ from scalingnote.models import flops
 from scalingnote.models.batch import collate
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.flops import model_shape
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, document_texts
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, document_fields
 from scalingnote.models.published_model import Role
 from scalingnote.models.published_tower import with_prefix
 from scalingnote.models.sparse_head import strongest
@@ -146,7 +146,7 @@ class Encoder:
         """Token rows of documents, and errors in place of those that cannot be encoded."""
         if not isinstance(self.tower.prompt, DocumentPrompt):
             raise ConfigError("this is a query tower: it cannot encode documents")
-        return self.tower.prompt.rows(*document_texts(documents))
+        return self.tower.prompt.rows(*document_fields(documents))
 
     def encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
         """Embeddings of token rows, not normalised."""

@@ -24,23 +24,11 @@ from scalingnote.integrations.client import (
 )
 
 
-class ScalingNoteEmbeddings(Serializable, Embeddings):
-    """Documents are embedded by the document tower, queries by the query tower.
-
-    Args:
-        url: of the server.
-        api_key: where the server asks for one.
-        model: a name of ``/v1/models``; None: the server's own.
-    """
-
-    model_config = ConfigDict(extra="forbid")
+class _Keyed(Serializable):
+    """What ``dumps`` writes of both classes: all but the key."""
 
     url: Address
     api_key: SecretStr | None = None
-    model: str | None = None
-
-    def __init__(self, url: str, *, api_key: str | SecretStr | None = None, model: str | None = None) -> None:
-        super().__init__(url=url, api_key=api_key, model=model)
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
@@ -51,6 +39,23 @@ class ScalingNoteEmbeddings(Serializable, Embeddings):
     def lc_secrets(self) -> dict[str, str]:
         """The name of the key, which ``dumps`` writes in its place."""
         return {"api_key": KEY_VARIABLE}
+
+
+class ScalingNoteEmbeddings(_Keyed, Embeddings):
+    """Documents are embedded by the document tower, queries by the query tower.
+
+    Args:
+        url: of the server.
+        api_key: where the server asks for one.
+        model: a name of ``/v1/models``; None: the server's own.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+
+    def __init__(self, url: str, *, api_key: str | SecretStr | None = None, model: str | None = None) -> None:
+        super().__init__(url=url, api_key=api_key, model=model)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Unit embeddings of texts that are to be found."""
@@ -64,25 +69,13 @@ class ScalingNoteEmbeddings(Serializable, Embeddings):
         return client(self.url, self.api_key, self.model)
 
 
-class ScalingNoteRetriever(BaseRetriever):
+class ScalingNoteRetriever(_Keyed, BaseRetriever):
     """The best documents of the server's index; `filter` has fields that its ``/info`` lists."""
 
     model_config = ConfigDict(extra="forbid")
 
-    url: Address
     k: int = 10
     filter: dict[str, Any] | None = None
-    api_key: SecretStr | None = None
-
-    @classmethod
-    def is_lc_serializable(cls) -> bool:
-        """Whether ``dumps`` writes it."""
-        return True
-
-    @property
-    def lc_secrets(self) -> dict[str, str]:
-        """The name of the key, which ``dumps`` writes in its place."""
-        return {"api_key": KEY_VARIABLE}
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun

@@ -331,7 +331,7 @@ class TextDocuments(TextPrompt, DocumentPrompt):
         return [*self.texts(texts)]
 
 
-def document_texts(documents: "pa.Table") -> list[list[str]]:
+def document_fields(documents: "pa.Table") -> list[list[str]]:
     """Return titles, topics and contents of a table; null is an empty text, DataError what is no text."""
     return [
         checked_texts(
