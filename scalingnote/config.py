@@ -29,9 +29,16 @@ class ExecutionConfig(Config):
 class Resources(ExecutionConfig):
     """Where a stage runs."""
 
-    workers: int = Field(2, ge=1, description="actors or training ranks")
+    workers: int | None = Field(
+        None, ge=1, description="actors or tasks at a time; null: as many as the cluster has room for"
+    )
     cpus_per_worker: float = Field(1.0, gt=0, description="CPU cores Ray reserves for each")
     gpus_per_worker: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
+    memory_per_worker: float = Field(
+        0.0,
+        ge=0,
+        description="GiB of memory Ray reserves for each; 0: what a stage computes from its input, or none",
+    )
 
     def without_gpus(self) -> "Resources":
         """The same workers for steps that run no model."""

@@ -205,7 +205,7 @@ def run(
         partial(NewDocumentEncoder, towers, semantic_ids, embeddings, token_budget=config.token_budget),
     )
     # Not more workers than parts: new documents usually come in few parts.
-    workers = min(config.resources.workers, len(rows))
+    workers = min(cluster.workers(config.resources), len(rows))
     resources = config.resources.model_copy(update={"workers": workers})
     records = write_parts(steps, draft, rows=rows, resources=resources, unit="documents", knob="resources")
     rejected = [row for record in records for row in record["rejected"]]

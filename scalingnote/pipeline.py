@@ -52,7 +52,7 @@ def run(
         with status_lines("pipeline", elapsed_status(stage.name)):
             from scalingnote import cluster  # late: importing Ray takes longer than showing --help
 
-            cluster.connect(config.address)
+            cluster.connect(config.address, nodes_wait_s=config.nodes_wait_s)
             if not started and any(later.builds == "embeddings" for later in chosen[number - 1 :]):
                 engines.check_installed(config.encode)  # before hours of training
             started = True

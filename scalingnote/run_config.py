@@ -27,6 +27,12 @@ class RunConfig(Config):
 
     run_dir: str = Field("runs/default", description="where artifacts go: a path or a URI (s3://...)")
     address: str | None = Field(None, description="Ray cluster; None starts a private local one")
+    nodes_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="seconds that a stage waits for nodes it lacks, where an autoscaler brings them, before "
+        "it is refused",
+    )
     dataset: AnyDataset
     planner: PlannerConfig = Statistics()
     collect: CollectConfig = CollectConfig()

@@ -1,9 +1,11 @@
 """What stages give to Ray, done in this process: for tests of what a stage does, not of where."""
 
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -23,6 +25,15 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cluster, "connect", lambda *_: None)
     patch.setattr(cluster, "check_resources", lambda *_, **__: None)
     patch.setattr(cluster, "check_resources_early", lambda *_, **__: None)
+    patch.setattr(cluster, "workers", lambda resources: resources.workers or 2)
+    patch.setattr(cluster, "actor_options", lambda _: {})
+    patch.setattr(cluster, "_on_cpu_nodes", dict)
+    patch.setattr(cluster, "_room_per_node", lambda _: [2])
+    patch.setattr(cluster, "Shared", _Shared)
+    patch.setattr(cluster, "this_slot", lambda: ("slot", "node"))
+    patch.setattr(cluster, "alive_nodes", lambda: {"node"})
+    patch.setattr(cluster, "start_again", _start_again)
+    patch.setattr("scalingnote.encode.parts.BACKOFF_S", 0.0)
     for name, module in list(sys.modules.items()):
         if name.startswith("scalingnote.") and getattr(module, "ray", None) is ray:
             patch.setattr(module, "ray", _Ray())
@@ -77,6 +88,8 @@ class _Ray:
     def wait(self, references: list[_Done], **_: Any) -> tuple[list[_Done], list[_Done]]:
         return references[:1], references[1:]
 
+    def kill(self, _: "_Actor") -> None: ...
+
     def remote(self, **_: Any) -> Callable[[Any], "_Remote"]:
         return lambda work: _Remote(_copy(work), get=self.get)
 
@@ -86,6 +99,9 @@ class _Remote:
 
     def __init__(self, work: Callable[..., Any], *, get: Callable[[_Done], Any]) -> None:
         self._work, self._get = work, get
+
+    def options(self, **_: Any) -> "_Remote":
+        return self
 
     def remote(self, *given: Any) -> Any:
         if isinstance(self._work, type):
@@ -103,6 +119,30 @@ class _Actor:
 
     def __getattr__(self, name: str) -> _Remote:
         return _Remote(getattr(self._state, name), get=self._get)
+
+
+class _Shared(cluster.Shared):
+    """An object that all copies of this share, as they share its process."""
+
+    _made: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, made: type, *given: Any) -> None:
+        self._name = uuid.uuid4().hex
+        self._made[self._name] = made(*given)
+
+    def call(self, method: str, *given: Any) -> Any:
+        return getattr(self._made[self._name], method)(*given)
+
+    def close(self) -> None:
+        del self._made[self._name]
+
+
+class _ProcessEndedError(BaseException):
+    """In place of the end of a worker's process."""
+
+
+def _start_again() -> None:
+    raise _ProcessEndedError
 
 
 class _Data:
@@ -143,12 +183,21 @@ def _through(
     fn_constructor_kwargs: dict[str, Any] | None = None,
     **_: Any,  # what it may use of a cluster
 ) -> Iterator[Any]:
-    if isinstance(work, type):
-        work = work(*_copy(fn_constructor_args), **_copy(fn_constructor_kwargs or {}))
-    else:
-        work = _copy(work)
+    def start() -> Any:
+        if not isinstance(work, type):
+            return _copy(work)
+        while True:
+            with suppress(_ProcessEndedError):
+                return work(*_copy(fn_constructor_args), **_copy(fn_constructor_kwargs or {}))
+
+    made = start()
     for row in rows:
-        yield work(row, **_copy(fn_kwargs or {}))
+        try:
+            done = made(row, **_copy(fn_kwargs or {}))
+        except _ProcessEndedError:  # the row is lost with it
+            made = start()
+            continue
+        yield done
 
 
 def _column(value: Any) -> np.ndarray:

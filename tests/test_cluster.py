@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from scalingnote import cluster, log
+from scalingnote import cluster, log, ray_internals
 from scalingnote.errors import ConfigError, ScalingNoteError
 
 
@@ -76,7 +76,7 @@ def test_a_ray_that_starts_slowly_is_awaited(monkeypatch: pytest.MonkeyPatch):
         assert services.get_node("gcs", "0a") == "the node"
         assert os.environ["RAY_worker_niceness"] == "0"  # noqa: SIM112  Ray's name for it
 
-    monkeypatch.setattr(cluster, "START_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(ray_internals, "START_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

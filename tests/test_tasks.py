@@ -12,16 +12,21 @@ import ray
 from in_process import without_ray
 from scalingnote import cluster
 from scalingnote.config import Resources
+from scalingnote.encode.config import Fleet
 from scalingnote.errors import ConfigError
 from scalingnote.train.config import Ranks
 
-NODES = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}, {"CPU": 8.0}]
+GIB = 2.0**30
+NODES = [{"CPU": 8.0, "GPU": 1.0, "memory": 32 * GIB}, {"CPU": 8.0, "memory": 8 * GIB}, {"CPU": 8.0}]
 
 
-def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]]) -> None:
-    """Have Ray tell of these."""
-    alive = [{"Alive": True, "Resources": node} for node in nodes]
-    dead = {"Alive": False, "Resources": {"CPU": 99.0}}
+def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]], *, gpu: str | None = None) -> None:
+    """Have Ray tell of these, where those with a GPU have the label `gpu`; this process runs on another."""
+    alive = [{"Alive": True, "NodeID": str(number), "Resources": node} for number, node in enumerate(nodes)]
+    for node in alive:
+        node["Labels"] = {cluster.ACCELERATOR_LABEL: gpu} if gpu and "GPU" in node["Resources"] else {}
+    dead = {"Alive": False, "NodeID": "dead", "Resources": {"CPU": 99.0}, "Labels": {}}
+    patch.setattr(cluster, "_own_node", lambda: {"NodeID": "own", "Resources": {}})
     total = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
     patch.setattr(ray, "nodes", lambda: [*alive, dead])
     patch.setattr(ray, "cluster_resources", lambda: total)
@@ -38,6 +43,16 @@ def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]]) -> None:
         (Resources(workers=3, cpus_per_worker=8), 0, ""),
         (Resources(workers=2, cpus_per_worker=9), 0, r"9 CPU a worker, no node has that: .*cpus_per_worker"),
         (Resources(workers=1, cpus_per_worker=8, gpus_per_worker=1), 0, ""),
+        (Resources(workers=5, memory_per_worker=8), 0, ""),
+        (
+            Resources(workers=6, memory_per_worker=8),
+            0,
+            "6 workers of 1 CPU and 8 GiB .*, .* room for 5",
+        ),
+        (Resources(memory_per_worker=33), 0, r"33 GiB of memory a worker, no node .*memory_per_worker"),
+        (Resources(), 24, "asks for 25 CPU"),
+        (Fleet(workers=9, gpus_per_worker=1, min_workers=1), 0, ""),
+        (Fleet(workers=9, gpus_per_worker=1, min_workers=2), 0, r"asks for 2 GPU.*lower .*\.min_workers"),
     ],
 )
 def test_what_no_cluster_of_these_nodes_could_do_is_refused(
@@ -56,7 +71,7 @@ def test_a_driver_that_trains_on_a_gpu_has_one(
     own: dict[str, float], says: str, monkeypatch: pytest.MonkeyPatch
 ):
     of_nodes(monkeypatch, NODES)
-    monkeypatch.setattr(cluster, "_own_node", lambda: own)
+    monkeypatch.setattr(cluster, "_own_node", lambda: {"NodeID": "own", "Resources": own})
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
         cluster.check_resources(Ranks(workers=0, gpus_per_worker=1), knob="train.resources")
 
@@ -64,7 +79,7 @@ def test_a_driver_that_trains_on_a_gpu_has_one(
 def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.MonkeyPatch):
     asked: list[Any] = []
     wanted = Resources(workers=2, cpus_per_worker=4, gpus_per_worker=1)
-    monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "30")
+    monkeypatch.setattr(cluster, "_nodes_wait_s", 30.0)
     monkeypatch.setattr(cluster, "NODE_POLL_INTERVAL_S", 0.0)
     of_nodes(monkeypatch, NODES)
     cluster.check_resources_early(wanted, knob="train.resources")  # it is not needed yet
@@ -76,12 +91,37 @@ def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(cluster, "_request_nodes", ask)
     cluster.check_resources(wanted, knob="train.resources")
     assert asked == [[{"CPU": 4.0, "GPU": 1.0}] * 2, []]  # and no longer than they are waited for
-    monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "0.01")
-    with pytest.raises(ConfigError, match="asks for 3 GPU, the cluster has 2"):
+    monkeypatch.setattr(cluster, "_nodes_wait_s", 0.01)
+    with pytest.raises(ConfigError, match=r"asks for 3 GPU, the cluster has 2.*none came in 0\.01 s"):
         cluster.check_resources(wanted.model_copy(update={"workers": 3}), knob="train.resources")
-    monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "long")
-    with pytest.raises(ConfigError, match="SCALINGNOTE_NODES_WAIT_S is 'long'"):
-        cluster.check_resources(wanted.model_copy(update={"workers": 3}), knob="train.resources")
+
+
+def test_the_workers_are_those_that_the_nodes_have_room_for(monkeypatch: pytest.MonkeyPatch):
+    of_nodes(monkeypatch, NODES)
+    assert cluster.workers(Resources()) == 24
+    assert cluster.workers(Resources(workers=3)) == 3
+    assert cluster.workers(Resources(cpus_per_worker=5)) == 3
+    assert cluster.workers(Resources(memory_per_worker=4)) == 8 + 2
+    assert cluster.workers(Resources(gpus_per_worker=1)) == 1
+    assert cluster.workers(Resources(gpus_per_worker=2)) == 1  # of which the check says that none fits
+
+
+def test_work_of_cpus_keeps_off_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch):
+    selector = {"label_selector": {"ray.io/accelerator-type": "!in(H100)"}}
+    on_cpus = {"num_cpus": 1.0, "num_gpus": 0}
+    of_nodes(monkeypatch, NODES, gpu="H100")
+    assert cluster.actor_options(Resources()) == on_cpus | selector
+    assert cluster.workers(Resources()) == 16
+    with_gpu = cluster.actor_options(Resources(gpus_per_worker=1, memory_per_worker=2))
+    assert with_gpu == {"num_cpus": 1.0, "num_gpus": 1.0, "memory": 2 * GIB}
+    of_nodes(monkeypatch, NODES[:1], gpu="H100")  # no other node can do it
+    assert cluster.actor_options(Resources()) == on_cpus
+    of_driver = [NODES[0], {"CPU": 1.0}]  # the second one's CPU is the driver's
+    of_nodes(monkeypatch, of_driver, gpu="H100")
+    monkeypatch.setattr(cluster, "_own_node", lambda: {"NodeID": "1", "Resources": {}})
+    assert cluster.actor_options(Resources()) == on_cpus
+    of_nodes(monkeypatch, NODES)  # without a label there is nothing to select by
+    assert cluster.actor_options(Resources()) == on_cpus
 
 
 @pytest.mark.usefixtures("cluster")

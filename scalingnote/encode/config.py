@@ -14,6 +14,18 @@ Form = Literal["auto", "torch", "compiled", "onnx", "onnx_int8", "lookup"]
 class Fleet(Resources):
     """Workers that encode, and their price."""
 
+    min_workers: int | None = Field(
+        None,
+        ge=1,
+        description="start with at least this many, and take more as nodes join, up to `workers`; null: all, "
+        "or as many as there is room for if workers is null",
+    )
+    max_failed_parts: int = Field(
+        0,
+        ge=0,
+        description="parts that may be left out, with their reason, because they fail wherever they are "
+        "encoded; if more do, the run ends with an error when all others are done",
+    )
     readers: int = Field(
         0,
         ge=0,
@@ -23,6 +35,12 @@ class Fleet(Resources):
     price_per_hour: float = Field(
         0.0, ge=0, description="of a worker, in any currency; progress lines show the cost"
     )
+
+    @model_validator(mode="after")
+    def _can_start(self) -> "Fleet":
+        if None not in (self.min_workers, self.workers) and self.min_workers > self.workers:  # type: ignore[operator]
+            raise ValueError(f"min_workers={self.min_workers} is above workers={self.workers}: lower it")
+        return self
 
 
 class EncodeConfig(Config):

@@ -7,6 +7,10 @@ written last, holds the file's checksum. A run that continues after a crash enco
 record, and a part encoded twice gives the same file: readers see every row exactly once. A worker does all
 three steps, or tasks on other CPUs read before it and write after it.
 
+One execution of Ray Data goes over all parts. A part that fails, or whose process or node is lost, is tried
+again in the next one, so after the others; a part that fails wherever it is encoded is set aside. A worker
+that cannot load, or whose parts fail, waits in its place (:mod:`.attempts`): the others do its work.
+
 Only workers import torch: the driver and the tasks start in a fraction of the time.
 """
 
@@ -15,26 +19,35 @@ import pickle
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from scalingnote import cluster
+from scalingnote.encode.attempts import BACKOFF_S, Attempts
 from scalingnote.encode.config import Fleet
 from scalingnote.encode.encodings import Cost
 from scalingnote.errors import EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import usage
-from scalingnote.storage.artifact import Draft, Part, write_table
+from scalingnote.storage.artifact import Draft, Part, read_table, write_table
 
 log = get_logger("encode")
 # JSON values: name, part, rejected, fields of Cost and of the worker's times (:class:`EncodeParts`)
 PartRecord = dict[str, Any]
 MAX_WORKERS_TOLD = 4  # of which the summary tells each; of more the least and the most
+MAX_FAILURES_TOLD = 3  # parts of which an error tells the reason
+# Of a part, before it is set aside. Spot machines are lost for other reasons than what they do.
+MAX_LOSSES = {"process": 2, "node": 4}
+MAX_FAILED_IN_A_ROW = 2  # parts of a worker, which then loads anew: an error of a GPU stays in its process
+WAIT_POLL_INTERVAL_S = 2.0
 Rejected = list[dict[str, str]]  # rows of storage.schema.REJECTED
 
 
@@ -99,73 +112,157 @@ def encode_parts(
         knob: config key of `resources`, for error messages.
 
     Returns:
-        The records of the parts, in the order of `rows`.
+        The records of the parts, in the order of `rows`. That of a part that is set aside has no rows, and
+        the reason as ``set_aside``.
 
     Raises:
-        EncodingError: two executions in a row finished no part.
+        EncodingError: more than `resources.max_failed_parts` parts could not be encoded, or none could.
         ConfigError: the cluster lacks the resources.
     """
     cluster.check_resources(resources, knob=knob, task_cpus=reader_cpus(resources))
     records = read_records(work, set(rows))
     if records:
         log.info("resuming: %d of %d parts are done", len(records), len(rows))
-    tally = EncodingTally(price_per_hour=resources.price_per_hour * resources.workers)
-    done, stalled = sum(rows[name] for name in records), False
-    counted = usage.rows_on_this_node()
+    tally = EncodingTally(price_per_hour=resources.price_per_hour * cluster.workers(resources))
+    done, counted = sum(rows[name] for name in records), usage.rows_on_this_node()
+    attempts = cluster.Shared(Attempts, BACKOFF_S)
+    failures = PartFailures()
 
     def underway() -> int:
         """Rows encoded since then by this node's workers: all workers' on one machine."""
         return usage.rows_on_this_node() - counted
 
-    with Progress("encode", total=sum(rows.values()), done=done, unit=unit, underway=underway) as progress:
-        while todo := [name for name in rows if name not in records]:
-            failure = ""
-            for record, reason in _execution_results(steps, todo, resources, output=output, work=work):
-                if reason:
-                    # At once, since the others may take hours; the traceback of the first is enough.
-                    shown = reason.strip().splitlines()[-1] if failure else reason
-                    log.warning("a part failed and is tried again after the others: %s", shown)
-                    failure = failure or reason
-                if record:
-                    records[record["name"]] = record
-                    tally.add(record)
-                    progress.advance(rows[record["name"]], note=tally)
-            left = sum(name not in records for name in todo)
-            if stalled and left == len(todo):
-                raise EncodingError(f"none of {left} parts could be encoded: {failure}")
-            if left:
-                log.warning("%d parts of %d are left, trying again", left, len(todo))
-            stalled = left == len(todo)
+    with (
+        closing(attempts),
+        Progress("encode", total=sum(rows.values()), done=done, unit=unit, underway=underway) as progress,
+    ):
+        while todo := [name for name in rows if name not in records and name not in failures.set_aside]:
+            for record in _execution_records(
+                steps, todo, resources, attempts, failures, output=output, work=work
+            ):
+                records[record["name"]] = record
+                tally.add(record)
+                progress.advance(rows[record["name"]], note=tally)
+            failures.end_execution(todo, records, attempts)
+    _check_failures(failures.set_aside, records, rows, most=resources.max_failed_parts, knob=knob)
+    for name, reason in failures.set_aside.items():
+        records[name] = _set_aside(name, reason, like=next(iter(records.values())), output=output)
     log.info("%s %s: %s -> %s", f"{sum(rows.values()):,}", unit, tally, output)
     log.info("workers: %s", tally.workers() or "none was needed")
     return [records[name] for name in rows]
 
 
-def _execution_results(
-    steps: Steps, todo: Sequence[str], resources: Fleet, *, output: str, work: str
-) -> Iterator[tuple[PartRecord | None, str]]:
-    """The record of each part that one execution does, or the reason of a failure."""
+def _execution_records(
+    steps: Steps,
+    todo: Sequence[str],
+    resources: Fleet,
+    attempts: cluster.Shared,
+    failures: "PartFailures",
+    **where: str,
+) -> Iterator[PartRecord]:
+    """The record of each part that one execution does; the others are noted among the failures."""
+    attempts.call("start", min(cluster.workers(resources), len(todo)))
     reported = set()
     try:
-        for row in _execute(steps, todo, resources, output=output, work=work):
-            record = json.loads(row["record"]) if row["record"] else None
-            reported.add(record["name"] if record else None)
-            yield record, row["failure"]
+        for row in _execute(steps, todo, resources, attempts, **where):
+            if row["failure"]:
+                failures.add(row["name"], row["failure"])
+            else:
+                record = json.loads(row["record"])
+                reported.add(record["name"])
+                yield record
     except cluster.execution_errors() as error:
         # Ray may have ended before it reported parts that are done.
-        for name, record in read_records(work, set(todo)).items():
+        for name, record in read_records(where["work"], set(todo)).items():
             if name not in reported:
-                yield record, ""
-        yield None, str(error)
+                yield record
+        failures.add("", f"{error}")
 
 
-def _execute(steps: Steps, todo: Sequence[str], resources: Fleet, **where: str) -> Iterator[dict[str, str]]:
+class PartFailures:
+    """Parts that were not encoded when they were tried, and those that are not tried again.
+
+    Attributes:
+        set_aside: part -> the reason.
+    """
+
+    def __init__(self) -> None:
+        self.set_aside: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}  # of parts in this execution; "" for the execution itself
+        self._losses: dict[str, Counter[str]] = {}  # part -> how often a process, or a node, was lost with it
+        self._left: set[str] | None = None  # after the execution before
+
+    def add(self, part: str, reason: str) -> None:
+        """Note that a part failed; told at once, since the others may take hours."""
+        if part:
+            # The traceback of the first is enough.
+            shown = reason.strip().splitlines()[-1] if self._reasons else reason
+            log.warning("a part failed and is tried again after the others: %s: %s", part, shown)
+        self._reasons[part] = reason
+
+    def end_execution(self, tried: Sequence[str], done: Container[str], attempts: cluster.Shared) -> None:
+        """Set aside, of the parts that an execution tried, those that another will not encode."""
+        left = [name for name in tried if name not in done]
+        alive, lost = cluster.alive_nodes(), attempts.call("unfinished")
+        broken = attempts.call("failures")
+        for part in [name for name in left if name in lost and name not in self._reasons]:
+            kind = "process" if lost[part] in alive else "node"
+            losses = self._losses.setdefault(part, Counter())
+            losses[kind] += 1
+            self._reasons[part] = f"its {kind} was lost {losses[kind]} times" + (
+                ": it crashes native code, or takes more memory than there is" if kind == "process" else ""
+            )
+            if losses[kind] >= MAX_LOSSES[kind]:
+                self.set_aside[part] = self._reasons[part]
+        left = [name for name in left if name not in self.set_aside]
+        for slot, reason in broken.items():
+            log.warning("a worker is not used: %s: %s", slot, reason.strip().splitlines()[-1])
+        # No execution has changed anything: the next would not either.
+        if left and (set(left) == self._left or attempts.call("hopeless")):
+            reason = self._reasons.get("", "") or next(iter(broken.values()), "its result was lost")
+            self.set_aside |= {name: self._reasons.get(name, reason) for name in left}
+        elif left:
+            log.warning("%d parts of %d are left, trying again", len(left), len(tried))
+        self._left, self._reasons = set(left), {}
+
+
+def _check_failures(
+    failed: Mapping[str, str], done: Mapping[str, Any], rows: Mapping[str, int], *, most: int, knob: str
+) -> None:
+    """EncodingError if more parts failed than may, or all of them."""
+    if not failed or (done and len(failed) <= most):
+        return
+    told = "; ".join(f"{name}: {reason}" for name, reason in islice(failed.items(), MAX_FAILURES_TOLD))
+    which = (
+        f"none of {len(failed)} parts could be encoded"
+        if not done
+        else (f"{len(failed)} of {len(rows)} parts could not be encoded, all others are done")
+    )
+    raise EncodingError(
+        f"{which}: {told}. What is done stays: mend the cause and run this again"
+        + (f", or leave them out by {knob}.max_failed_parts={len(failed)}" if done else "")
+    )
+
+
+def _set_aside(name: str, reason: str, *, like: PartRecord, output: str) -> PartRecord:
+    """The record of a part that is left out: an empty file, so that every part has one."""
+    log.warning("%s is left out: %s", name, reason)
+    empty = read_table(fs.join(output, like["name"])).slice(0, 0)
+    part = asdict(write_table(fs.join(output, name), empty))
+    times = dict.fromkeys(("seconds", "cpu_seconds", "busy_seconds", "load_seconds", "peak"), 0.0)
+    record: PartRecord = {"name": name, "part": part, "rejected": [], "set_aside": reason, "worker": ""}
+    return record | asdict(Cost()) | times
+
+
+def _execute(
+    steps: Steps, todo: Sequence[str], resources: Fleet, attempts: cluster.Shared, **where: str
+) -> Iterator[dict[str, str]]:
     """One execution of Ray Data over all parts. Yields per part its ``record`` as JSON or a ``failure``.
 
     An actor loads its model once and stays until the last part: the driver's memory grows by about 8 KB a
     part, so 100,000 parts fit.
     """
-    options = {"steps": steps, "threads": resources.cpus_per_worker}
+    options = {"steps": steps, "threads": resources.cpus_per_worker, "attempts": attempts}
     yield from cluster.dataset_rows(
         cluster.map_with_actors(
             [{"name": name} for name in todo],
@@ -208,22 +305,53 @@ def read_part(batch: Any, *, steps: Steps) -> Any:
 class EncodeParts:
     """Actor: encodes parts, and reads and writes them too if `commit` says where."""
 
-    def __init__(self, *, steps: Steps, threads: float, commit: dict[str, str] | None) -> None:
+    def __init__(
+        self, *, steps: Steps, threads: float, commit: dict[str, str] | None, attempts: cluster.Shared
+    ) -> None:
+        self._attempts, (self._slot, self._node) = attempts, cluster.this_slot()
+        self._wait(attempts.call("begin_load", self._slot))
         import torch
 
         torch.set_num_threads(max(int(threads), 1))
         self._since = time.monotonic(), time.process_time()
-        self._read, self._commit, self._encode = steps.read, commit, steps.encoder()
+        self._read, self._commit, self._error, self._failed = steps.read, commit, "", 0
+        try:
+            self._encode = steps.encoder()
+        except ScalingNoteError as error:  # the same in every worker: told by the first part
+            self._error = cluster.error_column(error)
+        except Exception:
+            attempts.call("fail", self._slot, traceback.format_exc())
+            cluster.start_again()
+        attempts.call("end_load", self._slot)
         self._worker = {"worker": uuid.uuid4().hex, "load_seconds": time.monotonic() - self._since[0]}
+
+    def _wait(self, seconds: float) -> None:
+        """Keep this slot for a while after a failure in it: a worker in its place would fail, too."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if reason := self._attempts.call("hopeless"):
+                raise EncodingError(f"no worker could load: {reason}")
+            time.sleep(min(WAIT_POLL_INTERVAL_S, seconds))
 
     def __call__(self, batch: Any) -> Any:
         """Encode one part, given its name, or its name and what :func:`read_part` gave."""
         (name,), start = batch["name"], time.monotonic()
+        if self._failed >= MAX_FAILED_IN_A_ROW:
+            self._attempts.call("fail", self._slot, f"{self._failed} parts in a row failed")
+            cluster.start_again()
+        self._attempts.call("begin", name, self._node)
         read = pickle.loads(batch["input"][0]) if "input" in batch else _attempt(self._read, name)
+        if self._error:
+            read = _Result(error=self._error)
         result = read if read.error or read.failure else _attempt(self._timed, name, read.value, start)
-        if self._commit is None:
-            return {"name": [name], "result": [pickle.dumps(result)]}
-        return _commit(name, result, **self._commit)
+        if self._commit is not None:
+            made = _commit(name, result, **self._commit)
+            failed = bool(made["failure"][0])
+        else:
+            made, failed = {"name": [name], "result": [pickle.dumps(result)]}, bool(result.failure)
+        self._failed = self._failed + 1 if failed else 0
+        self._attempts.call("end", name, self._slot, not failed)
+        return made
 
     def _timed(self, name: str, part: Any, start: float) -> tuple[EncodedPart, dict[str, Any]]:
         """An encoded part, with what its record tells of this worker.
@@ -247,8 +375,12 @@ def write_part(batch: Any, *, output: str, work: str) -> Any:
 def _commit(name: str, result: _Result, *, output: str, work: str) -> Any:
     if not (result.error or result.failure):
         result = _attempt(_write, name, *result.value, output=output, work=work)
-    failure = f"{name}: {result.failure}" if result.failure else ""
-    return {"record": [result.value or ""], "error": [result.error], "failure": [failure]}
+    return {
+        "name": [name],
+        "record": [result.value or ""],
+        "error": [result.error],
+        "failure": [result.failure],
+    }
 
 
 def _write(name: str, encoded: EncodedPart, timing: dict[str, Any], *, output: str, work: str) -> str:

@@ -18,9 +18,8 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, gRPCOptions
-from ray.serve.context import _get_global_client
 
-from scalingnote import cluster
+from scalingnote import cluster, ray_internals
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.log import get_logger
 from scalingnote.serve import placement
@@ -95,7 +94,7 @@ def _may_restart_without_haproxy(served: Served) -> bool:
 
 def _running_proxy() -> HTTPOptions | None:
     """The address of Ray Serve if it runs on this cluster already: all applications share its proxy."""
-    client = _get_global_client(raise_if_no_controller_running=False)
+    client = ray_internals.serve_client(required=False)
     return None if client is None else client.http_config
 
 
@@ -146,9 +145,7 @@ def launch(application: Application, config: ServeConfig) -> str:
     except RuntimeError as error:
         raise SearchError(f"Ray Serve could not start the application: {error}") from None
     except TimeoutError:  # the application runs, its proxy does not answer yet
-        client = _get_global_client()
-        assert client is not None
-        _until_it_answers(client.wait_for_proxies_serving, deadline)
+        _until_it_answers(ray_internals.serve_client().wait_for_proxies_serving, deadline)
     host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
     return f"http://{host}:{config.port}"
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ray.serve import Application, Deployment
-from ray.serve._private.build_app import build_app
+from ray.serve import Application
 
+from scalingnote import ray_internals
 from scalingnote.index import shard
 from scalingnote.serve_config import Part, Placement, ServeConfig
 from scalingnote.storage import filesystem as fs
@@ -99,7 +99,7 @@ def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
     """
     alive = [node for node in nodes if node["Alive"]]
     found, together = [], Counter[str]()
-    for deployment in deployments(application):
+    for deployment in ray_internals.serve_deployments(application):
         actor, replicas = deployment.ray_actor_options or {}, int(deployment.num_replicas)
         needs = {RESOURCES[name]: float(actor[name]) for name in RESOURCES if actor.get(name)}
         needs |= actor.get("resources", {})
@@ -111,16 +111,6 @@ def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
     if found:
         return found
     return _too_much(together, alive)
-
-
-def deployments(application: Application) -> list[Deployment]:
-    """The deployments of a bound application, which is not deployed by this."""
-    built = build_app(application, name="checked", make_deployment_handle=_no_handle)
-    return list(built.deployments)
-
-
-def _no_handle(*_: object) -> Any:
-    return None
 
 
 def _misfit(

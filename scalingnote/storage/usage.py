@@ -121,10 +121,11 @@ def _ray() -> Any:
 
 def _folder() -> Path | None:
     """Where the processes of this job count on this node."""
-    if (ray := _ray()) is None or (node := ray._private.worker.global_worker.node) is None:
+    if (ray := _ray()) is None:
         return None
-    job = ray.get_runtime_context().get_job_id()
-    return Path(node.get_session_dir_path(), "scalingnote-usage", job)
+    context = ray.get_runtime_context()
+    session = Path(context.get_temp_dir(), context.get_session_name())
+    return session / "scalingnote-usage" / context.get_job_id()
 
 
 def _on_this_node() -> Counts:

@@ -3,10 +3,8 @@
 import json
 import os
 import tempfile
-import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,11 +13,10 @@ import numpy as np
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchConfig, TorchTrainer, get_device
-from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
+from ray.train.torch import TorchTrainer, get_device
 from torch import nn
 
-from scalingnote import cluster, errors
+from scalingnote import cluster, errors, ray_internals
 from scalingnote.config import dump, validate
 from scalingnote.errors import ConfigError, ScalingNoteError, TrainingError
 from scalingnote.log import configure, get_logger
@@ -49,27 +46,6 @@ S = TypeVar("S", bound=Schedule)
 Settings = dict[str, Any]  # of a rank: plain values, sent by the driver
 Failure = dict[str, str]  # an error as plain values: kind and text
 Worker = Callable[[Settings], Failure | None]  # runs a rank
-
-
-@dataclass
-class OneMachine(TorchConfig):
-    """Ranks connect through a file in `folder`; Ray Train's own config opens a port to the network."""
-
-    folder: str = ""
-
-    @property
-    def backend_cls(self) -> type[_TorchBackend]:
-        """The backend with which Ray Train starts the ranks."""
-        return _FileBackend
-
-
-class _FileBackend(_TorchBackend):
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(_set_torch_distributed_env_vars)
-        ranks, store = len(worker_group), f"{backend_config.folder}/{uuid.uuid4().hex}"
-        settings = (ranks, store, backend_config.backend, backend_config.timeout_s)
-        join = join_process_group
-        ray.get([worker_group.execute_single_async(rank, join, rank, *settings) for rank in range(ranks)])
 
 
 def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
@@ -189,7 +165,7 @@ def _trainer(worker: Worker, settings: Settings, schedule: Schedule, folder: str
     return TorchTrainer(
         worker,  # type: ignore[arg-type]
         train_loop_config=settings,
-        torch_config=OneMachine(folder=folder) if folder else None,
+        torch_config=ray_internals.ranks_on_one_machine(folder, join_process_group) if folder else None,
         scaling_config=ScalingConfig(
             use_gpu=not on_cpu,
             resources_per_worker={"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker},

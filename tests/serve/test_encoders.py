@@ -10,12 +10,13 @@ import pytest
 from pair import DIM, student
 
 import tiny
+from scalingnote import ray_internals
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.models import lookup
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig
 from scalingnote.search.query_path import Query, QueryPath
-from scalingnote.serve import app, artifacts, placement
+from scalingnote.serve import app, artifacts
 from scalingnote.serve.replicas import ArmEncoder, QueryPathParts
 from scalingnote.serve_config import AppArgs, Escalation, Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact, Draft
@@ -38,7 +39,7 @@ def parts(index: Artifact, tower: Artifact, **knobs: Any) -> set[str]:
     """Names of the deployments of a service."""
     args = {"index": index.uri, "query_tower": tower.uri, "serve": knobs}
     application = app.bind(artifacts.find(AppArgs.model_validate(args)))
-    return {deployment.name for deployment in placement.deployments(application)}
+    return {deployment.name for deployment in ray_internals.serve_deployments(application)}
 
 
 def test_a_table_has_no_replicas_and_a_transformer_has(

@@ -1,0 +1,91 @@
+"""What the workers of an encoding begin and finish, counted in a process that outlives them.
+
+A worker whose process is killed can report nothing: a load, or a part, that began and did not end tells of
+it. Slots and parts are told apart by that. A slot is a place that a worker runs in, as the third GPU of a
+node: one where loading, or part after part, fails is left alone for longer and longer. A part whose process
+ends wherever it runs is set aside.
+"""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+BACKOFF_S = 5.0  # before a slot loads again, doubled with each failure
+MAX_BACKOFF_S = 600.0
+MAX_LOADS = 2  # failures of every slot, after which no worker will load
+PATIENCE_S = 600.0  # for other slots to come up, when all that did have failed
+
+
+@dataclass
+class Slot:
+    """What is known of a slot.
+
+    Attributes:
+        failures: since it last finished a part.
+        loading: whether a load began and did not end.
+        well: whether its worker has loaded, and has not failed since.
+        reason: of the last failure.
+    """
+
+    failures: int = 0
+    loading: bool = False
+    well: bool = False
+    reason: str = ""
+
+
+class Attempts:
+    """The counts of one encoding; each execution of Ray Data begins with :meth:`start`."""
+
+    def __init__(self, backoff_s: float = BACKOFF_S, patience_s: float = PATIENCE_S) -> None:
+        self._backoff_s, self._patience_s = backoff_s, patience_s
+        self.start(1)
+
+    def start(self, workers: int) -> None:
+        """Begin an execution that starts with so many workers: slots have another chance."""
+        self._workers, self._since = workers, time.monotonic()
+        self._slots: dict[str, Slot] = defaultdict(Slot)
+        self._begun: dict[str, str] = {}
+
+    def begin_load(self, slot: str) -> float:
+        """Note that a worker starts in a slot; returns the seconds that it has to wait before it loads."""
+        found = self._slots[slot]
+        if found.loading or found.well:  # and its process is gone without a word
+            self.fail(slot, found.reason or "its process ended: out of memory, or a crash of native code")
+        found.loading = True
+        return min(self._backoff_s * 2.0 ** (found.failures - 1), MAX_BACKOFF_S) if found.failures else 0.0
+
+    def end_load(self, slot: str) -> None:
+        """Note that a worker has loaded."""
+        self._slots[slot].loading, self._slots[slot].well = False, True
+
+    def fail(self, slot: str, reason: str) -> None:
+        """Note that a load failed, or that the worker gives up since its parts fail."""
+        found = self._slots[slot]
+        found.loading = found.well = False
+        found.failures, found.reason = found.failures + 1, reason
+
+    def hopeless(self) -> str:
+        """The reason of the last failure if no worker will load; else empty."""
+        slots = list(self._slots.values())
+        if any(slot.well or slot.failures < MAX_LOADS for slot in slots):
+            return ""
+        waited = time.monotonic() - self._since > self._patience_s
+        return slots[-1].reason if slots and (len(slots) >= self._workers or waited) else ""
+
+    def begin(self, part: str, node: str) -> None:
+        """Note that a worker begins a part, and the node that it runs on."""
+        self._begun[part] = node
+
+    def end(self, part: str, slot: str, finished: bool) -> None:
+        """Note that a worker has finished a part, or has told why it could not."""
+        self._begun.pop(part, None)
+        if finished:
+            self._slots[slot].failures = 0
+
+    def unfinished(self) -> dict[str, str]:
+        """Parts that were begun in this execution and not ended, with the nodes they were encoded on."""
+        return dict(self._begun)
+
+    def failures(self) -> dict[str, str]:
+        """Slots that have failed since they finished a part, with the reason of the last failure."""
+        return {name: slot.reason for name, slot in self._slots.items() if slot.failures}
