@@ -506,6 +506,14 @@ class Shared:
         """The result of a method."""
         return ray.get(getattr(self._actor, method).remote(*given))
 
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        try:
+            ray.get(self._actor.__ray_ready__.remote())
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
     def close(self) -> None:
         """End the process."""
         ray.kill(self._actor)
@@ -525,6 +533,11 @@ def this_slot() -> tuple[str, str]:
 def start_again() -> None:
     """End the process of this actor: Ray starts it again, with nothing kept."""
     os._exit(1)
+
+
+def exit_actor() -> None:
+    """End the process of this actor for ever."""
+    ray.actor.exit_actor()
 
 
 def alive_nodes() -> set[str]:

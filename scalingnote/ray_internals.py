@@ -86,11 +86,12 @@ def shown_worker_lines(show: Callable[[str], bool]) -> Iterator[None]:
 
 
 def silence_data() -> None:
-    """Silence what Ray Data logs of each dataset: "Progress bars disabled", and blocks that are set aside.
+    """Silence what Ray Data logs of each dataset.
 
-    The second is an error with a traceback for each part whose worker died; `encode` tells of it in a line.
+    That progress bars are off, that actors with GPUs have CPUs, too, and the traceback of each part whose
+    worker was lost: `encode` tells of it in a line.
     """
-    for name in ("progress", "execution.streaming_executor_state"):
+    for name in ("progress", "execution.operators.map_operator", "execution.streaming_executor_state"):
         logging.getLogger(f"ray.data._internal.{name}").setLevel(logging.CRITICAL)
 
 

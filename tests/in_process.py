@@ -133,6 +133,9 @@ class _Shared(cluster.Shared):
     def call(self, method: str, *given: Any) -> Any:
         return getattr(self._made[self._name], method)(*given)
 
+    def ended(self) -> bool:
+        return self._name not in self._made
+
     def close(self) -> None:
         del self._made[self._name]
 

@@ -1,7 +1,8 @@
 """Work handed to Ray: what the cluster could never do is refused, the rest is done in order, and again."""
 
+import os
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from in_process import without_ray
 from scalingnote import cluster
 from scalingnote.config import Resources
 from scalingnote.encode.config import Fleet
-from scalingnote.errors import ConfigError
+from scalingnote.errors import ConfigError, ScalingNoteError
 from scalingnote.train.config import Ranks
 
 GIB = 2.0**30
@@ -179,3 +180,82 @@ def test_what_storage_refuses_for_a_moment_is_done_again(tmp_path: Path):
         folder.mkdir()
         assert sorted(run(partial(fail_twice, folder=folder), [1, 2])) == [1, 2]
         assert len(list(folder.iterdir())) == 6
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_item_whose_process_ends_is_done_by_another_actor(tmp_path: Path):
+    def end_once(item: tuple[int], *, folder: Path) -> int:
+        (number,) = item
+        if number == 1:
+            with suppress(FileExistsError):
+                (folder / "ended").touch(exist_ok=False)
+                os._exit(1)
+        return number
+
+    work = partial(end_once, folder=tmp_path)
+    found = cluster.map_loaded(work, [(number,) for number in range(5)], Resources(workers=2))
+    assert sorted(found) == list(range(5))
+    assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_item_that_ends_every_process_ends_the_stage(monkeypatch: pytest.MonkeyPatch):
+    def end(item: tuple[int]) -> int:
+        return os._exit(1) if item == (1,) else item[0]
+
+    def refuse() -> Any:
+        raise ConfigError("not at all")
+
+    monkeypatch.setattr(cluster, "ATTEMPTS", 2)
+    with pytest.raises(ScalingNoteError, match=r"item \(1,\) ended its process, 2 times tried"):
+        list(cluster.map_loaded(end, [(0,), (1,)], Resources(workers=1)))
+    with pytest.raises(ConfigError, match="not at all"):
+        list(cluster.map_loaded(cluster.Loaded(refuse), [(0,)], Resources(workers=1)))
+
+
+def test_work_that_is_loaded_goes_only_to_actors_that_run(monkeypatch: pytest.MonkeyPatch):
+    """One of two actors never starts, as where there is no node for it: the other does all items."""
+
+    class Actor:
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        @property
+        def start(self) -> "Actor":
+            return self
+
+        def options(self, **_: Any) -> "Actor":
+            return self
+
+        def remote(self) -> str:
+            return f"start {self._number}"
+
+        @property
+        def map(self) -> Any:
+            return Item()
+
+    class Item:
+        def remote(self, item: int) -> str:
+            return f"item {item}"
+
+    class Made:
+        numbers = iter(range(2))
+
+        def remote(self, _: Any) -> Actor:
+            return Actor(next(self.numbers))
+
+    def wait(references: list[str]) -> tuple[list[str], list[str]]:
+        ready = [reference for reference in references if reference != "start 0"]
+        return ready[:1], references
+
+    monkeypatch.setattr(cluster, "actor_options", lambda _: {})
+    for name, value in {
+        "remote": lambda **_: lambda _: Made(),
+        "put": lambda value: value,
+        "wait": wait,
+        "get": lambda reference: reference,
+        "kill": lambda _: None,
+    }.items():
+        monkeypatch.setattr(ray, name, value)
+    found = list(cluster.map_loaded(str, [7, 8, 9], Resources(workers=2)))
+    assert sorted(found) == ["item 7", "item 8", "item 9"]

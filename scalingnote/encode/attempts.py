@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 BACKOFF_S = 5.0  # before a slot loads again, doubled with each failure
-MAX_BACKOFF_S = 600.0
+MAX_BACKOFF_S, MAX_DOUBLINGS = 600.0, 30
 MAX_LOADS = 2  # failures of every slot, after which no worker will load
 PATIENCE_S = 600.0  # for other slots to come up, when all that did have failed
 
@@ -38,21 +38,32 @@ class Attempts:
 
     def __init__(self, backoff_s: float = BACKOFF_S, patience_s: float = PATIENCE_S) -> None:
         self._backoff_s, self._patience_s = backoff_s, patience_s
+        self._execution = 0
         self.start(1)
 
     def start(self, workers: int) -> None:
         """Begin an execution that starts with so many workers: slots have another chance."""
+        self._execution += 1
         self._workers, self._since = workers, time.monotonic()
         self._slots: dict[str, Slot] = defaultdict(Slot)
         self._begun: dict[str, str] = {}
 
-    def begin_load(self, slot: str) -> float:
-        """Note that a worker starts in a slot; returns the seconds that it has to wait before it loads."""
+    def begin_load(self, slot: str) -> tuple[float, int]:
+        """Note that a worker starts in a slot.
+
+        Returns:
+            The seconds that it has to wait before it loads, and the number of the execution.
+        """
         found = self._slots[slot]
         if found.loading or found.well:  # and its process is gone without a word
             self.fail(slot, found.reason or "its process ended: out of memory, or a crash of native code")
         found.loading = True
-        return min(self._backoff_s * 2.0 ** (found.failures - 1), MAX_BACKOFF_S) if found.failures else 0.0
+        doubled = 2.0 ** min(found.failures - 1, MAX_DOUBLINGS) if found.failures else 0.0
+        return min(self._backoff_s * doubled, MAX_BACKOFF_S), self._execution
+
+    def is_over(self, execution: int) -> bool:
+        """Whether another execution has begun since."""
+        return execution != self._execution
 
     def end_load(self, slot: str) -> None:
         """Note that a worker has loaded."""

@@ -31,7 +31,15 @@ from scalingnote.encode import engines
 from scalingnote.encode.config import EncodeConfig
 from scalingnote.encode.encodings import Engine
 from scalingnote.encode.engines import LoadEngine
-from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, totals, write_parts
+from scalingnote.encode.parts import (
+    EncodedPart,
+    PartRecord,
+    Rejected,
+    Steps,
+    reader_cpus,
+    totals,
+    write_parts,
+)
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.models.prompt import DocumentPrompt, document_fields, from_columns, token_columns
@@ -112,7 +120,7 @@ def encode_documents(
         partial(DocumentPartEncoder, config=config, towers=towers, load_encoder=load_encoder),
     )
     records = write_parts(steps, draft, rows=rows, resources=resources, unit="documents")
-    rejected = [row for record in records for row in record["rejected"]]
+    rejected = [row for record in records for row in record["rejected"] + _left_out(record, source)]
     draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
     counts |= {
         "documents": sum(record["part"]["rows"] for record in records),
@@ -122,6 +130,15 @@ def encode_documents(
     if not counts["documents"]:
         raise DataError(f"none of {sum(rows.values())} documents could be encoded: {rejected[:1]}")
     return draft.commit(counts=counts, encoding=totals(records), similarity=tower_similarity(towers))
+
+
+def _left_out(record: PartRecord, source: Artifact) -> Rejected:
+    """The documents of a part that could not be encoded."""
+    if "set_aside" not in record:
+        return []
+    reason = f"its part could not be encoded: {record['set_aside'].strip().splitlines()[-1]}"
+    doc_ids = source.table(record["name"].replace("embeddings/", "documents/", 1), ["doc_id"])["doc_id"]
+    return [{"table": "documents", "row": doc_id, "reason": reason} for doc_id in doc_ids.to_pylist()]
 
 
 def tower_similarity(towers: Artifact) -> Similarity:

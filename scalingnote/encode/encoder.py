@@ -1,6 +1,7 @@
 """Encoder of texts with a transformer tower, for offline jobs, evaluation and serving."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from numpy import ndarray
 
 from scalingnote.encode.encodings import Cost, RowEncoding, TopTerms
 from scalingnote.errors import ConfigError, DataError
+from scalingnote.log import get_logger
 from scalingnote.models import flops
-from scalingnote.models.batch import collate
+from scalingnote.models.batch import Batch, collate
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.flops import model_shape
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, document_fields
@@ -28,6 +30,7 @@ from scalingnote.texts import checked_texts
 # More tokens at once exceed a CPU's cache: with 8,192, all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a
 # second (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are equal.
 MAX_CPU_TOKENS = 1024
+log = get_logger("encode")
 
 
 class Encoder:
@@ -165,24 +168,47 @@ class Encoder:
     ) -> tuple[Float[ndarray, "rows views dim"], int]:
         """Embeddings and computed tokens, padding included; fills `terms` if given, `count`s rows of a batch.
 
-        Batches are not synchronised: a GPU computes while the CPU prepares the next batch.
+        Batches are not synchronised: a GPU computes while the CPU prepares the next batch. Those that take
+        more memory than it has are halved.
         """
         out = torch.empty(len(rows), len(self.views), self.dim, device=self._device)
         packed, padded = self.tower.packs, 0
-        for chosen in by_tokens([len(row.ids) for row in rows], budget=self._budget, packed=packed):
+        lengths = [len(row.ids) for row in rows]
+        waiting = deque(by_tokens(lengths, budget=self._budget, packed=packed))
+        while waiting:
+            chosen = waiting.popleft()
             several = len(chosen) > 1  # a single row, as of a query that arrives alone, has no pads to save
             batch = collate([rows[i] for i in chosen], pad=self.tower.pad, packed=packed and several)
-            padded += batch.ids.numel()
-            batch = batch.to(self._device)
-            at = torch.from_numpy(chosen).to(self._device, non_blocking=True)
-            if terms is None:
-                out[at] = self.tower(batch)
+            try:
+                self._read_batch(batch, chosen, out, terms)
+            except torch.OutOfMemoryError:
+                if not several:
+                    raise
+                # Handled below: the exception keeps the tensors that filled the memory.
             else:
-                out[at], weights = self.tower.read(batch)
-                terms.put(chosen, *(part.cpu().numpy() for part in strongest(weights, terms.terms.shape[1])))
-            if count is not None:
-                count(len(chosen))
+                padded += batch.ids.numel()
+                if count is not None:
+                    count(len(chosen))
+                continue
+            torch.cuda.empty_cache()
+            # The batches behind it have as many tokens: all are halved, and only for these rows.
+            waiting = deque(
+                half for each in (chosen, *waiting) for half in np.array_split(each, 2) if len(half)
+            )
+            log.warning("the GPU has too little memory for %d tokens at once: halved", batch.ids.numel())
         return out.cpu().numpy(), padded
+
+    def _read_batch(
+        self, batch: Batch, chosen: Int[ndarray, " batch"], out: torch.Tensor, terms: TopTerms | None
+    ) -> None:
+        """Write the embeddings of a batch to the chosen rows of `out`, and its terms to `terms` if given."""
+        batch = batch.to(self._device)
+        at = torch.from_numpy(chosen).to(self._device, non_blocking=True)
+        if terms is None:
+            out[at] = self.tower(batch)
+        else:
+            out[at], weights = self.tower.read(batch)
+            terms.put(chosen, *(part.cpu().numpy() for part in strongest(weights, terms.terms.shape[1])))
 
     def peak(self) -> float:
         """FLOPs per second of large matrix products on this device, in this precision."""

@@ -136,7 +136,7 @@ def encode_parts(
         closing(attempts),
         Progress("encode", total=sum(rows.values()), done=done, unit=unit, underway=underway) as progress,
     ):
-        while todo := [name for name in rows if name not in records and name not in failures.set_aside]:
+        while todo := failures.in_order(name for name in rows if name not in records):
             for record in _execution_records(
                 steps, todo, resources, attempts, failures, output=output, work=work
             ):
@@ -190,7 +190,12 @@ class PartFailures:
         self.set_aside: dict[str, str] = {}
         self._reasons: dict[str, str] = {}  # of parts in this execution; "" for the execution itself
         self._losses: dict[str, Counter[str]] = {}  # part -> how often a process, or a node, was lost with it
+        self._failures = Counter[str]()  # of each part, over all executions
         self._left: set[str] | None = None  # after the execution before
+
+    def in_order(self, parts: Iterable[str]) -> list[str]:
+        """The parts that are still to be tried, those that have failed most behind the others."""
+        return sorted((name for name in parts if name not in self.set_aside), key=self._failures.__getitem__)
 
     def add(self, part: str, reason: str) -> None:
         """Note that a part failed; told at once, since the others may take hours."""
@@ -209,20 +214,25 @@ class PartFailures:
             kind = "process" if lost[part] in alive else "node"
             losses = self._losses.setdefault(part, Counter())
             losses[kind] += 1
-            self._reasons[part] = f"its {kind} was lost {losses[kind]} times" + (
-                ": it crashes native code, or takes more memory than there is" if kind == "process" else ""
-            )
+            why = ": out of memory, or a crash of native code" if kind == "process" else ""
+            chance = f"{losses[kind]} of {MAX_LOSSES[kind]}"
+            self._reasons[part] = f"its {kind} was lost while it was encoded ({chance}){why}"
             if losses[kind] >= MAX_LOSSES[kind]:
                 self.set_aside[part] = self._reasons[part]
+            else:
+                log.warning("%s is tried again: %s", part, self._reasons[part])
         left = [name for name in left if name not in self.set_aside]
         for slot, reason in broken.items():
             log.warning("a worker is not used: %s: %s", slot, reason.strip().splitlines()[-1])
-        # No execution has changed anything: the next would not either.
-        if left and (set(left) == self._left or attempts.call("hopeless")):
-            reason = self._reasons.get("", "") or next(iter(broken.values()), "its result was lost")
+        hopeless = attempts.call("hopeless")
+        # An execution that has changed nothing: the next would not either.
+        if left and (set(left) == self._left or hopeless):
+            reason = self._reasons.get("", "its result was lost")
+            reason = f"no worker could load: {hopeless}" if hopeless else reason
             self.set_aside |= {name: self._reasons.get(name, reason) for name in left}
         elif left:
             log.warning("%d parts of %d are left, trying again", len(left), len(tried))
+        self._failures.update(list(self._reasons))
         self._left, self._reasons = set(left), {}
 
 
@@ -309,7 +319,7 @@ class EncodeParts:
         self, *, steps: Steps, threads: float, commit: dict[str, str] | None, attempts: cluster.Shared
     ) -> None:
         self._attempts, (self._slot, self._node) = attempts, cluster.this_slot()
-        self._wait(attempts.call("begin_load", self._slot))
+        self._wait(*attempts.call("begin_load", self._slot))
         import torch
 
         torch.set_num_threads(max(int(threads), 1))
@@ -325,12 +335,16 @@ class EncodeParts:
         attempts.call("end_load", self._slot)
         self._worker = {"worker": uuid.uuid4().hex, "load_seconds": time.monotonic() - self._since[0]}
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float, execution: int) -> None:
         """Keep this slot for a while after a failure in it: a worker in its place would fail, too."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while True:
+            if self._attempts.ended() or self._attempts.call("is_over", execution):
+                cluster.exit_actor()  # Ray waits for constructors
             if reason := self._attempts.call("hopeless"):
                 raise EncodingError(f"no worker could load: {reason}")
+            if time.monotonic() >= deadline:
+                return
             time.sleep(min(WAIT_POLL_INTERVAL_S, seconds))
 
     def __call__(self, batch: Any) -> Any:

@@ -4,9 +4,12 @@ import itertools
 import logging
 import os
 import re
+import signal
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -168,6 +171,133 @@ def test_what_fails_again_and_again_ends_the_run(towers, rows, tmp_path, monkeyp
     source, output = corpus(tmp_path / "source", rows), str(tmp_path / "output")
     with pytest.raises(EncodingError, match=r"none of 3 parts could be encoded: (?s:.*)ZeroDivisionError"):
         documents.encode_documents(CONFIG, source.uri, towers, output, load_encoder=broken)
+
+
+class Numbered:
+    """A part of one row, its number; some of them, or all of one worker, go wrong."""
+
+    peak = 0.0
+
+    def __init__(self, folder: str, ends: tuple[int, ...] = (), raises: tuple[int, ...] = ()) -> None:
+        self._folder, self._ends, self._raises = Path(folder), ends, raises
+
+    def __call__(self, name: str, _: None) -> parts.EncodedPart:
+        number = int(name)
+        with (self._folder / "tried").open("a", encoding="utf-8") as file:
+            file.write(f"{number}\n")
+        if number in self._ends:
+            cluster_of.start_again()  # in these tests it stands for a crash
+        if number in self._raises:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return parts.EncodedPart(pa.table({"row": [number]}))
+
+
+def encode_numbers(
+    folder: Path, count: int = 6, *, made: Any = Numbered, most: int = 0, **wrong: Any
+) -> list:
+    steps = parts.Steps(parts.read_nothing, partial(made, folder=str(folder), **wrong))
+    where = {"output": str(folder / "out"), "work": str(folder / "work")}
+    resources = Fleet(workers=1, max_failed_parts=most)
+    return parts.encode_parts(
+        steps, rows={str(n): 1 for n in range(count)}, resources=resources, unit="rows", **where
+    )
+
+
+def tried(folder: Path) -> list[int]:
+    return [int(line) for line in (folder / "tried").read_text().split()]
+
+
+def test_a_part_that_ends_its_process_twice_is_left_out_and_the_others_are_done(
+    tmp_path, monkeypatch, caplog
+):
+    without_ray(monkeypatch)
+    with pytest.raises(
+        EncodingError,
+        match=r"1 of 6 parts could not be encoded, all others are done: 2: its process was lost while",
+    ):
+        encode_numbers(tmp_path, ends=(2,))
+    assert tried(tmp_path) == [0, 1, 2, 3, 4, 5, 2]
+    # What is done stays; and with leave to do so, the run ends well.
+    records = encode_numbers(tmp_path, ends=(2,), most=1)
+    assert tried(tmp_path)[7:] == [2, 2]
+    assert [record["part"]["rows"] for record in records] == [1, 1, 0, 1, 1, 1]
+    assert "out of memory, or a crash of native code" in records[2]["set_aside"]
+    assert "2 is left out: its process was lost while it was encoded (2 of 2)" in caplog.text
+
+
+def test_a_part_whose_node_is_lost_has_more_chances(tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(cluster_of, "alive_nodes", set)
+    monkeypatch.setattr(parts, "MAX_LOSSES", {"process": 1, "node": 2})
+    with pytest.raises(EncodingError, match=r"its node was lost while it was encoded \(2 of 2\)"):
+        encode_numbers(tmp_path, ends=(2,))
+    assert tried(tmp_path).count(2) == 2
+
+
+def test_a_worker_whose_parts_fail_starts_anew(tmp_path, monkeypatch, caplog):
+    """An error of a GPU stays in its process: the third part is not tried there."""
+    without_ray(monkeypatch)
+    started = []
+
+    class Noted(Numbered):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            started.append(len(tried(tmp_path)) if (tmp_path / "tried").exists() else 0)
+
+    # By value, as to another process; here it must stay the same class.
+    steps = parts.Steps(parts.read_nothing, partial(Noted, folder=str(tmp_path), raises=(1, 2)))
+    monkeypatch.setattr("in_process._copy", lambda value: value)
+    where = {"output": str(tmp_path / "out"), "work": str(tmp_path / "work")}
+    resources = Fleet(workers=1, max_failed_parts=2)
+    rows = {str(number): 1 for number in range(6)}
+    records = parts.encode_parts(steps, rows=rows, resources=resources, unit="rows", **where)
+    assert [record["part"]["rows"] for record in records] == [1, 0, 0, 1, 1, 1]
+    assert started[:2] == [0, 3]
+    assert "CUDA error: an illegal memory access" in records[1]["set_aside"]
+
+
+def test_a_worker_that_cannot_load_ends_the_run_with_its_reason(tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+
+    def broken(**_: Any) -> None:
+        raise RuntimeError("CUDA driver initialization failed")
+
+    with pytest.raises(EncodingError, match=r"no worker could load: (?s:.*)CUDA driver initialization"):
+        encode_numbers(tmp_path, made=broken)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_broken_slot_and_a_part_that_kills_hold_up_no_other_part(tmp_path):
+    class Faulty:
+        """The first process cannot load, nor those that are started in its place; part 3 kills any other."""
+
+        peak = 0.0
+
+        def __init__(self) -> None:
+            slot, _ = cluster_of.this_slot()
+            try:
+                with (tmp_path / "broken").open("x") as file:
+                    file.write(slot)
+            except FileExistsError:
+                if (tmp_path / "broken").read_text() != slot:
+                    return
+            with (tmp_path / "loads").open("a") as file:
+                file.write("x")
+            raise RuntimeError("CUDA error: uncorrectable ECC error")
+
+        def __call__(self, name: str, _: None) -> parts.EncodedPart:
+            if name == "3":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return parts.EncodedPart(pa.table({"row": [int(name)]}))
+
+    steps = parts.Steps(parts.read_nothing, Faulty)
+    where = {"output": str(tmp_path / "out"), "work": str(tmp_path / "work")}
+    rows, resources = {str(number): 1 for number in range(12)}, Fleet(workers=2, max_failed_parts=1)
+    records = parts.encode_parts(steps, rows=rows, resources=resources, unit="rows", **where)
+    assert [record["part"]["rows"] for record in records] == [1, 1, 1, 0, *[1] * 8]
+    assert "its process was lost while it was encoded (2 of 2)" in records[3]["set_aside"]
+    assert 1 <= len((tmp_path / "loads").read_text()) <= 6  # and not once for each part
 
 
 @pytest.mark.usefixtures("cluster")

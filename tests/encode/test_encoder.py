@@ -1,4 +1,5 @@
 import copy
+import logging
 from pathlib import Path
 
 import jaxtyping
@@ -11,7 +12,7 @@ import tiny
 from scalingnote.encode.encoder import Encoder, by_tokens
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import backbone, dual_encoder
-from scalingnote.models.batch import collate
+from scalingnote.models.batch import Batch, collate
 from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow
 
@@ -49,6 +50,32 @@ def test_sorting_by_length_does_not_move_results(document: Tower):
             alone = document(collate([row], pad=document.pad))[0]
             for v, view in enumerate(document.views):
                 np.testing.assert_allclose(encoded[view][i], alone[v].numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [40, 5])
+def test_a_batch_that_a_gpu_has_no_memory_for_is_halved(
+    most: int, document: Tower, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    table = pa.Table.from_pylist(tiny.document_rows(20))
+    encoder, tried = Encoder(document, token_budget=1024), []
+    expected = encoder.encode_documents(table)["summary"]
+    forward = type(document).__call__
+
+    def of_small_batches(tower: Tower, batch: Batch) -> torch.Tensor:
+        tried.append(batch.ids.numel())
+        if batch.ids.numel() > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(tower, batch)
+
+    monkeypatch.setattr(type(document), "__call__", of_small_batches)
+    monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)
+    if most < 10:  # not even one row fits
+        with pytest.raises(torch.OutOfMemoryError):
+            encoder.encode_documents(table)
+        return
+    np.testing.assert_allclose(encoder.encode_documents(table)["summary"], expected, atol=1e-6)
+    assert max(tried[len(tried) // 2 :]) <= most  # and none behind it is tried at the full size
+    assert "the GPU has too little memory for" in caplog.text
 
 
 def test_half_precision_rounds_weights_and_no_rotary_frequency(document: Tower):
