@@ -17,7 +17,7 @@ ifneq ($(wildcard ../shared/data),)
 export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: quickstart quickstart-train compare benchmarks test test-slow check image-check readme-check audit format proto lock clean
+.PHONY: quickstart quickstart-train compare benchmarks test test-slow check image-check version-check readme-check audit format proto lock clean
 
 # A published model, its query side distilled into a table, hybrid search.
 quickstart: .venv/installed-quickstart
@@ -50,8 +50,16 @@ check: .venv/installed-dev
 	$(BIN)/pytest tests/test_config.py
 
 # Every line of the Dockerfile in a clean directory; CLEAN=--clean installs all packages anew, as the image does.
+# Of the images with GPU packages, these are only resolved: the package index must have them all.
 image-check: .venv/installed-dev
 	$(BIN)/python tests/image_check.py $(CLEAN)
+	$(BIN)/python tests/image_check.py --variant gpu
+	$(BIN)/python tests/image_check.py --variant vllm
+
+# The tests of models and training with other versions than the pinned ones: VERSIONS="torch==2.14.1".
+VERSIONS ?= torch==2.14.1
+version-check: .venv/installed-dev
+	$(BIN)/python tests/version_check.py $(VERSIONS)
 
 # The README's first commands from the wheel with the real model, over five minutes; `make test-slow` runs them with a small one.
 readme-check: .venv/installed-dev
@@ -73,6 +81,7 @@ proto: .venv/installed-dev
 lock: .venv/installed-dev
 	$(BIN)/pip freeze --exclude-editable | grep -v '^torch==' > constraints.txt
 	echo 'torch==2.13.0' >> constraints.txt
+	$(BIN)/python tests/gpu_versions.py --write
 
 clean:
 	rm -rf .venv runs build *.egg-info

@@ -2,12 +2,14 @@
 
     python tests/image_check.py             what is installed here already is not installed again
     python tests/image_check.py --clean     everything is, as in the image: some GB from the package index
+    python tests/image_check.py --variant gpu      packages are resolved, not installed; so, too, with vllm
 
 Every stage gets a folder in the place of the image's root. COPY and RUN --mount=type=bind see the files that
 .dockerignore lets through; absolute paths of the image are replaced by paths in that folder; RUN gets a
 virtual environment in the place of the base image's Python, a home of its own, and the ARG and ENV values
 before it. USER and --chown are checked for numbers, not applied. In the end the entrypoints are started from
-WORKDIR. The base image is not checked, nor are the packages of a GPU image.
+WORKDIR. The base image is not checked. Of an image with GPU packages every line runs, but for what pip
+installs: uv looks that up in the package index.
 """
 
 import argparse
@@ -20,13 +22,22 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from gpu_versions import EXTRAS, ROOT, constraints
+
 SYSTEM = "bin|dev|etc|lib|lib64|opt|proc|run|sbin|sys|usr|var"  # folders of the machine that stay as they are
 PASSED = ("PATH", "LANG", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")  # of the environment, and PIP_*
+PIP = """#!/bin/sh
+python="$(dirname "$0")/python"
+{resolve}exec "$python" -m pip "$@"
+"""
+RESOLVE = """if [ "$1" = install ]; then
+    exec "$python" -m uv "pip" "$@" --dry-run --quiet --no-config --python "$python"
+fi
+"""
 
 
 class CheckError(Exception):
@@ -96,8 +107,9 @@ def _is_ignored(path: Path, rules: list[str]) -> bool:
 class Check:
     """One pass over a Dockerfile."""
 
-    def __init__(self, source: Path, work: Path, *, clean: bool) -> None:
-        self.work, self.clean = work, clean
+    def __init__(self, source: Path, work: Path, *, clean: bool, given: Mapping[str, str]) -> None:
+        """`given` are build arguments; with any, packages are resolved and not installed."""
+        self.work, self.clean, self.given = work, clean, given
         self.context = context(source, work / "context")
         self.stages: dict[str, Stage] = {}
         self.globals: dict[str, str] = {}
@@ -114,6 +126,7 @@ class Check:
 
     def _arg(self, rest: str) -> None:
         name, _, value = rest.partition("=")
+        value = self.given.get(name, value)
         if self.stage is None:
             self.globals[name] = value
         else:
@@ -207,7 +220,7 @@ class Check:
             (site,) = environment.glob("lib/python*/site-packages")
             (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
             command = environment / "bin" / "pip"
-            command.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -m pip "$@"\n')
+            command.write_text(PIP.format(resolve=RESOLVE if self.given else ""))
             command.chmod(0o755)
 
     def _check_owner(self, owner: str) -> None:
@@ -222,9 +235,9 @@ class Check:
         return self.stage
 
 
-def check(source: Path, work: Path, *, clean: bool = False) -> Check:
+def check(source: Path, work: Path, *, clean: bool = False, given: Mapping[str, str] | None = None) -> Check:
     """Run the lines of ``source/Dockerfile`` below `work`; CheckError at the first that fails."""
-    made = Check(source, work, clean=clean)
+    made = Check(source, work, clean=clean, given=given or {})
     for name, rest in instructions((source / "Dockerfile").read_text()):
         print(f"{name} {rest}", flush=True)
         made.run(name, rest)
@@ -235,10 +248,17 @@ def main() -> int:
     """Check this project's Dockerfile; returns an exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clean", action="store_true", help="install everything, also what is here already")
+    parser.add_argument("--variant", choices=list(EXTRAS), help="an image with GPU packages")
     arguments = parser.parse_args()
+    given = {}
+    if variant := arguments.variant:
+        given = {"EXTRAS": EXTRAS[variant], "CONSTRAINTS": constraints(variant).name}
     with tempfile.TemporaryDirectory(prefix="image-") as name:
         try:
-            made = check(ROOT, Path(name).resolve(), clean=arguments.clean)
+            made = check(ROOT, Path(name).resolve(), clean=arguments.clean, given=given)
+            if given:
+                print(f"every line of the Dockerfile runs, and the packages of {variant} resolve")
+                return 0
             # The installed package, and not this checkout, with the jobs and configs that were copied.
             made.shell('python -c "import scalingnote; print(scalingnote.__file__)" | grep -q /python/lib')
             made.shell("for name in train run ingest; do python jobs/$name.py --help > /dev/null; done")

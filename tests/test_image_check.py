@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import gpu_versions
 import image_check
 from image_check import CheckError
 
@@ -50,6 +51,34 @@ RUN pwd > place && cat < /dev/null
     assert (root / "app" / "place").read_text() == f"{root}/app\n"
     assert not (root / "tmp" / "in").exists()
     assert len(made.stages) == 2
+
+
+def test_build_arguments_are_set_as_a_builder_sets_them(project: Path, tmp_path: Path):
+    (project / "Dockerfile").write_text(
+        "FROM base\nARG EXTRAS=cpu\nARG OTHER=kept\nRUN echo ${EXTRAS} ${OTHER} > /found\n"
+    )
+    (tmp_path / "work").mkdir()
+    made = image_check.check(project, tmp_path / "work", given={"EXTRAS": "gpu"})
+    assert (tmp_path / "work" / "stage-0" / "found").read_text() == "gpu kept\n"
+    # Packages of such an image are looked up: no machine of a test run has a GPU.
+    assert "uv" in (tmp_path / "work" / "stage-0" / "python" / "bin" / "pip").read_text()
+    assert made.given == {"EXTRAS": "gpu"}
+
+
+def test_the_versions_of_gpu_images_are_those_of_all_others():
+    """But for the packages that the lock names: so what is tested on CPUs is what runs there."""
+    pinned = versions(gpu_versions.ROOT / "constraints.txt")
+    for variant, different in gpu_versions.DIFFERENT.items():
+        found = versions(gpu_versions.constraints(variant))
+        others = {name for name in found.keys() & pinned.keys() if found[name] != pinned[name]}
+        assert others == set(different)
+        assert {"torch", "faiss-gpu", "nvidia-nccl-cu13"} <= set(found)
+        assert found["cuda-toolkit"].startswith("13.0.")
+
+
+def versions(file: Path) -> dict[str, str]:
+    pins = (line.partition("==") for line in file.read_text().splitlines() if "==" in line)
+    return {name.lower().replace("_", "-"): version for name, _, version in pins}
 
 
 @pytest.mark.parametrize(

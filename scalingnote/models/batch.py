@@ -17,6 +17,7 @@ transformers' `sdpa`). The arguments of the call select the form, so layers that
 checkpointing take the same path as in the first pass.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -34,6 +35,9 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from scalingnote.errors import ConfigError
 from scalingnote.models.prompt import Row
+
+# Whether torch's kernel reads fewer keys than queries, each for a group of heads: not in torch 2.11.
+VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
@@ -255,11 +259,14 @@ def _attend(
     reach = -1 if window is None else window - 1
     offsets, longest = packing.offsets, packing.longest
     q, k, v = (x.squeeze(0).transpose(0, 1).to(half).contiguous() for x in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not VARLEN_KNOWS_GROUPS:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     out = varlen_attn(
         *(q, k, v, offsets, offsets, longest, longest),
         window_size=(reach, 0 if causal else reach),
         scale=kwargs.get("scaling"),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": groups > 1} if VARLEN_KNOWS_GROUPS else {}),
     )
     assert isinstance(out, Tensor)
     return out[None], None

@@ -1,6 +1,7 @@
 """Packed rows give what padded rows give, and each row what it gives alone, on every family."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def varlen_twin(
     *,
     window_size: tuple[int, int],
     scale: float,
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """What torch documents of `varlen_attn`: rows by offsets, a window of (back, ahead), -1 for no bound."""
     assert from_offsets.dtype == to_offsets.dtype == torch.int32
@@ -171,11 +172,18 @@ def varlen_twin(
     return torch.cat(outs)
 
 
-def test_the_kernel_of_gpus_is_given_what_it_documents(document: Tower, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("knows_groups", [True, False])
+def test_the_kernel_of_gpus_is_given_what_it_documents(
+    knows_groups: bool, document: Tower, monkeypatch: pytest.MonkeyPatch
+):
+    def without_groups(*given: Any, window_size: tuple[int, int], scale: float) -> Tensor:  # torch 2.11
+        return varlen_twin(*given, window_size=window_size, scale=scale)
+
     rows = collate(rows_of(document), pad=document.pad, packed=True)
     expected = document(rows)
     monkeypatch.setattr(batch, "_half_precision", lambda query: torch.float32)
-    monkeypatch.setattr(batch, "varlen_attn", varlen_twin)
+    monkeypatch.setattr(batch, "VARLEN_KNOWS_GROUPS", knows_groups)
+    monkeypatch.setattr(batch, "varlen_attn", varlen_twin if knows_groups else without_groups)
     torch.testing.assert_close(document(rows), expected, atol=1e-5, rtol=1e-5)
 
 
