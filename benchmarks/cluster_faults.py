@@ -93,6 +93,8 @@ def main() -> None:
             "lost": float(sum(row["lost"] for row in rows)),
             "doubled": float(sum(row["doubled"] for row in rows)),
             "finished_share": sum(row["finished"] for row in rows) / len(rows),
+            "resolve_gpu": float(resolves("gpu")),
+            "resolve_vllm": float(resolves("vllm")),
             "faults": float(len(rows)),
             "digests_equal": float(sum(row["digest equal"] for row in rows)),
             "loads_per_actor": loads_per_actor(whole),
@@ -142,6 +144,12 @@ def run(
         "parts encoded again": sum(what == "encode" for what, _ in made) - len(encoded),
         "digest equal": len(same) == PARTS - bool(left_out),
     }
+
+
+def resolves(variant: str) -> bool:
+    """Whether the package index has all packages of an image with GPU packages, in versions that fit."""
+    command = [sys.executable, "tests/gpu_versions.py", "--variant", variant]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def add_node(cluster: Cluster, gpus: int) -> Any:

@@ -221,21 +221,18 @@ def stage_faults(r: Report) -> Lines:
     yield value(r, "faults_survived", what, f"of {count:.0f}", bar=count)
 
 
-def encode_faults(r: Report) -> Lines:
-    lost = sum(case["lost"] + case["doubled"] for case in r["cases"])
-    what = f"SIGKILL of driver, encoder, node: digest equal; documents lost or doubled: {lost}"
+def cluster_faults(r: Report) -> Lines:
     count = r["metrics"]["faults"]
-    yield value(r, "faults_survived", what, f"of {count:.0f}", bar=count)
-    if "loads_per_actor" in r["metrics"]:
-        yield value(r, "loads_per_actor", "times that an encoder loads its model", "", "a whole run", bar=1)
-        yield value(
-            r,
-            "lost_parts_max",
-            "largest number of parts encoded again after a fault",
-            "",
-            "two encoders",
-            bar=2,
-        )
+    what = "a broken GPU, a part that kills, nodes lost and joined, driver and worker killed: digest equal"
+    yield value(r, "digests_equal", what, f"of {count:.0f}", bar=count)
+    yield value(r, "lost", "documents lost in these runs", "", bar=0)
+    yield value(r, "doubled", "documents doubled", "", bar=0)
+    yield value(r, "finished_share", "parts finished, of all but the one that kills", "", bar=1)
+    yield value(r, "loads_per_actor", "times that an encoder loads its model", "", "a whole run", bar=1)
+    what = "largest number of parts encoded again after a fault"
+    yield value(r, "lost_parts_max", what, "", "three encoders", bar=3)
+    yield value(r, "resolve_gpu", "packages of the GPU image are in the index", "", bar=1)
+    yield value(r, "resolve_vllm", "those with vLLM", "", bar=1)
 
 
 def random_access(r: Report) -> Lines:

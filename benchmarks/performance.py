@@ -26,7 +26,7 @@ BEGIN, END = "<!-- from here on: python -m benchmarks.performance -->", "<!-- up
 PARTS: Mapping[str, tuple[str, ...]] = {
     "Training": ("train", "methods", "sources", "teacher", "distillation", "faults", "gpu"),
     "Collecting": ("collect",),
-    "Encoding": ("encode", "native", "encode_faults", "random_access"),
+    "Encoding": ("encode", "native", "cluster_faults", "random_access"),
     "Storage and scale": ("object_store", "scale", "stage_faults"),
     "Semantic IDs": ("quantize",),
     "Fusion": ("fusion",),

@@ -396,7 +396,7 @@ def submit(options: argparse.Namespace) -> int:
     return send(
         options.stage,
         options.config,
-        run_dir=config.run_dir,
+        config=config,
         address=options.address,
         overrides=options.overrides,
         until=options.until,

@@ -95,6 +95,19 @@ def silence_data() -> None:
         logging.getLogger(f"ray.data._internal.{name}").setLevel(logging.CRITICAL)
 
 
+def silence_uploads() -> None:
+    """Silence the account of an upload that Ray's job client gives, which is not the job's log.
+
+    The loggers set their own levels when they are imported: this comes after that.
+    """
+    for name in (
+        "dashboard.modules.dashboard_sdk",
+        "dashboard.modules.job.sdk",
+        "_private.runtime_env.packaging",
+    ):
+        logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)
+
+
 def serve_client(*, required: bool = True) -> Any:
     """The client of Ray Serve's controller, which knows the address of a running proxy; None without one."""
     from ray.serve.context import _get_global_client

@@ -1,4 +1,7 @@
-"""Send a run, or one stage, to a Ray cluster: the working directory goes up, log and exit code come back.
+"""Send a run, or one stage, to a Ray cluster: a directory goes up, log and exit code come back.
+
+From a checkout that is all of it, code included. From elsewhere it is the config alone: the nodes have the
+package in their image.
 
 The id of a job follows from its command. The same command therefore finds the job that is under way and
 follows it from its first line, after a lost connection or from another machine; once it has ended, the
@@ -8,25 +11,29 @@ command starts the next attempt, which keeps finished stages and parts.
 import asyncio
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import shlex
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
 import aiohttp
+import yaml
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from scalingnote.config import file_of
+from scalingnote import ray_internals
+from scalingnote.config import dump, file_of
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
+from scalingnote.run_config import RunConfig
 
 # Anchored at the root: `scalingnote/data/` would be code. Ray leaves out what .gitignore names, too.
 EXCLUDES = ["/.git", "/.venv", "/runs", "/data", "/build", "/dist", "*.egg-info", "__pycache__", ".*_cache"]
+CODE, CONFIG = "scalingnote/entrypoint.py", "config.yaml"  # of a checkout; of what is uploaded from elsewhere
 DRIVER_SHARE = 0.001  # of a custom resource: a node that has it takes many drivers
 WRONG_INPUT = 2  # exit code of a job that the same command would not end better
 QUIET_S = 300.0  # without a line of the log, before the connection is made anew: a dead one says nothing
@@ -40,7 +47,7 @@ def submit(
     stage: str,
     configs: Sequence[str],
     *,
-    run_dir: str,
+    config: RunConfig,
     address: str,
     overrides: Sequence[str] = (),
     until: str | None = None,
@@ -51,12 +58,12 @@ def submit(
     memory_gb: float | None = None,
     resource: str | None = None,
 ) -> int:
-    """Submit `jobs/{stage}.py` from the current directory, or find that it runs, and follow its log.
+    """Submit :mod:`scalingnote.entrypoint` for a stage, or find that it runs, and follow its log.
 
     Args:
         stage: a stage, or ``run`` for a whole run, to the stage `until`.
-        configs: config files below the current directory, with `overrides` of ``A.B=VALUE``.
-        run_dir: of the run; a path is pinned to where it is here.
+        configs: config files, with `overrides` of ``A.B=VALUE``; from a checkout, below it.
+        config: the same, read. A path as its run_dir is pinned to where it is here.
         address: URL of the cluster's dashboard.
         submission_id: of the job; a job that has it already is followed, also one that has ended. None: an id
             that follows from the command, and a number for each attempt after the first.
@@ -68,26 +75,35 @@ def submit(
     Returns:
         An exit code, the job's if it was followed.
     """
-    arguments = entrypoint(stage, configs, run_dir=run_dir, overrides=overrides, until=until)
+    checkout, text = Path(CODE).is_file(), ""
+    if not checkout:
+        text = yaml.safe_dump(dump(config))
+        configs, overrides = [CONFIG], ()
+    arguments = entrypoint(
+        stage, configs, run_dir=config.run_dir, overrides=overrides, until=until, below=checkout
+    )
     command = shlex.join(arguments)
     client = _connect(address)
     log.info("%s: %s", address, command)
-    options = {
+    options: dict[str, Any] = {
         "entrypoint": command,
-        "runtime_env": {"working_dir": ".", "excludes": EXCLUDES},
+        "runtime_env": {"excludes": EXCLUDES},
         "entrypoint_num_cpus": cpus,
         "entrypoint_memory": None if memory_gb is None else int(memory_gb * 1e9),
         "entrypoint_resources": None if resource is None else {resource: DRIVER_SHARE},
     }
     jobs = {job.submission_id: job.status for job in client.list_jobs() if job.submission_id}
-    name = submission_id or f"{stage.replace('@', '-')}-{hashlib.sha256(command.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256((command + text).encode()).hexdigest()
+    name = submission_id or f"{stage.replace('@', '-')}-{digest[:12]}"
     attempt = 1 if submission_id else _attempt(name, jobs)
     while True:
         job = name if attempt == 1 else f"{name}-{attempt}"
         if job in jobs:
             log.info("%s is %s already: following it", job, jobs[job].value.lower())
         else:
-            _start(client, address, job, options)
+            with _uploaded(text) as folder:
+                options["runtime_env"]["working_dir"] = folder
+                _start(client, address, job, options)
         if detach:
             print(job)
             return 0
@@ -96,6 +112,17 @@ def submit(
             return code
         retries, attempt = retries - 1, attempt + 1
         log.warning("%s failed with exit code %d, trying again: finished parts are kept", job, code)
+
+
+@contextlib.contextmanager
+def _uploaded(text: str) -> Iterator[str]:
+    """The directory to upload: this one, or one with the config alone if its text is given."""
+    if not text:
+        yield "."
+        return
+    with TemporaryDirectory(prefix="scalingnote-submit-") as folder:
+        Path(folder, CONFIG).write_text(text, encoding="utf-8")
+        yield folder
 
 
 def _exit_code(client: JobSubmissionClient, address: str, job: str) -> int:
@@ -134,37 +161,33 @@ def entrypoint(
     run_dir: str,
     overrides: Sequence[str] = (),
     until: str | None = None,
+    below: bool = True,
 ) -> list[str]:
     """The command of the job; ConfigError where it could not find its files on the cluster.
 
-    A stage of an earlier round is named ``train@1``; ``run`` is all stages, or those up to `until`.
+    A stage of an earlier round is named ``train@1``; ``run`` is all stages, or those up to `until`. `below`:
+    whether the config files have to lie below the current directory, which is uploaded.
     """
     if until is not None and stage != "run":
         raise ConfigError(f"--until is of a whole run: scalingnote submit run ... --until {until}")
     stage, _, number = stage.partition("@")
-    script = f"jobs/{stage}.py"
-    if not Path(script).is_file():
-        raise ConfigError(
-            f"no {script} in {Path.cwd()}: submit from the root of the project, which is uploaded"
-        )
-    command = ["python", script, *(["--round", number] if number else [])]
+    command = ["python", "-m", "scalingnote.entrypoint", stage, *(["--round", number] if number else [])]
     command += [] if until is None else ["--until", until]
     for config in configs:
-        if not file_of(config).resolve().is_relative_to(Path.cwd()):
+        if below and not file_of(config).resolve().is_relative_to(Path.cwd()):
             raise ConfigError(f"{config} is not below {Path.cwd()}, which is uploaded: copy it there")
         command += ["--config", os.path.relpath(config)]
     # A job's own working directory vanishes with it, so a relative run_dir is pinned to where it is here;
     # and a job belongs to the cluster that runs it, not to the one in its config.
     pinned = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
-    for override in (*overrides, f"run_dir={pinned}", "address=null"):
+    others = [each for each in overrides if each.partition("=")[0].strip() not in ("run_dir", "address")]
+    for override in (*others, f"run_dir={pinned}", "address=null"):
         command += ["--set", override]
     return command
 
 
 def _connect(address: str) -> JobSubmissionClient:
-    # Their account of the upload is not the job's log; they set their own levels when they are imported.
-    for name in ("dashboard_sdk", "job.sdk"):
-        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+    ray_internals.silence_uploads()
     # These would silently win over the address that was asked for.
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         os.environ.pop(name, None)
@@ -211,9 +234,18 @@ async def _follow(client: JobSubmissionClient, job: str) -> int:
             await asyncio.sleep(RETRY_INTERVAL_S)
             continue
         if whole and details.status.is_terminal():
-            print(f"{job}: {details.status.value.lower()}", file=sys.stderr)
-            return 0 if details.status == JobStatus.SUCCEEDED else details.driver_exit_code or 1
+            succeeded = details.status == JobStatus.SUCCEEDED
+            why = "" if succeeded else _failure(details.message, printed)
+            print(f"{job}: {details.status.value.lower()}{why}", file=sys.stderr)
+            return 0 if succeeded else details.driver_exit_code or 1
         await asyncio.sleep(0.2)  # the log may end a moment before the job does
+
+
+def _failure(message: str | None, printed: int) -> str:
+    """What Ray says of a job that failed: all of it if there was no log, with which it ends otherwise."""
+    if not message or not message.strip():
+        return ""
+    return f": {message.strip().splitlines()[0] if printed else message.strip()}"
 
 
 async def _lines(client: JobSubmissionClient, job: str, printed: int) -> AsyncIterator[str]:

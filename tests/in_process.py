@@ -22,7 +22,7 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
 
     Ray Train is left as it is: with no workers it trains in this process, with some it needs a cluster.
     """
-    patch.setattr(cluster, "connect", lambda *_: None)
+    patch.setattr(cluster, "connect", lambda *_, **__: None)
     patch.setattr(cluster, "check_resources", lambda *_, **__: None)
     patch.setattr(cluster, "check_resources_early", lambda *_, **__: None)
     patch.setattr(cluster, "workers", lambda resources: resources.workers or 2)
@@ -104,10 +104,11 @@ class _Remote:
         return self
 
     def remote(self, *given: Any) -> Any:
+        values = [self._get(x) if isinstance(x, _Done) else _copy(x) for x in given]
         if isinstance(self._work, type):
-            return _Actor(self._work(*given), get=self._get)
+            return _Actor(self._work(*values), get=self._get)
         try:
-            found = self._work(*(self._get(x) if isinstance(x, _Done) else _copy(x) for x in given))
+            found = self._work(*values)
         except Exception as error:
             return _Done(error=error)
         return _Done(_copy(found))

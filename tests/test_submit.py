@@ -1,16 +1,20 @@
 """Following a job of a cluster over connections that are lost."""
 
 import asyncio
+import shlex
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
-from ray.job_submission import JobStatus
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from scalingnote import submit
+from scalingnote.config import load
 from scalingnote.errors import ConfigError
+from scalingnote.run_config import RunConfig
 
 LOG = ("one\n", "two\nthree\n", "four\n")
 
@@ -35,7 +39,9 @@ class Cluster:
     def get_job_info(self, job: str) -> Any:
         done = not self.lost
         return SimpleNamespace(
-            status=JobStatus.SUCCEEDED if done else JobStatus.RUNNING, driver_exit_code=0 if done else None
+            status=JobStatus.SUCCEEDED if done else JobStatus.RUNNING,
+            driver_exit_code=0 if done else None,
+            message=None,
         )
 
 
@@ -66,3 +72,81 @@ def test_a_cluster_that_stays_away_is_told_with_what_to_do(monkeypatch: pytest.M
 )
 def test_an_attempt_under_way_is_found_before_the_next_is_made(known: dict[str, str], attempt: int):
     assert submit._attempt("a", {name: JobStatus(status) for name, status in known.items()}) == attempt
+
+
+class Submitted(JobSubmissionClient):
+    """A cluster that takes a job, and keeps what was uploaded for it."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+        self.options: dict[str, Any] = {}
+
+    def list_jobs(self) -> list[Any]:
+        return []
+
+    def submit_job(self, *, submission_id: str, **options: Any) -> None:
+        folder = Path(options["runtime_env"]["working_dir"])
+        self.files = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+        self.options = {"submission_id": submission_id, **options}
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> Submitted:
+    cluster = Submitted()
+    monkeypatch.setattr(submit, "_connect", lambda _: cluster)
+    return cluster
+
+
+def run_config(folder: Path) -> RunConfig:
+    (folder / "base.yaml").write_text("dataset: {name: python_docs}\nindex: {shards: 3}\n")
+    (folder / "mine.yaml").write_text("extends: base.yaml\nrun_dir: runs/x\n")
+    return load(RunConfig, [folder / "mine.yaml"], ["encode.dtype=float32"])
+
+
+def test_a_submission_without_a_checkout_uploads_the_config_alone(
+    submitted: Submitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    config = run_config(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "large.bin").write_text("not to be uploaded")
+    monkeypatch.chdir(elsewhere)
+    given = {"config": config, "address": "http://head:8265", "detach": True}
+    assert submit.submit("encode", ["../mine.yaml"], overrides=["encode.dtype=float32"], **given) == 0
+    first = capsys.readouterr().out
+    assert list(submitted.files) == ["config.yaml"]
+    assert load(RunConfig, [_written(tmp_path, submitted.files["config.yaml"])]) == config
+    command = shlex.split(submitted.options["entrypoint"])
+    assert command[:6] == ["python", "-m", "scalingnote.entrypoint", "encode", "--config", "config.yaml"]
+    assert command[6:] == ["--set", f"run_dir={elsewhere}/runs/x", "--set", "address=null"]
+    other = config.model_copy(update={"rounds": 2})
+    submit.submit("encode", ["../mine.yaml"], **given | {"config": other})
+    assert capsys.readouterr().out != first  # another config is another job
+
+
+def test_a_submission_from_a_checkout_uploads_it_and_says_each_setting_once(
+    submitted: Submitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = run_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scalingnote").mkdir()
+    (tmp_path / "scalingnote" / "entrypoint.py").touch()
+    overrides = ["run_dir=s3://bucket/x", "address=head:6379", "encode.dtype=float32"]
+    config = config.model_copy(update={"run_dir": "s3://bucket/x"})
+    submit.submit("run", ["mine.yaml"], config=config, address="http://h", overrides=overrides, detach=True)
+    assert {"base.yaml", "mine.yaml"} <= set(submitted.files)
+    sets = shlex.split(submitted.options["entrypoint"])[6:]
+    assert sets[1::2] == ["encode.dtype=float32", "run_dir=s3://bucket/x", "address=null"]
+    with pytest.raises(ConfigError, match="which is uploaded: copy it there"):
+        submit.submit("run", ["/etc/mine.yaml"], config=config, address="http://h", detach=True)
+
+
+@pytest.mark.parametrize(("log", "told"), [(0, "its node is lost\nTraceback: x"), (9, "its node is lost")])
+def test_what_ray_says_of_a_job_that_failed_is_told(log: int, told: str):
+    assert submit._failure("its node is lost\nTraceback: x\n", log) == f": {told}"
+    assert submit._failure(None, log) == ""
+
+
+def _written(folder: Path, text: str) -> Path:
+    (folder / "found.yaml").write_text(text)
+    return folder / "found.yaml"

@@ -9,8 +9,7 @@ import pytest
 
 import tiny
 from in_process import without_ray
-from jobs import entrypoint
-from scalingnote import cli, pipeline
+from scalingnote import cli, entrypoint, pipeline
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker
 from scalingnote.config import load

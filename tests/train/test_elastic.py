@@ -1,6 +1,6 @@
 """A cluster whose nodes, with simulated GPUs, leave and join during encode and train: nothing is repeated.
 
-`python -m benchmarks.encode_faults` and `python -m benchmarks.faults` measure the same many times over.
+`python -m benchmarks.cluster_faults` and `python -m benchmarks.faults` measure the same many times over.
 """
 
 import os

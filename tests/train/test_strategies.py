@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 
 import ranks
 import tiny
+from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
 from scalingnote.losses import Temperature
 from scalingnote.models import backbone, batch, dual_encoder
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Lora
+from scalingnote.models.prompt import Row
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import gather, rank, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
@@ -63,13 +65,15 @@ class Contrast(Cacheable):
     Towers of two architectures, or two LoRA towers on one base, wide enough for a block of nf4.
     """
 
-    def __init__(self, *, base: str | None = None) -> None:
+    def __init__(self, *, base: str | None = None, long: bool = False) -> None:
+        """`long`: towers for long queries, whose attention depends on where a token is."""
         super().__init__()
         learnt = tokenizer()
         adapter = {"lora": Lora(rank=2, base=base) if base else None}
         wide = tiny.CAUSAL.model_copy(update={"hidden": 64, "intermediate": 128} if base else {})
+        narrow = tiny.query_tower(wide.model_copy(update={"max_positions": LONG + 8}) if long else wide)
         self.towers = dual_encoder.build(
-            tiny.query_tower(wide).model_copy(update=adapter),
+            narrow.model_copy(update=adapter | ({"max_length": LONG} if long else {})),
             tiny.document_tower(wide if base else tiny.BIDIRECTIONAL).model_copy(update=adapter),
             dim=8,
             tokenizers={"query": learnt, "document": learnt},
@@ -77,6 +81,10 @@ class Contrast(Cacheable):
             share_base=True,
         )
         self.temperature = Temperature(0.2)
+        if long:
+            for name, weight in self.towers.query.named_parameters():
+                if "q_proj.weight" in name or "k_proj.weight" in name:
+                    weight.data *= 100.0
 
     def inputs(self, pairs: Pairs) -> dict[str, Batch | None]:
         return {"query": pairs.queries, "document": pairs.documents, "temperature": None}
@@ -91,7 +99,7 @@ class Contrast(Cacheable):
         queries, documents = (nn.functional.normalize(e, dim=-1) for e in (queries, documents))
         scores = queries @ gather(documents).T / embeddings["temperature"].squeeze()
         loss = nn.functional.cross_entropy(scores, torch.arange(len(queries)) + rank() * len(queries))
-        return loss, {"contrastive": loss.detach()}
+        return loss, {"contrastive": loss.detach(), "queries": queries.detach()}
 
 
 def share(made: Contrast, step: int) -> Pairs:
@@ -248,6 +256,53 @@ def test_a_checkpoint_continues_bit_for_bit(on_two: dict[str, dict[str, Any]], n
 @pytest.mark.parametrize("name", HALF)
 def test_half_precision_is_nearly_as_good(on_two: dict[str, dict[str, Any]], name: str):
     assert on_two[name]["norms"] == pytest.approx(alone()["norms"], rel=0.2)
+
+
+LONG = 512  # tokens; bfloat16 frequencies of a base of 10^6 are off by 0.6 radians there
+
+
+def agreement(jobs: dict[str, Job]) -> dict[str, tuple[float, float]]:
+    """The largest cosine distance between long queries as they are trained and as they are encoded.
+
+    The second number is that with rounded frequencies, as a cast of all buffers leaves them.
+    """
+    found = {}
+    for name, job in jobs.items():
+        module = Contrast(long=True)
+        engine = build(module, schedule=schedule(job), device=CPU)
+        one_step(engine, 0, job, {"norms": []})
+        engine.module.eval()
+        texts = [" ".join([row["content"]] * 40) for row in tiny.document_rows()[:2]]
+        rows = module.towers.query.prompt.rows(texts)
+        assert {len(row.ids) for row in rows} == {LONG}
+        pairs = share(module, 1)
+        pairs.queries = batch.collate(rows, pad=module.towers.query.pad)
+        with torch.no_grad():
+            trained = engine(pairs)[1]["queries"].float()
+        weights = engine.weights()
+        if rank() == 0:
+            fresh = Contrast(long=True)
+            load_weights(fresh, weights)
+            right = distance(trained, fresh, rows)
+            frequencies = fresh.towers.query.backbone.rotary_emb.inv_freq
+            frequencies.copy_(frequencies.bfloat16())
+            found[name] = right, distance(trained, fresh, rows)
+    return found
+
+
+def distance(trained: Tensor, made: Contrast, rows: list[Row]) -> float:
+    encoded = torch.from_numpy(Encoder(made.towers.query, precision="bfloat16").encode(rows)[:, 0])
+    return float(1 - nn.functional.cosine_similarity(trained, encoded).min())
+
+
+@pytest.mark.timeout(600)
+def test_what_is_trained_is_what_is_encoded_at_every_position():
+    jobs = {name: Job(strategy, precision="bfloat16") for name, strategy in STRATEGIES.items()}
+    gaps = ranks.run(agreement, jobs, world=2)[0]
+    assert set(gaps) == set(STRATEGIES)
+    assert max(right for right, _ in gaps.values()) < 1e-3 < min(rounded for _, rounded in gaps.values()), (
+        gaps
+    )
 
 
 @pytest.mark.timeout(600)
