@@ -16,6 +16,7 @@ But for the documents of that part, the artifact must have the bytes of the undi
 
 - lost, doubled: documents of all runs
 - finished_share: of the parts but that one, over all runs
+- joined: 1 if workers of the second node encoded parts, too
 - resolve_gpu, resolve_vllm: 1 if pip finds versions for these extras in the package index
 - loads_per_actor: how often a process loaded the model, on average, in the undisturbed run
 - lost_parts_max: parts that were encoded once more because of a fault, at most
@@ -47,6 +48,9 @@ FAULTS: tuple[Fault, ...] = ("slot", "part", "node", "join", "driver", "encoder"
 ROWS_PER_PART, PARTS = 80, 40
 DOCUMENTS = ROWS_PER_PART * PARTS - 1  # the last part is one short, by which its encoder knows it
 NODES = (2, 1)  # GPUs of each
+JOIN_PART_S = (
+    4.0  # of a part where a node joins: Ray Data looks for new nodes every 20 s, then a worker loads
+)
 TIMEOUT_S = 600.0
 ENCODER = "EncodeParts"
 CALLS = "calls"  # a line for each model that is loaded and each part that is encoded
@@ -95,6 +99,7 @@ def main() -> None:
             "finished_share": sum(row["finished"] for row in rows) / len(rows),
             "resolve_gpu": float(resolves("gpu")),
             "resolve_vllm": float(resolves("vllm")),
+            "joined": float(all(row["workers"] > NODES[0] for row in rows if row["fault"] == "join")),
             "faults": float(len(rows)),
             "digests_equal": float(sum(row["digest equal"] for row in rows)),
             "loads_per_actor": loads_per_actor(whole),
@@ -111,7 +116,7 @@ def run(
     if fault == "join":
         cluster.remove_node(nodes.pop(), allow_graceful=False)
     since, driver = time.monotonic(), start(output.parent, output.name, fault)
-    done = wait_for_parts(output, rng.randrange(2, PARTS // 2), driver)
+    done = wait_for_parts(output, 2 if fault == "join" else rng.randrange(2, PARTS // 2), driver)
     if fault == "driver":
         driver.kill()
         driver.wait()
@@ -188,7 +193,7 @@ class FaultyEncoder:
         if self._fault == "part" and len(rows) == DOCUMENTS % ROWS_PER_PART:
             os.kill(os.getpid(), 9)
         if self._fault == "join":
-            time.sleep(1.0)  # or all would be done before the other node's workers have loaded
+            time.sleep(JOIN_PART_S)
         encoded = self._encoder.encode_with_cost(rows, **options)
         self._note("encode")
         return encoded

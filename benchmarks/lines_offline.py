@@ -228,6 +228,7 @@ def cluster_faults(r: Report) -> Lines:
     yield value(r, "lost", "documents lost in these runs", "", bar=0)
     yield value(r, "doubled", "documents doubled", "", bar=0)
     yield value(r, "finished_share", "parts finished, of all but the one that kills", "", bar=1)
+    yield value(r, "joined", "workers of a node that joins encode, too", "", bar=1)
     yield value(r, "loads_per_actor", "times that an encoder loads its model", "", "a whole run", bar=1)
     what = "largest number of parts encoded again after a fault"
     yield value(r, "lost_parts_max", what, "", "three encoders", bar=3)

@@ -15,6 +15,7 @@ from scalingnote.scaling.training_cost import GIB, estimate
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "configs/paper/scalingnote.yaml"
 # (what, GPUs, overrides of the published run); batch 512 divides over all of them.
+ZERO_3 = "strategy={kind: deepspeed, stage: 3}"
 CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("LoRA on a shared base, `ddp`", 8, ("strategy.kind=ddp", "query.lora.rank=16", "document.lora.rank=16")),
     *(
@@ -29,20 +30,20 @@ CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
         for base in ("int8", "nf4")
     ),
     ("all weights, `ddp`", 8, ("strategy.kind=ddp",)),
-    ("all weights, ZeRO-1", 8, ("strategy.stage=1",)),
-    ("all weights, ZeRO-2", 8, ("strategy.stage=2",)),
-    ("all weights, ZeRO-3", 8, ()),
-    ("all weights, `fsdp2`", 8, ("strategy.kind=fsdp2",)),
-    ("`fsdp2`, offloaded", 8, ("strategy.kind=fsdp2", "strategy.offload=true")),
-    ("ZeRO-3, 8-bit moments", 8, ("optimizer.kind=adamw_8bit",)),
-    ("`fsdp2`, no checkpointing", 64, ("strategy.kind=fsdp2", "memory.gradient_checkpointing=false")),
-    ("`fsdp2`", 64, ("strategy.kind=fsdp2",)),
-    ("ZeRO-3", 64, ()),
-    ("ZeRO-3, batch 65,536", 64, ("global_batch=65536",)),
+    ("all weights, ZeRO-1", 8, ("strategy={kind: deepspeed, stage: 1}",)),
+    ("all weights, ZeRO-2", 8, ("strategy={kind: deepspeed, stage: 2}",)),
+    ("all weights, ZeRO-3", 8, (ZERO_3,)),
+    ("all weights, `fsdp2`", 8, ()),
+    ("`fsdp2`, offloaded", 8, ("strategy.offload=true",)),
+    ("ZeRO-3, 8-bit moments", 8, (ZERO_3, "optimizer.kind=adamw_8bit")),
+    ("`fsdp2`, no checkpointing", 64, ("memory.gradient_checkpointing=false",)),
+    ("`fsdp2`", 64, ()),
+    ("ZeRO-3", 64, (ZERO_3,)),
+    ("ZeRO-3, batch 65,536", 64, (ZERO_3, "global_batch=65536")),
     (
         "ZeRO-3, batch 65,536, GradCache",
         64,
-        ("global_batch=65536", "memory.grad_cache={query_rows: 128, document_rows: 32}"),
+        (ZERO_3, "global_batch=65536", "memory.grad_cache={query_rows: 128, document_rows: 32}"),
     ),
 )
 
