@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -235,7 +234,7 @@ def open_shard(
     """
     files = vector_files(number, family=layout.family, refine=layout.refine)
     if mapped or fs.is_local(index.uri):
-        lists = ivf.read(coarse, [local_file(index, name) for name in files], mapped=mapped)
+        lists = ivf.read(coarse, [index.local_file(name) for name in files], mapped=mapped)
     else:
         lists = ivf.load(coarse, *(index.read_bytes(name) for name in files))
     documents = open_columns(index, number) if columns_only else index.table(documents_file(number))
@@ -262,16 +261,10 @@ def open_ids(index: Artifact, number: int, *, rows: int) -> UInt64[ndarray, "two
     name = ids_file(number)
     if name not in index.manifest.parts:
         return None
-    found: ndarray = np.load(local_file(index, name), mmap_mode="r", allow_pickle=False)
+    found: ndarray = np.load(index.local_file(name), mmap_mode="r", allow_pickle=False)
     if found.shape != (2, rows) or found.dtype != np.uint64:
         raise ArtifactError(f"{index.uri}: {name} is not of {rows} documents: re-run index")
     return found
-
-
-def local_file(index: Artifact, name: str) -> Path:
-    """A part as a file of this machine, checked; a remote one is copied first."""
-    index.file(name)
-    return fs.download(index.uri, [name], version=index.digest) / name
 
 
 def _lookup(table: pa.Table, doc_ids: pa.ChunkedArray, missing: str) -> pa.Table:
@@ -346,7 +339,7 @@ class DocumentStore:
     def open(cls, index: Artifact, shards: Sequence[int] | None = None) -> "DocumentStore":
         """Open the documents of shards, None: all; files are checked, and copied here where remote."""
         numbers = range(open_layout(index).shards) if shards is None else shards
-        tables = {n: arrow.map_rows(local_file(index, documents_file(n))) for n in numbers}
+        tables = {n: arrow.map_rows(index.local_file(documents_file(n))) for n in numbers}
         return cls(tables, {n: open_ids(index, n, rows=len(table)) for n, table in tables.items()})
 
     def __len__(self) -> int:

@@ -43,6 +43,7 @@ from scalingnote.storage.manifest import (
 
 WORK = "_work"
 CLAIM, LEASE = "fingerprint", "lease"  # in WORK: the fingerprint, and the process that builds
+MIN_SHARED_CHECK_BYTES = 64 << 20  # of a file whose checksum the processes of a node share: half a second
 MAX_MEMORY_PART_BYTES = 512 << 20  # of a remote part that is read as a whole
 __all__ = [
     "MANIFEST", "WORK", "Artifact", "Draft", "Manifest", "Part", "fingerprint", "open_artifact", "read_table",
@@ -97,27 +98,49 @@ class Artifact:
         self._verify(name, uri)
         return uri
 
+    def local_file(self, name: str) -> Path:
+        """A part as a file of this machine, verified; a remote one is copied first, once for a node."""
+        if fs.is_local(self.uri):
+            self.file(name)
+        return self._copied([name]) / name
+
     def open(self, name: str) -> pa.NativeFile:
         """A part, open for reading: mapped if local; if remote, read and verified in the same request.
 
-        A remote part above :data:`MAX_MEMORY_PART_BYTES` is verified first and then read by ranges.
+        A remote part above :data:`MAX_MEMORY_PART_BYTES` is copied to this machine.
         """
         part = self.manifest.parts.get(name)
-        small = part is not None and part.bytes <= MAX_MEMORY_PART_BYTES
-        if name in self._verified or not small or fs.is_local(self.uri):
+        if part is None or fs.is_local(self.uri):
             return fs.open_input(self.file(name))
+        if part.bytes > MAX_MEMORY_PART_BYTES:
+            return fs.open_input(str(self.local_file(name)))
         if (data := fs.read_if_exists(fs.join(self.uri, name))) is None:
             raise self._missing(name)
         self._compare(name, hashlib.sha256(data).hexdigest())
         return pa.BufferReader(data)
 
+    def _copied(self, names: list[str]) -> Path:
+        """A local directory with these parts: the artifact itself, or a copy that was verified as it came."""
+        for name in names:
+            if name not in self.manifest.parts:
+                raise ArtifactError(f"{self.uri} has no part {name!r}; it has {self.names()[:8]}")
+        try:
+            return fs.download(self.uri, names, version=self.digest, check=self._compare)
+        except FileNotFoundError as error:
+            raise self._missing(error.filename or names[0]) from None
+
     def _verify(self, name: str, file: str) -> None:
-        """Read a part's file, or a copy of it, and compare its checksum, unless it was done before."""
-        if name not in self._verified:
-            try:
-                self._compare(name, fs.checksum(file))
-            except FileNotFoundError:
-                raise self._missing(name) from None
+        """Read a part's file and compare its checksum, unless it was done before.
+
+        Of a large one that lies here, what another process of this node has computed counts.
+        """
+        if name in self._verified:
+            return
+        large = self.manifest.parts[name].bytes >= MIN_SHARED_CHECK_BYTES and fs.is_local(file)
+        try:
+            self._compare(name, (fs.checksum_on_node if large else fs.checksum)(file))
+        except FileNotFoundError:
+            raise self._missing(name) from None
 
     def _compare(self, name: str, actual: str) -> None:
         expected = self.manifest.parts[name].sha256
@@ -138,10 +161,10 @@ class Artifact:
         names = self.names(prefix.rstrip("/") + "/")
         if not names:
             raise ArtifactError(f"{self.uri} has no parts below {prefix!r}")
-        local = fs.download(self.uri, names, version=self.digest)
-        for name in names:
-            self._verify(name, str(local / name))
-        return local / prefix
+        if fs.is_local(self.uri):
+            for name in names:
+                self.file(name)
+        return self._copied(names) / prefix
 
     def table_parts(self, name: str) -> list[str]:
         """The Parquet parts of a table, which is one file or a folder; none if the table is absent."""

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -238,36 +238,75 @@ def upload(local: str | Path, uri: str) -> dict[str, tuple[str, int]]:
     return dict(map_files(copy, files))
 
 
-def download(uri: str, files: list[str], *, version: str) -> Path:
+def download(
+    uri: str, files: list[str], *, version: str, check: Callable[[str, str], None] | None = None
+) -> Path:
     """A local directory with `files` of `uri`: `uri` itself if local, else a cached copy, one for a node.
 
-    The content of a remote URI may change: `version` identifies it, so that no stale copy is used.
+    Args:
+        uri: of the folder. The content of a remote one may change.
+        files: below it.
+        version: identifies the content, so that no stale copy is used.
+        check: raises an error for a file and the sha256 of what was read of it, before any process can see
+            the copy. So the bytes are read once, and hashed once for a node.
     """
     filesystem, path = resolve(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
         return Path(path)
     key = hashlib.sha256(f"{uri} {version}".encode()).hexdigest()[:24]
-    target = Path(tempfile.gettempdir()) / "scalingnote-cache" / key
+    target = _cache() / key
     if missing := [name for name in files if not (target / name).exists()]:
-        target.mkdir(parents=True, exist_ok=True)
-        folder = os.open(target, os.O_RDONLY)
-        try:
-            # Workers of a node start together: one fetches, the others wait.
-            fcntl.flock(folder, fcntl.LOCK_EX)
+        # Workers of a node start together: one fetches, the others wait.
+        with _locked(target):
             for name in missing:
                 if not (target / name).exists():
-                    _copy_to(target / name, join(uri, name))
-        finally:
-            os.close(folder)
+                    _copy_to(target / name, join(uri, name), partial(check, name) if check else None)
     return target
 
 
-def _copy_to(copy: Path, uri: str) -> None:
+def checksum_on_node(uri: str) -> str:
+    """:func:`checksum` of a local file, kept for the other processes of this node until the file changes."""
+    path = Path(resolve(uri)[1])
+    found = path.stat()
+    facts = f"{path.resolve()} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    kept = _cache() / "checksums" / hashlib.sha256(facts.encode()).hexdigest()[:24]
+    with _locked(kept):
+        digest = kept / "sha256"
+        if not digest.exists():
+            new = kept / "new"
+            new.write_text(checksum(str(path)), encoding="ascii")
+            new.rename(digest)
+        return digest.read_text(encoding="ascii")
+
+
+def _cache() -> Path:
+    """The folder of copies that the processes of a node share; TMPDIR moves it to another disk."""
+    return Path(tempfile.gettempdir()) / "scalingnote-cache"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A folder, made if need be, that one process of the node works in at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _copy_to(copy: Path, uri: str, check: Callable[[str], None] | None) -> None:
     copy.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
     with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as stream:
         try:
             for block in _blocks(uri):
                 stream.write(block)
+                if check is not None:
+                    digest.update(block)
+            if check is not None:
+                check(digest.hexdigest())
         except BaseException:
             os.unlink(stream.name)  # or the partial copy would stay on a full disk
             raise

@@ -229,3 +229,69 @@ def test_of_two_that_commit_one_is_refused(uri: str, monkeypatch: pytest.MonkeyP
     with pytest.raises(ArtifactError, match=f"another process has committed {uri} while"):
         draft.commit(counts={})
     assert fs.read_bytes(draft.path("manifest.json")) == b"of another process"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The files that were read in blocks, in a cache of this test's own."""
+    blocks, found = fs._blocks, []
+
+    def counted(uri: str):
+        if not uri.endswith("manifest.json"):
+            found.append(uri)
+        return blocks(uri)
+
+    monkeypatch.setattr(fs, "_blocks", counted)
+    monkeypatch.setattr(fs.tempfile, "gettempdir", lambda: str(tmp_path))
+    return found
+
+
+def test_a_remote_file_is_read_once_and_its_copy_is_what_was_verified(reads: list[str], tmp_path: Path):
+    uri = f"memory://{tmp_path}/once"
+    built = build(uri)
+    reads.clear()
+    name = "rows.arrow"
+    copy = open_artifact(uri, kind="thing").local_file(name)
+    assert hashlib.sha256(copy.read_bytes()).hexdigest() == built.manifest.parts[name].sha256
+    assert reads == [f"{uri}/{name}"]
+    assert open_artifact(uri, kind="thing").local_file(name) == copy  # as by another process of the node
+    assert open_artifact(uri, kind="thing").directory("rows").name == "rows"
+    assert reads == [f"{uri}/{name}", f"{uri}/rows/part-00000.parquet"]
+
+
+def test_a_large_remote_part_is_copied_and_not_read_twice(
+    reads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    uri = f"memory://{tmp_path}/large"
+    build(uri)
+    reads.clear()
+    monkeypatch.setattr(artifact, "MAX_MEMORY_PART_BYTES", 1)
+    assert open_artifact(uri, kind="thing").table("rows").equals(TABLE)
+    assert reads == [f"{uri}/rows/part-00000.parquet"]
+
+
+def test_a_damaged_remote_file_leaves_no_copy(reads: list[str], tmp_path: Path):
+    uri = f"memory://{tmp_path}/harmed"
+    build(uri)
+    fs.write_bytes(f"{uri}/facts.json", b"{}")
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match=r"facts\.json is damaged"):
+            open_artifact(uri, kind="thing").local_file("facts.json")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    with pytest.raises(ArtifactError, match="has no part 'other'"):
+        open_artifact(uri, kind="thing").local_file("other")
+
+
+def test_the_processes_of_a_node_share_the_checksum_of_a_large_file(
+    reads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(artifact, "MIN_SHARED_CHECK_BYTES", 1)
+    uri = str(tmp_path / "art")
+    build(uri)
+    reads.clear()
+    for _ in range(3):  # each knows nothing of the others
+        open_artifact(uri, kind="thing").file("rows.arrow")
+    assert reads == [f"{uri}/rows.arrow"]
+    Path(uri, "rows.arrow").write_bytes(bytes(Path(uri, "rows.arrow").stat().st_size))
+    with pytest.raises(ArtifactError, match=r"rows\.arrow is damaged"):
+        open_artifact(uri, kind="thing").file("rows.arrow")
