@@ -133,7 +133,12 @@ class DatasetConfig(Config):
     )
     max_title_chars: int = Field(512, ge=1, description="a document with a longer title is set aside")
     max_content_chars: int = Field(20_000, ge=1, description="longer content is cut, and counted")
-    documents_per_part: int = Field(4096, ge=1, description="rows of one documents/part-*.parquet")
+    documents_per_part: int | None = Field(
+        None,
+        ge=1,
+        description="rows of one documents/part-*.parquet, the unit of work of later stages; null: 4,096, "
+        "above 67 million documents up to 65,536, fewer where texts of a part would exceed 128 MiB",
+    )
     click_model: AnyClickModel | None = Field(
         PositionClicks(),
         description="simulates impressions where the source has none; null: no impressions",

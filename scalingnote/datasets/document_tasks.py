@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.ipc
 from jaxtyping import Int32
 from numpy import ndarray
@@ -44,6 +45,10 @@ from scalingnote.storage.shuffle import (
 
 log = get_logger("datasets")
 SLICES_PER_BUCKET = 8  # a bucket has as many ids as these slices
+# A part is the unit of work of every later stage: a task holds one, a driver remembers the name of each.
+MAX_PARTS = 1 << 14  # above which parts get larger, up to MAX_PART_ROWS
+MIN_PART_ROWS, MAX_PART_ROWS = 1 << 12, 1 << 16
+MAX_PART_BYTES = 128 << 20  # of titles and contents; wins over the three above
 _LOCATED = pa.schema({"doc_id": pa.string(), "row": pa.int32()})
 _ROW = pa.schema({"row": pa.int32()})
 
@@ -84,6 +89,32 @@ class Documents(NamedTuple):
     parts: list[str]  # in the order of the input
     rows: int
     left_out: int  # valid rows that a subset has not
+    per_part: int  # rows
+
+
+def rows_per_part(config: AnyDataset | NewDocuments, *, rows: int, text_bytes: int) -> int:
+    """`documents_per_part` as configured; else a power of two that fits a corpus of these rows and texts.
+
+    Args:
+        config: of the data set.
+        rows: documents that are valid, repeated ids counted in.
+        text_bytes: of their titles and contents (:func:`text_bytes`).
+    """
+    if config.documents_per_part is not None:
+        return config.documents_per_part
+    by_rows = min(max(_power_of_two(-(-rows // MAX_PARTS)), MIN_PART_ROWS), MAX_PART_ROWS)
+    by_bytes = MAX_PART_BYTES * max(rows, 1) // max(text_bytes, 1)
+    return by_rows if by_rows <= by_bytes else max(_power_of_two(by_bytes + 1) // 2, 1)
+
+
+def _power_of_two(value: int) -> int:
+    """The smallest power of two that is not below the value."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def text_bytes(documents: pa.Table) -> int:
+    """Bytes of the titles and contents in UTF-8, however the rows are cut into tables."""
+    return sum(pc.sum(pc.binary_length(documents[name])).as_py() or 0 for name in ("title", "content"))
 
 
 def write_documents(
@@ -114,10 +145,9 @@ def write_documents(
         repeated.update({int(number): count for number, count in counts.items()})
     kept = [record["rows"] - repeated[number] for number, record in enumerate(checked)]
     ends = list(accumulate(kept, initial=0))
-    sections = [
-        (rows, _section(number, ends, config.documents_per_part, repeated))
-        for number, rows in enumerate(slices)
-    ]
+    rows, texts = (sum(record[name] for record in checked) for name in ("rows", "text_bytes"))
+    per_part = rows_per_part(config, rows=rows, text_bytes=texts)
+    sections = [(rows, _section(number, ends, per_part, repeated)) for number, rows in enumerate(slices)]
     written = do("write", partial(_write, context=context), sections)
     for first, last in zip(checked, written, strict=True):
         quarantine.add(last["quarantine"] or first["quarantine"])
@@ -127,7 +157,7 @@ def write_documents(
         for name, part in record["parts"].items():
             draft.register(name, Part(**part))
     parts = [name for record in written for name in record["parts"]]
-    return Documents(parts, ends[-1], sum(record["left_out"] for record in checked))
+    return Documents(parts, ends[-1], sum(record["left_out"] for record in checked), per_part)
 
 
 def slices_of(source: Source, config: AnyDataset | NewDocuments) -> Sequence[Rows]:
@@ -142,6 +172,7 @@ class _Section(NamedTuple):
 
     skip: int  # rows of the slice that are in earlier parts
     rows: int
+    per_part: int
     first: int  # number of the first part
     repeats: list[int]  # those of the slices read that have repeats
 
@@ -152,7 +183,7 @@ def _section(number: int, ends: list[int], per_part: int, repeated: Counter[int]
     begin, end = first * per_part, min(last * per_part, ends[-1])
     after = max(bisect_left(ends, end), number + 1)
     repeats = [other for other in range(number, after) if repeated[other]]
-    return _Section(begin - ends[number], max(end - begin, 0), first, repeats)
+    return _Section(begin - ends[number], max(end - begin, 0), per_part, first, repeats)
 
 
 def resume_or_clear(draft: Draft, plan: Sequence[dict[str, Any]]) -> None:
@@ -188,7 +219,8 @@ def _check(item: tuple[int, Rows], *, context: Context) -> JsonRecord:
         bucket = bucket_of(located["doc_id"], context.buckets)
         scatter(located, bucket, target=fs.join(context.work, "ids"), name=f"{number:06d}")
     counts = quarantine.store(context.rejected(number))
-    return {"rows": len(table), "left_out": left_out, "quarantine": counts}
+    found = {"rows": len(table), "text_bytes": text_bytes(table)}
+    return found | {"left_out": left_out, "quarantine": counts}
 
 
 def _subset(valid: Iterable[Row], context: Context) -> tuple[list[Row], int]:
@@ -228,7 +260,7 @@ def _write(item: tuple[int, tuple[Rows, _Section]], *, context: Context) -> Json
         take_rows(_valid_rows(number, section.repeats, context), section.skip, section.rows),
         "documents/part",
         first=section.first,
-        rows_per_part=context.config.documents_per_part,
+        rows_per_part=section.per_part,
         output=context.output,
     )
     counts = None

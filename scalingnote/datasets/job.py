@@ -102,6 +102,7 @@ def build(config: AnyDataset, source: Source, draft: Draft, *, each: TaskRunner)
         quarantine,
         tables.left_out | {"documents": documents.left_out},
         click_model=tables.click_model,
+        documents_per_part=documents.per_part,
         **source.notes,
     )
 
@@ -121,6 +122,7 @@ def prepare_documents(config: NewDocuments, *, output: str) -> Artifact:
         counts=counts,
         rejected_by_reason=quarantine.rejected,
         repaired=dict(sorted(quarantine.repaired.items())),
+        documents_per_part=documents.per_part,
     )
 
 

@@ -26,7 +26,13 @@ import pyarrow.compute as pc
 from scalingnote import cluster
 from scalingnote.datasets import splits
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.document_tasks import commit, resume_or_clear, write_parts
+from scalingnote.datasets.document_tasks import (
+    commit,
+    resume_or_clear,
+    rows_per_part,
+    text_bytes,
+    write_parts,
+)
 from scalingnote.datasets.log_columns import CHECKED, LogTally, check_table
 from scalingnote.datasets.log_inputs import LogSlice, plan_slices, read_slice
 from scalingnote.errors import DataError
@@ -97,7 +103,8 @@ def build(config: Logs, draft: Draft, slices: Sequence[LogSlice], *, each: TaskR
     kilobytes = [piece.part.size // 1000 for piece in slices]
     checked = do("check", check, slices, rows=kilobytes, unit="kB")
     windows, span = _split_windows(config, checked, tally)
-    documents = partial(write_documents, config=config, work=work, output=output)
+    per_part = _rows_per_part(config, checked)
+    documents = partial(write_documents, config=config, work=work, output=output, per_part=per_part)
     parts = do("documents", documents, buckets, unit="buckets")
     route = partial(route_slice, config=config, work=work, windows=windows)
     evidence = [piece for piece in slices if piece.table not in ("documents", "unpaired")]
@@ -109,7 +116,14 @@ def build(config: Logs, draft: Draft, slices: Sequence[LogSlice], *, each: TaskR
     for record in (*parts, *query_parts):
         for name, part in record["parts"].items():
             draft.register(name, Part(**part))
-    return _commit(config, draft, tally, windows, span)
+    return _commit(config, draft, tally, windows, span, per_part)
+
+
+def _rows_per_part(config: Logs, checked: Sequence[JsonRecord]) -> int:
+    """Rows of a part of documents. Parts are of one bucket each, so that buckets bound them, too."""
+    records = [record for record in checked if record["table"] in ("documents", "unpaired")]
+    rows, texts = (sum(record[name] for record in records) for name in ("rows", "text_bytes"))
+    return rows_per_part(config, rows=rows, text_bytes=texts)
 
 
 def _split_windows(
@@ -126,7 +140,12 @@ def _split_windows(
 
 
 def _commit(
-    config: Logs, draft: Draft, tally: LogTally, split_windows: splits.SplitWindows, span: tuple[int, int]
+    config: Logs,
+    draft: Draft,
+    tally: LogTally,
+    split_windows: splits.SplitWindows,
+    span: tuple[int, int],
+    per_part: int,
 ) -> Artifact:
     counts = {name: tally.counts[name] for name in _COUNTS}
     windows = split_windows.shown()
@@ -146,6 +165,7 @@ def _commit(
         windows=windows,
         span=splits.SplitWindows(span, span).shown()["train"],
         hold_out_documents=config.hold_out_documents,
+        documents_per_part=per_part,
     )
 
 
@@ -162,11 +182,12 @@ def check_slice(item: tuple[int, LogSlice], *, config: Logs, work: str) -> JsonR
     send = partial(_send, piece=piece, config=config, work=work)
     tables = read_slice(piece, config=config, tally=tally)
     checked = [check_table(rows, piece.table, config=config, tally=tally) for rows in tables]
-    record = {"table": piece.table, "rows": sum(map(len, checked))}
+    record = {"table": piece.table, "rows": sum(map(len, checked)), "text_bytes": 0}
     if not record["rows"]:
         return record | {"tally": tally.store(_examples(work, "check", item[0]))}
     rows = pa.concat_tables(checked).combine_chunks()
     if piece.table in ("documents", "unpaired"):
+        record["text_bytes"] = text_bytes(rows)
         send(rows, "doc_id", "documents")
     else:
         send(pa.table([rows["doc_id"].unique()], IDS), "doc_id", "named")
@@ -230,7 +251,9 @@ def _checked(piece: LogSlice, work: str) -> str:
 # --- one bucket: documents by doc_id, then queries by query_id --------------------------------------------
 
 
-def write_documents(item: tuple[int, int], *, config: Logs, work: str, output: str) -> JsonRecord:
+def write_documents(
+    item: tuple[int, int], *, config: Logs, work: str, output: str, per_part: int
+) -> JsonRecord:
     """Write the first document of every id of a bucket, and for each slice the ids that are unknown."""
     bucket, tally = item[1], LogTally()
     scattered = fs.join(work, "documents")
@@ -246,7 +269,7 @@ def write_documents(item: tuple[int, int], *, config: Logs, work: str, output: s
             yield rows.filter(pa.array(mask))
 
     name = f"documents/part-{bucket:05d}"
-    written = write_parts(first_documents(), name, rows_per_part=config.documents_per_part, output=output)
+    written = write_parts(first_documents(), name, rows_per_part=per_part, output=output)
     known = ids["doc_id"].filter(pa.array(first)).combine_chunks()
     unknown = [*_unknown_ids(named_stream(fs.join(work, "named"), bucket), known)]
     ids_of_slices = pa.concat_arrays([pa.array([], pa.string()), *(found for _, found in unknown)])

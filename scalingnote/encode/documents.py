@@ -60,6 +60,10 @@ log = get_logger("encode")
 COLUMNS = ["doc_id", "title", "topic", "content"]
 TEXTS = COLUMNS[1:]
 LoadPrompt = Callable[[Artifact], DocumentPrompt]
+MAX_PAYLOAD_BYTES = (
+    2_000_000_000  # of a part on its way to the task that writes it: Arrow holds 2 GiB in a row
+)
+TERM_BYTES = 6  # a number and its impact
 
 
 def load_document_prompt(towers: Artifact) -> DocumentPrompt:
@@ -90,7 +94,7 @@ def encode_documents(
         load_prompt: loads what makes token rows of texts.
 
     Raises:
-        ConfigError: the towers lack a view, or the engine cannot encode with them.
+        ConfigError: the towers lack a view, the engine cannot encode with them, or a part gives too much.
         ArtifactError: other towers or settings made the base.
         DataError: no document can be encoded.
     """
@@ -113,6 +117,7 @@ def encode_documents(
     source, base = parents["dataset"], parents.get("base")
     parts = source.names("documents/", ".parquet")
     rows = {embeddings_part(name): count for name, count in source.rows_of(parts).items()}
+    _require_payloads(config, towers, max(rows.values(), default=0))
     counts = {} if base is None else compare_with_base(source, base, draft)
     read = partial(read_documents, source=source, towers=towers, load_prompt=load_prompt)
     steps = Steps(
@@ -139,6 +144,22 @@ def _left_out(record: PartRecord, source: Artifact) -> Rejected:
     reason = f"its part could not be encoded: {record['set_aside'].strip().splitlines()[-1]}"
     doc_ids = source.table(record["name"].replace("embeddings/", "documents/", 1), ["doc_id"])["doc_id"]
     return [{"table": "documents", "row": doc_id, "reason": reason} for doc_id in doc_ids.to_pylist()]
+
+
+def _require_payloads(config: EncodeConfig, towers: Artifact, rows: int) -> None:
+    """ConfigError if the largest part, of so many rows, may not fit between a worker and a writing task."""
+    if not config.resources.readers or not towers.names("document/"):
+        return
+    facts = towers.read_json("document/tower.json")
+    terms = 0 if facts["sparse"] is None else config.top_k * TERM_BYTES
+    each = terms + len(config.views) * facts["dim"] * np.dtype(config.dtype).itemsize
+    if rows * each > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"a part of {rows:,} documents gives up to {rows * each / 1e9:.1f} GB, and "
+            f"{MAX_PAYLOAD_BYTES / 1e9:g} GB pass from a worker to the task that writes it: set "
+            "encode.resources.readers=0, or dataset.documents_per_part to "
+            f"{MAX_PAYLOAD_BYTES // each:,} or less"
+        )
 
 
 def tower_similarity(towers: Artifact) -> Similarity:

@@ -76,7 +76,12 @@ class Tuning(Config):
 class IndexConfig(Config):
     """How embeddings become shards of an index."""
 
-    shards: int = Field(2, ge=1, description="disjoint slices of the corpus, each searched on its own")
+    shards: int | None = Field(
+        None,
+        ge=1,
+        description="disjoint slices of the corpus, each filled by one task and searched on its own; None: "
+        "at least 2, of at most 4 GiB of vectors, terms and documents each",
+    )
     family: Family = Field(FastScan(), description="how a document's vector is stored and scanned")
     nlist: int | None = Field(
         None,

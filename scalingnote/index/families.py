@@ -41,6 +41,7 @@ GRAPH_LISTS = 16_384  # from this many on, the nearest centroids are found in a 
 GRAPH_LINKS, GRAPH_BUILD_EF, GRAPH_EF = 32, 80, 32  # faiss's M, efConstruction, efSearch
 INNER_PRODUCT = faiss.METRIC_INNER_PRODUCT
 FAST_SCAN_BITS = 4
+_ID_BYTES = 8  # of a vector's number in the inverted lists
 UNIT_TOLERANCE = 0.01  # of the mean length of unit vectors, which are stored in float16
 
 
@@ -117,6 +118,14 @@ def refine_of(family: Family) -> Refine:
             return "flat"
         case _:
             return family.refine
+
+
+def vector_bytes(family: Family, *, dim: int) -> int:
+    """Bytes of a document's code, its number in the lists and its kept vector."""
+    lists = untrained_lists(family, faiss.IndexFlatIP(dim), dim=dim, nlist=1)
+    kept = untrained_kept(family, dim=dim)
+    code = 0 if lists is None else lists.code_size + _ID_BYTES
+    return int(code + (0 if kept is None else kept.sa_code_size()))
 
 
 def sub_quantizers(family: FastScan | IVFPQ, dim: int) -> int:

@@ -21,9 +21,10 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote import cluster
+from scalingnote.config import Resources
 from scalingnote.datasets import splits
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import ArtifactError
+from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import families, filters, ivf, postings, shard, tuning
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.tuning import ExactAnswers, IndexRun
@@ -40,6 +41,14 @@ from scalingnote.storage.schema import SPARSE
 log = get_logger("index")
 # Without tuning: sufficient for tests; the layout's recall is None then.
 UNTUNED_NPROBE, UNTUNED_FACTOR = 16, 4
+SHARD_BYTES = 4 << 30  # of vectors, terms and documents, where the number of shards is not configured
+MIN_SHARDS = 2
+SAMPLE_ROWS = 4096  # whose documents and terms are measured
+# Beside the files of a shard lie what they are written from and a copy of the largest: 565 bytes a document
+# were measured where its files have 190 (docs/results/scale.json).
+FILL_COPIES = 2.5
+GIB = 1 << 30
+_READ = ("dataset", "embeddings", "semantic_ids", "bm25_terms")  # by the task of a shard
 
 
 def run(
@@ -79,14 +88,15 @@ def run(
     if draft.finished:
         log.info("already finished: %s", output)
         return draft.existing()
-    layout, slices = _planned(config, parents)
+    layout, slices, shard_bytes = _planned(config, parents)
     cluster.connect()
     cluster.check_resources(config.resources, knob="index.resources")
+    filling = _resources_of_shards(config.resources, layout, shard_bytes)
     _train_quantizer(config, layout, draft, parents["embeddings"])
     drawn, relevant = _test_queries(config, parents["dataset"])
     sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
     shared = IndexRun(
-        config=config,
+        config=config.model_copy(update={"resources": filling}),
         layout=layout,
         parents=uris,
         output=output,
@@ -118,8 +128,11 @@ def _counts(dataset: Artifact, layout: shard.Layout, searched_bytes: int) -> dic
 
 def _planned(
     config: IndexConfig, parents: Mapping[str, Artifact]
-) -> tuple[shard.Layout, list[list[shard.EmbeddingSlice]]]:
-    """The layout, and the embeddings of each shard; an error where no index can be built of them."""
+) -> tuple[shard.Layout, list[list[shard.EmbeddingSlice]], int]:
+    """The layout, the embeddings of each shard, and the bytes of the files of one.
+
+    An error where no index can be built of them.
+    """
     source = parents["embeddings"]
     _require_same_origin(source, parents["semantic_ids"])
     documents = parents["dataset"].names("documents/", ".parquet")
@@ -134,7 +147,43 @@ def _planned(
     sparse = "bm25_terms" in parents or "terms" in encoded.names
     layout = _layout(config, documents=sum(rows), dim=encoded.field(VIEW).type.list_size, sparse=sparse)
     layout = replace(layout, similarity=source.manifest.info.get("similarity", "cosine"))
-    return layout, shard.assign(parts, rows, shards=config.shards)
+    first = next(part for part, count in zip(parts, rows, strict=True) if count)
+    size = layout.documents * _bytes_per_document(config, layout, parents, first)
+    shards = config.shards or max(MIN_SHARDS, -(-size // SHARD_BYTES))
+    return replace(layout, shards=shards), shard.assign(parts, rows, shards=shards), -(-size // shards)
+
+
+def _bytes_per_document(
+    config: IndexConfig, layout: shard.Layout, parents: Mapping[str, Artifact], part: str
+) -> int:
+    """Bytes of a document in the files of a shard, by the first documents of a part of the embeddings."""
+    piece = shard.EmbeddingSlice(part, 0, SAMPLE_ROWS)
+    doc_ids = parents["embeddings"].table(part, ["doc_id"])["doc_id"]
+    documents, terms = _part_rows(piece, doc_ids, parents, config, sparse=layout.sparse)
+    columns = documents.select(shard.searched_columns(config.filters))
+    tables = [documents, columns] if terms is None else [documents, columns, terms]
+    ids = shard.ID_ROW_BYTES + families.vector_bytes(config.family, dim=layout.dim)
+    return ids + -(-sum(table.nbytes for table in tables) // len(documents))
+
+
+def _resources_of_shards(resources: Resources, layout: shard.Layout, shard_bytes: int) -> Resources:
+    """What a task reserves that fills a shard, or opens one: memory as well, where it is more than a little.
+
+    Raises:
+        ConfigError: no node holds what one task needs.
+    """
+    needed = FILL_COPIES * shard_bytes / GIB
+    if resources.memory_per_worker or needed < 1:
+        return resources
+    filling = resources.model_copy(update={"memory_per_worker": round(needed, 1)})
+    try:
+        cluster.check_resources(filling, knob="index.resources")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. The task of a shard of {-(-layout.documents // layout.shards):,} documents takes "
+            f"{needed:,.1f} GiB: set index.shards above {layout.shards}, or index.resources.workers lower"
+        ) from None
+    return filling
 
 
 def _write(draft: Draft, slices: Sequence[Sequence[shard.EmbeddingSlice]], shared: IndexRun) -> int:
@@ -173,7 +222,7 @@ def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> s
     return shard.Layout(
         dim=dim,
         documents=documents,
-        shards=config.shards,
+        shards=config.shards or MIN_SHARDS,
         family=family.kind,
         refine=refine,
         nlist=nlist,
@@ -272,11 +321,8 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
     number, slices = item
     config, layout = shared.config, shared.layout
     use_threads(config.resources)
-    dataset, embeddings, semantic_ids = (
-        open_artifact(shared.parents[kind], kind=kind) for kind in ("dataset", "embeddings", "semantic_ids")
-    )
-    by_words = shared.parents.get("bm25_terms")
-    words = None if by_words is None else open_artifact(by_words, kind="bm25_terms")
+    parents = {kind: open_artifact(uri, kind=kind) for kind, uri in shared.parents.items() if kind in _READ}
+    embeddings = parents["embeddings"]
     folder = shared.work("quantizer")
     files = {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
     lists = ivf.empty(families.parse_quantizer(files))
@@ -293,23 +339,10 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
         if exact is not None:
             exact.add(matrix)
         ivf.add(lists, matrix)
-        base = piece.part.removeprefix("embeddings/")
-        doc_ids = doc_ids.slice(piece.start, piece.stop - piece.start)
-        if layout.sparse:
-            rows = (
-                embeddings.table(piece.part, SPARSE.names).slice(piece.start, piece.stop - piece.start)
-                if words is None
-                else weights.read_columns(words, base, doc_ids)
-            )
-            found.append(postings.build(rows["terms"], rows["impacts"], strongest=config.terms))
-        stored.append(
-            shard.document_rows(
-                doc_ids,
-                documents=dataset.table(f"documents/{base}", shard.document_columns(config.filters)),
-                semantic_ids=semantic_ids.table(f"codes/{base}", ["doc_id", "semantic_id"]),
-                snippet_chars=config.snippet_chars,
-            )
-        )
+        rows, terms = _part_rows(piece, doc_ids, parents, config, sparse=layout.sparse)
+        stored.append(rows)
+        if terms is not None:
+            found.append(postings.build(terms["terms"], terms["impacts"], strongest=config.terms))
     parts = shard.write_shard(
         shared.output,
         number,
@@ -322,3 +355,27 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
         fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), exact.dump())
     record = json.dumps({name: vars(part) for name, part in parts.items()})
     fs.write_bytes(shared.work(f"shards/{number:05d}.json"), record.encode())
+
+
+def _part_rows(
+    piece: shard.EmbeddingSlice,
+    doc_ids: pa.ChunkedArray,
+    parents: Mapping[str, Artifact],
+    config: IndexConfig,
+    *,
+    sparse: bool,
+) -> tuple[pa.Table, pa.Table | None]:
+    """Rows of a shard's document table for a slice of a part with these ids; and their terms, if `sparse`."""
+    base, rows = piece.part.removeprefix("embeddings/"), piece.stop - piece.start
+    own = doc_ids.slice(piece.start, rows)
+    documents = shard.document_rows(
+        own,
+        documents=parents["dataset"].table(f"documents/{base}", shard.document_columns(config.filters)),
+        semantic_ids=parents["semantic_ids"].table(f"codes/{base}", ["doc_id", "semantic_id"]),
+        snippet_chars=config.snippet_chars,
+    )
+    if not sparse:
+        return documents, None
+    if "bm25_terms" in parents:
+        return documents, weights.read_columns(parents["bm25_terms"], base, own)
+    return documents, parents["embeddings"].table(piece.part, SPARSE.names).slice(piece.start, rows)

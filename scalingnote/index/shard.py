@@ -41,6 +41,7 @@ from scalingnote.storage.shuffle import hash_of
 DOCUMENTS = pa.schema({name: pa.string() for name in ("doc_id", "title", "topic", "snippet", "semantic_id")})
 COARSE = "coarse.faiss"  # the centroids all shards share
 LAYOUT = "index.json"
+ID_ROW_BYTES = 16  # of a document in the file of :func:`sorted_ids`
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,11 @@ def document_columns(filters: Sequence[str]) -> list[str]:
     return [*dict.fromkeys(("doc_id", "title", "topic", "content", *filters))]
 
 
+def searched_columns(filters: Sequence[str]) -> list[str]:
+    """Columns of a shard's documents that searchers open."""
+    return [*dict.fromkeys(("doc_id", *filters))]
+
+
 def document_rows(
     doc_ids: pa.ChunkedArray, *, documents: pa.Table, semantic_ids: pa.Table, snippet_chars: int
 ) -> pa.Table:
@@ -187,7 +193,7 @@ def write_shard(
     files[ids_file(number)] = arrow.npy_bytes(sorted_ids(documents["doc_id"]))
     parts = {name: write_file(fs.join(folder, name), data) for name, data in files.items()}
     # In one batch: opening reads the head of each batch, for which Linux maps up to 2 MB around it.
-    columns = documents.select([*dict.fromkeys(("doc_id", *layout.filters))]).combine_chunks()
+    columns = documents.select(searched_columns(layout.filters)).combine_chunks()
     tables = {columns_file(number): columns, documents_file(number): documents}
     parts |= {name: write_table(fs.join(folder, name), table) for name, table in tables.items()}
     # A document has rows in two tables, and is counted once.

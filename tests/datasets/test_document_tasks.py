@@ -184,6 +184,42 @@ def test_what_one_task_cannot_hold_is_refused(tmp_path, monkeypatch):
     assert build(plain, tmp_path / "plain").counts["documents"] > 100
 
 
+@pytest.mark.parametrize(
+    ("rows", "bytes_each", "per_part"),
+    [
+        (1, 0, 4096),
+        (10_000_000, 1_000, 4096),
+        (100_000_000, 1_000, 8192),
+        (2_000_000_000, 1_000, 65_536),
+        (5_000_000_000, 1_000, 65_536),
+        (5_000_000_000, 8_000, 16_384),
+        (100, 1_000_000, 128),
+        (100, 1 << 30, 1),
+    ],
+)
+def test_parts_follow_from_rows_and_bytes(rows, bytes_each, per_part):
+    config = NewDocuments(documents={"path": "d"})
+    found = document_tasks.rows_per_part(config, rows=rows, text_bytes=rows * bytes_each)
+    assert found == per_part
+    assert found == 1 or found * bytes_each <= document_tasks.MAX_PART_BYTES
+    assert rows / found < 80_000 or bytes_each > 2_000
+    chosen = config.model_copy(update={"documents_per_part": 3})
+    assert document_tasks.rows_per_part(chosen, rows=rows, text_bytes=rows * bytes_each) == 3
+
+
+def test_parts_of_long_texts_are_smaller_however_the_input_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_tasks, "MAX_PART_BYTES", 4_000)
+    inputs = {key: value for key, value in write_inputs(tmp_path / "in").items() if "per_part" not in key}
+    config = Columns(**inputs)
+    whole = build(config, tmp_path / "whole")
+    rows = [whole.manifest.parts[name].rows for name in whole.names("documents/", ".parquet")]
+    per_part = whole.manifest.info["documents_per_part"]
+    assert 1 < per_part < 64
+    assert set(rows[:-1]) == {per_part}
+    monkeypatch.setattr(raw_rows, "SLICE_BYTES", 6_000)
+    assert facts(build(config, tmp_path / "cut")) == facts(whole)
+
+
 def test_no_more_slices_than_a_shuffle_takes(tmp_path, monkeypatch):
     (tmp_path / "d.jsonl").write_bytes(b'{"doc_id": "d"}\n' * 1000)
     files = raw_rows.find_files(str(tmp_path / "d.jsonl"))

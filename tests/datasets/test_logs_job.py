@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scalingnote.datasets import document_tasks, row_checks
 from scalingnote.datasets import log_job as job
-from scalingnote.datasets import row_checks
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.job import run as prepare
 from scalingnote.datasets.log_inputs import plan_slices
@@ -305,6 +305,15 @@ def test_the_order_of_arrival_does_not_matter(small, tmp_path):
     artifact = build(config, tmp_path / "out", each=backwards)
     assert artifact.digest == digest
     assert artifact.table("rejected").num_rows > 3
+
+
+def test_parts_follow_from_the_bytes_of_the_texts(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(document_tasks, "MAX_PART_BYTES", 300)
+    artifact = build(small[0], tmp_path / "out")
+    per_part = artifact.manifest.info["documents_per_part"]
+    rows = [artifact.manifest.parts[name].rows for name in artifact.names("documents/", ".parquet")]
+    assert 1 < max(rows) == per_part < 64
+    assert sum(rows) == artifact.counts["documents"]
 
 
 @pytest.mark.parametrize("tasks", [3, 9, 15])

@@ -23,7 +23,7 @@ from scalingnote.encode import documents, parts
 from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.engines import load_document_encoder
-from scalingnote.errors import ArtifactError, EncodingError
+from scalingnote.errors import ArtifactError, ConfigError, EncodingError
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.storage import arrow, schema, usage
 from scalingnote.storage.artifact import Artifact, Draft
@@ -375,3 +375,16 @@ def test_tasks_that_read_ahead_and_write_behind_leave_the_same_artifact(
     without_ray(monkeypatch)
     alone = documents.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "alone"))
     assert found.digest == alone.digest
+
+
+def test_a_part_that_is_too_large_to_travel_is_refused(towers, rows, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(documents, "MAX_PAYLOAD_BYTES", 16 * 16 * 4 - 1)  # rows, dimensions, bytes
+    source = corpus(tmp_path / "dataset", encodable(rows))
+    config = CONFIG.model_copy(update={"resources": Fleet(workers=1, readers=1)})
+    with pytest.raises(
+        ConfigError, match=r"part of 16 documents .*readers=0, or .*documents_per_part to 15 or"
+    ):
+        documents.encode_documents(config, source.uri, towers, str(tmp_path / "refused"))
+    found = documents.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "whole"))
+    assert found.counts["documents"] == len(encodable(rows))

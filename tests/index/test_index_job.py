@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from in_process import without_ray
-from scalingnote import topk
+from scalingnote import cluster, topk
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import job
-from scalingnote.index.config import IVFPQ, FastScan, IndexConfig, Tuning
+from scalingnote.index import families, ivf, job
+from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, IndexConfig, ScalarQuantized, Tuning
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact, open_artifact
 from synthetic_corpus import Corpus, queries
@@ -202,3 +202,61 @@ def test_a_sample_of_the_shards_tunes_by_its_own_exact_answers(
     shares = [len({rows[i] for i in e} & set(f)) / 10 for e, f in zip(exact.tolist(), own, strict=True)]
     assert index.read_json("index.json")["recall"] == pytest.approx(np.mean(shares), abs=1e-4)
     assert not list(Path(index.uri).rglob("exact/00001.npz"))
+
+
+def test_shards_follow_from_bytes_and_their_tasks_reserve_memory(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    config = CONFIG.model_copy(update={"shards": None})
+    assert job.run(config, **corpus.uris, output=f"{tmp_path}/small").counts["shards"] == 2
+    monkeypatch.setattr(job, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(job, "GIB", 10_000)
+    reserved: list[Resources] = []
+
+    def noted(work: object, items: list[object], resources: Resources) -> object:
+        reserved.append(resources)
+        return map_tasks(work, items, resources)
+
+    map_tasks = cluster.map_tasks_in_order
+    monkeypatch.setattr(cluster, "map_tasks_in_order", noted)
+    index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
+    written = sum(part.bytes for name, part in index.manifest.parts.items() if name.startswith("shard-"))
+    assert index.read_json("index.json")["shards"] == index.counts["shards"] > 3
+    # Files have heads, which the bytes of a small shard leave out.
+    assert 0.5 < 20_000 * index.counts["shards"] / written < 1.5
+    assert all(3 < each.memory_per_worker < 6 for each in reserved)
+    chosen = config.model_copy(update={"resources": Resources(memory_per_worker=7.0), "shards": 3})
+    reserved.clear()
+    job.run(chosen, **corpus.uris, output=f"{tmp_path}/chosen")
+    assert {each.memory_per_worker for each in reserved} == {7.0}
+
+
+def test_a_shard_that_no_node_holds_is_refused_before_any_work(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    monkeypatch.setattr(job, "GIB", 10)
+
+    def check(resources: Resources, *, knob: str) -> None:
+        if resources.memory_per_worker:
+            raise ConfigError(f"{knob} asks for {resources.memory_per_worker:g} GiB, no node has that")
+
+    monkeypatch.setattr(cluster, "check_resources", check)
+    monkeypatch.setattr(job, "_train_quantizer", pytest.fail)
+    with pytest.raises(
+        ConfigError, match=r"no node has that. The task of a shard of 319 .*index.shards above 2"
+    ):
+        job.run(CONFIG, **corpus.uris, output=f"{tmp_path}/index")
+
+
+@pytest.mark.parametrize("family", [FastScan(), FastScan(refine="none"), IVFPQ(), ScalarQuantized(), Flat()])
+def test_bytes_of_vectors_are_those_of_the_files(family: Family) -> None:
+    rng = np.random.default_rng(0)
+    sample = rng.standard_normal((4096, 16), np.float32)
+    sizes = []
+    for count in (1024, 3072):
+        lists = ivf.empty(families.train(sample, family, nlist=1, iterations=1, seed=0))
+        ivf.add(lists, sample[:count])
+        sizes.append(sum(map(len, ivf.dump_files(lists))))
+    assert (sizes[1] - sizes[0]) / 2048 == families.vector_bytes(family, dim=16)
