@@ -1,0 +1,62 @@
+"""Schemas of KubeRay's resources, which the manifests are checked against.
+
+    python tests/serve/kuberay_schemas.py CHECKOUT
+
+writes kuberay_schemas.json.gz from a git checkout of https://github.com/ray-project/kuberay: the schema of
+ray.io/v1 of each of its custom resource definitions (helm-chart/kuberay-operator/crds at VERSION), without
+descriptions. KubeRay is copyright of its authors, under the Apache License, Version 2.0, as this project.
+"""
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+
+VERSION = "v1.5.1"  # the first with `authOptions`, and the oldest that docs/guides/operations.md names
+CRDS = "helm-chart/kuberay-operator/crds"
+FILE = Path(__file__).with_suffix(".json.gz")
+
+
+def faults(manifest: dict[str, Any]) -> Iterator[str]:
+    """What the schema of a manifest's kind refuses, and fields it does not have, which Kubernetes drops."""
+    schemas: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))["schemas"]
+    for error in Draft202012Validator(schemas[manifest["kind"]]).iter_errors(manifest):
+        yield f"{error.json_path}: {error.message}"
+
+
+def _write(checkout: str) -> None:
+    made = {}
+    for kind in ("rayclusters", "rayjobs", "rayservices"):
+        command = ["git", "-C", checkout, "show", f"{VERSION}:{CRDS}/ray.io_{kind}.yaml"]
+        definition = yaml.safe_load(subprocess.check_output(command))["spec"]
+        (version,) = (each for each in definition["versions"] if each["name"] == "v1")
+        made[definition["names"]["kind"]] = _closed(version["schema"]["openAPIV3Schema"])
+    notice = f"KubeRay {VERSION}, {CRDS}, without descriptions; Apache License 2.0"
+    text = json.dumps({"notice": notice, "schemas": made}, separators=(",", ":"))
+    FILE.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without descriptions, with no fields but those that it has."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {
+        name: _closed(value) for name, value in schema.items() if name not in ("description", "properties")
+    }
+    if "properties" in schema:  # whose names are fields, one of which may be "description"
+        kept["properties"] = {field: _closed(each) for field, each in schema["properties"].items()}
+    if "properties" in kept and not kept.get("x-kubernetes-preserve-unknown-fields"):
+        kept.setdefault("additionalProperties", False)
+    return kept
+
+
+if __name__ == "__main__":
+    _write(*sys.argv[1:])
