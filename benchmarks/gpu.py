@@ -1,7 +1,10 @@
 """A tower of Qwen2.5-7B's shape with random weights on one GPU: speed, utilisation, memory.
 
-    python -m benchmarks.gpu --json docs/results/gpu.json        about a quarter of an hour on an H200
+    python -m benchmarks.gpu --json docs/results/gpu.json        at most eight minutes
     python -m benchmarks.gpu --dry-run                           the same code on a CPU with a tiny shape
+
+It needs torch 2.11 or newer and no download. Each measurement runs in a process of its own and is saved as it
+ends, with the reason where it failed.
 
 - encode: the document tower forward, in bfloat16; compiled: its layers by torch.compile, on a GPU
 - train lora: both towers on one shared frozen base, an adapter each (ScalingDual), the base whole, in 8 bits
@@ -19,10 +22,17 @@ counted. MFU: the operations that real tokens need, repeated passes left out, ov
 peak. The estimate beside the measured peak is what `train --dry-run` would count.
 """
 
+import argparse
 import importlib.util
+import json
 import math
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +73,17 @@ from scalingnote.train.config import Ddp, Fsdp2, Losses, Memory, Optimizer, Rank
 from scalingnote.train.engine import Cacheable
 from scalingnote.train.objective import StageOne
 
-PARTS = ("towers", "engines", "index", "queries")
+OTHERS = {"index": gpu_index.metrics, "engines": gpu_engines.metrics, "queries": gpu_queries.metrics}
+FIRST = (  # in eight minutes a slow machine may do no more
+    "encode packed",
+    "encode padded",
+    "encode compiled packed",
+    "train lora packed",
+    "train full packed",
+    "train student packed",
+    "index",
+)
+MIN_LEFT_S = 20.0  # of the time for all, to begin another measurement
 BATCHES = 4  # different ones, in turn
 STUDENT_ROWS = 64  # lessons of a step, for each triplet of a training step
 NOTHING: Figures = dict.fromkeys(("tokens", "seconds", "operations", "estimate"), math.nan)
@@ -74,49 +94,92 @@ log = get_logger("gpu")
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape, on the CPU")
-    parser.add_argument("--seconds", type=float, help="of each measurement, default: 25; dry run: 0.2")
+    parser.add_argument("--seconds", type=float, help="of each measurement, default: 10; dry run: 0.2")
     parser.add_argument("--rows", type=int, help="triplets of a training step, default: 48; dry run: 4")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all; what is left then is not begun")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these measurements")
+    parser.add_argument("--into", help=argparse.SUPPRESS)  # of a process that measures one: its result
     options = parser.parse_args()
     dry = options.dry_run
     if not dry and not torch.cuda.is_available():
         parser.error("no GPU here: --dry-run shows that the code works")
     device = torch.device("cpu" if dry else "cuda")
+    known = measurements(
+        device, dry=dry, seconds=options.seconds or (0.2 if dry else 10.0), rows=options.rows
+    )
+    if unknown := sorted(set(options.only or ()) - set(known)):
+        parser.error(f"no measurement {unknown}; there are {list(known)}")
+    if options.into:
+        (name,) = options.only
+        Path(options.into).write_text(json.dumps(known[name]()), encoding="utf-8")
+        return
+    run_all(list(options.only or known), options, "CPU" if dry else torch.cuda.get_device_name())
+
+
+def measurements(
+    device: torch.device, *, dry: bool, seconds: float, rows: int | None
+) -> dict[str, Callable[[], list[Figures]]]:
+    """Every measurement by name, what matters most first: a table's rows each."""
     shape = TINY if dry else PUBLISHED["Qwen/Qwen2.5-7B"]
     small = TINY if dry else PUBLISHED["Qwen/Qwen2.5-1.5B"]
-    seconds = options.seconds or (0.2 if dry else 25.0)
-    rows = options.rows or (4 if dry else 48)
-    name = "CPU" if dry else torch.cuda.get_device_name()
-    parts: dict[str, tuple[str, Callable[[], list[Figures]], Callable[[list[Figures]], dict[str, float]]]] = {
-        "towers": (
-            f"{shape.parameters:,} parameters on {name}",
-            lambda: measure_all(shape, device, seconds=seconds, rows=rows),
-            metrics,
-        ),
-        "engines": (
-            f"Engines of the stage encode, {small.parameters:,} parameters",
-            lambda: gpu_engines.measure_all(small, device, seconds=seconds / 2),
-            gpu_engines.metrics,
-        ),
-        "index": (
-            "IVFPQ",
-            lambda: gpu_index.measure_all(vectors=20_000 if dry else 2_000_000, seconds=seconds / 5),
-            gpu_index.metrics,
-        ),
-        "queries": (
-            f"Queries of {gpu_queries.TOKENS} tokens a second, from token ids",
-            lambda: gpu_queries.measure_all(shape, device, seconds=seconds / 5),
-            gpu_queries.metrics,
-        ),
+    rows = rows or (4 if dry else 48)
+    vectors = 20_000 if dry else 2_000_000
+    found: dict[str, Callable[[], list[Figures]]] = {}
+    for work, (_, packings) in kinds(device).items():
+        for packed in reversed(packings):
+            name = f"{work} {'packed' if packed else 'padded'}"
+            found[name] = partial(measure, work, shape, device, packed=packed, seconds=seconds, rows=rows)
+    others = {
+        "index": partial(gpu_index.measure_all, vectors=vectors, seconds=seconds / 2),
+        "engines": partial(gpu_engines.measure_all, small, device, seconds=seconds),
+        "queries": partial(gpu_queries.measure_all, shape, device, seconds=seconds / 2),
     }
-    found: dict[str, float] = {}
-    tables: dict[str, Any] = {}  # a list of Figures each
-    for part in options.parts:
-        title, measure, metrics_of = parts[part]
-        tables[part] = measure()
-        show(title, tables[part])
-        found |= metrics_of(tables[part])
-        write(options.json, metrics=found, **tables, device=name)  # what is measured stays, whatever comes
+    first = [name for name in FIRST if name in found | others]
+    every = found | others
+    return {name: every[name] for name in [*first, *(name for name in every if name not in first)]}
+
+
+def run_all(names: Sequence[str], options: argparse.Namespace, device: str) -> None:
+    """Measure in a process each, which may fail or take too long without harm to the others."""
+    deadline = time.monotonic() + options.minutes * 60
+    tables: dict[str, list[Figures]] = {}
+    problems: dict[str, str] = {}
+    for name in names:
+        left = deadline - time.monotonic()
+        rows, problem = _in_process(name, options, left) if left > MIN_LEFT_S else ([], "no time was left")
+        table = name if name in OTHERS else "towers"
+        tables[table] = tables.get(table, []) + rows
+        if problem:
+            problems[name] = problem
+            log.warning("%s: %s", name, problem)
+        else:
+            show(f"{name} on {device}", rows)
+        found: dict[str, float] = {}
+        for part, measured in tables.items():
+            if measured:
+                found |= OTHERS.get(part, metrics)(measured)
+        # What is measured stays, whatever comes.
+        write(options.json, metrics=found, **tables, problems=problems, device=device)
+
+
+def _in_process(name: str, options: argparse.Namespace, timeout: float) -> tuple[list[Figures], str]:
+    """The rows of one measurement, or why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder, "rows.json")
+        command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--into", str(into)]
+        command += ["--dry-run"] * options.dry_run
+        for knob in ("seconds", "rows"):
+            if (given := getattr(options, knob)) is not None:
+                command += [f"--{knob}", str(given)]
+        try:
+            done = subprocess.run(command, timeout=timeout, capture_output=True, text=True, check=False)
+        except subprocess.TimeoutExpired:
+            return [], f"not done in {timeout:.0f} s"
+        if done.returncode:
+            said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            return [], f"exit code {done.returncode}: {said[-1][:200] if said else ''}"
+        rows: list[Figures] = json.loads(into.read_text(encoding="utf-8"))
+        return rows, ""
 
 
 def metrics(rows: list[Figures]) -> dict[str, float]:
@@ -147,32 +210,30 @@ def kinds(device: torch.device) -> dict[str, tuple[Work, tuple[bool, ...]]]:
     return found
 
 
-def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int) -> list[Figures]:
-    """Every measurement, one after the other; memory is given back in between. A failure has its reason."""
+def measure(
+    work: str, shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int
+) -> list[Figures]:
+    """One measurement of a tower. A failure has its reason, as too little memory or a missing kernel."""
     peak = peak_rate(device)
-    found = []
-    for work, (measure, packings) in kinds(device).items():
-        for packed in packings:
-            forget(device)
-            figures, error = NOTHING, ""
-            try:
-                figures = measure(shape, device, packed=packed, seconds=seconds, rows=rows)
-            except Exception as failure:  # too little memory, a kernel that is missing: others are measured
-                log.exception("%s", work)
-                error = _first_line(failure)
-            found.append(
-                {
-                    "work": work,
-                    "rows": "packed" if packed else "padded",
-                    "tokens/s": figures["tokens"] / figures["seconds"],
-                    "MFU": figures["operations"] / figures["seconds"] / peak,
-                    "peak GB": allocated(device) / 1e9,
-                    "estimate GB": figures["estimate"] / 1e9,
-                    "loss": figures.get("loss", math.nan),
-                    "error": error,
-                }
-            )
-    return found
+    forget(device)
+    figures, error = NOTHING, ""
+    try:
+        figures = kinds(device)[work][0](shape, device, packed=packed, seconds=seconds, rows=rows)
+    except Exception as failure:
+        log.exception("%s", work)
+        error = _first_line(failure)
+    return [
+        {
+            "work": work,
+            "rows": "packed" if packed else "padded",
+            "tokens/s": figures["tokens"] / figures["seconds"],
+            "MFU": figures["operations"] / figures["seconds"] / peak,
+            "peak GB": allocated(device) / 1e9,
+            "estimate GB": figures["estimate"] / 1e9,
+            "loss": figures.get("loss", math.nan),
+            "error": error,
+        }
+    ]
 
 
 def _first_line(error: Exception) -> str:

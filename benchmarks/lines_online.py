@@ -243,7 +243,7 @@ def gpu(r: Report) -> Lines:
         what = f"7B on {r['device']}: {row['work']}, {row['rows']} rows, tokens/s"
         peak = f"floor: the peak of its products, {row['MFU']:.0%} of it used"
         yield plain(what, number(row["tokens/s"]), peak, row["MFU"])
-    for row in r["queries"]:
+    for row in r.get("queries", []):
         what = f"queries on {r['device']}: {row['tower']}, times the LLM's rate"
         yield Line(what, number(row["over llm"]), "the LLM 1", row["over llm"])
 

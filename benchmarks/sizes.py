@@ -141,7 +141,7 @@ BENCHMARKS = (
         "--set dataset.max_documents=2000 --set train.epochs=1 --set distill.epochs=2",
     ),
     Benchmark("experiment", "--users 300", 1.5, "", 4),
-    Benchmark("cluster_faults", "--seeds 1", 6, "", 12),
+    Benchmark("cluster_faults", "--seeds 1", 4.5, "", 12),
     Benchmark("faults", "--plot {folder}/faults.png", 9, "--plot {folder}/faults.png", 11),
     Benchmark(
         "ladder",

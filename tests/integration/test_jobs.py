@@ -228,6 +228,19 @@ def test_a_whole_run_is_one_job_and_resumes(
     assert "scalingnote submit run" in refused.stderr
 
 
+def test_a_run_is_submitted_without_a_checkout(
+    project: Path, head: Head, in_process: dict[str, str], tmp_path: Path
+) -> None:
+    """As from a wheel: the config goes up, and the nodes have the package."""
+    shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "wheel" / STAGES[0])
+    config, run_dir = str(project / "configs" / "tiny.yaml"), f"run_dir={project}/runs/wheel"
+    more = ("--until", STAGES[-1], "--address", head.dashboard, "--set", run_dir)
+    done = shell(tmp_path, "submit", "run", config, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert digests(project, "runs/wheel") == in_process
+    assert "Uploading" not in done.stderr  # Ray's account of it
+
+
 def test_the_shell_builds_what_is_built_in_process(
     project: Path, head: Head, in_process: dict[str, str]
 ) -> None:
@@ -293,13 +306,18 @@ sys.exit({codes}[number - 1])
 def test_a_job_outlives_who_sent_it_and_the_same_command_follows_it_again(
     project: Path, head: Head, tmp_path: Path
 ) -> None:
-    (project / "jobs" / "mine.py").write_text(SLOW_JOB.format(place=str(tmp_path), codes=[1, 2]))
+    checkout = tmp_path / "checkout"
+    shutil.copytree(project / "configs", checkout / "configs")
+    (checkout / "scalingnote").mkdir()
+    (checkout / "scalingnote" / "__init__.py").touch()
+    slow = SLOW_JOB.format(place=str(tmp_path), codes=[1, 2])
+    (checkout / "scalingnote" / "entrypoint.py").write_text(slow)
     command = ["submit", "mine", "configs/tiny.yaml", "--address", head.dashboard, "--retries", "2"]
 
     def send() -> subprocess.Popen[str]:
         return subprocess.Popen(
             [str(SCRIPTS / "scalingnote"), *command],
-            cwd=project,
+            cwd=checkout,
             env=shell_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -328,7 +346,6 @@ def test_what_the_cluster_could_not_find_is_not_submitted(project: Path, tmp_pat
     nowhere = ("--address", "http://127.0.0.1:9")
     for place, config, reason in (
         (project, str(outside), "copy it there"),
-        (tmp_path, str(outside), "submit from the root of the project"),
         (project, "configs/tiny.yaml", "no Ray cluster answers at http://127.0.0.1:9"),
     ):
         done = command(place, "submit", "prepare", config, *nowhere)

@@ -1,6 +1,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +24,17 @@ def _small() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def figures() -> list[dict]:
-    return gpu.measure_all(gpu.TINY, torch.device("cpu"), seconds=0.0, rows=2)
+    device = torch.device("cpu")
+    every = gpu.measurements(device, dry=True, seconds=0.0, rows=2)
+    towers = [measure for name, measure in every.items() if name not in gpu.OTHERS]
+    return [row for measure in towers for row in measure()]
 
 
 def test_every_kind_of_work_is_measured_and_the_plain_ones_padded_too(figures: list[dict]):
     kinds = [(row["work"], row["rows"]) for row in figures]
-    assert [work for work, rows in kinds if rows == "padded"] == ["encode", "train lora", "train full"]
-    assert [work for work, rows in kinds if rows == "packed"] == list(gpu.kinds(torch.device("cpu")))
+    assert {work for work, rows in kinds if rows == "padded"} == {"encode", "train lora", "train full"}
+    assert {work for work, rows in kinds if rows == "packed"} == set(gpu.kinds(torch.device("cpu")))
+    assert kinds[:2] == [("encode", "packed"), ("encode", "padded")]  # what matters most comes first
     assert all(row["tokens/s"] > 0 and row["MFU"] > 0 and row["estimate GB"] > 0 for row in figures)
 
 
@@ -79,17 +84,21 @@ def engines() -> list[dict]:
     return gpu_engines.measure_all(gpu.TINY, torch.device("cpu"), seconds=0.0)
 
 
-def test_the_dry_run_writes_its_metrics(
-    monkeypatch, tmp_path, figures: list[dict], queries: list[dict], engines: list[dict]
-):
-    monkeypatch.setattr(gpu, "measure_all", lambda *args, **kwargs: figures)
-    monkeypatch.setattr(gpu_queries, "measure_all", lambda *args, **kwargs: queries)
-    monkeypatch.setattr(gpu_engines, "measure_all", lambda *args, **kwargs: engines)
+def test_the_metrics_of_every_table_have_names(figures: list[dict], queries: list[dict], engines: list[dict]):
+    assert gpu.metrics(figures)["train_lora_packed_tokens_per_s"] > 0
     index = [{"train s": 1.0, "vectors/s": 2.0, "queries/s": 3.0}] * 2
-    monkeypatch.setattr(gpu_index, "measure_all", lambda **kwargs: index)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--json", str(tmp_path / "gpu.json")])
+    assert gpu.OTHERS["index"](index)["index_queries_over_faiss_gpu"] == 1
+    assert gpu.OTHERS["queries"](queries)["queries_lookup_over_llm"] == queries[-2]["over llm"]
+    assert gpu.OTHERS["engines"](engines)
+
+
+def test_the_dry_run_measures_in_processes_and_writes_what_they_found(monkeypatch, tmp_path):
+    words = ["--dry-run", "--rows", "2", "--seconds", "0.01", "--only", "encode packed", "index"]
+    monkeypatch.setattr(sys, "argv", ["gpu", *words, "--json", str(tmp_path / "gpu.json")])
+    monkeypatch.setenv("PYTHONPATH", str(Path(gpu.__file__).parents[1]))
     gpu.main()
-    metrics = json.loads((tmp_path / "gpu.json").read_text())["metrics"]
-    assert metrics["train_lora_packed_tokens_per_s"] > 0
-    assert metrics["index_queries_over_faiss_gpu"] == 1
-    assert metrics["queries_lookup_over_llm"] == queries[-2]["over llm"]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["problems"] == {}
+    assert found["metrics"]["encode_packed_tokens_per_s"] > 0
+    assert found["index"][0]["queries/s"] > 0
+    assert len(found["towers"]) == 1
