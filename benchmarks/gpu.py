@@ -142,7 +142,7 @@ def measurements(
 def run_all(names: Sequence[str], options: argparse.Namespace, device: str) -> None:
     """Measure in a process each, which may fail or take too long without harm to the others."""
     deadline = time.monotonic() + options.minutes * 60
-    tables: dict[str, list[Figures]] = {}
+    tables: dict[str, Any] = {}  # a list of Figures each
     problems: dict[str, str] = {}
     for name in names:
         left = deadline - time.monotonic()

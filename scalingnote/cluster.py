@@ -27,6 +27,7 @@ from scalingnote.log import LINE, elapsed_status, get_logger, note_line, status_
 
 T = TypeVar("T")
 R = TypeVar("R")
+Sized = TypeVar("Sized", bound=Resources)
 CONNECT_TIMEOUT_S = 10.0  # a cluster's head has for taking a connection
 NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
 START_TIMEOUT_S = 180.0  # a local Ray has for starting; its own 30 s are too few beside other programs
@@ -245,6 +246,18 @@ def workers(resources: Resources) -> int:
     return max(sum(_room_per_node(_needs_per_worker(resources))), 1)
 
 
+def with_memory(resources: Sized, bytes_per_worker: int) -> Sized:
+    """The same resources with as many workers as have this much memory, where no number was asked for.
+
+    A machine with many cores has not always the memory for a model on each.
+    """
+    if resources.workers is not None:
+        return resources
+    each = _needs_per_worker(resources)
+    each["memory"] = max(each.get("memory", 0.0), float(bytes_per_worker))
+    return resources.model_copy(update={"workers": max(sum(_room_per_node(each)), 1)})
+
+
 def _least(resources: Resources) -> int:
     """Workers that a stage needs to start; 0 where the driver's own process does the work."""
     least = getattr(resources, "min_workers", None)
@@ -437,8 +450,10 @@ def map_loaded(work: Callable[[T], R], items: Sequence[T], resources: Resources)
     make: Any = ray.remote(**actor_options(resources), max_restarts=-1)(_Mapper)
     shared = ray.put(work)
     actors = [make.remote(shared) for _ in range(min(workers(resources), len(items)))]
-    left, idle, deaths = deque(range(len(items))), [], Counter[Any]()
-    running = {_start(actor): (actor, None) for actor in actors}  # -> its item, or None while it starts
+    left, deaths = deque(range(len(items))), Counter[Any]()
+    idle: list[Any] = []
+    # Reference -> its actor, and the number of its item, or None while it starts.
+    running: dict[Any, tuple[Any, int | None]] = {_start(actor): (actor, None) for actor in actors}
     done = 0
     try:
         while done < len(items):
@@ -500,7 +515,8 @@ class Shared:
 
     def __init__(self, made: type, *arguments: Any) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._actor: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(made).remote(*arguments)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
+        self._actor: Any = ray.remote(**options)(made).remote(*arguments)
 
     def call(self, method: str, *given: Any) -> Any:
         """The result of a method."""
@@ -527,7 +543,8 @@ def this_slot() -> tuple[str, str]:
     context = ray.get_runtime_context()
     node, gpus = context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
     whole = context.get_assigned_resources().get("GPU", 0.0) >= 1
-    return f"{node[:8]} " + (f"GPU {','.join(gpus)}" if whole else context.get_actor_id()), node
+    place = f"GPU {','.join(gpus)}" if whole else str(context.get_actor_id())
+    return f"{node[:8]} {place}", node
 
 
 def start_again() -> None:

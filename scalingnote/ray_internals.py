@@ -42,8 +42,9 @@ def start_timeout(seconds: float) -> Iterator[None]:
 
     Each of its questions waits until the node is there, and only then fails, once.
     """
-    from ray._private import services
+    from ray._private import services as private
 
+    services: Any = private
     ask, deadline = services.get_node, time.monotonic() + seconds
 
     def ask_until_there(*given: Any) -> Any:
@@ -69,8 +70,9 @@ def shown_worker_lines(show: Callable[[str], bool]) -> Iterator[None]:
     Without a dashboard Ray Train's placement group cleaner logs a warning per second during training. Ray
     registers the function that prints workers' lines when it starts; errors are printed by another one.
     """
-    from ray._private import worker
+    from ray._private import worker as private
 
+    worker: Any = private
     kept = worker.print_to_stdstream
 
     def print_shown(data: dict[str, Any], **_: Any) -> None:
@@ -119,7 +121,8 @@ def serve_deployments(application: Any) -> list[Any]:
     """The deployments of a bound application, with their options, which is not deployed by this."""
     from ray.serve._private.build_app import build_app
 
-    return list(build_app(application, name="checked", make_deployment_handle=lambda *_: None).deployments)
+    no_handle: Any = lambda *_: None  # noqa: E731
+    return list(build_app(application, name="checked", make_deployment_handle=no_handle).deployments)
 
 
 def ranks_on_one_machine(folder: str, join: Callable[..., None]) -> Any:
@@ -134,7 +137,7 @@ def ranks_on_one_machine(folder: str, join: Callable[..., None]) -> Any:
     from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
     class FileBackend(_TorchBackend):
-        def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
             worker_group.execute(_set_torch_distributed_env_vars)
             ranks, store = len(worker_group), f"{folder}/{uuid.uuid4().hex}"
             settings = (ranks, store, backend_config.backend, backend_config.timeout_s)

@@ -103,6 +103,9 @@ def test_the_workers_are_those_that_the_nodes_have_room_for(monkeypatch: pytest.
     assert cluster.workers(Resources(workers=3)) == 3
     assert cluster.workers(Resources(cpus_per_worker=5)) == 3
     assert cluster.workers(Resources(memory_per_worker=4)) == 8 + 2
+    assert cluster.with_memory(Resources(), 4 << 30).workers == 8 + 2
+    assert cluster.with_memory(Resources(), 64 << 30).workers == 1  # it may do with less
+    assert cluster.with_memory(Resources(workers=3), 64 << 30).workers == 3
     assert cluster.workers(Resources(gpus_per_worker=1)) == 1
     assert cluster.workers(Resources(gpus_per_worker=2)) == 1  # of which the check says that none fits
 

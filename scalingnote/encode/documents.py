@@ -37,6 +37,7 @@ from scalingnote.encode.parts import (
     Rejected,
     Steps,
     reader_cpus,
+    sized_for,
     totals,
     write_parts,
 )
@@ -110,7 +111,7 @@ def encode_documents(
             f"{towers.uri} gives no view {missing} of a document with the engine {config.engine}; "
             f"it gives {list(views)}"
         )
-    resources = config.resources
+    resources = sized_for(config.resources, towers, "document")
     cluster.check_resources_early(resources, knob="encode.resources", task_cpus=reader_cpus(resources))
     engines.check_installed(config)
     load_encoder = load_encoder or engines.engine_loader(config)

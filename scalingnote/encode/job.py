@@ -20,7 +20,7 @@ from scalingnote import cluster
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents
 from scalingnote.encode.encodings import Cost, RowEncoding
-from scalingnote.encode.parts import EncodedPart, Steps, reader_cpus, write_parts
+from scalingnote.encode.parts import EncodedPart, Steps, reader_cpus, sized_for, write_parts
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
@@ -82,7 +82,7 @@ def run_queries(
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    resources, knob = config.resources, "teacher.resources"
+    resources, knob = sized_for(config.resources, parents["dual_encoder"], "query"), "teacher.resources"
     cluster.check_resources_early(resources, knob=knob, task_cpus=reader_cpus(resources))
     pieces = []
     if triplets is not None:

@@ -37,12 +37,14 @@ from scalingnote.errors import EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import usage
-from scalingnote.storage.artifact import Draft, Part, read_table, write_table
+from scalingnote.storage.artifact import Artifact, Draft, Part, read_table, write_table
 
 log = get_logger("encode")
 # JSON values: name, part, rejected, fields of Cost and of the worker's times (:class:`EncodeParts`)
 PartRecord = dict[str, Any]
 MAX_WORKERS_TOLD = 4  # of which the summary tells each; of more the least and the most
+PROCESS_BYTES = 1 << 30  # of a worker: torch, transformers, batches
+BYTES_PER_WEIGHT_BYTE = 2  # a file of half precision is read as float32 where products are
 MAX_FAILURES_TOLD = 3  # parts of which an error tells the reason
 # Of a part, before it is set aside. Spot machines are lost for other reasons than what they do.
 MAX_LOSSES = {"process": 2, "node": 4}
@@ -80,6 +82,12 @@ def read_nothing(_: str) -> None:
 def reader_cpus(resources: Fleet) -> int:
     """CPUs needed for tasks beside the workers, at least."""
     return min(resources.readers, 1)
+
+
+def sized_for(resources: Fleet, towers: Artifact, folder: str) -> Fleet:
+    """The same workers, or by default as many as there is memory for with this tower in each."""
+    size = sum(towers.manifest.parts[name].bytes for name in towers.names(f"{folder}/"))
+    return cluster.with_memory(resources, PROCESS_BYTES + BYTES_PER_WEIGHT_BYTE * size)
 
 
 def write_parts(steps: Steps, draft: Draft, **options: Any) -> list[PartRecord]:
@@ -177,6 +185,7 @@ def _execution_records(
             if name not in reported:
                 yield record
         failures.add("", f"{error}")
+        log.warning("an execution ended early: %s", f"{error}".strip().splitlines()[0])
 
 
 class PartFailures:

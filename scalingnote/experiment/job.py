@@ -185,7 +185,7 @@ def _judge(config: ExperimentConfig, sampled: pa.Table, dataset: Artifact, draft
     if len(pairs) and not fs.exists(fs.join(work, DOCUMENTS_FILE)):  # one pass over the corpus for all blocks
         write_table(fs.join(work, DOCUMENTS_FILE), document_rows(dataset, pc.unique(pairs["doc_id"])))
     # Every BM25 actor would index the whole dataset, so there is one.
-    workers = 1 if isinstance(judge, BM25Ranker) else config.resources.workers
+    workers = 1 if isinstance(judge, BM25Ranker) else cluster.workers(config.resources)
 
     def each(task: Callable[[Any], Any], blocks: Sequence[Any]) -> Iterator[Any]:
         resources = config.resources.model_copy(update={"workers": min(workers, len(blocks))})

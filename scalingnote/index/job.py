@@ -163,7 +163,7 @@ def _bytes_per_document(
     columns = documents.select(shard.searched_columns(config.filters))
     tables = [documents, columns] if terms is None else [documents, columns, terms]
     ids = shard.ID_ROW_BYTES + families.vector_bytes(config.family, dim=layout.dim)
-    return ids + -(-sum(table.nbytes for table in tables) // len(documents))
+    return int(ids + -(-sum(table.nbytes for table in tables) // len(documents)))
 
 
 def _resources_of_shards(resources: Resources, layout: shard.Layout, shard_bytes: int) -> Resources:

@@ -262,11 +262,12 @@ def _attend(
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not VARLEN_KNOWS_GROUPS:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    given: dict[str, Any] = {"enable_gqa": groups > 1} if VARLEN_KNOWS_GROUPS else {}
     out = varlen_attn(
         *(q, k, v, offsets, offsets, longest, longest),
         window_size=(reach, 0 if causal else reach),
         scale=kwargs.get("scaling"),
-        **({"enable_gqa": groups > 1} if VARLEN_KNOWS_GROUPS else {}),
+        **given,
     )
     assert isinstance(out, Tensor)
     return out[None], None

@@ -124,8 +124,8 @@ def _folder() -> Path | None:
     if (ray := _ray()) is None:
         return None
     context = ray.get_runtime_context()
-    session = Path(context.get_temp_dir(), context.get_session_name())
-    return session / "scalingnote-usage" / context.get_job_id()
+    folders = (context.get_temp_dir(), context.get_session_name(), "scalingnote-usage", context.get_job_id())
+    return Path(*folders)
 
 
 def _on_this_node() -> Counts:
