@@ -38,9 +38,9 @@ from scalingnote.encode.parts import (
     Steps,
     reader_cpus,
     sized_for,
-    totals,
     write_parts,
 )
+from scalingnote.encode.tally import totals
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.models.prompt import DocumentPrompt, document_fields, from_columns, token_columns

@@ -19,12 +19,10 @@ import pickle
 import time
 import traceback
 import uuid
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -33,6 +31,8 @@ from scalingnote import cluster
 from scalingnote.encode.attempts import BACKOFF_S, Attempts
 from scalingnote.encode.config import Fleet
 from scalingnote.encode.encodings import Cost
+from scalingnote.encode.failures import PartFailures, check_failures
+from scalingnote.encode.tally import EncodingTally
 from scalingnote.errors import EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
@@ -42,12 +42,8 @@ from scalingnote.storage.artifact import Artifact, Draft, Part, read_table, writ
 log = get_logger("encode")
 # JSON values: name, part, rejected, fields of Cost and of the worker's times (:class:`EncodeParts`)
 PartRecord = dict[str, Any]
-MAX_WORKERS_TOLD = 4  # of which the summary tells each; of more the least and the most
 PROCESS_BYTES = 1 << 30  # of a worker: torch, transformers, batches
 BYTES_PER_WEIGHT_BYTE = 2  # a file of half precision is read as float32 where products are
-MAX_FAILURES_TOLD = 3  # parts of which an error tells the reason
-# Of a part, before it is set aside. Spot machines are lost for other reasons than what they do.
-MAX_LOSSES = {"process": 2, "node": 4}
 MAX_FAILED_IN_A_ROW = 2  # parts of a worker, which then loads anew: an error of a GPU stays in its process
 WAIT_POLL_INTERVAL_S = 2.0
 Rejected = list[dict[str, str]]  # rows of storage.schema.REJECTED
@@ -152,7 +148,7 @@ def encode_parts(
                 tally.add(record)
                 progress.advance(rows[record["name"]], note=tally)
             failures.end_execution(todo, records, attempts)
-    _check_failures(failures.set_aside, records, rows, most=resources.max_failed_parts, knob=knob)
+    check_failures(failures.set_aside, records, rows, most=resources.max_failed_parts, knob=knob)
     for name, reason in failures.set_aside.items():
         records[name] = _set_aside(name, reason, like=next(iter(records.values())), output=output)
     log.info("%s %s: %s -> %s", f"{sum(rows.values()):,}", unit, tally, output)
@@ -165,7 +161,7 @@ def _execution_records(
     todo: Sequence[str],
     resources: Fleet,
     attempts: cluster.Shared,
-    failures: "PartFailures",
+    failures: PartFailures,
     **where: str,
 ) -> Iterator[PartRecord]:
     """The record of each part that one execution does; the others are noted among the failures."""
@@ -186,81 +182,6 @@ def _execution_records(
                 yield record
         failures.add("", f"{error}")
         log.warning("an execution ended early: %s", f"{error}".strip().splitlines()[0])
-
-
-class PartFailures:
-    """Parts that were not encoded when they were tried, and those that are not tried again.
-
-    Attributes:
-        set_aside: part -> the reason.
-    """
-
-    def __init__(self) -> None:
-        self.set_aside: dict[str, str] = {}
-        self._reasons: dict[str, str] = {}  # of parts in this execution; "" for the execution itself
-        self._losses: dict[str, Counter[str]] = {}  # part -> how often a process, or a node, was lost with it
-        self._failures = Counter[str]()  # of each part, over all executions
-        self._left: set[str] | None = None  # after the execution before
-
-    def in_order(self, parts: Iterable[str]) -> list[str]:
-        """The parts that are still to be tried, those that have failed most behind the others."""
-        return sorted((name for name in parts if name not in self.set_aside), key=self._failures.__getitem__)
-
-    def add(self, part: str, reason: str) -> None:
-        """Note that a part failed; told at once, since the others may take hours."""
-        if part:
-            # The traceback of the first is enough.
-            shown = reason.strip().splitlines()[-1] if self._reasons else reason
-            log.warning("a part failed and is tried again after the others: %s: %s", part, shown)
-        self._reasons[part] = reason
-
-    def end_execution(self, tried: Sequence[str], done: Container[str], attempts: cluster.Shared) -> None:
-        """Set aside, of the parts that an execution tried, those that another will not encode."""
-        left = [name for name in tried if name not in done]
-        alive, lost = cluster.alive_nodes(), attempts.call("unfinished")
-        broken = attempts.call("failures")
-        for part in [name for name in left if name in lost and name not in self._reasons]:
-            kind = "process" if lost[part] in alive else "node"
-            losses = self._losses.setdefault(part, Counter())
-            losses[kind] += 1
-            why = ": out of memory, or a crash of native code" if kind == "process" else ""
-            chance = f"{losses[kind]} of {MAX_LOSSES[kind]}"
-            self._reasons[part] = f"its {kind} was lost while it was encoded ({chance}){why}"
-            if losses[kind] >= MAX_LOSSES[kind]:
-                self.set_aside[part] = self._reasons[part]
-            else:
-                log.warning("%s is tried again: %s", part, self._reasons[part])
-        left = [name for name in left if name not in self.set_aside]
-        for slot, reason in broken.items():
-            log.warning("a worker is not used: %s: %s", slot, reason.strip().splitlines()[-1])
-        hopeless = attempts.call("hopeless")
-        # An execution that has changed nothing: the next would not either.
-        if left and (set(left) == self._left or hopeless):
-            reason = self._reasons.get("", "its result was lost")
-            reason = f"no worker could load: {hopeless}" if hopeless else reason
-            self.set_aside |= {name: self._reasons.get(name, reason) for name in left}
-        elif left:
-            log.warning("%d parts of %d are left, trying again", len(left), len(tried))
-        self._failures.update(list(self._reasons))
-        self._left, self._reasons = set(left), {}
-
-
-def _check_failures(
-    failed: Mapping[str, str], done: Mapping[str, Any], rows: Mapping[str, int], *, most: int, knob: str
-) -> None:
-    """EncodingError if more parts failed than may, or all of them."""
-    if not failed or (done and len(failed) <= most):
-        return
-    told = "; ".join(f"{name}: {reason}" for name, reason in islice(failed.items(), MAX_FAILURES_TOLD))
-    which = (
-        f"none of {len(failed)} parts could be encoded"
-        if not done
-        else (f"{len(failed)} of {len(rows)} parts could not be encoded, all others are done")
-    )
-    raise EncodingError(
-        f"{which}: {told}. What is done stays: mend the cause and run this again"
-        + (f", or leave them out by {knob}.max_failed_parts={len(failed)}" if done else "")
-    )
 
 
 def _set_aside(name: str, reason: str, *, like: PartRecord, output: str) -> PartRecord:
@@ -424,80 +345,3 @@ def read_records(work: str, names: set[str]) -> dict[str, PartRecord]:
 
 def _record_name(name: str) -> str:
     return name.replace("/", "-") + ".json"
-
-
-# --- cost -------------------------------------------------------------------------------------------
-
-
-def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Sums over the records of parts, for the manifest.
-
-    Args:
-        records: of parts, with the fields of :class:`Cost`, ``seconds``, ``cpu_seconds`` and ``peak`` (FLOPs
-            per second).
-
-    Returns:
-        ``worker_seconds`` (of all workers, waiting included), ``worker_cpu_seconds``, ``tokens`` (without
-        padding), ``padding`` (its share of all computed tokens) and ``of_peak`` (model FLOPs utilisation: the
-        model's arithmetic over what matrix products achieve in the same time).
-    """
-    sums = dict.fromkeys(("tokens", "padded", "flops", "seconds", "cpu_seconds", "possible"), 0.0)
-    for record in records:
-        for name in ("tokens", "padded", "flops", "seconds"):
-            sums[name] += record[name]
-        sums["cpu_seconds"] += record.get("cpu_seconds", 0.0)  # not in records of an earlier release
-        sums["possible"] += record["seconds"] * record["peak"]
-    return {
-        "worker_seconds": sums["seconds"],
-        "worker_cpu_seconds": sums["cpu_seconds"],
-        "tokens": sums["tokens"],
-        "padding": 1 - sums["tokens"] / max(sums["padded"], 1.0),
-        "of_peak": sums["flops"] / max(sums["possible"], 1.0),
-    }
-
-
-class EncodingTally:
-    """Running totals of the parts that this run encodes; `str` of it is the note of the progress line."""
-
-    def __init__(self, *, price_per_hour: float) -> None:
-        """`price_per_hour` is that of all workers together."""
-        self._price, self._start = price_per_hour, time.monotonic()
-        self._records: list[Mapping[str, Any]] = []
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Count a finished part."""
-        self._records.append(record)
-
-    def __str__(self) -> str:
-        elapsed = max(time.monotonic() - self._start, 1e-9)
-        sums = totals(self._records)
-        text = f"{sums['tokens'] / elapsed:,.0f} tokens/s  padding {sums['padding']:.1%}"
-        if sums["of_peak"]:
-            text += f"  MFU {sums['of_peak']:.0%}"
-        return text + (f"  cost {elapsed / 3600 * self._price:,.2f}" if self._price else "")
-
-    def workers(self) -> str:
-        """What each worker did in this time; of many the least and the most. Empty without parts."""
-        elapsed = max(time.monotonic() - self._start, 1e-9)
-        by_worker: dict[str, list[Mapping[str, Any]]] = {}
-        for record in self._records:
-            by_worker.setdefault(record["worker"], []).append(record)
-        each = list(by_worker.values())
-        if not each:
-            return ""
-        busy, on_cpu = (
-            [sum(record[name] for record in records) / elapsed for records in each]
-            for name in ("busy_seconds", "cpu_seconds")
-        )
-        return (
-            f"{len(each)} encoded {_values([float(len(records)) for records in each], '{:.0f}')} parts, "
-            f"loaded in {_values([records[0]['load_seconds'] for records in each], '{:.0f}')} s, "
-            f"were busy {_values(busy, '{:.0%}')} of {elapsed:.0f} s, on a CPU {_values(on_cpu, '{:.0%}')}"
-        )
-
-
-def _values(values: Sequence[float], form: str) -> str:
-    """A few values, or the least and the most of many."""
-    if len(values) <= MAX_WORKERS_TOLD:
-        return " and ".join(form.format(value) for value in values)
-    return f"{form.format(min(values))} to {form.format(max(values))}"

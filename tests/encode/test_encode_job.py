@@ -19,7 +19,7 @@ from ray.data.exceptions import ExecutionTimeoutError
 import tiny
 from in_process import without_ray
 from scalingnote import cluster as cluster_of
-from scalingnote.encode import documents, parts
+from scalingnote.encode import documents, failures, parts
 from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.engines import load_document_encoder
@@ -228,7 +228,7 @@ def test_a_part_that_ends_its_process_twice_is_left_out_and_the_others_are_done(
 def test_a_part_whose_node_is_lost_has_more_chances(tmp_path, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setattr(cluster_of, "alive_nodes", set)
-    monkeypatch.setattr(parts, "MAX_LOSSES", {"process": 1, "node": 2})
+    monkeypatch.setattr(failures, "MAX_LOSSES", {"process": 1, "node": 2})
     with pytest.raises(EncodingError, match=r"its node was lost while it was encoded \(2 of 2\)"):
         encode_numbers(tmp_path, ends=(2,))
     assert tried(tmp_path).count(2) == 2
