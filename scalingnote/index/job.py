@@ -44,9 +44,9 @@ UNTUNED_NPROBE, UNTUNED_FACTOR = 16, 4
 SHARD_BYTES = 4 << 30  # of vectors, terms and documents, where the number of shards is not configured
 MIN_SHARDS = 2
 SAMPLE_ROWS = 4096  # whose documents and terms are measured
-# Beside the files of a shard lie what they are written from and a copy of the largest: 565 bytes a document
-# were measured where its files have 190 (docs/results/scale.json).
-FILL_COPIES = 2.5
+# Beside the files of a shard lie what they are written from and a copy of the largest: a task grew by
+# 565 bytes a document (docs/results/scale.json), which has 211 in these files.
+FILL_COPIES = 3
 GIB = 1 << 30
 _READ = ("dataset", "embeddings", "semantic_ids", "bm25_terms")  # by the task of a shard
 
