@@ -52,12 +52,11 @@ class Encoder:
             precision: of weights and matrix products; auto is the fastest that the device supports.
             device: by default a GPU if there is one.
         """
-        device = device or _default_device()
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
         self._budget = min(token_budget, MAX_CPU_TOKENS) if device.type == "cpu" else token_budget
-        # Cast here and then moved: a GPU need not hold the weights in float32 as well.
-        cast_parameters(tower.backbone, compute_dtype(precision, device))
         self.tower = tower.eval().to(device)
+        cast_parameters(self.tower.backbone, compute_dtype(precision, device))
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
         self._shape = model_shape(tower.backbone)
@@ -74,8 +73,7 @@ class Encoder:
         """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact), or, with `role`, of a
         published model's.
         """
-        tower = load_tower(folder, role, dtype=compute_dtype(precision, _default_device()))
-        return cls(tower, token_budget=token_budget, precision=precision)
+        return cls(load_tower(folder, role), token_budget=token_budget, precision=precision)
 
     def with_prefix(self, prefix: str) -> "Encoder":
         """The same encoder with another text before every text; it shares the weights.
@@ -220,10 +218,6 @@ class Encoder:
         if not isinstance(self.tower.prompt, QueryPrompt):
             raise ConfigError("this is a document tower: it cannot encode queries")
         return self.tower.prompt
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def by_tokens(

@@ -154,12 +154,10 @@ def grow(model: Any, tokens: int) -> None:
             model.resize_token_embeddings(tokens, mean_resizing=False)
 
 
-def load(path: str | Path, *, layers: int | None = None, dtype: torch.dtype = torch.float32) -> Backbone:
-    """Load a backbone, or its first `layers`, without the checkpoint's head.
+def load(path: str | Path, *, layers: int | None = None) -> Backbone:
+    """Load a backbone, or its first `layers`, in float32 without the checkpoint's head.
 
-    `path` is a hub id or folder; that of a peft adapter gives its base model with the adapter merged, in
-    float32. Of another the weights have `dtype` from the file on, so a large model takes its own size of the
-    machine's memory and no more; buffers, as rotary frequencies, stay in float32.
+    `path` is a hub id or folder; that of a peft adapter gives its base model with the adapter merged.
 
     Raises:
         ConfigError: `path` is no model, lacks weights, has fewer than `layers` layers, or has an architecture
@@ -171,7 +169,7 @@ def load(path: str | Path, *, layers: int | None = None, dtype: torch.dtype = to
             model, report = AutoModel.from_pretrained(
                 base,
                 config=settings,
-                dtype=dtype if base == str(path) else torch.float32,
+                dtype=torch.float32,
                 use_safetensors=True,  # a pickle may hold code
                 output_loading_info=True,
                 **_pooler_arguments(settings),

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
@@ -295,10 +294,9 @@ def load_query_tower(folder: Path) -> Tower | LookupTower:
     return LookupTower.load(folder) if is_table else load_tower(folder)
 
 
-def load_tower(folder: Path, role: Role | None = None, *, dtype: torch.dtype = torch.float32) -> Tower:
+def load_tower(folder: Path, role: Role | None = None) -> Tower:
     """Read a saved transformer tower of any kind, or, with `role`, a model that sentence-transformers reads.
 
-    `dtype` is that of the backbone's weights, of a tower that this package saved; of others float32.
     ArtifactError if the folder holds no tower; ConfigError as :func:`published_tower.open_published`.
     """
     facts = read_json(folder / "tower.json")
@@ -309,12 +307,12 @@ def load_tower(folder: Path, role: Role | None = None, *, dtype: torch.dtype = t
     try:
         match facts.get("kind"):
             case "native":
-                return published_tower.load(folder, facts, dtype=dtype)
+                return published_tower.load(folder, facts)
             case "sentence_transformers":
                 return published_tower.LibraryTower.load(folder)
             case token_wise.TOKEN_DOCUMENTS:
                 return token_wise.load_documents(folder, facts)
             case _:
-                return tower.load(folder, facts, dtype=dtype)
+                return tower.load(folder, facts)
     except FileNotFoundError as error:
         raise ArtifactError(f"{folder} is not a tower: {error.filename or error} is missing") from None

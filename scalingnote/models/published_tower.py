@@ -150,11 +150,11 @@ def model_of(config: TowerConfig, role: Role) -> PublishedModel:
     return replace(model, steps=steps, prefix=prefix)
 
 
-def load(folder: Path, facts: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> Tower:
-    """Read a folder that :meth:`PublishedTower.save` wrote; `facts` is its tower.json."""
+def load(folder: Path, facts: dict[str, Any]) -> Tower:
+    """Read a folder written by :meth:`PublishedTower.save`; `facts` is its tower.json."""
     role: Role = facts["role"]
     model = published_model.read(folder, role)
-    backbone = backbones.load(folder, layers=facts.get("layers"), dtype=dtype)
+    backbone = backbones.load(folder, layers=facts.get("layers"))
     backbone.causal, backbone.tokenizer = facts["causal"], tokenizer_of(model)
     config = TowerConfig(
         backbone=Pretrained(path=str(folder)), pooling="auto", max_length=facts["max_length"]

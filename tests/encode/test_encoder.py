@@ -90,32 +90,6 @@ def test_half_precision_rounds_weights_and_no_rotary_frequency(document: Tower):
     assert cosines.min() > 0.999
 
 
-def test_weights_are_read_cast_and_moved_in_the_precision_of_products(
-    document: Tower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    document.save(tmp_path)
-    table = pa.Table.from_pylist(tiny.document_rows(4))
-    expected = Encoder(copy.deepcopy(document), precision="bfloat16").encode_documents(table)["summary"]
-    read, moved = [], []
-    load, move = backbone.load, Tower.to
-
-    def loaded(*given, **options):
-        made = load(*given, **options)
-        read.extend(parameter.dtype for parameter in made.model.parameters())
-        return made
-
-    def to(tower: Tower, device: torch.device) -> Tower:
-        moved.extend(parameter.dtype for parameter in tower.backbone.parameters())
-        return move(tower, device)
-
-    monkeypatch.setattr(backbone, "load", loaded)
-    monkeypatch.setattr(Tower, "to", to)
-    encoder = Encoder.load(tmp_path, precision="bfloat16")
-    assert set(read) == set(moved) == {torch.bfloat16}
-    assert encoder.tower.backbone.rotary_emb.inv_freq.dtype == torch.float32
-    np.testing.assert_array_equal(encoder.encode_documents(table)["summary"], expected)
-
-
 def test_a_row_that_cannot_be_encoded_is_set_aside_with_its_reason(document: Tower):
     rows = tiny.document_rows(3)
     rows[1]["title"] = "word " * 200
