@@ -9,6 +9,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from scalingnote.adopt.config import AdoptConfig
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
@@ -73,8 +75,12 @@ def _check_weights(config: AdoptConfig) -> None:
         )
 
 
-def open_tower(config: AdoptConfig, role: Role) -> PublishedTower | LibraryTower:
-    """The tower of a published model for texts of a role, in float32; `native.similarity` is a Similarity.
+def open_tower(
+    config: AdoptConfig, role: Role, *, dtype: torch.dtype = torch.float32
+) -> PublishedTower | LibraryTower:
+    """The tower of a published model for texts of a role, its backbone in `dtype`.
+
+    Its `native.similarity` is a Similarity.
 
     ConfigError if a setting is neither in the files nor in the config, if the config overrides a setting
     of a model that only sentence-transformers can encode with, or if search does not know the similarity.
@@ -103,7 +109,7 @@ def open_tower(config: AdoptConfig, role: Role) -> PublishedTower | LibraryTower
     length = length or published_tower.token_limit(model)
     if not model.unknown:
         settings = settings.model_copy(update={"max_length": length})
-        tower = published_tower.build(settings, role=role, dim=None).eval()
+        tower = published_tower.build(settings, role=role, dim=None, dtype=dtype).eval()
         tower.native = replace(tower.native, similarity=similarity)
         return tower
     if config.pooling != "auto" or config.normalise is not None:
@@ -111,7 +117,8 @@ def open_tower(config: AdoptConfig, role: Role) -> PublishedTower | LibraryTower
             f"{model.unknown} of {model.source} is not known to scalingnote, and sentence-transformers "
             "encodes as the model's files say: leave adopt.pooling and adopt.normalise out"
         )
-    return LibraryTower(replace(model, similarity=similarity), role=role, max_length=length).eval()
+    known = replace(model, similarity=similarity)
+    return LibraryTower(known, role=role, max_length=length, dtype=dtype).eval()
 
 
 def model_path(config: AdoptConfig, role: Role) -> str:

@@ -26,7 +26,7 @@ from scalingnote.models.batch import Batch, collate
 from scalingnote.models.cross_encoder import CrossEncoder, pair
 from scalingnote.models.flops import model_shape
 from scalingnote.models.prompt import Row
-from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
+from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, default_device, matmul_peak
 from scalingnote.storage import usage
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.data import ABSENT, Order, Store, stand_ins
@@ -185,10 +185,11 @@ class PairEncoder:
         temperature: float | None = None,
     ) -> None:
         """`temperature` of the cosines that are its scores; None: they are products."""
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or default_device()
         self._device, self._budget, self._temperature = device, token_budget, temperature
-        self.model = model.eval().to(device)
+        self.model = model.eval()
         cast_parameters(self.model.backbone, compute_dtype(precision, device))
+        self.model.to(device)
         self.model.requires_grad_(False)
         self.dim = model.dim
         self._shape = model_shape(self.model.backbone)
@@ -200,8 +201,12 @@ class PairEncoder:
 
     @classmethod
     def load(cls, folder: Path, **options: Any) -> "PairEncoder":
-        """The encoder of a folder that :meth:`CrossEncoder.save` wrote; with options of the constructor."""
-        return cls(CrossEncoder.load(folder), **options)
+        """The encoder of a folder that :meth:`CrossEncoder.save` wrote; with options of the constructor.
+
+        Weights are read in the format they are computed in.
+        """
+        dtype = compute_dtype(options.get("precision", "auto"), options.get("device") or default_device())
+        return cls(CrossEncoder.load(folder, dtype=dtype), **options)
 
     def queries(
         self, queries: Sequence[Row], documents: Sequence[Row | None]

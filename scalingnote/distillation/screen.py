@@ -34,6 +34,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.log import elapsed_status, get_logger, status_lines
 from scalingnote.models.published_model import local_folder
+from scalingnote.models.weights import compute_dtype, default_device
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.pseudo_queries.sampling import SourceDocument, draw
 from scalingnote.storage.arrow import as_searched, l2_normalize
@@ -142,7 +143,7 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
     ConfigError where the model cannot be read.
     """
     start = time.perf_counter()
-    tower = open_tower(AdoptConfig(path=model), "query")
+    tower = open_tower(AdoptConfig(path=model), "query", dtype=compute_dtype("auto", default_device()))
     teacher = Encoder(tower)
     given = teacher.encode_queries(texts.train)
     train, held_out = l2_normalize(given), l2_normalize(teacher.encode_queries(texts.held_out))

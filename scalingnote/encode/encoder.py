@@ -23,7 +23,7 @@ from scalingnote.models.published_model import Role
 from scalingnote.models.published_tower import with_prefix
 from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower
-from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
+from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, default_device, matmul_peak
 from scalingnote.storage import usage
 from scalingnote.texts import checked_texts
 
@@ -52,11 +52,12 @@ class Encoder:
             precision: of weights and matrix products; auto is the fastest that the device supports.
             device: by default a GPU if there is one.
         """
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or default_device()
         self._device = device
         self._budget = min(token_budget, MAX_CPU_TOKENS) if device.type == "cpu" else token_budget
-        self.tower = tower.eval().to(device)
+        self.tower = tower.eval()
         cast_parameters(self.tower.backbone, compute_dtype(precision, device))
+        self.tower.to(device)  # cast before: a device would hold both, twice the bytes and more
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
         self._shape = model_shape(tower.backbone)
@@ -71,9 +72,10 @@ class Encoder:
         precision: Precision = "auto",
     ) -> "Encoder":
         """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact), or, with `role`, of a
-        published model's.
+        published model's. Weights are read in the format they are computed in.
         """
-        return cls(load_tower(folder, role), token_budget=token_budget, precision=precision)
+        dtype = compute_dtype(precision, default_device())
+        return cls(load_tower(folder, role, dtype=dtype), token_budget=token_budget, precision=precision)
 
     def with_prefix(self, prefix: str) -> "Encoder":
         """The same encoder with another text before every text; it shares the weights.

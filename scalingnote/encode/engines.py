@@ -122,10 +122,14 @@ def load_library(towers: "Artifact", token_budget: int) -> "OneView":
     from scalingnote.encode.encoder import Encoder
     from scalingnote.models import published_model
     from scalingnote.models.published_tower import LibraryTower
+    from scalingnote.models.weights import compute_dtype, default_device
 
     folder, facts = towers.directory("document"), towers.read_json(_TOWER)
     tower = LibraryTower(
-        published_model.read(folder, "document"), role="document", max_length=facts["max_length"]
+        published_model.read(folder, "document"),
+        role="document",
+        max_length=facts["max_length"],
+        dtype=compute_dtype("auto", default_device()),
     )
     return OneView(Encoder(tower, token_budget=token_budget), facts)
 

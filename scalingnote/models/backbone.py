@@ -37,7 +37,7 @@ from scalingnote.models.batch import first_position
 from scalingnote.models.config import Pretrained, Scratch
 from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens, add_flagged_tokens
 from scalingnote.models.sparse_head import HeadTransform, SparseHead
-from scalingnote.models.weights import load_adapter
+from scalingnote.models.weights import cast_parameters, load_adapter, read_in
 
 log = get_logger("models")
 logging.disable_progress_bar()  # one bar per small file would hide our own progress lines
@@ -154,36 +154,48 @@ def grow(model: Any, tokens: int) -> None:
             model.resize_token_embeddings(tokens, mean_resizing=False)
 
 
-def load(path: str | Path, *, layers: int | None = None) -> Backbone:
-    """Load a backbone, or its first `layers`, in float32 without the checkpoint's head.
+def load(path: str | Path, *, layers: int | None = None, dtype: torch.dtype = torch.float32) -> Backbone:
+    """Load a backbone, or its first `layers`, without the checkpoint's head.
 
-    `path` is a hub id or folder; that of a peft adapter gives its base model with the adapter merged.
+    Args:
+        path: a hub id or folder; that of a peft adapter gives its base model with the adapter merged, which
+            is done in float32.
+        layers: to keep; None: all.
+        dtype: of the weights, which are never held in a wider one; buffers are float32.
 
     Raises:
         ConfigError: `path` is no model, lacks weights, has fewer than `layers` layers, or has an architecture
             whose layers cannot be removed.
     """
     base, settings, tokenizer = _config_and_tokenizer(path)
+    missing: set[str] = set()
+
+    def read(dtype: torch.dtype) -> Any:
+        model, report = AutoModel.from_pretrained(
+            base,
+            config=settings,
+            dtype=dtype,
+            use_safetensors=True,  # a pickle may hold code
+            output_loading_info=True,
+            **_pooler_arguments(settings),
+        )
+        missing.update(report["missing_keys"])
+        return model
+
     try:
         with _without_load_report():
-            model, report = AutoModel.from_pretrained(
-                base,
-                config=settings,
-                dtype=torch.float32,
-                use_safetensors=True,  # a pickle may hold code
-                output_loading_info=True,
-                **_pooler_arguments(settings),
-            )
+            model = read_in(torch.float32 if base != str(path) else dtype, read)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a backbone from {base!r}: {error}") from None
-    if report["missing_keys"]:
-        some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ConfigError(f"{base!r} lacks {len(report['missing_keys'])} weights of its model: {some}...")
+    if missing:
+        some = ", ".join(sorted(missing)[:3])
+        raise ConfigError(f"{base!r} lacks {len(missing)} weights of its model: {some}...")
     if layers is not None:
         _keep_layers(model, layers)
     if base != str(path):
         grow(model, len(tokenizer))
         model = load_adapter(model, path)
+    cast_parameters(model, dtype)
     causal = is_causal(settings)
     if not causal:
         # Attention modules of a causal family stay causal even if the config asks for bidirectional ones.

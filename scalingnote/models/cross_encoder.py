@@ -182,12 +182,12 @@ class CrossEncoder(nn.Module):
         write_json(folder / FACTS, facts)
 
     @classmethod
-    def load(cls, folder: Path) -> "CrossEncoder":
-        """Read a folder written by :meth:`save`; ArtifactError when it is not one."""
+    def load(cls, folder: Path, *, dtype: torch.dtype = torch.float32) -> "CrossEncoder":
+        """Read a folder of :meth:`save`, the backbone in `dtype`; ArtifactError when it is not one."""
         facts = read_json(folder / FACTS)
         if facts is None:
             raise ArtifactError(f"{folder} is not a cross-encoder: {FACTS} is missing")
-        backbone = backbones.load(folder)
+        backbone = backbones.load(folder, dtype=dtype)
         backbone.causal = False
         del facts["special"]
         model = cls(backbone, **facts)

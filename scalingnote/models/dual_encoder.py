@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
@@ -294,25 +295,26 @@ def load_query_tower(folder: Path) -> Tower | LookupTower:
     return LookupTower.load(folder) if is_table else load_tower(folder)
 
 
-def load_tower(folder: Path, role: Role | None = None) -> Tower:
+def load_tower(folder: Path, role: Role | None = None, *, dtype: torch.dtype = torch.float32) -> Tower:
     """Read a saved transformer tower of any kind, or, with `role`, a model that sentence-transformers reads.
 
+    `dtype` is of the backbone's weights; what is behind the backbone, and buffers, are float32.
     ArtifactError if the folder holds no tower; ConfigError as :func:`published_tower.open_published`.
     """
     facts = read_json(folder / "tower.json")
     if facts is None and role:
-        return published_tower.open_published(folder, role)
+        return published_tower.open_published(folder, role, dtype=dtype)
     if facts is None:
         raise ArtifactError(f"{folder} is not a tower: {folder / 'tower.json'} is missing")
     try:
         match facts.get("kind"):
             case "native":
-                return published_tower.load(folder, facts)
+                return published_tower.load(folder, facts, dtype=dtype)
             case "sentence_transformers":
-                return published_tower.LibraryTower.load(folder)
+                return published_tower.LibraryTower.load(folder, dtype=dtype)
             case token_wise.TOKEN_DOCUMENTS:
-                return token_wise.load_documents(folder, facts)
+                return token_wise.load_documents(folder, facts, dtype=dtype)
             case _:
-                return tower.load(folder, facts)
+                return tower.load(folder, facts, dtype=dtype)
     except FileNotFoundError as error:
         raise ArtifactError(f"{folder} is not a tower: {error.filename or error} is missing") from None

@@ -11,6 +11,7 @@ sentence-transformers folder with the same settings and a ``tower.json``.
 """
 
 import copy
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from scalingnote.models.heads import Dense, Head, Normalise, pool, read_head
 from scalingnote.models.prompt import TextDocuments, TextQueries
 from scalingnote.models.published_model import PublishedModel, Role, Step, dense_settings, write_json
 from scalingnote.models.tower import Tower, draw_weights
-from scalingnote.models.weights import add_adapter
+from scalingnote.models.weights import add_adapter, read_in
 
 log = get_logger("models")
 
@@ -99,10 +100,12 @@ def build(
     seed: int = 0,
     backbone: Backbone | None = None,
     adapter: str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> PublishedTower:
     """Build the tower of a published model, whose settings `config` overrides, ready to train.
 
     Arguments as of :func:`scalingnote.models.dual_encoder.build_tower`; a `dim` of None is the model's own.
+    `dtype` is of the weights of a backbone that is loaded here.
 
     Raises:
         ConfigError: the model's width is not `dim`, a setting is missing, or only sentence-transformers can
@@ -114,7 +117,7 @@ def build(
             f"{model.unknown} of {model.source} is not known to scalingnote, so the model cannot be trained: "
             "the stage adopt encodes with it"
         )
-    backbone = backbone or backbone_of(config, model)
+    backbone = backbone or backbone_of(config, model, dtype=dtype)
     backbone.tokenizer = tokenizer_of(model)
     layers = _head(config, model, hidden=backbone.hidden, dim=dim, seed=seed)
     if dim is not None and layers.dim != dim:
@@ -150,11 +153,11 @@ def model_of(config: TowerConfig, role: Role) -> PublishedModel:
     return replace(model, steps=steps, prefix=prefix)
 
 
-def load(folder: Path, facts: dict[str, Any]) -> Tower:
-    """Read a folder written by :meth:`PublishedTower.save`; `facts` is its tower.json."""
+def load(folder: Path, facts: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> Tower:
+    """Read a folder of :meth:`PublishedTower.save`, the backbone in `dtype`; `facts` is its tower.json."""
     role: Role = facts["role"]
     model = published_model.read(folder, role)
-    backbone = backbones.load(folder, layers=facts.get("layers"))
+    backbone = backbones.load(folder, layers=facts.get("layers"), dtype=dtype)
     backbone.causal, backbone.tokenizer = facts["causal"], tokenizer_of(model)
     config = TowerConfig(
         backbone=Pretrained(path=str(folder)), pooling="auto", max_length=facts["max_length"]
@@ -163,15 +166,15 @@ def load(folder: Path, facts: dict[str, Any]) -> Tower:
     return PublishedTower(backbone, config, model, layers, role=role).eval()
 
 
-def open_published(folder: Path, role: Role) -> Tower:
+def open_published(folder: Path, role: Role, *, dtype: torch.dtype = torch.float32) -> Tower:
     """Load one role of a published model, ready to encode. A folder that we saved is read by :func:`load`.
 
-    `folder` is of a Router, or of one model for both roles. ConfigError as :func:`build`, and if no file
-    states how many tokens the model reads.
+    `folder` is of a Router, or of one model for both roles; `dtype` of the backbone's weights.
+    ConfigError as :func:`build`, and if no file states how many tokens the model reads.
     """
     tokens = token_limit(published_model.read(folder, role))
     config = TowerConfig(backbone=Pretrained(path=str(folder)), pooling="auto", max_length=tokens)
-    return build(config, role=role, dim=None).eval()
+    return build(config, role=role, dim=None, dtype=dtype).eval()
 
 
 def with_prefix(tower: Tower, prefix: str) -> Tower:
@@ -252,14 +255,16 @@ def prefix_length(tokenizer: Any, prefix: str) -> int:
     return len(ids) - bool(ids and ids[-1] in tokenizer.all_special_ids)
 
 
-def backbone_of(config: TowerConfig, model: PublishedModel) -> Backbone:
+def backbone_of(
+    config: TowerConfig, model: PublishedModel, *, dtype: torch.dtype = torch.float32
+) -> Backbone:
     """Load the transformer of a published model; ConfigError if its weights are not in safetensors."""
     assert isinstance(config.backbone, Pretrained)
     if not any(model.folder.glob("*.safetensors")):
         raise ConfigError(
             f"{model.folder} has no safetensors: other weights are not read, so convert them first"
         )
-    return backbones.load(model.folder, layers=config.backbone.layers)
+    return backbones.load(model.folder, layers=config.backbone.layers, dtype=dtype)
 
 
 def _head(config: TowerConfig, model: PublishedModel, *, hidden: int, dim: int | None, seed: int) -> Head:
@@ -278,10 +283,20 @@ class LibraryTower(Tower):
 
     prompt: TextQueries | TextDocuments
 
-    def __init__(self, model: PublishedModel, *, role: Role, max_length: int) -> None:
-        """Load `model`, read up to `max_length` tokens; ConfigError if the library cannot load it."""
+    def __init__(
+        self,
+        model: PublishedModel,
+        *,
+        role: Role,
+        max_length: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Load `model`, its transformer in `dtype`, read up to `max_length` tokens.
+
+        ConfigError if the library cannot load it.
+        """
         nn.Module.__init__(self)
-        self.library: Any = _library(model)
+        self.library: Any = read_in(dtype, functools.partial(_library, model))
         first = self.library[0]
         transformer = (first.sub_modules[role] if hasattr(first, "sub_modules") else self.library)[0]
         transformer.register_forward_hook(_float_states)
@@ -336,11 +351,11 @@ class LibraryTower(Tower):
             self.tokenizer.save_pretrained(folder)  # the modules of a Router have their own
 
     @classmethod
-    def load(cls, folder: Path) -> "LibraryTower":
-        """Read a folder written by :meth:`save`."""
+    def load(cls, folder: Path, *, dtype: torch.dtype = torch.float32) -> "LibraryTower":
+        """Read a folder written by :meth:`save`, the transformer in `dtype`."""
         facts = published_model.read_json(folder / "tower.json")
         model = published_model.read(folder, facts["role"])
-        return cls(model, role=facts["role"], max_length=facts["max_length"]).eval()
+        return cls(model, role=facts["role"], max_length=facts["max_length"], dtype=dtype).eval()
 
 
 def _float_states(_: nn.Module, __: Any, features: dict[str, Any]) -> dict[str, Any]:
@@ -351,7 +366,7 @@ def _float_states(_: nn.Module, __: Any, features: dict[str, Any]) -> dict[str, 
     }
 
 
-def _library(model: PublishedModel) -> Any:
+def _library(model: PublishedModel, dtype: torch.dtype) -> Any:
     from sentence_transformers import SentenceTransformer  # late: takes seconds, and few models need it
 
     if model.unknown:
@@ -365,7 +380,7 @@ def _library(model: PublishedModel) -> Any:
             str(model.source),
             device="cpu",
             trust_remote_code=False,
-            model_kwargs={"dtype": torch.float32, "use_safetensors": True},
+            model_kwargs={"dtype": dtype, "use_safetensors": True},
         ).eval()
     except (OSError, ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"sentence-transformers cannot load {str(model.source)!r}: {error}") from None

@@ -224,10 +224,12 @@ class TokenDocumentTower(TokenReader, Tower):
         write_json(folder / "tower.json", facts)
 
 
-def load_documents(folder: Path, facts: Mapping[str, Any]) -> TokenDocumentTower:
-    """Read a folder written by :meth:`TokenDocumentTower.save`; `facts` is its tower.json."""
+def load_documents(
+    folder: Path, facts: Mapping[str, Any], *, dtype: torch.dtype = torch.float32
+) -> TokenDocumentTower:
+    """Read a folder of :meth:`TokenDocumentTower.save`, the backbone in `dtype`; `facts`: its tower.json."""
     config = TowerConfig(max_length=facts["max_length"], reads="tokens")
-    backbone = backbones.load(folder, layers=facts["layers"])
+    backbone = backbones.load(folder, layers=facts["layers"], dtype=dtype)
     tower = TokenDocumentTower(backbone, config, dim=facts["dim"])
     with torch.no_grad():
         tower.projection.weight.copy_(load_file(folder / "projection.safetensors")["weight"])

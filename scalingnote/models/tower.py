@@ -263,11 +263,11 @@ class Tower(nn.Module):
             )
 
 
-def load(folder: Path, facts: Mapping[str, Any]) -> Tower:
-    """Read a folder written by :meth:`Tower.save`; `facts` is its tower.json."""
+def load(folder: Path, facts: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) -> Tower:
+    """Read a folder written by :meth:`Tower.save`, the backbone in `dtype`; `facts` is its tower.json."""
     weight = load_file(folder / "projection.safetensors")["weight"]
     config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"])
-    backbone = backbones.load(folder, layers=facts.get("layers"))
+    backbone = backbones.load(folder, layers=facts.get("layers"), dtype=dtype)
     backbone.causal = facts["causal"]
     sparse = None
     if facts.get("sparse"):

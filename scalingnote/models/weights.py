@@ -18,9 +18,9 @@ import functools
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -34,6 +34,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models.config import Lora, Stored
 from scalingnote.storage import filesystem as fs
 
+_Module = TypeVar("_Module", bound=nn.Module)
 Precision = Literal["auto", "float32", "bfloat16"]
 MEASURED_SIZE = 768  # of square matrices on a CPU
 MIN_CPU_SPEEDUP = 1.5  # of bfloat16 products over float32, for `auto` to choose bfloat16 on a CPU
@@ -80,6 +81,22 @@ def _is_cpu_faster_in_bfloat16() -> bool:
             factor @ factor
             best[dtype] = min(best[dtype], time.process_time() - start)
     return best[torch.float32] > MIN_CPU_SPEEDUP * best[torch.bfloat16]
+
+
+def default_device() -> torch.device:
+    """Return the device of encoders that are given none: a GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def read_in(dtype: torch.dtype, read: Callable[[torch.dtype], _Module]) -> _Module:
+    """Return the module that `read` loads in `dtype`, so that no weight is in memory in a wider format.
+
+    A buffer that `read` would round, such as Gemma's scale of embeddings, must stay float32: the module is
+    then read in float32, and :func:`cast_parameters` halves it.
+    """
+    module = read(dtype)
+    buffers = (buffer.dtype for buffer in module.buffers() if buffer.is_floating_point())
+    return module if all(found == torch.float32 for found in buffers) else read(torch.float32)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
