@@ -17,6 +17,7 @@ import scalingnote
 from scalingnote import entrypoint
 from scalingnote.config import Resources, load
 from scalingnote.run_config import RunConfig
+from scalingnote.serve_config import PROXY_TIMEOUTS
 
 ROOT = Path(scalingnote.__file__).parents[1]
 FOLDER = ROOT / "configs" / "kuberay"
@@ -200,7 +201,7 @@ def test_the_service_is_the_deployment_file_of_a_cluster():
     assert spec["serveConfigV2"] == deployed[deployed.index("proxy_location:") :]
     schema = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
     knobs = schema.applications[0].args["serve"]
-    fast = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+    fast = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"} | PROXY_TIMEOUTS
     for _, container in pods("service"):
         assert fast.items() <= {each["name"]: each.get("value") for each in container["env"]}.items()
         assert schema.http_options.port in {port["containerPort"] for port in container["ports"]}
