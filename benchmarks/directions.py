@@ -32,7 +32,7 @@ TIMING = 0.10  # of medians of several runs, beside the test that their ranges a
 
 RULES = (
     Rule(r"^loads_per_actor$|^lost_parts_max$", "lower", 0.5, relative=False),
-    Rule(r"^(finished_share|resolve_gpu|resolve_vllm|joined|digests_equal)$", "higher"),
+    Rule(r"^(finished_share|resolve_gpu|resolve_vllm|joined|digests_equal)$", "higher", 0.01, relative=False),
     Rule(r"^(lost|duplicates$|doubled$|undocumented|wrong|server_errors$|accepted_invalid$)", "zero"),
     Rule(r"^open_doors", "zero"),
     # Exact searches miss nothing, but for graphs that are walked as far as their databases allow.
