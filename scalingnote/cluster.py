@@ -21,7 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from scalingnote import errors, ray_internals
-from scalingnote.config import Resources
+from scalingnote.config import ElasticResources, Resources
 from scalingnote.errors import ConfigError, ScalingNoteError
 from scalingnote.log import LINE, elapsed_status, get_logger, note_line, status_lines
 
@@ -260,10 +260,9 @@ def with_memory(resources: Sized, bytes_per_worker: int) -> Sized:
 
 def _least(resources: Resources) -> int:
     """Workers that a stage needs to start; 0 where the driver's own process does the work."""
-    least = getattr(resources, "min_workers", None)
-    if least is None:
-        least = 1 if resources.workers is None else resources.workers
-    return int(least)
+    if isinstance(resources, ElasticResources) and resources.min_workers is not None:
+        return resources.min_workers
+    return 1 if resources.workers is None else resources.workers
 
 
 def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> str:
@@ -408,10 +407,11 @@ def map_tasks_in_order(work: Callable[[T], R], items: Sequence[T], resources: Re
     running: list[Any] = []
     results: deque[Any] = deque()
     while left or results:
-        at_once = workers(resources) if resources.workers is not None else 2 * workers(resources)
-        while left and len(running) < max(at_once, 1):
-            running.append(task.remote(shared, left.popleft()))
-            results.append(running[-1])
+        if left:  # else there is nothing to ask the cluster for
+            at_once = resources.workers or 2 * workers(resources)
+            for item in [left.popleft() for _ in range(min(at_once - len(running), len(left)))]:
+                running.append(task.remote(shared, item))
+                results.append(running[-1])
         if results[0] in running:
             _, running = ray.wait(running, fetch_local=False)
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from scalingnote.errors import ConfigError, did_you_mean
 
@@ -43,6 +43,18 @@ class Resources(ExecutionConfig):
     def without_gpus(self) -> "Resources":
         """The same workers for steps that run no model."""
         return self.model_copy(update={"gpus_per_worker": 0.0})
+
+
+class ElasticResources(Resources):
+    """Workers whose number may follow that of the nodes."""
+
+    min_workers: int | None = Field(None, ge=1, description="workers that suffice to start")
+
+    @model_validator(mode="after")
+    def _can_start(self) -> "ElasticResources":
+        if self.min_workers is not None and self.workers is not None and self.min_workers > self.workers:
+            raise ValueError(f"min_workers={self.min_workers} is above workers={self.workers}: lower it")
+        return self
 
 
 C = TypeVar("C", bound=Config)

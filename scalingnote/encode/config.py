@@ -4,14 +4,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from scalingnote.config import Config, Resources
+from scalingnote.config import Config, ElasticResources
 
 View = Literal["title", "content", "summary"]
 EngineName = Literal["own", "sentence-transformers", "vllm"]
 Form = Literal["auto", "torch", "compiled", "onnx", "onnx_int8", "lookup"]
 
 
-class Fleet(Resources):
+class Fleet(ElasticResources):
     """Workers that encode, and their price."""
 
     min_workers: int | None = Field(
@@ -35,12 +35,6 @@ class Fleet(Resources):
     price_per_hour: float = Field(
         0.0, ge=0, description="of a worker, in any currency; progress lines show the cost"
     )
-
-    @model_validator(mode="after")
-    def _can_start(self) -> "Fleet":
-        if None not in (self.min_workers, self.workers) and self.min_workers > self.workers:  # type: ignore[operator]
-            raise ValueError(f"min_workers={self.min_workers} is above workers={self.workers}: lower it")
-        return self
 
 
 class EncodeConfig(Config):

@@ -61,9 +61,7 @@ log = get_logger("encode")
 COLUMNS = ["doc_id", "title", "topic", "content"]
 TEXTS = COLUMNS[1:]
 LoadPrompt = Callable[[Artifact], DocumentPrompt]
-MAX_PAYLOAD_BYTES = (
-    2_000_000_000  # of a part on its way to the task that writes it: Arrow holds 2 GiB in a row
-)
+MAX_PAYLOAD_BYTES = 2_000_000_000  # of a part on its way to the writing task: Arrow holds 2 GiB in a row
 TERM_BYTES = 6  # a number and its impact
 
 

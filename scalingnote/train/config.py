@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scalingnote.config import Config, ExecutionConfig, Resources
+from scalingnote.config import Config, ElasticResources, ExecutionConfig
 from scalingnote.models.config import LookupConfig, QueryTowerConfig, TokenWiseConfig, TowerConfig
 
 
@@ -209,7 +209,7 @@ class Tracking(ExecutionConfig):
     mlflow: str | None = Field(None, description="experiment name; needs the `track` extra")
 
 
-class Ranks(Resources):
+class Ranks(ElasticResources):
     """Processes of a training, and their resources."""
 
     workers: int = Field(
@@ -224,12 +224,6 @@ class Ranks(Resources):
         description="train with as many ranks as there are nodes for, at least this many: when nodes leave "
         "or join, the run goes on from its newest checkpoint with fewer or more; null: always `workers`",
     )
-
-    @model_validator(mode="after")
-    def _can_start(self) -> "Ranks":
-        if self.min_workers is not None and self.min_workers > self.workers:
-            raise ValueError(f"min_workers={self.min_workers} is above workers={self.workers}: lower it")
-        return self
 
 
 class Schedule(Config):
