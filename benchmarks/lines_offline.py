@@ -213,6 +213,10 @@ def scale(r: Report) -> Lines:
     for figure in ("seconds", "requests", "driver"):
         what = f"{figure} of the largest corpus, predicted by `scalingnote plan` from smaller ones: error"
         yield value(r, f"plan_{figure}_error_max", what, "", largest)
+    for name, of in (("queries", "`collect` and `mine`"), ("codes", "`quantize`")):
+        (most,) = {row["to"] for row in r["plan_over_run"] if row["axis"] == name}
+        what = f"seconds of {of} by `scalingnote plan` from runs with fewer {name}, over those of a run"
+        yield value(r, f"plan_over_run_{name}", what, "", f"{most:,} {name}")
 
 
 def stage_faults(r: Report) -> Lines:

@@ -1,16 +1,20 @@
-"""Seconds, requests and memory of the offline stages as the corpus grows.
+"""Seconds, requests and memory of the offline stages as the corpus, its queries and its codes grow.
 
     python -m benchmarks.scale --json docs/results/scale.json
 
 Corpora are synthetic (benchmarks/scale_inputs.py): embeddings of 32 dimensions, as many impressions as
 documents, the same 2,000 training and 500 test queries at each size. Every stage runs alone in a process of
-its own, the driver, on a private Ray cluster; it is what `scalingnote` runs, with the settings below.
+its own, the driver, on a private Ray cluster; it is what `scalingnote` runs, with the settings below. The
+stages whose work is a product run again on small corpora, one after the other on one cluster: `collect` and
+`mine` with more training queries, `quantize` with more codes.
 
 - driver_rss_gb_max: resident memory of the largest driver, interpreter and libraries included
 - driver_rss_growth: the largest, over stages, of a driver at the largest size over one at the next
 - growth_exponent_max: the largest x of seconds ~ documents^x between the two largest sizes, over stages
 - plan_seconds_error_max: the largest share, over stages, by which what `scalingnote plan` computes from the
   smaller sizes differs from the largest run; plan_requests_error_max and plan_driver_error_max alike
+- plan_over_run_queries, plan_over_run_codes: seconds that `scalingnote plan` computes of the run with most
+  queries (or codes) from runs with fewer, over those it took; of several stages the one farthest from 1
 
 `--costs FILE` writes what the plan computes with; the package's own is scalingnote/scaling/stage_costs.json.
 `--folder` keeps corpora, artifacts and finished measurements: a run that was killed continues.
@@ -22,28 +26,41 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import scale_inputs
 from benchmarks.report import alone, arguments, peak_memory_mb, show, write
-from scalingnote.scaling.capacity import predict
+from scalingnote.scaling.capacity import AXES, predict
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 SIZES = (100_000, 1_000_000, 10_000_000)
+AXIS_SIZES = (100_000, 400_000)  # documents; the first two of QUERIES and CODES predict the third
+QUERIES = (2_000, 10_000, 40_000)
+CODES = (256, 1024, 4096)  # of each level
+LEVELS = 4
 DOCUMENTS_PER_SHARD = 2_500_000
+MADE_FROM_EMBEDDINGS = ("quantize", "mine")  # which are made before, and not measured
 Row = dict[str, Any]
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--documents", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--axis-documents", type=int, nargs=2, default=AXIS_SIZES)
+    parser.add_argument("--queries", type=int, nargs=3, default=QUERIES)
+    parser.add_argument("--codes", type=int, nargs=3, default=CODES)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=[*STAGES])
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     parser.add_argument("--costs", type=Path, metavar="FILE")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="scale-"))
     try:
+        axes = []
+        if set(AXES) & set(options.stages):
+            grid = {"queries": options.queries, "codes": options.codes}
+            axes = alone(measured_axes, folder, options.axis_documents, **grid)
         rows = [
             row for size in options.documents for row in measured(folder / str(size), size, options.stages)
         ]
@@ -63,29 +80,124 @@ def main() -> None:
         show("What the smaller corpora predict of the largest", planned)
         for figure in ("seconds", "requests", "driver"):
             metrics[f"plan_{figure}_error_max"] = max(row[f"{figure} error"] for row in planned)
+    compared = [over_run(axes, stage) for stage in AXES] if axes else []
+    if compared:
+        show("More queries and more codes", axes)
+        show("What runs with fewer predict of the one with the most", compared)
+        for name in dict.fromkeys(row["axis"] for row in compared):
+            found = [row["plan over run"] for row in compared if row["axis"] == name]
+            metrics[f"plan_over_run_{name}"] = max(found, key=lambda ratio: abs(math.log(ratio)))
     show("Metrics", [metrics])
-    write(options.json, metrics=metrics, stages=rows, growth=growth, predicted=planned)
+    write(
+        options.json,
+        metrics=metrics,
+        stages=rows,
+        axes=axes,
+        growth=growth,
+        predicted=planned,
+        plan_over_run=compared,
+    )
     if options.costs:
-        options.costs.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        costs = {"stages": rows, "axes": axes}
+        options.costs.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
 
 
 def measured(folder: Path, documents: int, stages: list[str]) -> list[Row]:
     """A row for each stage on a corpus of this size; those measured before are taken from `folder`."""
+    counts = {"documents": documents, "queries": scale_inputs.TRAIN_QUERIES, "codes": LEVELS * CODES[0]}
+    return [
+        noted(folder / f"{name}.json", {"stage": name, **counts}, measure, name, folder, documents)
+        for name in STAGES
+        if name in stages
+    ]
+
+
+def measure(name: str, folder: Path, documents: int) -> Row:
+    """Make the inputs of a stage, then run it in a process of its own."""
+    scale_inputs.files(folder, documents)
+    if name in MADE_FROM_EMBEDDINGS:
+        alone(_embeddings, folder, documents)
+    return alone(run, STAGES[name], folder, documents)
+
+
+def noted(note: Path, of: Row, work: Callable[..., Row], *given: Any) -> Row:
+    """What a file has of a measurement, which is done now unless it was before; it begins with `of`."""
+    if not note.exists():
+        note.write_text(json.dumps(of | work(*given)), encoding="utf-8")
+    found: Row = json.loads(note.read_text(encoding="utf-8"))
+    return found
+
+
+def measured_axes(folder: Path, sizes: list[int], *, queries: list[int], codes: list[int]) -> list[Row]:
+    """Rows of the stages of AXES, on one cluster.
+
+    They have all sizes and counts, the largest count at the largest size alone. What they read is made before
+    and not measured.
+    """
+    import ray
+
+    from scalingnote.log import configure
+
+    configure()
     rows = []
-    for name, stage in STAGES.items():
-        if name not in stages:
-            continue
-        note = folder / f"{name}.json"
-        if not note.exists():
-            scale_inputs.files(folder, documents)
-            row = {"stage": name, "documents": documents, **alone(run, stage, folder, documents)}
-            note.write_text(json.dumps(row), encoding="utf-8")
-        rows.append(json.loads(note.read_text(encoding="utf-8")))
+    try:
+        for documents in sizes:
+            counts = {"documents": documents, "queries": queries[0], "codes": LEVELS * codes[0]}
+            for count in queries if documents == sizes[-1] else queries[:-1]:
+                own = folder / f"{documents}-{count}"
+                for name in ("collect (BM25)", "mine"):
+                    of = {"stage": name, **counts, "queries": count}
+                    work = partial(on_axis, STAGES[name], own, documents, queries=count)
+                    rows.append(noted(own / f"{name}.json", of, work))
+            own = folder / f"{documents}-{queries[0]}"
+            for count in codes if documents == sizes[-1] else codes[:-1]:
+                of = {"stage": "quantize", **counts, "codes": LEVELS * count}
+                stage = partial(_quantize, codes=count)
+                work = partial(on_axis, stage, own, documents, queries=queries[0])
+                rows.append(noted(own / f"quantize-{count}.json", of, work))
+    finally:
+        ray.shutdown()
     return rows
 
 
+def on_axis(stage: Callable[[Path, int], Artifact], folder: Path, documents: int, *, queries: int) -> Row:
+    """Make what a stage of AXES reads, unless it is there, then run it on the cluster of this process."""
+    from scalingnote import cluster
+
+    scale_inputs.files(folder, documents, train_queries=queries)
+    cluster.connect()
+    _columns(folder, documents)
+    _planner(folder, documents, dataset="dataset")
+    _embeddings(folder, documents)
+    return timed(stage, folder, documents)
+
+
+def over_run(axes: list[Row], stage: str) -> Row:
+    """What runs with fewer queries, or codes, predict of the one with the most, beside its seconds."""
+    name = AXES[stage].name
+    *counts, most = sorted({row[name] for row in axes if row["stage"] == stage})
+    own = [row for row in axes if row["stage"] == stage]
+    (largest,) = (row for row in own if row[name] == most)
+    fewer = [row for row in own if row[name] < most]
+    found = predict(
+        [row for row in fewer if row[name] == counts[0]],
+        documents=largest["documents"],
+        beside=fewer,
+        of=most,
+    )
+    return {
+        "stage": stage,
+        "axis": name,
+        "from": counts[-1],
+        "to": most,
+        "seconds predicted": round(found["seconds"], 2),
+        "seconds measured": largest["seconds"],
+        "plan over run": round(found["seconds"] / largest["seconds"], 3),
+    }
+
+
 def run(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) -> Row:
-    """Run one stage in this process and return its figures."""
+    """Run one stage in this process, on a cluster of its own, and return its figures."""
     import ray
 
     from scalingnote import cluster
@@ -94,11 +206,16 @@ def run(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) ->
     configure()
     cluster.connect()
     try:
-        start = time.perf_counter()
-        artifact = stage(folder, documents)
-        seconds = time.perf_counter() - start
+        return timed(stage, folder, documents)
     finally:
         ray.shutdown()
+
+
+def timed(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) -> Row:
+    """Run one stage and return its figures."""
+    start = time.perf_counter()
+    artifact = stage(folder, documents)
+    seconds = time.perf_counter() - start
     usage: Mapping[str, int] = artifact.manifest.info["usage"]
     return {
         "seconds": round(seconds, 1),
@@ -176,11 +293,11 @@ def _logs(folder: Path, documents: int) -> Artifact:
     return job.run(config, output=f"{folder}/logs")
 
 
-def _planner(folder: Path, documents: int) -> Artifact:
+def _planner(folder: Path, documents: int, *, dataset: str = "logs") -> Artifact:
     from scalingnote.planner import job
     from scalingnote.planner.config import Statistics
 
-    return job.run(Statistics(), dataset=f"{folder}/logs", output=f"{folder}/planner")
+    return job.run(Statistics(), dataset=f"{folder}/{dataset}", output=f"{folder}/planner")
 
 
 def _collect_clicks(folder: Path, documents: int) -> Artifact:
@@ -208,14 +325,19 @@ def _pseudo_queries(folder: Path, documents: int) -> Artifact:
     return job.run(PseudoQueriesConfig(), dataset=f"{folder}/dataset", output=f"{folder}/pseudo_queries")
 
 
-def _quantize(folder: Path, documents: int) -> Artifact:
+def _embeddings(folder: Path, documents: int) -> Artifact:
+    """Embeddings and the table that they were made of, which stands for the stages that were not run."""
+    towers = scale_inputs.towers(folder, documents)
+    return scale_inputs.embeddings(folder, _opened(folder, "dataset"), towers, documents)
+
+
+def _quantize(folder: Path, documents: int, *, codes: int = CODES[0]) -> Artifact:
     from scalingnote.quantize import job
     from scalingnote.quantize.config import QuantizeConfig
 
-    towers = scale_inputs.towers(folder, documents)
-    embeddings = scale_inputs.embeddings(folder, _opened(folder, "dataset"), towers, documents)
-    config = QuantizeConfig(levels=4, codes=256)
-    return job.run(config, embeddings=embeddings.uri, output=f"{folder}/semantic_ids")
+    config = QuantizeConfig(levels=LEVELS, codes=codes)
+    name = "semantic_ids" if codes == CODES[0] else f"semantic_ids-{codes}"
+    return job.run(config, embeddings=f"{folder}/embeddings", output=f"{folder}/{name}")
 
 
 def _bm25(folder: Path, documents: int) -> Artifact:
@@ -264,7 +386,6 @@ STAGES: dict[str, Callable[[Path, int], Artifact]] = {
     "mine": _mine,
     "evaluate": _evaluate,
 }
-
 
 if __name__ == "__main__":
     main()

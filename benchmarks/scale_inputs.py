@@ -33,7 +33,7 @@ DIM = 32
 VOCABULARY = 30_000
 TITLE_WORDS, CONTENT_WORDS, QUERY_WORDS = 4, 12, 3
 DOCUMENTS_PER_PART = 50_000
-TRAIN_QUERIES, TEST_QUERIES = 2_000, 500  # of a corpus of any size: what is searched for them grows
+TRAIN_QUERIES, TEST_QUERIES = 2_000, 500  # unless told otherwise, of a corpus of any size
 IMPRESSIONS_PER_SESSION = 10
 TOPICS = 50
 DAY_S = 86_400
@@ -47,11 +47,15 @@ class Synthetic(Config):
     documents: int
 
 
-def files(folder: Path, documents: int) -> None:
-    """Write the files that the prepare stage reads; parts that are there already stay."""
+def files(folder: Path, documents: int, *, train_queries: int = TRAIN_QUERIES) -> None:
+    """Write the files that the prepare stage reads; parts that are there already stay.
+
+    There are at most as many `train_queries` as documents.
+    """
     for name in ("documents", "queries", "qrels", "impressions"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    in_processes(partial(_part_files, folder=folder, documents=documents), parts(documents))
+    write = partial(_part_files, folder=folder, documents=documents, train_queries=train_queries)
+    in_processes(write, parts(documents))
 
 
 def towers(folder: Path, documents: int) -> Artifact:
@@ -129,7 +133,7 @@ def _embedded_part(number: int, *, uri: str, documents: int) -> tuple[str, Any]:
     return name, write_table(f"{uri}/{name}", pa.table(columns))
 
 
-def _part_files(number: int, *, folder: Path, documents: int) -> None:
+def _part_files(number: int, *, folder: Path, documents: int, train_queries: int) -> None:
     """The files of one part; the log is written last."""
     last = folder / "impressions" / f"{number:05d}.parquet"
     if last.exists():
@@ -148,7 +152,7 @@ def _part_files(number: int, *, folder: Path, documents: int) -> None:
     }
     count = len(parts(documents))
     asked = {
-        "train": _questions(words, _share(TRAIN_QUERIES, number, count), rng),
+        "train": _questions(words, _share(train_queries, number, count), rng),
         "test": _questions(words, _share(TEST_QUERIES, number, count), rng),
     }
     names = {

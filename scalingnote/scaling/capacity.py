@@ -7,8 +7,10 @@ evaluates. Scan times beyond the measured million documents are an assumption: w
 lists, of which as many are probed as at a million, they grow with sqrt(documents).
 
 What an offline stage takes lies on the straight line through its two largest runs of benchmarks/scale.py, as
-every stage works part by part. The measured documents have 18 words and embeddings of 32 dimensions: work and
-bytes of texts are multiplied by a corpus's tokens / 18, those of embeddings by its dimensions / 32.
+every stage works part by part; ranking and mining also take time for each query and document, semantic IDs
+for each centroid and document, by runs that differ in these. The measured documents have 18 words and
+embeddings of 32 dimensions: work and bytes of texts are multiplied by a corpus's tokens / 18, those of
+embeddings by its dimensions / 32.
 """
 
 import json
@@ -18,6 +20,9 @@ from importlib.resources import files
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
 
 from scalingnote.models import flops
 from scalingnote.models.config import Lora, Pretrained, Scratch
@@ -39,6 +44,25 @@ MEASURED_TOKENS, MEASURED_STAGE_DIM, MEASURED_CORES = 18, 32, 2  # of stage_cost
 VECTOR_STAGES = ("quantize", "index", "mine", "evaluate")  # the rows of other stages are texts
 FIGURES = ("seconds", "driver GB", "read MB", "written MB", "requests")
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What the work of a stage grows with beside the documents: a column of its measured runs."""
+
+    name: str
+    per_pass: int | None = None  # so many of them read all documents once; None: however many
+
+    def passes(self, count: int) -> int:
+        """How often the documents are read."""
+        return 1 if self.per_pass is None else ceil(count / self.per_pass)
+
+
+AXES = {
+    "collect (BM25)": Axis("queries"),
+    "mine": Axis("queries", known.QUERIES_PER_PASS),
+    "quantize": Axis("codes"),  # levels times codes of a level
+}
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,18 @@ def _constants(config: PlanConfig, family: IndexFamily, work: dict[str, Constant
     peak = Constant(f"peak of an {config.gpu}", GPUS[config.gpu].peak, "1/s", maker)
     pair = [peak, option("mfu", label="MFU"), option("pairs", "pairs"), work["pair"]]
     tokens = [option("query_tokens", "tokens"), option("tokens", "tokens"), option("negatives")]
+    searched = [
+        Constant(
+            "queries that are ranked and mined for",
+            float(config.train_queries),
+            "queries",
+            "given: --queries"
+            if "queries" in config.model_fields_set
+            else "assumed: a tenth of the pairs (--queries)",
+        ),
+        option("levels", label="levels of semantic IDs"),
+        option("codes", label="codes of a level"),
+    ]
     gpus = [option("gpus", "GPUs"), price if config.gpu_price is None else option("gpu_price", "USD")]
     student = [] if config.query_tower == "lookup" else [option("distill_epochs"), work["student"]]
     encoding = [
@@ -152,14 +188,15 @@ def _constants(config: PlanConfig, family: IndexFamily, work: dict[str, Constant
         work["document"],
     ]
     storage = [option("storage_price", "USD"), option("dims", label="dimensions")]
-    vectors = [family.recall, family.size, family.width, known.MEASURED_DIM, known.SHOWN_BYTES, family.time]
+    vectors = [family.recall, family.size, family.width, known.MEASURED_DIM, family.time]
+    rows = [known.RESERVED_BYTES, known.VECTOR_BYTES, known.SHOWN_BYTES]
     shards = [known.MEASURED_DOCUMENTS, known.FOUR_SHARDS, known.ONE_INDEX]
     cores = [option("core_price", "USD"), known.GB_A_CORE, option("memory_price", "USD")]
     calls = [known.GATEWAY_CORES, known.GATEWAY_RATE, known.GATEWAY_ALONE_RATE]
     searchers = [known.VERSIONS, known.USABLE, option("qps", "1/s", "queries a second")]
     replicas = [known.BUSY, option("replicas"), known.ENCODERS[config.query_tower], known.ENCODER_TOKENS]
-    once = [*pair, *tokens, *gpus, *encoding]
-    return [*once, *storage, *vectors, *shards, *cores, *calls, *searchers, *replicas]
+    once = [*pair, *tokens, *gpus, *encoding, *searched]
+    return [*once, *storage, *vectors, *rows, *shards, *cores, *calls, *searchers, *replicas]
 
 
 def _operations(config: PlanConfig, shape: Shape) -> dict[str, Constant]:
@@ -256,12 +293,13 @@ def _index(
 ) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
     """Bytes of the index in a family, and searchers for each size of nodes."""
     dim, measured = config.dims[-1], known.MEASURED_DIM.value
-    size, width, shown = family.size.value, family.width.value, known.SHOWN_BYTES.value
+    size, width = family.size.value, family.width.value
     steps(family.recall.value, "", f"recall@100 of {family.label} = {n(family.recall.value)} measured")
     line = f"{n(size)} + {n(width)} a dimension × ({n(dim)} dimensions - {n(measured)} measured)"
     document = steps(size + width * (dim - measured), "bytes", f"index bytes a document = {line}")
-    line = f"{n(document)} + {n(shown)} of what is shown of it"
-    row = steps(document + shown, "bytes", f"bytes a document in a searcher = {line}")
+    reserved, vectors = known.RESERVED_BYTES.value, known.VECTOR_BYTES.value
+    line = f"{n(document)} + {n(reserved)} reserved - {n(vectors)} of vectors: ids and filters"
+    row = steps(document + reserved - vectors, "bytes", f"bytes a document in a searcher = {line}")
     gb = config.documents * row / 1e9
     steps(gb, "GB", f"index = {n(config.documents)} documents × {n(row)} bytes / 1e9")
     growth = config.documents / known.MEASURED_DOCUMENTS.value
@@ -278,7 +316,15 @@ def _index(
     steps(core_price(config), "USD an hour", f"price of a core with its memory = {line}")
     times = {"scan": scan, "shard": shard, "call": _call_seconds(steps)}
     sizes = {memory: _searchers(config, memory, gb, **times, steps=steps) for memory in config.node_memory}
-    return {"document_bytes": document, "row_bytes": row, "gb": gb}, sizes
+    return {"document_bytes": document, "row_bytes": row, "gb": gb, "texts_gb": _texts(config, steps)}, sizes
+
+
+def _texts(config: PlanConfig, steps: Steps) -> float:
+    """GB that every machine with gateways copies to its disk: the documents, which searchers do not hold."""
+    shown, versions = known.SHOWN_BYTES.value, known.VERSIONS.value
+    line = f"{n(config.documents)} documents × {n(shown)} bytes × {n(versions)} versions / 1e9"
+    gb = config.documents * shown * versions / 1e9
+    return steps(gb, "GB", f"documents on the disk of a machine with gateways = {line}")
 
 
 def _searchers(
@@ -375,36 +421,83 @@ def _round_up(value: float) -> float:
     return float(ceil(value * (1 - 1e-12)))
 
 
-def measured_stages() -> list[Row]:
-    """Measured figures of every stage and size, as benchmarks/scale.py wrote them."""
+def measured(table: str) -> list[Row]:
+    """A table of stage_costs.json, as benchmarks/scale.py wrote it: "stages" or "axes"."""
     text = files("scalingnote.scaling").joinpath("stage_costs.json").read_text(encoding="utf-8")
-    rows: list[Row] = json.loads(text)
+    rows: list[Row] = json.loads(text)[table]
     return rows
 
 
-def predict(rows: Sequence[Row], *, documents: int) -> dict[str, float]:
-    """Figures of one stage for a corpus of `documents`, on the line through its two largest measured sizes.
+def predict(
+    rows: Sequence[Row], *, documents: int, beside: Sequence[Row] = (), of: int | None = None
+) -> dict[str, float]:
+    """Figures of one stage for a corpus of `documents`.
 
-    Returns every figure of FIGURES, and ``fixed seconds``, the part of the seconds that does not grow.
+    They lie on the line through the two largest measured sizes. A stage of AXES takes time for each query, or
+    centroid, and document as well: what one more takes is fitted to runs that differ in them.
+
+    Args:
+        rows: measured at several sizes, with the same number of queries, or of centroids.
+        documents: of the corpus.
+        beside: runs of the stage with several numbers of them, each at several sizes.
+        of: their number; None: that of `rows`.
+
+    Returns:
+        Every figure of FIGURES, and ``fixed seconds``, the part of the seconds that does not grow.
     """
     small, large = sorted(rows, key=lambda row: row["documents"])[-2:]
     found = {}
     for figure in FIGURES:
         slope = (large[figure] - small[figure]) / (large["documents"] - small["documents"])
         slope = max(slope, 0.0)  # noise of a stage that does not grow
+        fixed = max(large[figure] - slope * large["documents"], 0.0)
         found[figure] = large[figure] + slope * (documents - large["documents"])
         if figure == "seconds":
-            found["fixed seconds"] = max(large[figure] - slope * large["documents"], 0.0)
+            found["fixed seconds"] = fixed
+        if of is None or figure == "driver GB":  # one driver ran them all
+            continue
+        axis = AXES[large["stage"]]
+        each, pair = _slopes(beside, axis.name, figure)
+        base = large[axis.name]
+        # The line counts the pairs of its own queries; what is left is done once for each pass.
+        once = max(slope - pair * base, 0.0)
+        found[figure] += documents * (once * (axis.passes(of) - 1) + pair * (of - base))
+        found[figure] = max(found[figure] + each * (of - base), fixed)
     return found
+
+
+def _slopes(rows: Sequence[Row], name: str, figure: str) -> tuple[float, float]:
+    """What one more query, or centroid, adds to a figure: by itself, and for each document.
+
+    Least squares of the relative error, from the runs' differences to the one of their size with the fewest.
+    """
+    first = {}
+    for row in sorted(rows, key=lambda row: row[name]):
+        first.setdefault(row["documents"], row)
+    pairs = [(first[row["documents"]], row) for row in rows if row is not first[row["documents"]]]
+    more = np.array([row[name] - base[name] for base, row in pairs], np.float64)
+    added = np.array([row[figure] - base[figure] for base, row in pairs], np.float64)
+    sizes = np.array([row["documents"] for _, row in pairs], np.float64)
+    weight = 1 / np.maximum([row[figure] for _, row in pairs], 1e-9)
+    scale = np.array([more.max(), (more * sizes).max()])
+    features = np.stack([more, more * sizes], axis=1) / scale
+    (each, pair), _ = nnls(features * weight[:, None], added * weight)
+    return float(each / scale[0]), float(pair / scale[1])
 
 
 def stage_costs(config: PlanConfig) -> dict[str, dict[str, float]]:
     """What every measured stage takes. Work that grows with the corpus is divided evenly among the cores."""
     cores = config.nodes * config.node_cores
-    rows = measured_stages()
+    rows, axes = measured("stages"), measured("axes")
+    counts = {"queries": config.train_queries, "codes": config.levels * config.codes}
     costs = {}
     for name in dict.fromkeys(row["stage"] for row in rows):
-        found = predict([row for row in rows if row["stage"] == name], documents=config.documents)
+        found = predict(
+            [row for row in rows if row["stage"] == name],
+            documents=config.documents,
+            beside=[row for row in axes if row["stage"] == name],
+            of=counts[AXES[name].name] if name in AXES else None,
+        )
         times = config.tokens / MEASURED_TOKENS
         if name in VECTOR_STAGES:
             times = config.dims[-1] / MEASURED_STAGE_DIM

@@ -100,6 +100,14 @@ class PlanConfig(Config):
     pairs: int = Field(100_000_000, ge=1, description="training pairs; the paper chose 10^8 for 7B")
     negatives: int = Field(1, ge=0, description="hard negatives of a pair, one in the paper")
     lora: int | None = Field(None, ge=1, description="rank of both towers' adapters; null: all weights learn")
+    queries: int | None = Field(
+        None,
+        ge=1,
+        description="distinct training queries that `collect` ranks by BM25 and `mine` searches, each over "
+        "all documents; null: a tenth of the pairs",
+    )
+    levels: int = Field(6, ge=1, description="codes of a semantic ID")
+    codes: int = Field(256, ge=2, description="K of each level: 8,192 for billions of documents")
     distill_epochs: float = Field(100.0, gt=0, description="passes over the pairs' queries, 100 in the paper")
     query_tower: QueryTower = Field("bert-int8", description="what encodes queries in service")
     mfu: float = Field(
@@ -122,6 +130,11 @@ class PlanConfig(Config):
     request_price: float = Field(
         5.0, ge=0, description="of a million requests to object storage, as for writes"
     )
+
+    @property
+    def train_queries(self) -> int:
+        """Distinct training queries."""
+        return max(self.pairs // 10, 1) if self.queries is None else self.queries
 
     @model_validator(mode="after")
     def _ascends(self) -> "PlanConfig":
@@ -230,17 +243,33 @@ ENCODE_KEPT = _measured("share of a bare loop's speed that the encode job keeps"
 VERSIONS = Constant(
     "index versions held open", 2.0, "", "design: serve.versions_kept: a swap needs room for the next one"
 )
+_SEARCHERS = "searcher_memory.json searchers"
+RESERVED_BYTES = _measured(
+    "bytes a document reserved for a searcher, 32 dimensions",
+    105.5,
+    "bytes",
+    f"{_SEARCHERS} reserved bytes per document",
+    documents=10_000_000,
+)
+VECTOR_BYTES = _measured(
+    "bytes a document of vectors there",
+    56.1,
+    "bytes",
+    f"{_SEARCHERS} index bytes per document",
+    documents=10_000_000,
+)
 SHOWN_BYTES = Constant(
     "bytes of its id, title and snippet",
     340.0,
     "bytes",
-    "design: index.snippet_chars 240, and about 100 of ids, title and topic; held in memory",
+    "design: index.snippet_chars 240, and about 100 of ids, title and topic; on the gateways' disks",
 )
+QUERIES_PER_PASS = 1 << 16  # mine.search.QUERIES_PER_BATCH, which a test compares
 USABLE = Constant(
     "share of a node's memory for the index",
     0.75,
     "",
-    "assumed: the rest: interpreter, page cache of titles and snippets, growth",
+    "assumed: the rest: interpreter, other files, growth",
 )
 BUSY = Constant("busy share of a core", 0.6, "", "assumed: headroom for peaks; latency rises steeply beyond")
 GB_A_CORE = Constant("GB of memory a core", 8.0, "GB", "assumed: memory-optimised machines: 8 GB to a core")

@@ -8,6 +8,7 @@ from math import isqrt
 from pathlib import Path
 
 from scalingnote.config import validate
+from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.reports import four_digits
 from scalingnote.scaling import capacity
 from scalingnote.scaling.capacity import CapacityPlan, training_state
@@ -19,6 +20,7 @@ GATEWAY_MAX_DOCUMENTS = 2_000_000  # up to which a gateway holds the index itsel
 TRAINING_POINTS_PER_LIST = 39
 MAX_TRAIN_DOCUMENTS = 4_000_000  # index.train_documents, unless it is set
 DAY_S = 86_400
+SAMPLED_PER_CODE = 200  # documents (docs/guides/encode.md: some hundreds)
 
 TEXT_OPTIONS = ("model", "gpu", "query_tower")
 
@@ -128,8 +130,9 @@ def _serving(plan: CapacityPlan) -> Iterator[str]:
     index = [
         ("recall@100, measured", f"{plan.family.recall.value:g}"),
         ("bytes a document", f"{plan.index['document_bytes']:,.1f}"),
-        ("with its title and snippet", f"{plan.index['row_bytes']:,.1f}"),
-        ("GB of one version", _short(plan.index["gb"])),
+        ("with its ids and filters", f"{plan.index['row_bytes']:,.1f}"),
+        ("GB of one version in searchers", _short(plan.index["gb"])),
+        ("GB of texts on a gateway's disk", _short(plan.index["texts_gb"])),
     ]
     yield _table(("index", plan.family.label), index)
     searchers = [
@@ -189,6 +192,19 @@ def notes(plan: CapacityPlan) -> list[str]:
         said.append(
             "recall was measured on a million documents; nprobe and refine factor are assumed to keep it"
         )
+    queries, passes = config.train_queries, capacity.AXES["mine"].passes(config.train_queries)
+    said.append(
+        f"mine compares {queries:,} queries with every document and reads all embeddings {passes:,} times: "
+        "mine.max_documents, mine.search=index or fewer queries take less; `evaluate` is for 500 test queries"
+    )
+    if (sample := SAMPLED_PER_CODE * config.codes) > QuantizeConfig().sample_documents:
+        said.append(
+            f"codebooks are counted as fitted to {QuantizeConfig().sample_documents:,} documents; "
+            f"{config.codes:,} codes need about {sample:,}: set quantize.sample_documents"
+        )
+    said.append(
+        "offline stages were measured on one machine and its disk: the network to a bucket is not counted"
+    )
     lists = 4 * isqrt(config.documents)
     sample = min(lists * TRAINING_POINTS_PER_LIST, config.documents)
     if not exhaustive and sample > MAX_TRAIN_DOCUMENTS:

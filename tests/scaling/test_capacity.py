@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import scale
 from scalingnote import cli
 from scalingnote.index.config import IndexConfig
+from scalingnote.mine import search
 from scalingnote.models.flops import PUBLISHED
 from scalingnote.scaling import capacity, config, output
-from scalingnote.scaling.capacity import FIGURES, VECTOR_STAGES, CapacityPlan, measured_stages, predict
+from scalingnote.scaling.capacity import AXES, FIGURES, VECTOR_STAGES, CapacityPlan, measured, predict
 from scalingnote.scaling.config import Constant, IndexFamily, PlanConfig
 from scalingnote.serve_config import ServeConfig
 
@@ -255,15 +257,67 @@ def test_noise_of_a_stage_that_does_not_grow_predicts_no_negative_time():
     assert (found["seconds"], found["fixed seconds"]) == (3.5, 3.5)
 
 
+def product(stage: str, documents: int, count: int) -> dict[str, float | str]:
+    """A run that takes 2 s, a ms a query, 0.1 ms a document and pass, and 1 µs a query and document."""
+    axis = AXES[stage]
+    taken = 2 + 1e-3 * count + documents * (1e-4 * axis.passes(count) + 1e-6 * count)
+    return dict.fromkeys(FIGURES, taken) | {"stage": stage, "documents": documents, axis.name: count}
+
+
+@pytest.mark.parametrize("stage", AXES)
+@pytest.mark.parametrize(("documents", "count"), [(40_000, 400), (10**9, 30_000), (10**9, 10**7)])
+def test_queries_and_codes_cost_by_themselves_and_for_each_document(stage, documents, count):
+    axes = [product(stage, size, few) for size in (1_000, 4_000) for few in (20, 100)]
+    rows = [product(stage, size, 20) for size in (100, 10_000, 100_000)]
+    found = predict(rows, documents=documents, beside=axes, of=count)
+    wanted = product(stage, documents, count)
+    # The line holds the queries by themselves as fixed; passes are of what is not done for each of them.
+    assert found["seconds"] == pytest.approx(wanted["seconds"], rel=0.01)
+    assert found["requests"] == pytest.approx(wanted["requests"], rel=0.01)
+    assert predict(rows, documents=documents)["seconds"] < 0.5 * wanted["seconds"]
+
+
+def test_noise_on_an_axis_adds_no_negative_cost():
+    axes = [
+        product("mine", size, few) | {"seconds": 9.0 - few / 50}
+        for size in (1_000, 4_000)
+        for few in (20, 100)
+    ]
+    rows = [product("mine", size, 20) for size in (1_000, 10_000)]
+    more = predict(rows, documents=10_000, beside=axes, of=10_000)["seconds"]
+    assert more == pytest.approx(rows[-1]["seconds"])
+
+
 def test_the_package_computes_with_what_the_benchmark_wrote():
-    assert (
-        measured_stages()
-        == json.loads((ROOT / "docs/results/scale.json").read_text(encoding="utf-8"))["stages"]
-    )
+    written = json.loads((ROOT / "docs/results/scale.json").read_text(encoding="utf-8"))
+    for table in ("stages", "axes"):
+        assert measured(table) == written[table]
+    assert search.QUERIES_PER_BATCH == config.QUERIES_PER_PASS
+
+
+@pytest.mark.parametrize("stage", AXES)
+def test_the_measured_run_with_the_most_queries_or_codes_is_what_fewer_predict(stage):
+    found = scale.over_run(measured("axes"), stage)
+    assert 0.5 < found["plan over run"] < 2
+    assert found["to"] >= 4 * found["from"]
+
+
+def test_more_queries_and_codes_make_a_plan_dearer_where_they_are_compared():
+    def core_hours(**given: object) -> dict[str, float]:
+        return {name: row["core_hours"] for name, row in plan(**given).offline.items()}
+
+    base, queries, codes = core_hours(), core_hours(queries=10**8), core_hours(codes=8192)
+    assert {name for name in base if queries[name] > base[name]} == {"collect (BM25)", "mine"}
+    assert {name for name in base if codes[name] > base[name]} == {"quantize"}
+    # Ten times the queries take nearly ten times as long: 10^7 is a tenth of the pairs.
+    assert 8 < queries["mine"] / base["mine"] < 11
+    notes = " ".join(output.notes(plan(queries=10**6, codes=8192)))
+    assert "reads all embeddings 16 times" in notes
+    assert "8,192 codes need about 1,638,400" in notes
 
 
 def test_the_measured_run_of_ten_million_documents_is_what_smaller_ones_predict():
-    rows = measured_stages()
+    rows = measured("stages")
     stages = {one["stage"] for one in rows}
     assert set(VECTOR_STAGES) <= stages
     for stage in stages:

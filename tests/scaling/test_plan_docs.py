@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalingnote import cli
-from scalingnote.scaling.capacity import measured_stages
+from scalingnote.scaling.capacity import measured
 from scalingnote.scaling.laws import PUBLISHED_DATA, PUBLISHED_JOINT, PUBLISHED_SIZE
 
 DOCS = Path(cli.__file__).parents[1] / "docs/guides/scaling.md"
@@ -78,11 +78,12 @@ def test_two_billion_documents_by_hand():
     assert figures(SHOWN, "together")[0] == pytest.approx(sum(work.values()), rel=1e-3)
     assert figures(SHOWN, "128 dimensions") == pytest.approx([512, 256, 512 * 0.023], abs=0.5)
     assert figures(SHOWN, "16 dimensions") == [64, 32, 1.47]
-    assert figures(SHOWN, "GB of one version") == [round(2 * (170.1 + 340))]
+    assert figures(SHOWN, "GB of one version in searchers") == [round(2 * (170.1 + 105.5 - 56.1))]
+    assert figures(SHOWN, "GB of texts on a gateway's disk") == [2 * 2 * 340]
     scan = 490 * sqrt(2000)  # µs
     monthly = {}
     for memory in (64, 128, 256, 512, 1024):
-        shards = ceil(2 * 1020.2 / (0.75 * memory))
+        shards = ceil(2 * 439 / (0.75 * memory))
         spent = scan + (shards - 1) * (1969 - 621) / 3
         cores = memory / 8
         replicas = max(2, ceil(20_000 * spent / 1e6 / 0.6 / shards / cores))
@@ -104,7 +105,7 @@ def test_two_billion_documents_by_hand():
     month = 512 * 0.023 + monthly[1024] + (359 + 384) * core
     assert figures(SHOWN, "a month")[0] == pytest.approx(month, abs=0.5)
     offline = sum(
-        figures(SHOWN, stage)[5] for stage in dict.fromkeys(row["stage"] for row in measured_stages())
+        figures(SHOWN, stage)[5] for stage in dict.fromkeys(row["stage"] for row in measured("stages"))
     )
     assert figures(SHOWN, "once") == pytest.approx([4.0 * sum(work.values()) + offline], abs=3)
 
@@ -127,7 +128,7 @@ def test_ten_million_documents_by_hand():
     encode = hours(1e7 * (2 * 250 * weights + 4 * 250**2 * 24 * 896 / 2), 121e12) / 0.914
     assert figures(plan, "train")[1:] == pytest.approx([train, train / 24, 0.7 * train], rel=6e-3)
     assert figures(plan, "encode")[1:] == pytest.approx([encode, encode / 24, 0.7 * encode], rel=6e-3)
-    assert figures(plan, "GB of one version") == [5.1]
+    assert figures(plan, "GB of one version in searchers") == [2.2]
     assert figures(plan, "together")[0] == 19.1  # GPU hours on the page
     assert (figures(plan, "once")[0], figures(plan, "a month")[0]) == (14, 362)
     # One node holds it, one core answers: what is paid for is the second copy.
