@@ -471,7 +471,7 @@ def _slopes(rows: Sequence[Row], name: str, figure: str) -> tuple[float, float]:
 
     Least squares of the relative error, from the runs' differences to the one of their size with the fewest.
     """
-    first = {}
+    first: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: row[name]):
         first.setdefault(row["documents"], row)
     pairs = [(first[row["documents"]], row) for row in rows if row is not first[row["documents"]]]
