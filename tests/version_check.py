@@ -3,8 +3,9 @@
     python tests/version_check.py torch==2.14.1
     python tests/version_check.py numpy==2.3.5 numba==0.65.0 llvmlite==0.47.0 fastapi==0.136.3
 
-The packages are installed, without what they depend on, into an environment of their own, which finds all
-others where this interpreter has them. What this cannot show: kernels of GPUs.
+The packages are installed into an environment of their own, which finds all others where this interpreter has
+them; of what they depend on it gets what is missing here (of a torch for GPUs: CUDA, gigabytes). What this
+cannot show: kernels of GPUs.
 """
 
 import argparse
@@ -30,12 +31,12 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
         (site,) = Path(folder).glob("lib/python*/site-packages")
         (site / "here.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site)]
+        python = f"{folder}/bin/python"
+        install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
         # Not the constraints of this machine: other versions are the purpose.
         subprocess.run(
             [*install, *options.packages], check=True, env=os.environ | {"PIP_CONSTRAINT": os.devnull}
         )
-        python = f"{folder}/bin/python"
         names = [package.partition("==")[0] for package in options.packages]
         subprocess.run([python, "-c", SHOWN, *names], check=True)
         command = [
