@@ -449,11 +449,11 @@ def map_loaded(work: Callable[[T], R], items: Sequence[T], resources: Resources)
     """
     make: Any = ray.remote(**actor_options(resources), max_restarts=-1)(_Mapper)
     shared = ray.put(work)
-    actors = [make.remote(shared) for _ in range(min(workers(resources), len(items)))]
+    actors = [make.remote() for _ in range(min(workers(resources), len(items)))]
     left, deaths = deque(range(len(items))), Counter[Any]()
     idle: list[Any] = []
     # Reference -> its actor, and the number of its item, or None while it starts.
-    running: dict[Any, tuple[Any, int | None]] = {_start(actor): (actor, None) for actor in actors}
+    running: dict[Any, tuple[Any, int | None]] = {_start(actor, shared): (actor, None) for actor in actors}
     done = 0
     try:
         while done < len(items):
@@ -467,7 +467,7 @@ def map_loaded(work: Callable[[T], R], items: Sequence[T], resources: Resources)
                 if number is not None:
                     left.appendleft(number)
                 if deaths[counted] < ATTEMPTS:
-                    running[_start(actor)] = (actor, None)
+                    running[_start(actor, shared)] = (actor, None)
                 elif number is not None or not (running or idle):
                     what = "no actor starts" if number is None else f"item {items[number]} ended its process"
                     raise ScalingNoteError(f"{what}, {ATTEMPTS} times tried: {error}") from error
@@ -484,19 +484,17 @@ def map_loaded(work: Callable[[T], R], items: Sequence[T], resources: Resources)
             ray.kill(actor)
 
 
-def _start(actor: Any) -> Any:
-    """A reference that is there when an actor runs, again if it is lost before."""
-    return actor.start.options(max_task_retries=-1).remote()
+def _start(actor: Any, work: Any) -> Any:
+    """A reference that is there when an actor runs and has its work, again if it is lost before."""
+    return actor.start.options(max_task_retries=-1).remote(work)
 
 
 class _Mapper:
     """An actor of :func:`map_loaded`."""
 
-    def __init__(self, work: Callable[[Any], Any]) -> None:
+    def start(self, work: Callable[[Any], Any]) -> None:
+        """Take the work, also after a restart."""
         self._work = work
-
-    def start(self) -> None:
-        """Nothing: an actor that answers runs."""
 
     def map(self, item: Any, *, attempts: int = ATTEMPTS) -> Any:
         try:

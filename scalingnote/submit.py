@@ -23,6 +23,7 @@ from typing import Any
 
 import aiohttp
 import yaml
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from scalingnote import ray_internals
@@ -193,6 +194,8 @@ def _connect(address: str) -> JobSubmissionClient:
         os.environ.pop(name, None)
     try:
         return JobSubmissionClient(address)
+    except AuthenticationError as error:
+        raise ConfigError(f"{address}: {str(error).splitlines()[0]}") from None
     except (ConnectionError, RuntimeError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {address} ({_reason(error)}): give the dashboard's URL, "
