@@ -55,6 +55,8 @@ RULES = (
     Rule(r"^plan_seconds_error_max$", "lower", SHORT),
     Rule(r"^(control_open_doors|silent_on_the_machine|listeners)$", "either"),
     Rule(r"^faults_survived$", "higher"),
+    Rule(r"_us_per_row$", "lower", SHORT, of_the_machine=True),
+    Rule(r"^shuffle(_memory)?_over_ray_data$", "lower", RATIO),
     Rule(r"^errors_per_request$", "lower", 0.005, relative=False),
     Rule(r"_s_per_gb$", "lower", SHORT, of_the_machine=True),
     Rule(r"^elastic_loss_difference_max$", "lower", 0.02, relative=False),

@@ -219,6 +219,15 @@ def scale(r: Report) -> Lines:
         yield value(r, f"plan_over_run_{name}", what, "", f"{most:,} {name}")
 
 
+def shuffle(r: Report) -> Lines:
+    ours, theirs = (f"{number(r['metrics'][f'{name}_us_per_row'])} µs" for name in ("shuffle", "ray_data"))
+    what = "one more row in a shuffle of files into 16 buckets"
+    yield ratio(r, "shuffle_over_ray_data", what, ours, f"Ray Data {theirs}", bar=1)
+    mine, beside = (f"{row['workers GB']:.2g} GB" for row in r["table"][-2:])
+    what = f"memory of its workers, {r['table'][-1]['rows']:,} rows"
+    yield ratio(r, "shuffle_memory_over_ray_data", what, mine, f"Ray Data {beside}", bar=1)
+
+
 def stage_faults(r: Report) -> Lines:
     count, runs = r["metrics"]["faults"], r["runs"]
     what = f"SIGKILL of driver, worker, node: {len(runs)} runs of all stages with the bytes of one without"

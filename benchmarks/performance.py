@@ -27,7 +27,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Training": ("train", "methods", "sources", "teacher", "distillation", "faults", "gpu"),
     "Collecting": ("collect",),
     "Encoding": ("encode", "native", "cluster_faults", "random_access"),
-    "Storage and scale": ("object_store", "scale", "stage_faults"),
+    "Storage and scale": ("object_store", "shuffle", "scale", "stage_faults"),
     "Semantic IDs": ("quantize",),
     "Fusion": ("fusion",),
     "Query encoders": ("query_encoder", "front_door", "mteb_agreement"),

@@ -73,6 +73,7 @@ BENCHMARKS = (
         25,
     ),
     Benchmark("object_store", "", 0.5, "", 1),
+    Benchmark("shuffle", "--rows 20000 60000 --rounds 1", 1, "", 8),
     Benchmark("scale", "--documents 20000 40000", 3, "", 60),
     Benchmark("package", "--rounds 3", 1, "", 1),
     Benchmark("stage_faults", "--documents 20000 --seeds 1", 4, "", 25),

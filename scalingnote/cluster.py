@@ -587,7 +587,8 @@ def map_with_actors(
     """
     most = min(workers(resources), len(items))
     least = min(_least(resources), most)
-    room = sum(_room_per_node(_needs_per_worker(resources)))
+    # Actors that wait for a node are what an autoscaler sees; elsewhere they would wait for ever.
+    room = most if _nodes_wait_s else sum(_room_per_node(_needs_per_worker(resources)))
     with ray.data.DataContext.current(_context(init_deaths=most)):
         dataset: Any = ray.data.from_items(list(items), override_num_blocks=len(items))
     around: dict[str, Any] = {"compute": ray.data.TaskPoolStrategy(size=max(tasks, 1)), "num_cpus": 1}

@@ -11,9 +11,9 @@ shuffle into 1,000 buckets takes at most 8 million reads. A bucket may hold a ke
 :func:`stream` reads it in tables of at most ROWS_PER_BATCH rows; :func:`gather`, which joins them, is for
 keys that were aggregated before the scatter.
 
-Ray Data's hash shuffle (2.60: read_parquet, repartition by key, write_parquet) took 9.1 s and 1.27 GB of
-workers' memory for 10^6 rows in 16 files on 2 cores, this one 1.1 s and 0.45 GB; for 4 x 10^6 rows 19.4 s and
-1.7 GB, this one 7.9 s and 0.58 GB. A killed shuffle of Ray Data starts anew; here only running tasks do.
+One more row takes 0.40 of the time that it takes Ray Data's hash shuffle (2.60: read_parquet, repartition by
+key, write_parquet), beside a fixed cost of 3 s in place of 13 s: docs/results/shuffle.json, 10^5 to 10^6 rows
+on 2 cores. A killed shuffle of Ray Data starts anew; here only running tasks do.
 """
 
 import json

@@ -62,6 +62,23 @@ class CountedEncoder:
         return self._encoder.encode_with_cost(*rows, **options)
 
 
+class PatientEncoder(CountedEncoder):
+    """Notes the node it is on, and encodes nothing before two nodes are noted."""
+
+    def __init__(self, towers, token_budget: int, *, notes: str) -> None:
+        import ray
+
+        super().__init__(towers, token_budget, notes=notes)
+        self._nodes = Path(notes).with_name("nodes")
+        self._nodes.mkdir(exist_ok=True)
+        (self._nodes / ray.get_runtime_context().get_node_id()).touch()
+
+    def encode_with_cost(self, *rows, **options):
+        while len(list(self._nodes.iterdir())) < 2:
+            time.sleep(0.1)
+        return super().encode_with_cost(*rows, **options)
+
+
 def noted_worker(settings: dict, *, folder: str):
     import ray.train
     import torch
@@ -90,7 +107,7 @@ def parents(folder: Path) -> dict[str, str]:
     return {name: str(folder / name) for name in ("dataset", "triplets")}
 
 
-def connect() -> None:
+def connect(nodes_wait_s: float = 0.0) -> None:
     """Join the cluster; Ray Data and Ray Train look at once for nodes that joined, not every 20 seconds."""
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 
@@ -99,7 +116,7 @@ def connect() -> None:
     class Quick(coordinator._AutoscalingCoordinatorActor):
         TICK_INTERVAL_S = 1
 
-    cluster.connect()
+    cluster.connect(nodes_wait_s=nodes_wait_s)
     coordinator._AutoscalingCoordinatorActor = Quick
     coordinator.get_or_create_autoscaling_coordinator()
 
@@ -124,19 +141,24 @@ def train(folder: Path) -> None:
     job.run(CONFIG, **parents(folder), output=str(folder / "trained"))
 
 
-def encode(folder: Path) -> None:
+def encode(folder: Path, encoder: type = CountedEncoder, *, min_workers: int | None = None) -> None:
     from scalingnote.encode import documents
 
+    fleet = Fleet(workers=2, gpus_per_worker=1, min_workers=min_workers)
     documents.encode_documents(
-        EncodeConfig(token_budget=2048, resources=Fleet(workers=2, gpus_per_worker=1)),
+        EncodeConfig(token_budget=2048, resources=fleet),
         str(folder / "dataset"),
         open_artifact(str(folder / "towers"), kind="dual_encoder"),
         str(folder / "encoded"),
-        load_encoder=partial(CountedEncoder, notes=str(folder / "calls")),
+        load_encoder=partial(encoder, notes=str(folder / "calls")),
     )
 
 
 def main(what: str, folder: str) -> None:
+    if what == "grow":
+        connect(nodes_wait_s=120)
+        encode(Path(folder), PatientEncoder, min_workers=1)
+        return
     connect()
     {"train": train, "encode": encode}[what](Path(folder))
 

@@ -3,16 +3,22 @@
 `python -m benchmarks.cluster_faults` and `python -m benchmarks.faults` measure the same many times over.
 """
 
+import contextlib
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import elastic_driver
 import numpy as np
+import psutil
 import pytest
+import yaml
 from elastic_driver import CONFIG, groups, parents, worlds
 from ray.cluster_utils import Cluster
 
@@ -37,6 +43,13 @@ INTERVALS = {
 }
 
 
+# Of an autoscaler's description: it asks for them.
+UNUSED_LISTS = (
+    *("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands"),
+    *("head_setup_commands", "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
+)
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
     """Two nodes of two CPUs and one simulated GPU each, and a head without any."""
@@ -53,6 +66,67 @@ def nodes() -> Iterator[Cluster]:
         patch.setenv("RAY_ADDRESS", made.address)
         yield made
         made.shutdown()
+
+
+@pytest.fixture
+def autoscaled(tmp_path: Path) -> Iterator[None]:
+    """A head without GPUs, whose autoscaler brings up to two nodes with one, as they are asked for."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    place = tempfile.mkdtemp(prefix="sn-", dir="/tmp")  # Unix sockets have short names
+    provider = {"type": "fake_multinode", "gcs_address": f"127.0.0.1:{port}", "use_node_id_as_ip": True}
+    provider |= {"disable_node_updaters": True, "disable_launch_config_check": True}
+    gpu = {"CPU": 2, "GPU": 1, "object_store_memory": 10**8}
+    description = {
+        "cluster_name": "grown",
+        "max_workers": 2,
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 60,
+        "provider": provider,
+        "head_node_type": "ray.head.default",
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
+            "gpu": {"resources": gpu, "node_config": {}, "min_workers": 0, "max_workers": 2},
+        },
+        "auth": {},
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+        **{name: [] for name in UNUSED_LISTS},
+    }
+    described = tmp_path / "autoscaler.yaml"
+    described.write_text(yaml.safe_dump(description))
+    command = [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--num-cpus=1"]
+    command += [f"--port={port}", f"--autoscaling-config={described}", f"--temp-dir={place}"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    path = [str(Path(__file__).parent), str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_FAKE_CLUSTER": "1",
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    with pytest.MonkeyPatch.context() as patch, open(f"{place}/head.log", "wb") as log:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        process = psutil.Popen(command, stdout=log, stderr=log)
+        patch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        try:
+            wait_for(lambda: b"Ray runtime started" in Path(log.name).read_bytes(), process)
+            yield
+        finally:
+            end([*process.children(recursive=True), process])
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def end(family: list[psutil.Process]) -> None:
+    """Exactly these processes; other clusters may run on this machine."""
+    for kill in (psutil.Process.terminate, psutil.Process.kill):
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kill(member)
+        _, family = psutil.wait_procs(family, timeout=10)
 
 
 def kill_node(nodes: Cluster) -> None:
@@ -78,6 +152,18 @@ def test_encoding_goes_on_without_a_node_and_repeats_no_finished_part(nodes: Clu
     assert len(encoded) <= tiny.DOCUMENTS // ROWS_PER_PART + 2, (
         "more than the parts in flight were encoded again"
     )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("autoscaled")
+def test_encoding_starts_with_min_workers_and_takes_the_nodes_that_an_autoscaler_brings(tmp_path: Path):
+    tiny_towers(tmp_path)
+    with Driver("grow", tmp_path) as process:
+        code = process.wait(timeout=500)
+    assert code == 0, (tmp_path / "grow.log").read_text()
+    found = open_artifact(str(tmp_path / "encoded"), kind="embeddings")
+    assert found.counts["documents"] == tiny.DOCUMENTS
+    assert len(list((tmp_path / "nodes").iterdir())) == 2
 
 
 @pytest.mark.timeout(600)
@@ -143,6 +229,6 @@ class Driver:
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 500
     while not ready():
-        assert process.poll() is None, f"the driver ended with {process.returncode}"
+        assert process.poll() is None, f"the process ended with {process.returncode}"
         assert time.monotonic() < deadline, "nothing to interrupt within 500 s"
         time.sleep(0.02)
