@@ -3,7 +3,7 @@
     python -m benchmarks.shuffle --json docs/results/shuffle.json
 
 Both read the same 16 Parquet files, bring rows of one key together and write a Parquet file for each of 16
-buckets, on one cluster of two CPUs with workers that run already. A shuffle has a fixed cost, so that the
+buckets, on a cluster of this machine with workers that run already. A shuffle has a fixed cost, so that the
 ratio at one size says little: what one more row costs is the slope of the straight line through the medians
 of all sizes. Memory is the largest sum over workers of what they do not share, which excludes object stores.
 """
@@ -31,7 +31,6 @@ from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import write_table
 
 FILES = BUCKETS = 16
-CPUS = 2
 WORDS = 12  # of a row's text, about 90 bytes
 ROWS_PER_KEY = 4
 SAMPLE_S = 0.05  # between two looks at the memory
@@ -44,7 +43,6 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="shuffle-"))
     ways: dict[str, Callable[[Path, Path], None]] = {"ours": ours, "Ray Data": ray_datas}
-    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
     cluster.connect()
     rows: list[dict[str, Any]] = []
     try:

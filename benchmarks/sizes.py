@@ -101,8 +101,8 @@ BENCHMARKS = (
     Benchmark("sparse_index", "--documents 10000 50000", 1, "--seismic 10000 100000 300000", 15),
     Benchmark(
         "live_index",
-        "--seeds 2 --operations 1500 --kills 6 --documents 40000 --queries 200 --steps 6",
-        4,
+        "--seeds 1 --operations 1500 --kills 6 --documents 40000 --queries 200 --steps 6",
+        2.5,
         "--plot {folder}/streaming.png",
         60,
     ),

@@ -230,7 +230,8 @@ def test_work_that_is_loaded_goes_only_to_actors_that_run(monkeypatch: pytest.Mo
         def options(self, **_: Any) -> "Actor":
             return self
 
-        def remote(self) -> str:
+        def remote(self, work: Any) -> str:
+            assert work is str
             return f"start {self._number}"
 
         @property
@@ -244,7 +245,7 @@ def test_work_that_is_loaded_goes_only_to_actors_that_run(monkeypatch: pytest.Mo
     class Made:
         numbers = iter(range(2))
 
-        def remote(self, _: Any) -> Actor:
+        def remote(self) -> Actor:
             return Actor(next(self.numbers))
 
     def wait(references: list[str]) -> tuple[list[str], list[str]]:

@@ -21,9 +21,6 @@ from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from scipy.optimize import nnls
-
 from scalingnote.models import flops
 from scalingnote.models.config import Lora, Pretrained, Scratch
 from scalingnote.models.flops import Shape, adapter_parameters, backbone_shape
@@ -471,6 +468,9 @@ def _slopes(rows: Sequence[Row], name: str, figure: str) -> tuple[float, float]:
 
     Least squares of the relative error, from the runs' differences to the one of their size with the fewest.
     """
+    import numpy as np  # late: `plan --help` needs neither
+    from scipy.optimize import nnls
+
     first: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: row[name]):
         first.setdefault(row["documents"], row)
