@@ -33,9 +33,11 @@ SHORT = {"smollm": "SmolLM2", "minilm": "MiniLM", "m3e": "M3E", "scratch": "rand
 STEPS, GPU_STEPS = 60, 200
 LADDER = ("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching")
 CE, CE_SCORES = "embeddistill-ce-matching", "embeddistill-ce-scores"
-# On CPUs four layers of LightRetriever find nothing, as a seed of one dataset shows; others have what learns.
+# Four layers of LightRetriever find nothing with these losses and 60 steps; others have what learns of its
+# sparse half. Its dense half learns where the sparse losses do not drown it: see docs/results/pretrained.md.
 LEARNING_ATTEMPT = "all layers, FLOPs 1e-5"
-# Predicting every token from its state takes most of a step's time on a CPU.
+# Without the reconstruction loss, which the paper's cross-encoder needs: predicting every token from its
+# state takes most of a step's time on a CPU.
 CE_KNOBS = (
     *("cross_encoder.in_batch=1", "cross_encoder.global_batch=16"),
     "cross_encoder.losses.reconstruction=0",
