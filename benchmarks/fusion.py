@@ -173,7 +173,7 @@ def fuse(
     fit(
         strategies.build(stage, schedule=config, device=torch.device("cpu")),
         ClickBatches(Store.open(folder), order, config, **known, rank=0, world=1),
-        steps=order.steps(config.epochs),
+        steps=order.steps(config),
         schedule=config,
         checkpoints=Checkpoints(f"{folder}/checkpoints", keep=1),
         section="fuse",

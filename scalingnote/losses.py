@@ -332,12 +332,15 @@ def flops(means: Float[Tensor, " vocabulary"]) -> Loss:
     return means.square().sum()
 
 
-def quadratic_ramp(progress: Float[Tensor, ""], share: float) -> float | Float[Tensor, ""]:
-    """Factor of a regulariser: grows as a square from 0 to 1 over the first `share` of a run, then stays.
+def ramp(step: Float[Tensor, ""], steps: Float[Tensor, ""], *, over: float) -> float | Float[Tensor, ""]:
+    """Factor of a weight that grows from 0 to 1, linearly, and then stays.
 
-    `progress` is the part of the run that is done. Term weights must be learnt before they are penalised.
+    `over` is the number of steps that it takes or, below 1, a share of all `steps`. LightRetriever's FLOPs
+    regulariser grows as its square: term weights must be learnt before they are penalised.
     """
-    return (progress / share).clamp(max=1.0).square() if share else 1.0
+    if not over:
+        return 1.0
+    return (step / (over * steps if over < 1 else over)).clamp(max=1.0)
 
 
 # --- helpers ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from scalingnote.train.config import Align, Losses, Sparse
 from scalingnote.train.objective import StageOne
 
 DIM = 16
+STEPS = 10  # of a run that a batch is a step of
 LOSSES = Losses(temperature=0.1, bidirectional=False, alpha=0, matryoshka=(4, DIM))
 SPARSE, ALIGN = Sparse(flops=1e-2), Align()
 
@@ -56,7 +57,7 @@ def stage(
 
 
 def triplets(
-    made: StageOne, rows: Sequence[int], *, of: int, packed: bool = False, progress: float = 1.0
+    made: StageOne, rows: Sequence[int], *, of: int, packed: bool = False, step: float = STEPS
 ) -> Triplets:
     """Some rows of a global batch of `of`, with one hard negative each; ids repeat."""
     texts = tiny.document_rows(2 * of)
@@ -75,5 +76,6 @@ def triplets(
         known_positives=torch.stack([ids, (ids + 5) % 17], dim=1),
         weights=(1 + own % 3).float(),
         terms=torch.from_numpy(padded(terms, width=16)),
-        progress=torch.tensor(progress),
+        step=torch.tensor(float(step)),
+        steps=torch.tensor(float(STEPS)),
     )

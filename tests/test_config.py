@@ -64,7 +64,10 @@ def test_the_published_lightretriever_has_the_published_numbers():
     assert (train.global_batch, config.collect.num_negatives, train.losses.temperature) == (128, 7, 0.02)
     assert (train.query.max_length, train.document.max_length) == (512, 512)
     assert (train.sparse.temperature, train.sparse.flops, train.sparse.query) == (1.0, 1e-3, "counts")
-    assert train.sparse.ramp == pytest.approx(1 / 3, abs=1e-3)
+    assert (train.sparse.flops_ramp, train.max_steps) == (4000, 12_000)
+    optimizer = train.optimizer
+    assert (optimizer.peak_lr, optimizer.warmup, optimizer.weight_decay) == (2e-5, 100, 0.01)
+    assert (optimizer.schedule, optimizer.floor) == ("cosine", 0.1)
     assert (train.losses.bidirectional, train.losses.alpha) == (False, 0)
 
 

@@ -55,7 +55,7 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
     if draft.finished:
         return draft.existing()
     prepared = prepare(as_stage_one(config), **parents, folder=draft.work("data"), each=cluster.map_tasks)
-    steps = Order.of(config, prepared.sizes).steps(config.epochs)
+    steps = Order.of(config, prepared.sizes).steps(config)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     launch(

@@ -105,7 +105,7 @@ def run(
         candidates=_sources(config, parents, document_tokenizer),
         each=cluster.map_tasks,
     )
-    rows, steps = sum(sizes.values()), Order.of(config, sizes).steps(config.epochs)
+    rows, steps = sum(sizes.values()), Order.of(config, sizes).steps(config)
     log.info("%s rows, %d steps", f"{rows:,}", steps)
     launch(
         _worker,

@@ -45,7 +45,7 @@ class Hybrid(Config):
     raw: bool = Field(
         True,
         description="with a sparse head also a row of the sum of the scores as they are, cosines and inner "
-        "products of terms, as LightRetriever's paper joins them (section 3.1)",
+        "products of terms",
     )
 
 

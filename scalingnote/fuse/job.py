@@ -83,7 +83,7 @@ def run(
     cluster.check_resources_early(config.resources, knob="fuse.resources")
     corpus = FusedCorpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
     facts = _prepare(config, corpus, parents["planner"], tower, draft)
-    steps = _order(config, facts).steps(config.epochs)
+    steps = _order(config, facts).steps(config)
     clicks = facts["sizes"][prepare.ROWS]
     if not fs.exists(trained := draft.work("trained")):
         log.info("%s clicks, %d steps", f"{clicks:,}", steps)

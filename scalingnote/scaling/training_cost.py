@@ -313,7 +313,8 @@ class Estimate:
         """Steps of the run; None if the number of rows is unknown."""
         if self.assumed.rows is None:
             return None
-        return round(self.assumed.rows // self.config.global_batch * self.config.epochs)
+        steps = round(self.assumed.rows // self.config.global_batch * self.config.epochs)
+        return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
 
 
 def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:

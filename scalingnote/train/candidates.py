@@ -54,7 +54,8 @@ class Triplets(TensorRecord):
     scores: Float[Tensor, "queries group"] | None = None
     # Terms of the sparse queries, padded with -1, equally wide on all ranks; None without a sparse head.
     terms: Int[Tensor, "queries terms"] | None = None
-    progress: Float[Tensor, ""] | None = None  # part of the run that is done
+    step: Float[Tensor, ""] | None = None  # from 0, of `steps`; None: weights that grow are whole
+    steps: Float[Tensor, ""] | None = None  # of the whole run
 
 
 class TripletBatches:
@@ -95,7 +96,8 @@ class TripletBatches:
             weights=torch.from_numpy(rows.values("weight", chosen)),
             scores=torch.from_numpy(rows.values("scores", chosen)) if self._scored else None,
             terms=terms,
-            progress=torch.tensor(step / self._steps) if self._steps else None,
+            step=torch.tensor(float(step)) if self._steps else None,
+            steps=torch.tensor(float(self._steps)) if self._steps else None,
         )
 
 

@@ -10,8 +10,13 @@ from scalingnote.config import Config, ElasticResources, ExecutionConfig
 from scalingnote.models.config import LookupConfig, QueryTowerConfig, TokenWiseConfig, TowerConfig
 
 
+def steps_of(length: float, steps: int) -> int:
+    """Steps of a part of a run: `length` is a share of all `steps` if it is below 1, else their number."""
+    return round(length * steps) if length < 1 else round(length)
+
+
 class Optimizer(Config):
-    """AdamW with linear warm-up and linear decay to zero."""
+    """AdamW with linear warm-up, and linear or cosine decay."""
 
     kind: Literal["adamw", "adamw_8bit", "row_adam"] = Field(
         "adamw",
@@ -19,7 +24,11 @@ class Optimizer(Config):
         "step reads are moved, without weight decay",
     )
     peak_lr: float = Field(3e-4, gt=0, description="3e-6 for a 7B backbone (appendix A)")
-    warmup: float = Field(0.1, ge=0, lt=1, description="share of the steps")
+    warmup: float = Field(
+        0.1, ge=0, description="steps over which the rate rises; below 1: a share of all steps"
+    )
+    schedule: Literal["linear", "cosine"] = Field("linear", description="how the rate falls after it")
+    floor: float = Field(0.0, ge=0, le=1, description="share of the peak at the last step")
     weight_decay: float = Field(1e-3, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
@@ -77,9 +86,23 @@ class Sparse(Config):
     """Term weights of documents beside their embeddings; a query is its tokens (LightRetriever, 2.3)."""
 
     weight: float = Field(1.0, gt=0, description="of the contrastive loss of sparse scores")
+    align_weight: float = Field(
+        1.0, ge=0, description="of the KL of sparse scores to the whole query's dense ones; with `align` only"
+    )
+    ramp: float = Field(
+        0.0,
+        ge=0,
+        description="steps over which both weights grow from 0; below 1: a share of all steps. At full "
+        "weight from the first step they are nearly all of the gradient, and the dense half learns nothing",
+    )
     temperature: float = Field(1.0, gt=0, description="of sparse scores, which no norm bounds")
     flops: float = Field(1e-3, ge=0, description="weight of the FLOPs regulariser (Eq. 9)")
-    ramp: float = Field(1 / 3, ge=0, le=1, description="share of the steps over which it grows, as a square")
+    flops_ramp: float = Field(
+        1 / 3,
+        ge=0,
+        description="steps over which it grows, as a square; below 1: a share of all steps. 4,000 of 12,000 "
+        "in the paper",
+    )
     query: Literal["counts", "binary"] = Field(
         "counts", description="how often a token occurs, or that it does"
     )
@@ -93,7 +116,7 @@ class Align(Config):
     It learns by the contrastive loss at the same time; the KL gives it no gradient.
     """
 
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, description="of the KL of dense scores")
     prefix: Literal["widest", "same"] = Field(
         "widest",
         description="Matryoshka prefix of the teacher's scores: for all prefixes the widest, or each its own",
@@ -234,6 +257,7 @@ class Schedule(Config):
         128, ge=2, description="rows per step over all ranks; 480 and 40,000 in the paper"
     )
     epochs: float = Field(1.0, ge=0, description="passes over the rows; 0 leaves the weights untrained")
+    max_steps: int | None = Field(None, ge=1, description="end here at the latest; the rate falls until then")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the hardware multiplies it faster, else float32"
     )

@@ -225,9 +225,10 @@ class Order:
         """Whether rows are sorted by length, so that `length_of` is needed."""
         return self._window > 1
 
-    def steps(self, epochs: float) -> int:
+    def steps(self, schedule: Schedule) -> int:
         """Steps of a run."""
-        return round(self.steps_per_epoch * epochs)
+        steps = round(self.steps_per_epoch * schedule.epochs)
+        return steps if schedule.max_steps is None else min(steps, schedule.max_steps)
 
     def batch(self, step: int, *, length_of: LengthOf | None = None) -> Int64[ndarray, " batch"]:
         """Row numbers of a step's global batch; `length_of` rows is called where batches are sorted."""

@@ -58,7 +58,7 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     cluster.check_resources_early(config.resources, knob="train.resources")
     prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.map_tasks)
     order = Order.of(config, prepared.sizes, config.batching)
-    steps = order.steps(config.epochs)
+    steps = order.steps(config)
     streamed = _stream(config, prepared, order, steps)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)

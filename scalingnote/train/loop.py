@@ -30,7 +30,7 @@ from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import mean_over_ranks, rank
-from scalingnote.train.config import Optimizer, Schedule, Tracking, ValidationSchedule
+from scalingnote.train.config import Optimizer, Schedule, Tracking, ValidationSchedule, steps_of
 from scalingnote.train.engine import Engine, cached_backward
 from scalingnote.train.validation import better
 
@@ -247,11 +247,14 @@ def _out_of_patience(validation: ValidationSchedule | None, history: TrainingHis
 
 
 def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
-    """Linear from 0 to the peak over the warm-up, then linear to 0 (appendix A)."""
-    warmup = max(round(steps * settings.warmup), 1)
+    """Linear from 0 to the peak over the warm-up (appendix A), then to the floor, linearly or as a cosine."""
+    warmup = max(steps_of(settings.warmup, steps), 1)
     if step < warmup:
         return settings.peak_lr * (step + 1) / warmup
-    return settings.peak_lr * (steps - step) / max(steps - warmup, 1)
+    left = (steps - step) / max(steps - warmup, 1)
+    if settings.schedule == "cosine":
+        left = (1 - math.cos(math.pi * left)) / 2
+    return settings.peak_lr * (settings.floor + (1 - settings.floor) * left)
 
 
 def _require_finite(values: Values, *, step: int) -> None:

@@ -3,8 +3,8 @@
     L = L_con + alpha L_hard                     ScalingNote, Eq. 12, over views and Matryoshka prefixes
       + weight L_teacher                         a ranking model's scores of each row's documents
       + the same for the whole query             LightRetriever, for a token_wise query tower
-      + weight L_sparse + flops ramp L_flops     LightRetriever's term weights, Eq. 9
-      + weight KL(whole || cheap, sparse)        LightRetriever, Eq. 5
+      + weight L_sparse + flops L_flops          LightRetriever's term weights, Eq. 9; both weights grow
+      + weight KL(whole || cheap), of each half  LightRetriever, Eq. 5; that of the sparse half grows
 
 Candidates are the documents of all ranks (:mod:`scalingnote.train.candidates`); the equations themselves
 are in :mod:`scalingnote.losses`.
@@ -27,7 +27,7 @@ from scalingnote.losses import (
     info_nce,
     margin_loss,
     prefixes,
-    quadratic_ramp,
+    ramp,
     teacher_kl,
     teacher_margin_mse,
 )
@@ -150,8 +150,9 @@ class StageOne(Cacheable):
             ),
             "flops": flops(mean_term_weights(terms, gathered.present)),
         }
-        ramp = 1.0 if triplets.progress is None else quadratic_ramp(triplets.progress, sparse.ramp)
-        loss = sparse.weight * parts["sparse"] + sparse.flops * ramp * parts["flops"]
+        grown = _grown(triplets, sparse.ramp)
+        loss = grown * sparse.weight * parts["sparse"]
+        loss = loss + _grown(triplets, sparse.flops_ramp) ** 2 * sparse.flops * parts["flops"]
         if self._align:
             view = len(self._view_weights) - 1  # the last view stands behind all others in the text
             widest = max(self._losses.matryoshka)
@@ -159,7 +160,7 @@ class StageOne(Cacheable):
             parts["sparse_align"] = align_scores(
                 scores, teacher=teacher, weights=gathered.triplets.weights, absent=gathered.absent
             )
-            loss = loss + self._align.weight * parts["sparse_align"]
+            loss = loss + grown * sparse.align_weight * parts["sparse_align"]
         own = gathered.present.T.flatten()
         parts["terms"] = ((terms > 0).sum(1) * own).sum() / own.sum()
         return loss, parts
@@ -280,6 +281,13 @@ def candidate_log_probabilities(
     if gathered.absent is not None:
         scores = scores.masked_fill(gathered.absent, -torch.inf)
     return scores.log_softmax(1)
+
+
+def _grown(triplets: Triplets, over: float) -> float | Float[Tensor, ""]:
+    """The factor of a weight at the step of these triplets."""
+    if triplets.step is None or triplets.steps is None:
+        return 1.0
+    return ramp(triplets.step, triplets.steps, over=over)
 
 
 def _weighted_sum(parts: Mapping[str, Tensor], losses: Losses) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalingnote.losses import align, align_scores, cross_entropy, flops, info_nce, quadratic_ramp
+from scalingnote.losses import align, align_scores, cross_entropy, flops, info_nce, ramp
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,9 +22,12 @@ def test_flops_prefers_terms_that_few_documents_have():
     assert flops(everywhere.mean(0)) == 4 * flops(spread.mean(0))
 
 
-def test_the_ramp_is_a_square_over_its_share_of_the_run():
-    assert [quadratic_ramp(torch.tensor(p), 0.5) for p in (0.0, 0.25, 0.5, 0.9)] == [0, 0.25, 1, 1]
-    assert quadratic_ramp(torch.tensor(0.1), 0.0) == 1.0
+@pytest.mark.parametrize("over", [0.5, 20.0], ids=["share", "steps"])
+def test_a_weight_grows_over_a_share_of_the_run_or_a_number_of_steps(over: float):
+    steps = torch.tensor(40.0)
+    found = [ramp(torch.tensor(step), steps, over=over) for step in (0.0, 5.0, 20.0, 36.0)]
+    assert found == [0, 0.25, 1, 1]
+    assert ramp(torch.tensor(4.0), steps, over=0.0) == 1.0
 
 
 def test_alignment_is_the_mean_divergence_from_the_teacher():

@@ -43,8 +43,7 @@ def test_every_model_meets_every_amount_of_data_once_and_small_runs_are_part_of_
     assert all(one.query.backbone == one.document.backbone for one in made)
     order = Order({"click/one": 75}, global_batch=8, seed=0)
     seen = [
-        np.concatenate([order.batch(step) for step in range(order.steps(one.epochs))]).tolist()
-        for one in made[:4]
+        np.concatenate([order.batch(step) for step in range(order.steps(one))]).tolist() for one in made[:4]
     ]
     assert [len(rows) for rows in seen] == [16, 24, 40, 64]
     assert all(len(set(rows)) == len(rows) and set(rows) <= set(seen[3]) for rows in seen)

@@ -80,21 +80,26 @@ def transcribed(made: StageOne, batch, losses: Losses, align: Align) -> dict[str
     }
 
 
+# Of ten steps, 2.5 are done: a ramp is a share of them, or a number of steps.
+@pytest.mark.parametrize(("ramp", "flops_ramp"), [(0.0, 0.5), (5.0, 5.0)], ids=["shares", "steps"])
 @pytest.mark.parametrize("short", [(), (1, 4)], ids=["whole", "short"])
 @pytest.mark.parametrize("prefix", ["widest", "same"])
-def test_every_part_is_what_the_paper_says(prefix: str, short: tuple[int, ...]):
+def test_every_part_is_what_the_paper_says(
+    prefix: str, short: tuple[int, ...], ramp: float, flops_ramp: float
+):
     align = Align(weight=0.7, prefix=prefix)
-    sparse = Sparse(weight=0.5, flops=1e-2, ramp=0.5)
+    sparse = Sparse(weight=0.5, align_weight=0.3, ramp=ramp, flops=1e-2, flops_ramp=flops_ramp)
     made = light.stage(align=align, sparse=sparse)
-    batch = light.triplets(made, range(ROWS), of=ROWS, packed=True, progress=0.25)
+    batch = light.triplets(made, range(ROWS), of=ROWS, packed=True, step=2.5)
     batch.document_ids[[ROWS + row for row in short]] = -1  # rows without a hard negative
     loss, parts = made(batch)
     expected = transcribed(made, batch, light.LOSSES, align)
     for name, value in expected.items():
         assert parts[name].item() == pytest.approx(value, rel=1e-4), name
     together = expected["contrastive"] + expected["whole"]
-    together += 0.7 * (expected["align"] + expected["sparse_align"])
-    together += 0.5 * expected["sparse"] + 1e-2 * (0.25 / 0.5) ** 2 * expected["flops"]
+    grown = 0.5 if ramp else 1.0
+    together += 0.7 * expected["align"] + grown * 0.3 * expected["sparse_align"]
+    together += grown * 0.5 * expected["sparse"] + 1e-2 * 0.5**2 * expected["flops"]
     assert loss.item() == pytest.approx(together, rel=1e-4)
 
 

@@ -69,7 +69,7 @@ def batches(prepared: PreparedStore) -> TripletBatches:
 
 def test_a_batch_holds_tokens_terms_and_spans(prepared: PreparedStore):
     made, batch = stage(prepared), batches(prepared)(3)
-    assert batch.progress.item() == pytest.approx(3 / STEPS)
+    assert (batch.step.item(), batch.steps.item()) == (3, STEPS)
     ids, lengths = batch.queries.flat()
     rows = [part.tolist() for part in ids.split(lengths.tolist())]
     terms = [[term for term in row if term >= 0] for row in batch.terms.tolist()]

@@ -42,7 +42,7 @@ STRATEGIES: dict[str, tuple[Ddp | Fsdp2 | DeepSpeed, Memory, bool]] = {
 def step(rows: Sequence[int]) -> Found:
     """Loss, parts and gradients of this rank's rows, all averaged over ranks."""
     made = light.stage()
-    loss, parts = made(light.triplets(made, rows, of=ROWS, progress=0.2))
+    loss, parts = made(light.triplets(made, rows, of=ROWS, step=2))
     loss.backward()
     found = {"loss": loss.detach(), **parts}
     found |= {name: p.grad for name, p in made.named_parameters() if p.grad is not None}

@@ -18,6 +18,22 @@ from scalingnote.train.strategies import build
 STEPS = 12
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"warmup": 0.2}, [0.5, 1.0, 1.0, 0.625, 0.125]),
+        ({"warmup": 2}, [0.5, 1.0, 1.0, 0.625, 0.125]),
+        ({"warmup": 2, "floor": 0.2}, [0.5, 1.0, 1.0, 0.7, 0.3]),
+        ({"warmup": 2, "floor": 0.2, "schedule": "cosine"}, [0.5, 1.0, 1.0, 0.753073, 0.230448]),
+    ],
+    ids=["a share", "steps", "floor", "cosine"],
+)
+def test_the_rate_rises_linearly_and_falls_to_the_floor(settings: dict[str, Any], expected: list[float]):
+    optimizer = Optimizer(peak_lr=1.0, **settings)
+    found = [loop.learning_rate(step, steps=10, settings=optimizer) for step in (0, 1, 2, 5, 9)]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
 class Regression(nn.Module):
     """A layer with dropout, to see that a resumed run draws the same masks."""
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.train.config import Batching
+from scalingnote.train.config import Batching, Schedule
 from scalingnote.train.data import Order, apportion, part_shares, permuted
 
 SIZES = {"click/multi": 37, "click/one": 61, "relevance/one": 22}
@@ -115,7 +115,9 @@ def test_epochs_and_seeds_differ_and_a_step_is_the_same_whenever_it_is_asked():
 
 
 def test_a_part_of_an_epoch_is_rounded_and_too_few_rows_are_said():
-    assert Order({"click/one": 100}, global_batch=10, seed=0).steps(2.5) == 25
+    order = Order({"click/one": 100}, global_batch=10, seed=0)
+    assert order.steps(Schedule(epochs=2.5)) == 25
+    assert order.steps(Schedule(epochs=2.5, max_steps=7)) == 7
     with pytest.raises(DataError, match="9 training rows do not fill one global batch of 10"):
         Order({"click/one": 9}, global_batch=10, seed=0)
 
