@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -34,7 +34,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models.batch import first_position
-from scalingnote.models.config import Pretrained, Scratch
+from scalingnote.models.config import Pretrained, Reading, Scratch
 from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens, add_flagged_tokens
 from scalingnote.models.sparse_head import HeadTransform, SparseHead
 from scalingnote.models.weights import cast_parameters, load_adapter, read_in
@@ -89,12 +89,12 @@ class Backbone:
         """Ids around text: encoders use [CLS] and [SEP], decoders the end-of-sequence token.
 
         A decoder whose tokenizer begins every text with a token (Llama's and Gemma's do) was trained with it
-        and gets it.
+        and gets it; :func:`read_as` makes others do so.
         """
         tokenizer = self.tokenizer
         if self.causal:
             end, first = tokenizer.eos_token_id, tokenizer.bos_token_id
-            if first == end or tokenizer("").input_ids[:1] != [first]:
+            if tokenizer("a").input_ids[:1] != [first]:
                 first = None
         else:
             end, first = tokenizer.sep_token_id, tokenizer.cls_token_id
@@ -139,12 +139,34 @@ def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int
                 backbone = _from_scratch(config, tokenizer_json)
             case Pretrained():
                 backbone = load(config.path, layers=config.layers)
+        read_as(backbone, config)
         new = [token for token in PLACEHOLDERS if token not in backbone.tokenizer.get_vocab()]
         backbone.tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
         grow(backbone.model, len(backbone.tokenizer))
-        if isinstance(config, Pretrained) and not backbone.causal:
-            _start_as_first_token(backbone, new)
+        if isinstance(config, Pretrained):
+            _start_placeholders(backbone, new)
     return backbone
+
+
+def read_as(backbone: Backbone, config: Reading) -> None:
+    """Have a backbone's tokenizer lower-case texts, and begin them with a token or not, as `config` says.
+
+    ConfigError for an encoder whose config says something of `bos`: it begins with [CLS].
+    """
+    tokenizer, rust = backbone.tokenizer, backbone.raw_tokenizer
+    if config.lowercase:
+        others = [] if rust.normalizer is None else [rust.normalizer]
+        rust.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+    if config.bos == "auto":
+        return
+    if not backbone.causal:
+        raise ConfigError(f"bos={config.bos} is of decoders, and an encoder begins with [CLS]: leave it out")
+    tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
+    flags = {"add_bos_token": config.bos == "always"}
+    tokenizer.init_kwargs.update(flags)  # saved, and followed by whoever loads the tower
+    # The class is one whose flag is followed where it says no, too.
+    flagged = flags | {"tokenizer_class": "LlamaTokenizer"}
+    add_flagged_tokens(rust, flagged, first=tokenizer.bos_token, end=None)
 
 
 def grow(model: Any, tokens: int) -> None:
@@ -350,17 +372,19 @@ def _tell(path: str, changes: str) -> None:
     log.info("%s: %s, as tokenizer_config.json says and tokenizer.json does not", path, changes)
 
 
-def _start_as_first_token(backbone: Backbone, tokens: Sequence[str]) -> None:
-    """Start the placeholders of a pretrained encoder as copies of [CLS], the token that it is pooled at.
+def _start_placeholders(backbone: Backbone, tokens: Sequence[str]) -> None:
+    """Start the placeholders of a pretrained model as copies of a token that it knows and is pooled at.
 
-    all-MiniLM-L6-v2 then has R@10 0.97 on medquad before any training; with random placeholders 0.37.
+    An encoder's are copies of [CLS]: all-MiniLM-L6-v2 then has R@10 0.97 on medquad before any training; with
+    random placeholders 0.37. A decoder's, which LoRA does not train, are copies of its end token.
     """
-    first = backbone.special.first
-    if first is None or not tokens:
+    special = backbone.special
+    known = special.end if backbone.causal else special.first
+    if known is None or not tokens:
         return
     table: Tensor = backbone.model.get_input_embeddings().weight  # type: ignore[operator]
     with torch.no_grad():
-        table[backbone.tokenizer.convert_tokens_to_ids(list(tokens))] = table[first].clone()
+        table[backbone.tokenizer.convert_tokens_to_ids(list(tokens))] = table[known].clone()
 
 
 def _pooler_arguments(settings: Any) -> dict[str, bool]:

@@ -14,7 +14,18 @@ PAPER_PROMPT = (
 )
 
 
-class Pretrained(Config):
+class Reading(Config):
+    """How a backbone's tokenizer reads every text; saved towers keep it."""
+
+    bos: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="of decoders, whether every text begins with a token: as the tokenizer does it; always, "
+        "with the end token where there is no other (LightRetriever, Eq. 10); or never",
+    )
+    lowercase: bool = Field(False, description="lower-case every text, of queries and documents alike")
+
+
+class Pretrained(Reading):
     """Any Hugging Face model, decoder or bidirectional encoder, by hub id or folder."""
 
     kind: Literal["pretrained"] = "pretrained"
@@ -22,7 +33,7 @@ class Pretrained(Config):
     layers: int | None = Field(None, ge=1, description="keep only the first layers; None keeps all")
 
 
-class Scratch(Config):
+class Scratch(Reading):
     """A small model of a known architecture with random weights and a tokenizer trained on the corpus."""
 
     kind: Literal["scratch"] = "scratch"
@@ -115,6 +126,12 @@ class TowerConfig(Config):
             raise ValueError(
                 "reads=tokens pools the end of each token, with a mask of blocks: leave pooling at "
                 "placeholders and attention at auto"
+            )
+        reading = self.backbone
+        if self.pooling != "placeholders" and (reading.lowercase or reading.bos != "auto"):
+            raise ValueError(
+                f"pooling={self.pooling} reads a published model as it is: leave lowercase and bos of its "
+                "backbone out, or set pooling=placeholders"
             )
         return self
 

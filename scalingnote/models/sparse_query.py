@@ -37,6 +37,17 @@ class SparseRows:
     values: Float32[ndarray, " entries"]
 
 
+def needs_leading_space(tokenizer: Tokenizer) -> bool:
+    """Whether a word at the start of a text has another token than within it: byte-level BPE.
+
+    Without a space ahead a query's first token hardly ever occurs in a document. LightRetriever's authors
+    tokenize " " + query, too.
+    """
+    splits = json.loads(tokenizer.to_str())["pre_tokenizer"] or {}
+    steps = splits.get("pretokenizers", [splits])
+    return any(step.get("type") == "ByteLevel" and not step["add_prefix_space"] for step in steps)
+
+
 class SparseQuery:
     """Converts queries to terms and their weights."""
 
@@ -46,7 +57,7 @@ class SparseQuery:
         *,
         max_length: int,
         weighting: Weighting,
-        lowercase: bool = False,
+        leading_space: bool = False,
         analysis: Analysis = "tokenizer",
     ) -> None:
         """Make a converter.
@@ -55,11 +66,12 @@ class SparseQuery:
             tokenizer: holds the vocabulary, and splits texts if `analysis` is "tokenizer".
             max_length: terms read of a query; later ones are dropped.
             weighting: the value of a term: its count, or 1.
-            lowercase: whether texts are lower-cased first; the analyzer always does so.
+            leading_space: whether a text is read behind a space, see :func:`needs_leading_space`.
             analysis: what splits a text into terms.
         """
         self._tokenizer, self.max_length = without_limits(tokenizer), max_length
-        self._weighting, self._lowercase, self._analysis = weighting, lowercase, analysis
+        self._weighting, self._analysis = weighting, analysis
+        self._ahead = " " if leading_space else ""
 
     @property
     def vocabulary(self) -> int:
@@ -70,14 +82,13 @@ class SparseQuery:
         """Number of terms of a query, also those beyond `max_length`."""
         if self._analysis == "words":
             return len(terms(query))
-        text = query.lower() if self._lowercase else query
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return len(self._tokenizer.encode(self._read(query), add_special_tokens=False).ids)
 
     def tokens(self, queries: Sequence[str]) -> list[list[int]]:
         """Return the first `max_length` terms of each query in order, with repetitions."""
         if self._analysis == "words":
             return [self._words(query) for query in queries]
-        texts = [query.lower() for query in queries] if self._lowercase else queries
+        texts = list(map(self._read, queries))
         return [ids[: self.max_length] for ids in tokenize(self._tokenizer, texts, self.max_length)]
 
     def encode(self, queries: Sequence[str]) -> SparseRows:
@@ -95,7 +106,7 @@ class SparseQuery:
         facts = {
             "max_length": self.max_length,
             "weighting": self._weighting,
-            "lowercase": self._lowercase,
+            "leading_space": bool(self._ahead),
             "analysis": self._analysis,
         }
         if self._analysis == "words":
@@ -121,7 +132,15 @@ class SparseQuery:
                 f"the documents of {folder} were split into words by version {analyzer} of the analyzer, "
                 f"queries are by version {ANALYZER}: build bm25 and index again"
             )
+        if facts.pop("lowercase", False):
+            raise ArtifactError(
+                f"{folder} was saved by an earlier version, which lower-cased queries only: train it again "
+                "with lowercase of its backbones"
+            )
         return cls(Tokenizer.from_str(tokenizer), **facts)
+
+    def _read(self, query: str) -> str:
+        return self._ahead + query if query else query
 
     def _words(self, query: str) -> list[int]:
         """Return the ids of a query's words that the vocabulary has."""

@@ -106,7 +106,6 @@ class Sparse(Config):
     query: Literal["counts", "binary"] = Field(
         "counts", description="how often a token occurs, or that it does"
     )
-    lowercase: bool = Field(False, description="lowercase queries first")
 
 
 class Align(Config):

@@ -25,7 +25,7 @@ from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
-from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.models.sparse_query import SparseQuery, needs_leading_space
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
 from scalingnote.storage.shuffle import (
@@ -150,7 +150,7 @@ def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | Non
         Tokenizer.from_str(tokenizer.to_str()),
         max_length=config.query.max_length,
         weighting=sparse.query,
-        lowercase=sparse.lowercase,
+        leading_space=needs_leading_space(tokenizer),
     )
 
 

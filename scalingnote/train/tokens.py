@@ -123,6 +123,7 @@ def build_prompt(
         else:
             assert config.backbone is not None, "a tower without a backbone of its own reads as another does"
             shell = backbones.shell(config.backbone.path)
+            backbones.read_as(shell, config.backbone)
         # LoRA and fast attention change no prompt, and may need a GPU.
         plain = config.model_copy(update={"lora": None, "attention": "eager"})
         if isinstance(plain, TokenWiseConfig):

@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 
 from scalingnote.errors import ArtifactError
 from scalingnote.models.backbone import train_tokenizer
-from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.models.sparse_query import SparseQuery, needs_leading_space
 
 WORDS = {"दान": 0, "दिन": 1, "[UNK]": 2}
 QUERIES = ["torch torch stack", "", "Torch", "stack " * 20]
@@ -21,21 +21,45 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("weighting", ["counts", "binary"])
-@pytest.mark.parametrize("lowercase", [False, True])
-def test_a_row_holds_each_term_once_with_its_count(tokenizer: Tokenizer, weighting: str, lowercase: bool):
-    made = SparseQuery(tokenizer, max_length=8, weighting=weighting, lowercase=lowercase)
+@pytest.mark.parametrize("leading_space", [False, True])
+def test_a_row_holds_each_term_once_with_its_count(tokenizer: Tokenizer, weighting: str, leading_space: bool):
+    made = SparseQuery(tokenizer, max_length=8, weighting=weighting, leading_space=leading_space)
     rows = made.encode(QUERIES)
     assert len(rows.offsets) == len(QUERIES) + 1
     for i, query in enumerate(QUERIES):
-        ids = tokenizer.encode(query.lower() if lowercase else query, add_special_tokens=False).ids[:8]
+        text = " " + query if leading_space and query else query
+        ids = tokenizer.encode(text, add_special_tokens=False).ids[:8]
         part = slice(rows.offsets[i], rows.offsets[i + 1])
         found = dict(zip(rows.terms[part].tolist(), rows.values[part].tolist(), strict=True))
         assert found == {t: float(ids.count(t)) if weighting == "counts" else 1.0 for t in ids}
         assert list(found) == sorted(found)
 
 
+def test_a_space_ahead_makes_a_first_word_what_it_is_within_a_text(tokenizer: Tokenizer):
+    assert needs_leading_space(tokenizer)
+    within = tokenizer.encode("torch stack", add_special_tokens=False).tokens[-1]
+    found = [
+        SparseQuery(tokenizer, max_length=8, weighting="counts", leading_space=space).tokens(["stack"])
+        for space in (False, True)
+    ]
+    number = tokenizer.token_to_id(within)
+    assert [number in ids for (ids,) in found] == [False, True]
+    assert not needs_leading_space(Tokenizer(WordLevel(WORDS, unk_token="[UNK]")))
+
+
+def test_what_lowercased_queries_only_is_refused(tokenizer: Tokenizer, tmp_path: Path):
+    SparseQuery(tokenizer, max_length=8, weighting="counts").save(tmp_path)
+    settings = tmp_path / "sparse_query.json"
+    facts = json.loads(settings.read_text())
+    settings.write_text(json.dumps(facts | {"lowercase": False}))
+    assert SparseQuery.load(tmp_path).length("torch") >= 1
+    settings.write_text(json.dumps(facts | {"lowercase": True}))
+    with pytest.raises(ArtifactError, match="lower-cased queries only"):
+        SparseQuery.load(tmp_path)
+
+
 def test_what_is_saved_reads_alike(tokenizer: Tokenizer, tmp_path: Path):
-    made = SparseQuery(tokenizer, max_length=8, weighting="binary", lowercase=True)
+    made = SparseQuery(tokenizer, max_length=8, weighting="binary", leading_space=True)
     made.save(tmp_path)
     again = SparseQuery.load(tmp_path)
     assert again.tokens(QUERIES) == made.tokens(QUERIES)

@@ -37,6 +37,7 @@ from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.prompt import PLACEHOLDERS, Row
 from scalingnote.models.tower import Tower
 from scalingnote.train.config import Losses, TrainConfig
+from scalingnote.train.tokens import build_prompt
 
 DOCUMENTS = (["torch stack", "numpy"], ["torch function", ""], ["joins tensors along a new axis", "arrays"])
 
@@ -176,15 +177,17 @@ def test_a_tower_reads_no_further_than_its_backbone(tokenizer_json: str, role: s
 
 
 @pytest.mark.parametrize("family", ["qwen2", "bert"])
-def test_placeholders_read_in_place_begin_as_the_first_token(tmp_path: Path, family: str) -> None:
+def test_placeholders_begin_as_the_token_that_a_model_is_pooled_at(tmp_path: Path, family: str) -> None:
+    pooled_at = "[CLS]" if family == "bert" else "[EOS]"
+
     def rows(path: Path) -> tuple[torch.Tensor, torch.Tensor, backbone.Backbone]:
         made = backbone.build(Pretrained(path=str(path)), tokenizer_json=None, seed=0)
         table = made.model.get_input_embeddings().weight.detach()
-        places = made.tokenizer.convert_tokens_to_ids([*PLACEHOLDERS, "[CLS]"])
+        places = made.tokenizer.convert_tokens_to_ids([*PLACEHOLDERS, pooled_at])
         return table[places[:-1]], table[places[-1]], made
 
-    fresh, first, made = rows(families.folder(tmp_path / "fresh", family))
-    assert torch.equal(fresh, first.expand_as(fresh)) == (family == "bert")
+    fresh, known, made = rows(families.folder(tmp_path / "fresh", family))
+    assert torch.equal(fresh, known.expand_as(fresh))
     with torch.no_grad():
         made.model.get_input_embeddings().weight[-1] += 1.0
     made.model.save_pretrained(tmp_path / "trained")
@@ -271,6 +274,35 @@ def test_a_decoder_whose_tokenizer_starts_texts_gets_its_first_token(tmp_path: P
         (row,) = one.prompt.rows(["words"])
         assert (row.ids[0], row.ids[-1]) == (tokenizer.cls_token_id, tokenizer.eos_token_id)
         assert row.positions == [len(row.ids) - 1]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("bos", ["always", "never"])
+def test_a_decoder_begins_texts_with_a_token_as_its_config_says(tmp_path: Path, family: str, bos: str):
+    path = families.folder(tmp_path / "base", family)
+    base = Pretrained(path=str(path), bos=bos, lowercase=True)
+    for role in ("query", "document"):
+        config = families.tower_config(path, role=role).model_copy(update={"backbone": base})
+        made = dual_encoder.build_tower(config, role=role, dim=16, tokenizer_json=None, seed=0)
+        made.save(tmp_path / role)
+        prompt = build_prompt(config, role=role, tokenizer_json=None)
+        first = made.tokenizer.convert_tokens_to_ids(made.tokenizer.bos_token)
+        rows = []
+        for one in (made.prompt, load_tower(tmp_path / role).prompt, prompt):
+            texts = ["Some WORDS"], ["some words"]
+            both = [one.rows(text) if role == "query" else one.rows(text, [""], [""]) for text in texts]
+            assert both[0] == both[1]
+            rows += both
+        assert all(row == rows[0] for row in rows)
+        assert (rows[0][0].ids[0] == first) == (bos == "always")
+
+
+def test_an_encoder_has_no_say_in_how_texts_begin(tmp_path: Path):
+    path = families.folder(tmp_path / "base", "bert")
+    with pytest.raises(ConfigError, match=r"bos=always is of decoders"):
+        backbone.build(Pretrained(path=str(path), bos="always"), tokenizer_json=None, seed=0)
+    with pytest.raises(ValueError, match="reads a published model as it is: leave lowercase and bos"):
+        TowerConfig(backbone=Pretrained(path=str(path), lowercase=True), pooling="auto")
 
 
 def test_a_shell_reads_as_the_backbone_it_stands_for(tmp_path: Path):

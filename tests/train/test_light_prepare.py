@@ -73,7 +73,9 @@ def test_a_batch_holds_tokens_terms_and_spans(prepared: PreparedStore):
     ids, lengths = batch.queries.flat()
     rows = [part.tolist() for part in ids.split(lengths.tolist())]
     terms = [[term for term in row if term >= 0] for row in batch.terms.tolist()]
-    assert rows == terms  # both towers have one tokenizer here, and the query tower adds nothing
+    # Both towers have one tokenizer here, and the query tower adds nothing; terms are read behind a space.
+    decode = made.towers.query.prompt.tokenizer.decode
+    assert list(map(decode, terms)) == [f" {decode(row)}" for row in rows]
     assert max(map(len, terms)) <= batch.terms.shape[1] == Store.open(prepared.store).facts["terms"]
     assert batch.documents.positions.shape[1] == made.towers.document.prompt.width
 
