@@ -4,7 +4,8 @@ import pytest
 
 from scalingnote.config import Config, Resources, dump, identity, load, validate
 from scalingnote.errors import ConfigError
-from scalingnote.models.config import TowerConfig
+from scalingnote.models.config import Pretrained, Scratch, TowerConfig
+from scalingnote.models.flops import backbone_shape
 from scalingnote.run_config import RunConfig
 from scalingnote.serve_config import ServeConfig
 from scalingnote.stages import select
@@ -76,13 +77,36 @@ def test_the_published_run_has_the_published_numbers(path: Path):
     config = load(RunConfig, [path])
     train = config.train
     assert (train.global_batch, train.epochs, train.optimizer.peak_lr, train.dim) == (480, 1, 3e-6, 128)
-    assert (train.strategy.kind, train.precision) == ("fsdp2", "bfloat16")
+    assert (train.strategy.kind, train.precision) == (
+        "ddp" if path.stem == "twinbert" else "fsdp2",
+        "bfloat16",
+    )
     assert (train.losses.margin, train.losses.alpha, train.losses.matryoshka) == (0.2, 0.5, (16, 32, 64, 128))
-    assert _views(train.document) == (3 if path.stem == "scalingnote" else 2)
+    assert _views(train.document) == (2 if path.stem.startswith("without") else 3)
+    small, llm = TABLE_8["RED BERT-4L"], TABLE_8["Qwen2.5 7B"]
+    towers = {"twinbert": (small, TABLE_8["zh BERT-12L"]), "scalingdoc": (small, llm)}
+    if not path.stem.startswith("scalingdual"):
+        shapes = tuple(map(_size, (train.query.backbone, train.document.backbone)))
+        assert shapes == towers.get(path.stem, (llm, llm))
     if config.distill is not None:
         distill, student = config.distill, config.distill.student.backbone
         assert (distill.global_batch, distill.epochs, distill.optimizer.peak_lr) == (40_000, 100, 3e-4)
-        assert (student.layers, student.heads, student.hidden, student.vocabulary) == (4, 12, 768, 84_522)
+        layers = {"scalingnote-1l": 1, "scalingnote-12l": 12}.get(path.stem, 4)
+        assert _size(student) == (layers, *small[1:])
+
+
+# Layers, attention heads, vocabulary, widths of states and of the feed-forward part.
+TABLE_8 = {
+    "RED BERT-4L": (4, 12, 84_522, 768, 3072),
+    "zh BERT-12L": (12, 12, 21_128, 768, 3072),
+    "Qwen2.5 7B": (28, 28, 152_064, 3584, 18_944),
+}
+
+
+def _size(backbone: Pretrained | Scratch) -> tuple[int, ...]:
+    shape = backbone_shape(backbone)
+    own = backbone.vocabulary if isinstance(backbone, Scratch) else shape.vocabulary
+    return shape.layers, shape.heads, own, shape.hidden, shape.intermediate
 
 
 def _views(tower: TowerConfig) -> int:

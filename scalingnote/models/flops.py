@@ -237,6 +237,7 @@ _QWEN2_5 = {
 PUBLISHED: dict[str, Shape] = {
     **{f"Qwen/Qwen2.5-{name}": _shape("qwen2", *size) for name, size in _QWEN2_5.items()},
     **{f"Qwen/Qwen2.5-{name}-Instruct": _shape("qwen2", *size) for name, size in _QWEN2_5.items()},
+    "meta-llama/Llama-3.1-8B": Shape(32, 4096, 32, 8, 128, 14_336, 128_256),
     "google-bert/bert-base-uncased": _shape("bert", 12, 768, 12, 12, 3072, 30_522),
     "google-bert/bert-base-chinese": _shape("bert", 12, 768, 12, 12, 3072, 21_128),
 }

@@ -95,6 +95,7 @@ def test_a_scratch_backbone_is_what_is_built(architecture: str):
         ("Qwen/Qwen2.5-14B", 14_770_033_664, True),
         ("Qwen/Qwen2.5-32B", 32_763_876_352, True),
         ("google-bert/bert-base-uncased", 108_891_648, False),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248, True),
     ],
 )
 def test_published_shapes_have_the_published_size(name: str, total: int, own_head: bool):

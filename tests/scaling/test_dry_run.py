@@ -34,6 +34,12 @@ def test_the_published_run_fits_the_cluster_its_config_names():
     assert six < found.work.model < 1.05 * six
 
 
+@pytest.mark.parametrize("path", sorted(PAPER.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_published_run_is_estimated(path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["train", str(path), "--dry-run", "--rows", "1000000"]) == 0
+    assert "nothing is started" in capsys.readouterr().out
+
+
 def test_less_is_kept_and_more_is_sharded_in_the_order_of_the_strategies():
     kinds = ["kind: ddp", *(f"kind: deepspeed, stage: {stage}" for stage in (1, 2, 3))]
     kept = [paper(f"strategy={{{kind}}}").state for kind in kinds]
