@@ -492,11 +492,16 @@ def _start(actor: Any, work: Any) -> Any:
 class _Mapper:
     """An actor of :func:`map_loaded`."""
 
+    _work: Callable[[Any], Any] | None = None
+
     def start(self, work: Callable[[Any], Any]) -> None:
         """Take the work, also after a restart."""
         self._work = work
 
     def map(self, item: Any, *, attempts: int = ATTEMPTS) -> Any:
+        if self._work is None:  # started again while it had no item: the driver starts it as it does others
+            start_again()
+        assert self._work is not None
         try:
             return self._work(item)
         except OSError:  # storage may recover; the last error ends the stage

@@ -1,6 +1,7 @@
 """Work handed to Ray: what the cluster could never do is refused, the rest is done in order, and again."""
 
 import os
+import sys
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -214,6 +215,15 @@ def test_an_item_that_ends_every_process_ends_the_stage(monkeypatch: pytest.Monk
         list(cluster.map_loaded(end, [(0,), (1,)], Resources(workers=1)))
     with pytest.raises(ConfigError, match="not at all"):
         list(cluster.map_loaded(cluster.Loaded(refuse), [(0,)], Resources(workers=1)))
+
+
+def test_an_actor_that_lost_its_work_between_two_items_starts_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cluster, "start_again", lambda: sys.exit("again"))
+    actor = cluster._Mapper()
+    with pytest.raises(SystemExit, match="again"):
+        actor.map(7)
+    actor.start(str)
+    assert actor.map(7) == "7"
 
 
 def test_work_that_is_loaded_goes_only_to_actors_that_run(monkeypatch: pytest.MonkeyPatch):
