@@ -1,6 +1,7 @@
 """What a student inherits of a cross-encoder: whether stored documents keep the order of its scores.
 
-A student searches documents that the cross-encoder read beside an empty query, as vectors of length 1.
+A student searches documents that the cross-encoder read beside an empty query, by cosine or by dot, as the
+cross-encoder's score is one of cosines or of products.
 
     ce_rank_agreement    share of document pairs that this search orders as the cross-encoder's score of the
                          same proxies does: what length and precision of stored vectors cost (bar: .99)

@@ -206,15 +206,30 @@ def test_what_compares_by_cosine_alone_is_refused(out: Path, tmp_path: Path, mon
             student=artifact(out, "student").uri,
             output=str(tmp_path / "fused"),
         )
-    config = DistillConfig.model_validate({"losses": {"one_hot": 1.0}, "resources": {"workers": 0}})
-    with pytest.raises(ConfigError, match=r"losses over documents.*adopt\.similarity to cosine"):
+    symmetric = {"losses": {"one_hot": 1.0}, "document": {}, "resources": {"workers": 0}}
+    with pytest.raises(ConfigError, match=r"compares by dot.*set its pooling to cls"):
         job.run(
-            config,
+            DistillConfig.model_validate(symmetric),
             query_embeddings=artifact(out, "query_embeddings").uri,
+            dataset=uris["dataset"],
             embeddings=uris["embeddings"],
             triplets=nothing(tmp_path, "triplets"),
             output=str(tmp_path / "student"),
         )
+
+
+def test_a_student_for_documents_is_compared_as_its_teacher(out: Path, tmp_path: Path):
+    from scalingnote.distillation import job
+    from scalingnote.distillation.config import DistillConfig
+
+    made = str(folder(tmp_path / "model", pooling="cls", normalise=True))
+    document = {"backbone": {"kind": "pretrained", "path": made}, "pooling": "cls", "normalise": False}
+    config = DistillConfig.model_validate({"losses": {"one_hot": 1.0}, "document": document})
+    teacher = artifact(out, "query_embeddings")
+    assert job.compared_by(teacher) == "dot"
+    student = job._document_student(config, None, dim=tiny.CAUSAL.hidden, teacher=teacher)
+    student.save(tmp_path / "saved")
+    assert published_model.similarity_of(tmp_path / "saved") == "dot"
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ class DualPooledConfig(Schedule):
     )
     score: Literal["cosine", "product"] = Field(
         "cosine",
-        description="cosine: of both states, over `temperature`, which is what search compares; product: by "
-        "1/sqrt(dim), as in the paper: its documents lose their length in an index of unit vectors",
+        description="cosine: of both states, over `temperature`; product: by 1/sqrt(dim), as in the paper. "
+        "Students and the index compare as it does, by cosine or by dot",
     )
     temperature: float = Field(0.05, gt=0, lt=1, description="of score=cosine")
     losses: CrossEncoderLosses = CrossEncoderLosses()

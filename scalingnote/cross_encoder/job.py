@@ -22,7 +22,7 @@ from scalingnote.config import validate
 from scalingnote.cross_encoder.config import DualPooledConfig, score_temperature
 from scalingnote.cross_encoder.pairs import PairBatches, PairEncoder, PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
-from scalingnote.encode.documents import encode_documents
+from scalingnote.encode.documents import encode_documents, tower_similarity
 from scalingnote.encode.parts import EncodedPart, Steps, read_nothing, write_parts
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
@@ -54,7 +54,13 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
     draft = Draft(output, kind="cross_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    prepared = prepare(as_stage_one(config), **parents, folder=draft.work("data"), each=cluster.map_tasks)
+    prepared = prepare(
+        as_stage_one(config),
+        dataset=parents["dataset"],
+        triplets=parents["triplets"],
+        folder=draft.work("data"),
+        each=cluster.map_tasks,
+    )
     steps = Order.of(config, prepared.sizes).steps(config)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
@@ -115,11 +121,15 @@ def run_queries(
         steps, draft, rows=rows, resources=config.resources, unit="triplets", knob="teacher.resources"
     )
     embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
-    return draft.commit(counts={"queries": embedded, "scored": sum(counted.values())})
+    counts = {"queries": embedded, "scored": sum(counted.values())}
+    return draft.commit(counts=counts, similarity=tower_similarity(teacher))
 
 
 def run_documents(config: EncodeConfig, *, dataset: str, cross_encoder: str, output: str) -> Artifact:
-    """Embed every document beside an empty query; unit vectors, in the order and parts of the dataset."""
+    """Embed every document beside an empty query, in the order and parts of the dataset.
+
+    Unit vectors where the cross-encoder scores by cosines; where it does by products, of their own length.
+    """
     teacher = open_artifact(cross_encoder, kind="cross_encoder")
     return encode_documents(config, dataset, teacher, output, load_encoder=_pair_encoder, load_prompt=_prompt)
 

@@ -112,10 +112,10 @@ class PairStage(Cacheable):
         """``pair`` [pairs, 1, 2 dim + 1]: both proxies of a pair and its reconstruction loss, in float32."""
         return {name: self.model(rows).float()}
 
-    def loss(
+    def weighted_losses(
         self, embeddings: dict[str, Tensor], batch: PairBatch
-    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """This rank's loss and its parts; like the loss, their means over ranks are those of all rows."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """This rank's losses times their weights, and their parts; means over ranks are those of all rows."""
         pairs, dim, losses = embeddings["pair"][:, 0], self.model.dim, self._losses
         queries = len(batch.weights)
         with torch.autocast(pairs.device.type, enabled=False):
@@ -129,10 +129,7 @@ class PairStage(Cacheable):
             if losses.reconstruction:
                 of_pairs = pairs[:, 2 * dim].unflatten(0, (-1, queries)).T
                 parts["reconstruction"] = mean_of_present(of_pairs, batch.present).mean()
-            loss = sum(
-                (getattr(losses, name) * part for name, part in parts.items()), start=logits.new_zeros(())
-            )
-        return loss, {name: part.detach() for name, part in parts.items()}
+        return {name: getattr(losses, name) * part for name, part in parts.items()}, parts
 
 
 def relevance(

@@ -23,7 +23,11 @@ class NewVocabulary(Config):
 
 
 class DistillLosses(Config):
-    """Weights of the losses; 0 leaves one out, and the data that only it needs is not read."""
+    """Weights of the losses; 0 leaves one out, and the data that only it needs is not read.
+
+    EmbedDistill's compare as the teacher does: by cosine over `temperature`, and vectors of length 1; or, of
+    a teacher by dot product, as in the paper, by the inner product of embeddings as they are.
+    """
 
     qkd: float = Field(1.0, ge=0, description="||q - q'||^2 - lambda cos(q, q') (ScalingNote, Eq. 15)")
     cosine_weight: float = Field(1.0, ge=0, description="lambda of Eq. 15")
@@ -34,11 +38,6 @@ class DistillLosses(Config):
     document_matching: float = Field(
         0.0, ge=0, description="the same for documents (Eq. 8); needs a document student"
     )
-    matching: Literal["unit", "raw"] = Field(
-        "unit",
-        description="vectors that both matchings compare; unit: of length 1, as documents are stored and "
-        "search compares; raw: as the teacher gives them, which no stored document is",
-    )
     one_hot: float = Field(
         0.0, ge=0, description="softmax cross entropy of labels, in-batch and sampled negatives (Eq. 9)"
     )
@@ -48,7 +47,9 @@ class DistillLosses(Config):
         description="loss of `scores`; softmax: cross entropy over a query's candidates (Eq. 11), bce: "
         "binary cross entropy of each candidate (Eq. 12), mse: squared difference of scores (Eq. 13)",
     )
-    temperature: float = Field(0.05, gt=0, lt=1, description="of one_hot and scores")
+    temperature: float = Field(
+        0.05, gt=0, lt=1, description="of the cosines of one_hot and scores; inner products have none"
+    )
 
     @property
     def reads_documents(self) -> bool:
@@ -61,11 +62,6 @@ class DistillLosses(Config):
             self.qkd, self.cosine, self.query_matching, self.document_matching, self.one_hot, self.scores
         ):
             raise ValueError("every weight is 0: give at least one loss a weight")
-        if self.matching == "raw" and self.document_matching:
-            raise ValueError(
-                "losses.matching=raw: stored documents are unit vectors, so document_matching would compare "
-                "other lengths than query_matching: set matching to unit"
-            )
         return self
 
 

@@ -39,6 +39,7 @@ from scalingnote.models.dual_encoder import build_tower
 from scalingnote.models.lookup import LookupPrompt, LookupStart, LookupTower
 from scalingnote.models.lookup_table import LookupFeatures, npy_bytes
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, tokenize
+from scalingnote.models.published_model import Similarity
 from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
@@ -90,12 +91,7 @@ def run(
     draft = Draft(output, kind="student", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    if "embeddings" in parents and parents["embeddings"].manifest.info.get("similarity") == "dot":
-        raise ConfigError(
-            f"the teacher of {embeddings} compares documents by dot, the losses over documents "
-            "(one_hot, scores, document_matching) by cosine: take losses over queries alone (cosine, qkd, "
-            "query_matching), or set adopt.similarity to cosine"
-        )
+    _require_published_student(config, teacher)
     start = prepare_start(config, teacher, folder=draft.work("start"))
     document_tokenizer = _document_tokenizer(config, parents)
     sizes = prepare.prepare(
@@ -134,7 +130,8 @@ def _worker(settings: Settings) -> Failure | None:
 
     def build_stage() -> StageTwo:
         document = _document_student(config, settings["document_tokenizer"], dim=dim, teacher=teacher)
-        return StageTwo(build_student(config, start, teacher=teacher, dim=dim), config.losses, document)
+        student = build_student(config, start, teacher=teacher, dim=dim)
+        return StageTwo(student, config.losses, document, similarity=compared_by(teacher))
 
     stage = build_stage()
     batches = LessonBatches(
@@ -173,6 +170,11 @@ def _save(stage: StageTwo, folder: Path) -> None:
         stage.document.save(folder / "document")
 
 
+def compared_by(teacher: Artifact) -> Similarity:
+    """How a teacher of this artifact `query_embeddings` compares queries and documents."""
+    return "dot" if teacher.manifest.info.get("similarity") == "dot" else "cosine"
+
+
 # --- the student for documents -----------------------------------------------------------------------------
 
 
@@ -208,6 +210,18 @@ def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) 
     return learnt["document"]
 
 
+def _require_published_student(config: DistillConfig, teacher: Artifact) -> None:
+    """ConfigError where a student for documents could not be compared by dot, as its teacher is."""
+    student = config.document
+    if student is None or compared_by(teacher) == "cosine":
+        return
+    if student.pooling == "placeholders" or student.normalise:
+        raise ConfigError(
+            f"the teacher of {teacher.uri} compares by dot, and distill.document gives embeddings for "
+            "cosines: set its pooling to cls, as in EmbedDistill, and normalise to false"
+        )
+
+
 def _document_student(
     config: DistillConfig, tokenizer: str | None, *, dim: int, teacher: Artifact
 ) -> Tower | None:
@@ -215,6 +229,8 @@ def _document_student(
     if config.document is None:
         return None
     made = build_tower(config.document, role="document", dim=dim, tokenizer_json=tokenizer, seed=config.seed)
+    if compared_by(teacher) == "dot":
+        made.native = replace(made.native, similarity="dot")  # type: ignore[type-var]
     if config.inherit_tokens and isinstance(config.document.backbone, Scratch):
         initial_weights.inherit_token_embeddings(made.token_embeddings, _token_weights(teacher, "tokens"))
     return made

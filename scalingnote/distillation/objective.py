@@ -5,8 +5,9 @@
     candidates  the softmax of labels (Eq. 9) · the teacher's scores (Eq. 11-13)
 
 Candidates are the documents of all ranks, positives and negatives; the student's are its own embeddings, or
-those it inherits from the teacher, which learn nothing. A score is a cosine over the temperature, as search
-compares cosines; a cross-encoder's scores are logits already, and known for a query's own documents only.
+those it inherits from the teacher, which learn nothing. A score is a cosine over the temperature or, where
+the teacher compares by dot, an inner product, as search has it; a cross-encoder's scores are logits already,
+and known for a query's own documents only.
 Where a loss reads candidates, a row of a batch is a triplet, or a query without documents, and names its
 query by number.
 """
@@ -33,6 +34,7 @@ from scalingnote.losses import (
 )
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.lookup import LookupTower
+from scalingnote.models.published_model import Similarity
 from scalingnote.models.tower import Tower
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import gather, rank
@@ -138,11 +140,17 @@ class StageTwo(Cacheable):
     """Student towers and losses as one module; what a step trains, plainly or through GradCache."""
 
     def __init__(
-        self, student: Tower | LookupTower, losses: DistillLosses, document: Tower | None = None
+        self,
+        student: Tower | LookupTower,
+        losses: DistillLosses,
+        document: Tower | None = None,
+        *,
+        similarity: Similarity = "cosine",
     ) -> None:
-        """`document` is a student for documents."""
+        """`document` is a student for documents, `similarity` the teacher's."""
         super().__init__()
         self.student: Tower | LookupTower = student
+        self._similarity: Similarity = similarity
         self.document, self._losses = document, losses
         self._view = None if document is None else document.views.index(INDEXED_VIEW)
 
@@ -166,23 +174,24 @@ class StageTwo(Cacheable):
         assert self.document is not None
         return self.document(rows)[:, self._view].unsqueeze(1).float()  # type: ignore[no-any-return]
 
-    def loss(
+    def weighted_losses(
         self, embeddings: dict[str, Tensor], batch: Lesson
-    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """This rank's loss and its parts, unweighted; like the loss, their means over ranks are global."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """This rank's losses times their weights, and their parts; means of both over ranks are global."""
         queries, losses = embeddings["query"][:, 0], self._losses
         with torch.autocast(queries.device.type, enabled=False):
-            parts = query_losses(queries, batch, losses)
+            parts = query_losses(queries, batch, losses, self._similarity)
             if losses.reads_documents:
                 own = embeddings["document"][:, 0] if "document" in embeddings else None
-                parts |= candidate_losses(queries, own, batch, losses)
-            weights = {name: getattr(losses, name) for name in parts}
-            loss = sum((weights[name] * part for name, part in parts.items()), start=queries.new_zeros(()))
+                parts |= candidate_losses(queries, own, batch, losses, self._similarity)
+            weighted = {name: getattr(losses, name) * part for name, part in parts.items()}
             parts["squared_distance"] = (batch.teacher - queries.detach()).pow(2).sum(-1).mean()
-        return loss, {name: part.detach() for name, part in parts.items()}
+        return weighted, parts
 
 
-def query_losses(queries: Embeddings, lesson: Lesson, losses: DistillLosses) -> dict[str, Tensor]:
+def query_losses(
+    queries: Embeddings, lesson: Lesson, losses: DistillLosses, similarity: Similarity
+) -> dict[str, Tensor]:
     """The losses over queries alone that have a weight, by name."""
     weights = lesson.weights
     parts = {}
@@ -191,13 +200,17 @@ def query_losses(queries: Embeddings, lesson: Lesson, losses: DistillLosses) -> 
     if losses.cosine:
         parts["cosine"] = cosine_distance(lesson.teacher, queries, weights=weights)
     if losses.query_matching:
-        teacher, student = _matched(lesson.teacher, losses), _matched(queries, losses)
+        teacher, student = _compared(lesson.teacher, similarity), _compared(queries, similarity)
         parts["query_matching"] = embedding_matching(teacher, student, weights=weights)
     return parts
 
 
 def candidate_losses(
-    queries: Embeddings, documents: Float[Tensor, "docs dim"] | None, lesson: Lesson, losses: DistillLosses
+    queries: Embeddings,
+    documents: Float[Tensor, "docs dim"] | None,
+    lesson: Lesson,
+    losses: DistillLosses,
+    similarity: Similarity,
 ) -> dict[str, Tensor]:
     """The losses over candidates that have a weight, by name; without `documents`, the teacher's are used."""
     if lesson.candidates is None:
@@ -205,18 +218,20 @@ def candidate_losses(
             "losses over documents have a weight, but the lessons hold no documents: prepare them"
         )
     candidates = lesson.candidates
-    own = candidates.embeddings if documents is None else documents
+    inherited = _compared(candidates.embeddings, similarity)
+    own = inherited if documents is None else _compared(documents, similarity)
+    temperature = losses.temperature if similarity == "cosine" else 1.0
     rows = {"weights": candidates.weights}
     parts = {}
     if losses.document_matching:
-        parts["document_matching"] = _document_matching(_matched(own, losses), candidates, **rows)
+        parts["document_matching"] = _document_matching(inherited, own, candidates, **rows)
     if losses.one_hot or (losses.scores and candidates.scores is None):
         real, answers = _pool_masks(candidates)
-    scaled = F.normalize(queries, dim=-1) / losses.temperature
+    scaled = _compared(queries, similarity) / temperature
     if losses.one_hot:
         parts["one_hot"] = info_nce(
             scaled,
-            _gathered_unit(own, candidates),
+            _gathered(own, candidates),
             positives=torch.arange(len(queries), device=queries.device) + rank() * len(queries),
             temperature=1.0,
             ignore=answers | ~real,
@@ -224,12 +239,12 @@ def candidate_losses(
         )
     if losses.scores:
         if candidates.scores is None:
-            teacher_queries = F.normalize(lesson.teacher, dim=-1) / losses.temperature
-            student = scaled @ _gathered_unit(own, candidates).T
-            teacher = teacher_queries @ _gathered_unit(candidates.embeddings, candidates).T
+            teacher_queries = _compared(lesson.teacher, similarity) / temperature
+            student = scaled @ _gathered(own, candidates).T
+            teacher = teacher_queries @ _gathered(inherited, candidates).T
             scored = real.expand_as(teacher)
         else:
-            student = torch.einsum("qd,qgd->qg", scaled, F.normalize(own, dim=-1)[candidates.index])
+            student = torch.einsum("qd,qgd->qg", scaled, own[candidates.index])
             teacher = candidates.scores
             scored = teacher.isfinite() & candidates.present
         parts["scores"] = SCORE_LOSSES[losses.scores_kind](student, teacher, scored=scored, **rows)
@@ -250,25 +265,27 @@ def _pool_masks(candidates: LessonCandidates) -> tuple[Bool[Tensor, " pool"], Bo
     return all_ids != ABSENT, answers
 
 
-def _gathered_unit(
+def _gathered(
     documents: Float[Tensor, "docs dim"], candidates: LessonCandidates
 ) -> Float[Tensor, "pool dim"]:
-    """Unit embeddings of all ranks' candidates, with gradients."""
-    groups = F.normalize(documents, dim=-1)[candidates.index]
-    return gather(groups).transpose(0, 1).flatten(0, 1)
+    """Embeddings of all ranks' candidates, with gradients."""
+    return gather(documents[candidates.index]).transpose(0, 1).flatten(0, 1)
 
 
 def _document_matching(
-    documents: Float[Tensor, "docs dim"], candidates: LessonCandidates, *, weights: Float[Tensor, " queries"]
+    teacher: Float[Tensor, "docs dim"],
+    student: Float[Tensor, "docs dim"],
+    candidates: LessonCandidates,
+    *,
+    weights: Float[Tensor, " queries"],
 ) -> Float[Tensor, ""]:
-    """The mean over each row's documents, and over rows; the teacher's are unit vectors."""
+    """The mean over each row's documents, and over rows."""
     index, present = candidates.index, candidates.present
     share = index.shape[1] / present.sum(1, keepdim=True).clamp(min=1)
     each = (weights[:, None] * share * present).flatten()
-    teacher = F.normalize(candidates.embeddings, dim=-1)  # as stored, up to the rounding of float16
-    return embedding_matching(teacher[index.flatten()], documents[index.flatten()], weights=each)
+    return embedding_matching(teacher[index.flatten()], student[index.flatten()], weights=each)
 
 
-def _matched(vectors: Float[Tensor, "rows dim"], losses: DistillLosses) -> Float[Tensor, "rows dim"]:
-    """Vectors as Eq. 7 and Eq. 8 compare them: one way for queries and documents."""
-    return F.normalize(vectors, dim=-1) if losses.matching == "unit" else vectors
+def _compared(vectors: Float[Tensor, "rows dim"], similarity: Similarity) -> Float[Tensor, "rows dim"]:
+    """Vectors whose products are what a teacher compares by: of length 1, or for dot as they are."""
+    return F.normalize(vectors, dim=-1) if similarity == "cosine" else vectors

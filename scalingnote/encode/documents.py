@@ -162,7 +162,9 @@ def _require_payloads(config: EncodeConfig, towers: Artifact, rows: int) -> None
 
 
 def tower_similarity(towers: Artifact) -> Similarity:
-    """How search compares the embeddings of an artifact's document tower."""
+    """How search compares the embeddings of an artifact's document tower, or of a cross-encoder's proxies."""
+    if towers.manifest.kind == "cross_encoder":
+        return "cosine" if towers.manifest.config.get("score") == "cosine" else "dot"
     named = "document/config_sentence_transformers.json"
     facts = towers.read_json(named) if named in towers.names("document/") else {}
     return "dot" if facts.get("similarity_fn_name") == "dot" else "cosine"

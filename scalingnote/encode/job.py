@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from scalingnote import cluster
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
-from scalingnote.encode.documents import encode_documents
+from scalingnote.encode.documents import encode_documents, tower_similarity
 from scalingnote.encode.encodings import Cost, RowEncoding
 from scalingnote.encode.parts import EncodedPart, Steps, reader_cpus, sized_for, write_parts
 from scalingnote.errors import ConfigError, DataError
@@ -102,7 +102,8 @@ def run_queries(
     )
     steps = Steps(partial(read_queries, folder=draft.work(), pseudo=pseudo), encoder)
     records = write_parts(steps, draft, rows=rows, resources=resources, unit="queries", knob=knob)
-    return draft.commit(counts={"queries": sum(record["part"]["rows"] for record in records)})
+    queries = sum(record["part"]["rows"] for record in records)
+    return draft.commit(counts={"queries": queries}, similarity=tower_similarity(parents["dual_encoder"]))
 
 
 # --- distinct queries of triplets ----------------------------------------------------------------------

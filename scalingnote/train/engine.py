@@ -43,6 +43,8 @@ class Engine:
 
     module: nn.Module
     """The caller's own module. Its methods may be called directly, under :meth:`precision`."""
+    whole: bool = False
+    """Whether every rank holds all parameters, so that one rank's gradients of them can be taken alone."""
     layout: str = WHOLE
     """How :meth:`state` is divided. States of one layout are compatible for any number of ranks."""
     _names: dict[str, nn.Parameter]
@@ -311,8 +313,21 @@ class Cacheable(nn.Module):
         raise NotImplementedError
 
     def loss(self, embeddings: dict[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's loss and its parts, from the embeddings of all its rows."""
+        """This rank's loss and its parts without their weights, from the embeddings of all its rows."""
+        weighted, parts = self.weighted_losses(embeddings, batch)
+        return total(weighted), {name: part.detach() for name, part in parts.items()}
+
+    def weighted_losses(
+        self, embeddings: dict[str, Tensor], batch: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The losses whose sum is :meth:`loss`, each times its weight; and what the log shows of them."""
         raise NotImplementedError
+
+
+def total(losses: Mapping[str, Tensor]) -> Tensor:
+    """Their sum."""
+    first, *others = losses.values()
+    return sum(others, start=first)
 
 
 def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[Tensor, dict[str, Tensor]]:
@@ -323,17 +338,7 @@ def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[T
     """
     module = cast(Cacheable, engine.module)
     chunks = _chunks(module.inputs(batch), config)
-    states = []
-    pieces: dict[str, list[Tensor]] = {}
-    # Autocast caches the weights that it has cast. It is left and entered again between the passes, or the
-    # second pass would use those of the first, which have no graph.
-    with torch.no_grad(), engine.precision():
-        for chunk in chunks:
-            states.append(_random_state())
-            for name, piece in module.encode(chunk.name, chunk.rows).items():
-                if not chunk.spare:
-                    pieces.setdefault(name, []).append(piece.float())
-    leaves = {name: torch.cat(parts).requires_grad_() for name, parts in pieces.items()}
+    leaves, states = _leaves(engine, chunks)
     with engine.precision():
         loss, parts = module.loss(leaves, batch)
     gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -345,6 +350,38 @@ def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[T
             own = [torch.zeros_like(gradient) for gradient in own]
         engine.backward_from(list(embeddings.values()), own, last=chunk is chunks[-1])
     return loss.detach(), parts
+
+
+def cached_embeddings(
+    engine: Engine, inputs: dict[str, Batch | None], config: GradCache
+) -> dict[str, Tensor]:
+    """Embeddings of a batch by name, made chunk by chunk without a graph; they want gradients. Collective."""
+    return _leaves(engine, _chunks(inputs, config))[0]
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Afterwards the generators that dropout draws from are in the state they had before."""
+    with _replay(*_random_state()):
+        yield
+
+
+def _leaves(
+    engine: Engine, chunks: "Sequence[_Chunk]"
+) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor | None]]]:
+    """Embeddings of chunks, joined, and the state of the random generators before each."""
+    module = cast(Cacheable, engine.module)
+    states = []
+    pieces: dict[str, list[Tensor]] = {}
+    # Autocast caches the weights that it has cast. It is left and entered again between the passes, or the
+    # second pass would use those of the first, which have no graph.
+    with torch.no_grad(), engine.precision():
+        for chunk in chunks:
+            states.append(_random_state())
+            for name, piece in module.encode(chunk.name, chunk.rows).items():
+                if not chunk.spare:
+                    pieces.setdefault(name, []).append(piece.float())
+    return {name: torch.cat(parts).requires_grad_() for name, parts in pieces.items()}, states
 
 
 @dataclass(frozen=True, eq=False)

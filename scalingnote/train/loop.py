@@ -32,6 +32,7 @@ from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import mean_over_ranks, rank
 from scalingnote.train.config import Optimizer, Schedule, Tracking, ValidationSchedule, steps_of
 from scalingnote.train.engine import Engine, cached_backward
+from scalingnote.train.gradient_shares import GradientShares
 from scalingnote.train.validation import better
 
 EVENTS_FOLDER = "tensorboard"
@@ -48,7 +49,8 @@ class TrainingHistory:
     """Measurements of a run so far; stored with every checkpoint."""
 
     curve: list[dict[str, Any]] = field(default_factory=list)
-    """Loss, its parts, gradient norm and learning rate of every tenth step."""
+    """Loss, its parts, gradient norm and learning rate of every tenth step; of every fiftieth also the
+    gradient of each weighted loss, its norm and its cosine with the whole one."""
     measured: list[dict[str, Any]] = field(default_factory=list)
     """Validation metrics, each with the number of steps before it."""
     best_step: int | None = None
@@ -110,7 +112,8 @@ def fit(
         start, history = restored.step, TrainingHistory(**restored.notes)
         get_logger(section).info("resuming at step %d of %d", start, steps)
     last = start if _out_of_patience(validation, history) else steps  # a notice may arrive as a run stops
-    run = _Run(engine, schedule, checkpoints, history, trackers, validation, validate, notice, steps)
+    shares = GradientShares(engine, section=section, cache=schedule.memory.grad_cache)
+    run = _Run(engine, schedule, checkpoints, history, shares, trackers, validation, validate, notice, steps)
     engine.module.train()
     rows = schedule.global_batch
     with Progress(section, total=steps * rows, done=start * rows, unit="rows") as progress:
@@ -160,6 +163,7 @@ class _Run:
     schedule: Schedule
     checkpoints: Checkpoints
     history: TrainingHistory
+    shares: GradientShares
     trackers: Sequence[Tracker]
     validation: ValidationSchedule | None
     validate: Callable[[], Values] | None
@@ -173,6 +177,7 @@ class _Run:
         """One optimizer step; returns loss, parts and gradient norm as means over ranks."""
         seed = (self.schedule.seed * 1_000_003 + step) * 4_099 + rank()
         torch.manual_seed(seed % 2**64)  # a generator takes 64 bits; a config's seed has no bound
+        shares = self.shares.measure(step, batch)
         cache = self.schedule.memory.grad_cache
         if cache is not None:
             loss, parts = cached_backward(self.engine, batch, config=cache)
@@ -183,11 +188,14 @@ class _Run:
         rate = learning_rate(step, steps=self.steps, settings=self.schedule.optimizer)
         values[GRADIENT_NORM] = float(self.engine.step(rate))
         _require_finite(values, step=step)
+        self.shares.note(values)
         if step % CURVE_INTERVAL_STEPS == 0 or step + 1 == self.steps:
-            self.history.curve.append(
-                {"step": step, "lr": rate, **{name: round(value, 6) for name, value in values.items()}}
-            )
-            self._track(step, {"lr": rate, **values})
+            told = dict(values)
+            for name, share in shares.items():
+                told |= {f"gradient_norm/{name}": share.norm, f"gradient_cosine/{name}": share.cosine}
+            rounded = {name: round(value, 6) for name, value in told.items()}
+            self.history.curve.append({"step": step, "lr": rate, **rounded})
+            self._track(step, {"lr": rate, **told})
         return values
 
     def finish_step(self, done: int) -> bool:

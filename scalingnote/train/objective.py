@@ -43,7 +43,7 @@ from scalingnote.train.candidates import (
 )
 from scalingnote.train.collectives import gather
 from scalingnote.train.config import Align, Losses, Sparse
-from scalingnote.train.engine import Cacheable
+from scalingnote.train.engine import Cacheable, total
 
 
 class StageOne(Cacheable):
@@ -84,10 +84,10 @@ class StageOne(Cacheable):
         """Embeddings of some rows by one tower, in float32; for validation."""
         return self.towers.encode(name, rows).float()
 
-    def loss(
+    def weighted_losses(
         self, embeddings: dict[str, Tensor], batch: Triplets
-    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """This rank's loss and its parts, and the temperature if it is learnt.
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """This rank's losses times their weights, their parts, and the temperature if it is learnt.
 
         Parts are of this rank alone: like the loss, their means over ranks are those of the global batch.
         """
@@ -95,44 +95,41 @@ class StageOne(Cacheable):
         temperature = self._losses.temperature if learnt is None else learnt.squeeze()
         # bfloat16 would round cosines to 1/256, twenty times that when divided by the temperature.
         with torch.autocast(embeddings["query"].device.type, enabled=False):
-            loss, parts = self._loss_of_queries(embeddings, batch, temperature)
+            weighted, parts = self._losses_of_queries(embeddings, batch, temperature)
         if learnt is not None:
             parts["temperature"] = learnt.squeeze()
-        return loss, {name: part.detach() for name, part in parts.items()}
+        return weighted, parts
 
-    def _loss_of_queries(
+    def _losses_of_queries(
         self, embeddings: dict[str, Tensor], triplets: Triplets, temperature: float | Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         gathered = gather_candidates(triplets, embeddings["document"], self._losses)
         queries = embeddings["query"][:, 0]
         knobs: dict[str, Any] = {"temperature": temperature, "view_weights": self._view_weights}
         parts = dense_loss(queries, gathered, self._losses, **knobs)
-        loss = _weighted_sum(parts, self._losses)
+        weighted = _weighted(parts, self._losses)
         teacher_queries = queries
         if "whole_query" in embeddings:
             assert self._align is not None
             teacher_queries = embeddings["whole_query"][:, 0]
-            parts["whole"] = _weighted_sum(
-                dense_loss(teacher_queries, gathered, self._losses, **knobs), self._losses
-            )
+            whole = dense_loss(teacher_queries, gathered, self._losses, **knobs)
+            weighted["whole"] = parts["whole"] = total(_weighted(whole, self._losses))
             parts["align"] = dense_alignment(
                 queries, teacher_queries, gathered, self._losses, self._align, **knobs
             )
-            loss = loss + parts["whole"] + self._align.weight * parts["align"]
+            weighted["align"] = self._align.weight * parts["align"]
         if self._sparse:
-            sparse_loss, sparse_parts = self._sparse_loss(
-                embeddings["terms"], teacher_queries, gathered, temperature
-            )
-            loss, parts = loss + sparse_loss, parts | sparse_parts
-        return loss, parts
+            more = self._sparse_losses(embeddings["terms"], teacher_queries, gathered, temperature)
+            weighted, parts = weighted | more[0], parts | more[1]
+        return weighted, parts
 
-    def _sparse_loss(
+    def _sparse_losses(
         self,
         terms: Float[Tensor, "docs vocabulary"],
         teacher_queries: Float[Tensor, "queries dim"],
         gathered: GatheredCandidates,
         temperature: float | Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Contrastive loss and regulariser of term weights, and their alignment with dense scores."""
         sparse, triplets = self._sparse, gathered.triplets
         assert sparse is not None
@@ -151,8 +148,8 @@ class StageOne(Cacheable):
             "flops": flops(mean_term_weights(terms, gathered.present)),
         }
         grown = _grown(triplets, sparse.ramp)
-        loss = grown * sparse.weight * parts["sparse"]
-        loss = loss + _grown(triplets, sparse.flops_ramp) ** 2 * sparse.flops * parts["flops"]
+        penalty = _grown(triplets, sparse.flops_ramp) ** 2 * sparse.flops
+        weighted = {"sparse": grown * sparse.weight * parts["sparse"], "flops": penalty * parts["flops"]}
         if self._align:
             view = len(self._view_weights) - 1  # the last view stands behind all others in the text
             widest = max(self._losses.matryoshka)
@@ -160,10 +157,10 @@ class StageOne(Cacheable):
             parts["sparse_align"] = align_scores(
                 scores, teacher=teacher, weights=gathered.triplets.weights, absent=gathered.absent
             )
-            loss = loss + grown * sparse.align_weight * parts["sparse_align"]
+            weighted["sparse_align"] = grown * sparse.align_weight * parts["sparse_align"]
         own = gathered.present.T.flatten()
         parts["terms"] = ((terms > 0).sum(1) * own).sum() / own.sum()
-        return loss, parts
+        return weighted, parts
 
 
 def dense_loss(
@@ -290,9 +287,9 @@ def _grown(triplets: Triplets, over: float) -> float | Float[Tensor, ""]:
     return ramp(triplets.step, triplets.steps, over=over)
 
 
-def _weighted_sum(parts: Mapping[str, Tensor], losses: Losses) -> Tensor:
-    loss = parts["contrastive"] + losses.alpha * parts["margin"]
-    return loss + losses.teacher.weight * parts["teacher"] if losses.teacher else loss
+def _weighted(parts: Mapping[str, Tensor], losses: Losses) -> dict[str, Tensor]:
+    weighted = {"contrastive": parts["contrastive"], "margin": losses.alpha * parts["margin"]}
+    return weighted | {"teacher": losses.teacher.weight * parts["teacher"]} if losses.teacher else weighted
 
 
 def _view_weights(views: Sequence[str], weights: Mapping[Any, float]) -> tuple[float, ...]:

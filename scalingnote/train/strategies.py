@@ -63,6 +63,8 @@ class DdpEngine(Engine):
     One process runs plain PyTorch.
     """
 
+    whole = True
+
     def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
         super().__init__(module, schedule=schedule, device=device)
         lower_frozen(module, self._dtype)  # before a GPU would get twice the bytes

@@ -20,7 +20,7 @@ def test_agreement_counts_pairs_that_search_tells_apart():
 
 
 @pytest.mark.parametrize("score", ["cosine", "product"])
-def test_documents_that_lose_their_length_lose_the_order_of_products(
+def test_documents_keep_the_order_of_their_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, score: str
 ):
     without_ray(monkeypatch)
@@ -35,5 +35,5 @@ def test_documents_that_lose_their_length_lose_the_order_of_products(
     built = {"dataset": dataset, "cross_encoder": teacher}
     built |= {"query_embeddings": queries, "embeddings": documents}
     found = cross_teacher.agreements(built)
-    assert found["ce_rank_agreement"] >= 0.99 if score == "cosine" else found["ce_rank_agreement"] < 0.99
+    assert found["ce_rank_agreement"] >= 0.99
     assert 0 <= found["ce_joint_agreement"] < 1  # read together, proxies are others

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import tiny
 from scalingnote.distillation.config import DistillConfig, DistillLosses
 from scalingnote.distillation.objective import Lesson, LessonCandidates, StageTwo
 from scalingnote.models import backbone, batch, dual_encoder
+from scalingnote.models.published_model import Similarity
 from scalingnote.train.config import GradCache
 from scalingnote.train.engine import Cacheable, Engine, cached_backward, surrogate
 
@@ -29,7 +31,7 @@ WEIGHTS = [1.0, 2.0, 1.0, 0.5, 1.0, 1.0]
 Found = dict[str, Tensor]
 
 
-def stage(losses: DistillLosses, *, symmetric: bool) -> StageTwo:
+def stage(losses: DistillLosses, *, symmetric: bool, similarity: Similarity = "cosine") -> StageTwo:
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     student = dual_encoder.build_tower(
         tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=DIM, tokenizer_json=learnt, seed=0
@@ -38,7 +40,7 @@ def stage(losses: DistillLosses, *, symmetric: bool) -> StageTwo:
     if symmetric:
         config = tiny.document_tower(tiny.BIDIRECTIONAL)
         document = dual_encoder.build_tower(config, role="document", dim=DIM, tokenizer_json=learnt, seed=1)
-    return StageTwo(student, losses, document)
+    return StageTwo(student, losses, document, similarity=similarity)
 
 
 def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Lesson:
@@ -73,17 +75,19 @@ def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Less
     )
 
 
-def slow(queries: Tensor, documents: Tensor, given: Lesson) -> Found:
+def slow(queries: Tensor, documents: Tensor, given: Lesson, similarity: Similarity = "cosine") -> Found:
     """Row by row, in float64; `documents` are the student's, as often as rows name them: [rows, 2, dim]."""
-    found, own = given.candidates, F.normalize(documents, dim=-1)
-    inherited = F.normalize(found.embeddings.double()[found.index], dim=-1)
+    # By dot, embeddings have their own lengths, and their products no temperature.
+    unit, tau = (lambda vectors: vectors, 1.0) if similarity == "dot" else (partial(F.normalize, dim=-1), TAU)
+    found, own = given.candidates, unit(documents)
+    inherited = unit(found.embeddings.double()[found.index])
     pool = [
         (j, k) for k, j in itertools.product(range(2), range(len(queries))) if found.document_ids[j, k] >= 0
     ]
     names = ("query_matching", "document_matching", "one_hot", "scores")
     parts = {name: torch.zeros((), dtype=torch.float64) for name in names}
     for i in range(len(queries)):
-        query, teacher = (F.normalize(side[i].double(), dim=0) for side in (queries, given.teacher))
+        query, teacher = (unit(side[i].double()) for side in (queries, given.teacher))
         parts["query_matching"] += given.weights[i] * (teacher - query).norm()
         own_places = [k for k in range(2) if found.document_ids[i, k] >= 0]
         if not own_places:
@@ -94,28 +98,29 @@ def slow(queries: Tensor, documents: Tensor, given: Lesson) -> Found:
         answers = {int(found.document_ids[i, 0]), *found.known[i].tolist()}
         scores, allowed = {}, []
         for j, k in pool:
-            scores[j, k] = query @ own[j, k] / TAU
+            scores[j, k] = query @ own[j, k] / tau
             same = k == 0 and found.query_ids[j] == found.query_ids[i]
             if (j, k) == (i, 0) or not (int(found.document_ids[j, k]) in answers or same):
                 allowed.append(scores[j, k])
         parts["one_hot"] -= weight * (scores[i, 0] - torch.stack(allowed).logsumexp(0))
         if found.scores is None:
-            target = torch.stack([teacher @ inherited[j, k] / TAU for j, k in pool])
+            target = torch.stack([teacher @ inherited[j, k] / tau for j, k in pool])
             student = torch.stack([scores[place] for place in pool])
         elif found.scores[i, own_places].isfinite().all():
             target = found.scores[i, own_places].double()
-            student = torch.stack([query @ own[i, k] / TAU for k in own_places])
+            student = torch.stack([query @ own[i, k] / tau for k in own_places])
         else:
             continue
         parts["scores"] -= weight * (target.softmax(0) * student.log_softmax(0)).sum()
     return {name: part / len(queries) for name, part in parts.items()}
 
 
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("scores", [False, True], ids=["dual encoder", "cross-encoder"])
 @pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
-def test_losses_are_those_of_each_row_alone(symmetric: bool, scores: bool):
+def test_losses_are_those_of_each_row_alone(symmetric: bool, scores: bool, similarity: Similarity):
     losses = ALL if symmetric else ALL.model_copy(update={"document_matching": 0.0})
-    made = stage(losses, symmetric=symmetric)
+    made = stage(losses, symmetric=symmetric, similarity=similarity)
     assert isinstance(made, Cacheable)
     given = lesson(made, range(ROWS), scores=scores)
     loss, parts = made(given)
@@ -123,7 +128,7 @@ def test_losses_are_those_of_each_row_alone(symmetric: bool, scores: bool):
     documents = given.candidates.embeddings
     if symmetric:
         documents = made.embeddings("document", given.candidates.texts)[:, 0].detach()
-    expected = slow(queries, documents.double()[given.candidates.index], given)
+    expected = slow(queries, documents.double()[given.candidates.index], given, similarity)
     for name, part in expected.items():
         if getattr(losses, name):
             assert parts[name].item() == pytest.approx(part.item(), rel=1e-4), name
@@ -131,16 +136,6 @@ def test_losses_are_those_of_each_row_alone(symmetric: bool, scores: bool):
     torch.testing.assert_close(loss.detach(), total)
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
-
-
-def test_raw_queries_are_matched_with_their_lengths_and_raw_documents_are_refused():
-    made = stage(DistillLosses(qkd=0, query_matching=1.0, matching="raw"), symmetric=False)
-    given = lesson(made, range(ROWS))
-    queries = made.embeddings("query", given.queries)[:, 0].detach()
-    expected = ((given.teacher - queries).norm(dim=-1) * given.weights).mean()
-    torch.testing.assert_close(made(given)[0].detach(), expected)
-    with pytest.raises(ValueError, match="stored documents are unit vectors"):
-        DistillLosses(document_matching=1.0, matching="raw")
 
 
 @pytest.mark.parametrize("kind", ["softmax", "bce", "mse"])

@@ -152,10 +152,10 @@ class OwnDocuments(Cacheable):
     def encode(self, name: str, rows: batch.Batch | None) -> Found:
         return {name: self.towers.encode(name, rows).float()}
 
-    def loss(self, embeddings: Found, batch: Triplets) -> tuple[Tensor, Found]:
+    def weighted_losses(self, embeddings: Found, batch: Triplets) -> tuple[Found, Found]:
         documents = embeddings["document"][:, -1].unflatten(0, (2, -1))
         loss = torch.einsum("qd,gqd->q", embeddings["query"][:, 0], documents).square().sum()
-        return loss, {}
+        return {"products": loss}, {}
 
 
 def on_a_rank(counts: tuple[int, ...]) -> tuple[Found, Found, int]:

@@ -94,12 +94,14 @@ class Contrast(Cacheable):
             return {name: self.temperature().view(1)}
         return {name: self.towers.encode(name, rows).float()}
 
-    def loss(self, embeddings: dict[str, Tensor], pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
+    def weighted_losses(
+        self, embeddings: dict[str, Tensor], pairs: Pairs
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         queries, documents = embeddings["query"][:, 0], embeddings["document"].mean(1)
         queries, documents = (nn.functional.normalize(e, dim=-1) for e in (queries, documents))
         scores = queries @ gather(documents).T / embeddings["temperature"].squeeze()
         loss = nn.functional.cross_entropy(scores, torch.arange(len(queries)) + rank() * len(queries))
-        return loss, {"contrastive": loss.detach(), "queries": queries.detach()}
+        return {"contrastive": loss}, {"contrastive": loss, "queries": queries}
 
 
 def share(made: Contrast, step: int) -> Pairs:
