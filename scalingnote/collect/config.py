@@ -127,7 +127,9 @@ class CollectConfig(Config):
     sources: tuple[Literal["click", "relevance"], ...] = Field(
         ("click", "relevance"), min_length=1, description="'click' needs a dataset with impressions"
     )
-    num_negatives: int = Field(1, ge=1, description="hard negatives per triplet; 1 in the paper")
+    num_negatives: int = Field(
+        1, ge=0, description="hard negatives per triplet; 1 in ScalingNote, none in EmbedDistill"
+    )
     min_clicks: int = Field(1, ge=1, description="satisfied clicks that make a document a query's positive")
     min_dwell_s: float = Field(
         0.0,

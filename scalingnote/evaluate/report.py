@@ -42,6 +42,7 @@ from scalingnote.evaluate.measures import (
     significance_section,
 )
 from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.train.config import MIXED
 
 Report = dict[str, Any]
 BETTER, WORSE = "▲", "▼"
@@ -376,7 +377,7 @@ def _add(ancestor: Ancestor, known: dict[str, Ancestor]) -> None:
     parents = [
         _open(KIND_OF.get(name, name), parent["uri"], parent["digest"])
         for name, parent in recorded.items()
-        if parent["digest"] not in known
+        if parent["digest"] not in known and not name.startswith(MIXED)
     ]
     for parent in _in_order(parents):
         _add(parent, known)

@@ -164,9 +164,7 @@ def read_as(backbone: Backbone, config: Reading) -> None:
     tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
     flags = {"add_bos_token": config.bos == "always"}
     tokenizer.init_kwargs.update(flags)  # saved, and followed by whoever loads the tower
-    # The class is one whose flag is followed where it says no, too.
-    flagged = flags | {"tokenizer_class": "LlamaTokenizer"}
-    add_flagged_tokens(rust, flagged, first=tokenizer.bos_token, end=None)
+    add_flagged_tokens(rust, flags, first=tokenizer.bos_token, end=None, removes=True)
 
 
 def grow(model: Any, tokens: int) -> None:

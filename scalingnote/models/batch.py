@@ -71,6 +71,7 @@ class Batch:
     mask: Int[Tensor, "lines tokens"] | None
     positions: Int[Tensor, "rows positions"]
     packing: Packing | None = None
+    instruction: int = 0  # of those of a token-wise query tower: which one the rows are read behind
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -80,18 +81,20 @@ class Batch:
         mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
         packing = None if self.packing is None else self.packing.to(device)
         ids, positions = (t.to(device, non_blocking=True) for t in (self.ids, self.positions))
-        return Batch(ids, mask, positions, packing)
+        return Batch(ids, mask, positions, packing, self.instruction)
 
     def rows(self, start: int, stop: int) -> "Batch":
         """Return rows `start` to `stop` in the same form."""
         positions = self.positions[start:stop]
         if self.packing is None:
             assert self.mask is not None
-            return Batch(self.ids[start:stop], self.mask[start:stop], positions)
+            ids, mask = self.ids[start:stop], self.mask[start:stop]
+            return Batch(ids, mask, positions, instruction=self.instruction)
         lengths = self.packing.lengths
         first, tokens = sum(lengths[:start]), sum(lengths[start:stop])
         ids = self.ids[:, first : first + tokens]
-        return Batch(ids, None, positions, Packing.of(lengths[start:stop], self.ids.device))
+        packing = Packing.of(lengths[start:stop], self.ids.device)
+        return Batch(ids, None, positions, packing, self.instruction)
 
     def by_length(self) -> tuple["Batch", Int[Tensor, " rows"]]:
         """Return the rows of a packed batch, shortest first, and the new index of each old row."""
@@ -102,7 +105,8 @@ class Batch:
         indices = torch.tensor(order, device=self.ids.device)
         packing = Packing.of([lengths[i] for i in order], self.ids.device)
         ids = torch.cat([rows[i] for i in order])[None]
-        return Batch(ids, None, self.positions[indices], packing), indices.argsort()
+        batch = Batch(ids, None, self.positions[indices], packing, self.instruction)
+        return batch, indices.argsort()
 
     def for_model(self, *, pad: int, packed: bool) -> tuple["Batch", Tensor | slice]:
         """Return the batch in the form that a model reads fastest, and the index that restores the row order.
@@ -145,7 +149,7 @@ class Batch:
         ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad)
         lengths = self.packing.offsets.diff()[:, None]
         mask = (torch.arange(ids.shape[1], device=ids.device) < lengths).long()
-        return Batch(ids, mask, self.positions)
+        return Batch(ids, mask, self.positions, instruction=self.instruction)
 
 
 def collate(rows: Sequence[Row], *, pad: int, packed: bool = False) -> Batch:

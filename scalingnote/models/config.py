@@ -194,15 +194,45 @@ class TokenWiseConfig(Config):
     projection: Start = Field(
         "auto", description="as of a transformer tower; without a backbone of its own, the document tower's"
     )
+    reads: Literal["states", "embeddings"] = Field(
+        "states",
+        description="embeddings: a token's vector is its row of the backbone's input table, and no layer is "
+        "read; to compare with (LightRetriever, Table 4)",
+    )
     instruction: str = Field(
         "Retrieve documents that answer the query: ", description="read once, before every token"
+    )
+    instructions: dict[TaskName, tuple[str, ...]] = Field(
+        {},
+        description="of the sets of a mixture: each batch is read behind one of its set's, drawn at random, "
+        "in place of `instruction`; the first of each gives a table of its own, tasks/SET",
     )
     tasks: dict[TaskName, str] = Field(
         {},
         description="instructions of further tasks by name: each gets a table of its own beside the first, "
-        "tasks/NAME, as LightRetriever has one per test set (appendix A.4). Training reads `instruction`",
+        "tasks/NAME, as LightRetriever has one per test set (appendix A.4); one that training never read "
+        "is told",
     )
     storage: Literal["float32", "float16", "int8"] = Field("float16", description="of the saved table")
+
+    @property
+    def trained_instructions(self) -> tuple[str, ...]:
+        """All that queries are read behind in training; `instruction` first, then those of each set."""
+        return (self.instruction, *(text for texts in self.instructions.values() for text in texts))
+
+    def instructions_of(self, name: str) -> tuple[int, ...]:
+        """Numbers of a set's own in `trained_instructions`; that of `instruction` where it has none."""
+        first = 1
+        for other, texts in self.instructions.items():
+            if other == name and texts:
+                return tuple(range(first, first + len(texts)))
+            first += len(texts)
+        return (0,)
+
+    @property
+    def all_tasks(self) -> dict[str, str]:
+        """Instructions that get a table: the first of each set of a mixture, and `tasks`."""
+        return {name: texts[0] for name, texts in self.instructions.items() if texts} | self.tasks
 
 
 def _kind(value: Any) -> str:

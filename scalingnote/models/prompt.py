@@ -357,7 +357,12 @@ _FLAGGED = re.compile("(Llama|CodeLlama|Gemma|Cohere|GPTNeoX)Tokenizer(Fast)?")
 
 
 def add_flagged_tokens(
-    tokenizer: Tokenizer, settings: Mapping[str, Any], *, first: str | None, end: str | None
+    tokenizer: Tokenizer,
+    settings: Mapping[str, Any],
+    *,
+    first: str | None,
+    end: str | None,
+    removes: bool | None = None,
 ) -> str:
     """Make `tokenizer` add the first and the end token as its flags say; returns in words what changed.
 
@@ -370,12 +375,14 @@ def add_flagged_tokens(
         settings: of tokenizer_config.json.
         first: the beginning-of-sequence token; None if there is none.
         end: the end-of-sequence token.
+        removes: whether a flag that is false removes a token; None: as the tokenizer's class did.
     """
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
     at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     before, after = whole[:at], whole[at + len(bare) :]
-    removes = _FLAGGED.fullmatch(str(settings.get("tokenizer_class"))) is not None
+    if removes is None:
+        removes = _FLAGGED.fullmatch(str(settings.get("tokenizer_class"))) is not None
     changes = []
     for flag, token, ids in (("add_bos_token", first, before), ("add_eos_token", end, after)):
         number = None if token is None else tokenizer.token_to_id(token)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalingnote.errors import ConfigError
+from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention, first_position
@@ -32,6 +33,7 @@ from scalingnote.models.prompt import TokenDocuments, without_limits
 from scalingnote.models.published_model import write_json
 from scalingnote.models.tower import Projection, Tower
 
+log = get_logger("train")
 BLOCKS = 32  # per line: 64 tokens, about twice an instruction, so that the instruction costs little
 TOKEN_DOCUMENTS = "token_documents"  # kind of a saved tower that reads the tokens of documents alone
 TASKS = "tasks"  # subfolder of a saved tower: a lookup tower for each further instruction
@@ -54,15 +56,20 @@ class TokenReader(nn.Module):
         distinct, place = ids.unique(return_inverse=True)
         if not len(distinct):  # every rank needs a forward pass: gathering sharded weights is collective
             distinct = self.instruction.new_tensor([self.end])
-        vectors = self.token_vectors(distinct)
+        vectors = self.token_vectors(distinct, self.read_behind(batch))
         return F.embedding_bag(place, vectors, lengths.cumsum(0) - lengths, mode="mean")[:, None]
+
+    def read_behind(self, batch: Batch) -> Int[Tensor, " instruction"]:
+        """Return the tokens that those of a batch are read behind."""
+        del batch
+        return self.instruction
 
     def token_vectors(
         self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"] | None = None
     ) -> Float[Tensor, "tokens dim"]:
         """Return the vector of each token from one forward pass over as many lines as needed.
 
-        They are read behind the tokens of an `instruction`; None: the one that training reads.
+        They are read behind the tokens of an `instruction`; None: the tower's own.
         """
         instruction = self.instruction if instruction is None else instruction
         lines = -(-len(ids) // BLOCKS)
@@ -112,13 +119,27 @@ class TokenWise(TokenReader):
         self.prompt = LookupPrompt(tokens, max_length=config.max_length)
         special = backbone.special
         self._first, self.end = [] if special.first is None else [special.first], _end_token(backbone)
-        for text in (config.instruction, *config.tasks.values()):
+        for text in (*config.trained_instructions, *config.tasks.values()):
             _check_length(len(self._instruction_ids(text)) + 2, backbone)
         self.register_buffer("instruction", self._instruction_ids(config.instruction), persistent=False)
+        for number, text in enumerate(config.trained_instructions):
+            self.register_buffer(f"instruction_{number}", self._instruction_ids(text), persistent=False)
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
         """Return float32 embeddings, not normalised, of padded or packed rows; 0 for a row without tokens."""
         return self.mean_vectors(batch)
+
+    def token_vectors(
+        self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"] | None = None
+    ) -> Float[Tensor, "tokens dim"]:
+        """As the base class; or, where the config reads embeddings, rows of the input table."""
+        if self.config.reads == "embeddings":
+            return self.projection(self.backbone.get_input_embeddings()(ids))  # type: ignore[no-any-return,operator]
+        return super().token_vectors(ids, instruction)
+
+    def read_behind(self, batch: Batch) -> Int[Tensor, " instruction"]:
+        """Return the tokens of the instruction that a batch names by its number."""
+        return getattr(self, f"instruction_{batch.instruction}")  # type: ignore[no-any-return]
 
     def contextual(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
         """Return embeddings of whole queries by the same backbone, read as ``instruction query end``.
@@ -128,9 +149,10 @@ class TokenWise(TokenReader):
         padded = batch.padded(self.pad)
         assert padded.mask is not None
         lengths, rows = padded.mask.sum(1), len(padded.ids)
-        start = len(self.instruction)
+        instruction = self.read_behind(batch)
+        start = len(instruction)
         place = padded.ids.new_full((rows, 1), self.pad)
-        ids = torch.cat([self.instruction.expand(rows, -1), padded.ids, place], dim=1)
+        ids = torch.cat([instruction.expand(rows, -1), padded.ids, place], dim=1)
         ends = (start + lengths)[:, None]
         ids = ids.scatter(1, ends, self.end)
         whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
@@ -154,7 +176,7 @@ class TokenWise(TokenReader):
     def lookup(self, instruction: str | None = None) -> LookupTower:
         """Return the lookup tower with the same embeddings, but an empty query gets the table's mean.
 
-        Its tokens are read behind `instruction`; None: the one that training reads.
+        Its tokens are read behind `instruction`; None: the tower's own.
         """
         instruction = self.config.instruction if instruction is None else instruction
         return from_table(
@@ -172,7 +194,10 @@ class TokenWise(TokenReader):
         """
         del merge_adapters
         self.lookup().save(folder)
-        for name, instruction in self.config.tasks.items():
+        trained = self.config.trained_instructions
+        for name, instruction in self.config.all_tasks.items():
+            if instruction not in trained:
+                log.warning("no query was trained behind the instruction of the task %s", name)
             self.lookup(instruction).save(folder / TASKS / name)
 
     def _digests(self, instruction: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ their stead, so that every batch has one shape, and every loss leaves them out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,6 +63,7 @@ class TripletBatches:
 
     `share_of` gives this rank's rows of a step, from a mapped store or a stream; `facts` are those of the
     store, `pads` the pad tokens of the query and the document tower, `steps` those of the whole run.
+    `instructions` are numbers of those of each set of a mixture; every batch draws one, by `seed`.
     """
 
     def __init__(
@@ -73,8 +74,11 @@ class TripletBatches:
         pads: tuple[int, int],
         packed: bool,
         steps: int | None = None,
+        instructions: Sequence[Sequence[int]] | None = None,
+        seed: int = 0,
     ) -> None:
         self._share_of, self._pads, self._packed, self._steps = share_of, pads, packed, steps
+        self._instructions, self._seed = instructions, seed % 2**64
         self._known, self._scored = max(facts["known"], 1), facts["scored"]
         self._terms: int | None = facts.get("terms")
 
@@ -87,8 +91,13 @@ class TripletBatches:
             terms = torch.from_numpy(padded(rows.lists("terms", chosen), width=max(self._terms, 1)))
         # Positives first, then each column of negatives: the layout that gather_candidates relies on.
         tokens = documents.tokens(places.T.reshape(-1))
+        queries = collate(rows.tokens(chosen), pad=query_pad, packed=self._packed)
+        if self._instructions:
+            own = self._instructions[int(rows.values("set", chosen[:1])[0])]
+            drawn = int(np.random.default_rng([self._seed, step]).integers(len(own)))
+            queries = replace(queries, instruction=own[drawn])
         return Triplets(
-            queries=collate(rows.tokens(chosen), pad=query_pad, packed=self._packed),
+            queries=queries,
             documents=collate(tokens, pad=document_pad, packed=self._packed),
             query_ids=torch.from_numpy(rows.values("query", chosen)),
             document_ids=torch.from_numpy(rows.values("documents", chosen).T.reshape(-1)),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from scalingnote.config import Config, ElasticResources, ExecutionConfig
-from scalingnote.models.config import LookupConfig, QueryTowerConfig, TokenWiseConfig, TowerConfig
+from scalingnote.models.config import LookupConfig, QueryTowerConfig, TaskName, TokenWiseConfig, TowerConfig
 
 
 def steps_of(length: float, steps: int) -> int:
@@ -155,6 +155,7 @@ class DeepSpeed(Config):
 
 
 Strategy = Annotated[Ddp | Fsdp2 | DeepSpeed, Field(discriminator="kind")]
+MIXED = "mixture/"  # before a set and a kind: the name of a training's parent that another run has made
 LARGE_PARAMETERS = 10**9  # with ddp each rank would hold 16 bytes of each: weight, gradient, two moments
 
 
@@ -312,6 +313,24 @@ class Schedule(Config):
         return self
 
 
+class MixtureSet(Config):
+    """One of several data sets that are trained on together: what `prepare` and `collect` made of it."""
+
+    dataset: str | None = Field(None, description="URI of its artifact `dataset`; null: this run's own")
+    triplets: str | None = Field(None, description="URI of its artifact `triplets`; null: this run's own")
+    epochs: float = Field(
+        1.0,
+        gt=0,
+        description="passes over its rows in one over the mixture (LightRetriever, Table 5)",
+    )
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "MixtureSet":
+        if (self.dataset is None) != (self.triplets is None):
+            raise ValueError("give both dataset and triplets of another run, or neither for this run's own")
+        return self
+
+
 class TrainConfig(Schedule):
     """Stage I: both towers, trained together."""
 
@@ -325,6 +344,11 @@ class TrainConfig(Schedule):
         None,
         description="of the weights of a document tower from scratch; null: seed + 1. With `seed` "
         "both towers have equal weights, which match words before any training",
+    )
+    mixture: dict[TaskName, MixtureSet] = Field(
+        {},
+        description="sets that are trained on, by name; empty: this run's own. `query.instructions` has "
+        "instructions for each",
     )
     batching: Batching = Batching()
     data: DataAccess = DataAccess()
@@ -355,6 +379,10 @@ class TrainConfig(Schedule):
             raise ValueError("align has no effect: it needs sparse, or query.kind=token_wise")
         if self.align and isinstance(self.query, LookupConfig):
             raise ValueError("align needs a query tower with a backbone, and a lookup has none")
+        whole = isinstance(self.strategy, Ddp | None)
+        if isinstance(self.query, TokenWiseConfig) and self.query.reads == "embeddings" and not whole:
+            raise ValueError("query.reads=embeddings reads a table that the strategy shards: choose ddp")
+        self._check_mixture()
         loras = [getattr(tower, "lora", None) for tower in (self.query, self.document)]
         if not self.merge_adapters and any(lora is not None and lora.base != "full" for lora in loras):
             raise ValueError(
@@ -362,6 +390,25 @@ class TrainConfig(Schedule):
                 "lora.base int8 or nf4 they fit its packed weights: leave it true"
             )
         return self
+
+    def _check_mixture(self) -> None:
+        if sum(one.dataset is None for one in self.mixture.values()) > 1:
+            raise ValueError("mixture: two sets are this run's own: give one of them dataset and triplets")
+        if self.mixture and self.batching.ratios:
+            raise ValueError("a mixture has epochs of each set: leave batching.ratios out")
+        instructions = self.query.instructions if isinstance(self.query, TokenWiseConfig) else {}
+        if unknown := sorted(set(instructions) - set(self.mixture)):
+            raise ValueError(f"query.instructions names {', '.join(unknown)}, which is no set of `mixture`")
+        if instructions and self.batching.sources != "homogeneous":
+            raise ValueError(
+                "query.instructions: all queries of a batch are read behind one instruction; set "
+                "batching.sources to homogeneous"
+            )
+
+    @property
+    def set_epochs(self) -> dict[str, float]:
+        """Passes over each set of the mixture; empty without one."""
+        return {name: one.epochs for name, one in self.mixture.items()}
 
     @property
     def shares_backbone(self) -> bool:

@@ -189,36 +189,52 @@ def _mapped(path: Path) -> pa.Table:
 class Order:
     """The rows of every step's global batch.
 
-    `sizes` are the rows of each part (``click/one``), in the order in which rows are numbered. DataError for
-    fewer rows than one global batch; ConfigError for ratios that do not fit the parts, or a part too small
-    for one batch in an epoch.
+    `sizes` are the rows of each part (``click/one``; of a mixture, each set), in the order in which rows are
+    numbered; `epochs` the passes over each set of a mixture. DataError for fewer rows than one
+    global batch; ConfigError for ratios that do not fit the parts, or a part too small for one batch in an
+    epoch.
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], *, global_batch: int, seed: int, batching: Batching | None = None
+        self,
+        sizes: Mapping[str, int],
+        *,
+        global_batch: int,
+        seed: int,
+        batching: Batching | None = None,
+        epochs: Mapping[str, float] | None = None,
     ) -> None:
         batching = batching or Batching()
         self._names, self._batch = list(sizes), global_batch
         self._seed, self._window = seed % 2**64, batching.length_window
         self._sizes = np.array(list(sizes.values()), dtype=np.int64)
         self._homogeneous = batching.sources == "homogeneous"
-        rows = int(self._sizes.sum())
+        passes = [epochs[_owner(part)] for part in sizes] if epochs else 1
+        read = np.rint(self._sizes * passes).astype(np.int64)  # rows of each part in an epoch
+        rows = int(read.sum())
         if rows < global_batch:
             raise DataError(
                 f"{rows} training rows do not fill one global batch of {global_batch}: "
                 "lower global_batch or collect more"
             )
         weights = part_shares(batching.ratios, sizes) if batching.ratios else None
-        self.steps_per_epoch, self._quota = self._plan(rows, weights)
+        self.steps_per_epoch, self._quota = self._plan(read, weights)
         # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
         tail = self._sizes % global_batch if self._homogeneous else 0
         self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
         self._last: tuple[tuple[int, int], StepRows] | None = None
 
     @classmethod
-    def of(cls, config: Schedule, sizes: Mapping[str, int], batching: Batching | None = None) -> "Order":
+    def of(
+        cls,
+        config: Schedule,
+        sizes: Mapping[str, int],
+        batching: Batching | None = None,
+        epochs: Mapping[str, float] | None = None,
+    ) -> "Order":
         """The order of a stage."""
-        return cls(sizes, global_batch=config.global_batch, seed=config.seed, batching=batching)
+        batch, seed = config.global_batch, config.seed
+        return cls(sizes, global_batch=batch, seed=seed, batching=batching, epochs=epochs)
 
     @property
     def sorts(self) -> bool:
@@ -240,13 +256,17 @@ class Order:
         return rows
 
     def _plan(
-        self, rows: int, weights: Float64[ndarray, " parts"] | None
+        self, read: Int64[ndarray, " parts"], weights: Float64[ndarray, " parts"] | None
     ) -> tuple[int, Int64[ndarray, " parts"]]:
         """Steps of an epoch, and its slots per part: rows, or whole batches where they are homogeneous."""
+        rows = int(read.sum())
         steps = rows // self._batch
         if weights is None:
-            quota = self._sizes // self._batch if self._homogeneous else self._sizes
-            too_small, remedy = quota == 0, "set batching.sources=mixed, or give every part a ratio"
+            quota = read // self._batch if self._homogeneous else read
+            too_small, remedy = (
+                quota == 0,
+                "set batching.sources=mixed, give every part a ratio, or raise its epochs",
+            )
             steps = int(quota.sum()) if self._homogeneous else steps
         else:
             quota = apportion(steps if self._homogeneous else rows, weights)
@@ -360,7 +380,7 @@ def part_shares(ratios: Mapping[str, float], sizes: Mapping[str, int]) -> Float6
     A source's ratio is divided by size among those of its parts that have no ratio of their own.
     ConfigError for a negative ratio, for one without rows, and for rows without a ratio.
     """
-    owner = {part: part if part in ratios else part.partition("/")[0] for part in sizes}
+    owner = {part: part if part in ratios else _owner(part) for part in sizes}
     for name in sorted(set(ratios) - set(owner.values())):
         raise ConfigError(f"batching.ratios: there are no rows of {name!r}, only of {', '.join(sizes)}")
     for part in [part for part, name in owner.items() if name not in ratios]:
@@ -372,6 +392,11 @@ def part_shares(ratios: Mapping[str, float], sizes: Mapping[str, int]) -> Float6
         rows[name] += sizes[part]
     weights = np.array([ratios[name] * sizes[part] / rows[name] for part, name in owner.items()])
     return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+def _owner(part: str) -> str:
+    """The source of a part; of a mixture a part is a set."""
+    return part.partition("/")[0]
 
 
 def apportion(total: int, weights: Float64[ndarray, " parts"]) -> Int64[ndarray, " parts"]:

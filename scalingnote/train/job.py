@@ -21,6 +21,7 @@ from scalingnote.config import dump, validate
 from scalingnote.errors import ConfigError, ScalingNoteError, TrainingError
 from scalingnote.log import configure, get_logger
 from scalingnote.models import dual_encoder
+from scalingnote.models.config import TokenWiseConfig
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.weights import compute_dtype
 from scalingnote.storage import filesystem as fs
@@ -28,12 +29,12 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import join_process_group, mean_over_ranks
-from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, ValidationSchedule
+from scalingnote.train.config import MIXED, DeepSpeed, Schedule, TrainConfig, ValidationSchedule
 from scalingnote.train.data import MappedShares, Order, Share, Store
 from scalingnote.train.engine import Engine, autocast, load_weights
 from scalingnote.train.loop import Tracker, TrainingHistory, Values, build_trackers, events_folder, fit
 from scalingnote.train.objective import StageOne
-from scalingnote.train.prepare import PreparedStore, mean_tokens, prepare, sparse_query
+from scalingnote.train.prepare import PreparedStore, TrainingSet, mean_tokens, prepare, sparse_query
 from scalingnote.train.strategies import build
 from scalingnote.train.stream import StreamedShares, read_pool, write_stream
 from scalingnote.train.validation import drawn_documents, validator
@@ -52,12 +53,26 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     """Train both towers; killed at any moment, the next call resumes from the newest checkpoint."""
     uris = {"dataset": dataset, "triplets": triplets}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
-    draft = Draft(output, kind="dual_encoder", config=config, parents=parents)
+    mixture = open_mixture(config, TrainingSet(**parents))
+    others = {
+        f"{MIXED}{name}/{kind}": artifact
+        for name, one in mixture.items()
+        for kind, artifact in one._asdict().items()
+        if artifact is not parents[kind]
+    }
+    draft = Draft(output, kind="dual_encoder", config=config, parents=parents | others)
     if draft.finished:
         return draft.existing()
     cluster.check_resources_early(config.resources, knob="train.resources")
-    prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.map_tasks)
-    order = Order.of(config, prepared.sizes, config.batching)
+    prepared = prepare(
+        config,
+        dataset=parents["dataset"],
+        triplets=parents["triplets"],
+        mixture=mixture,
+        folder=draft.work("data"),
+        each=cluster.map_tasks,
+    )
+    order = Order.of(config, prepared.sizes, config.batching, config.set_epochs)
     steps = order.steps(config)
     streamed = _stream(config, prepared, order, steps)
     rows = sum(prepared.sizes.values())
@@ -89,6 +104,19 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
             "documents_per_pair": prepared.group,
         }
     )
+
+
+def open_mixture(config: TrainConfig, own: TrainingSet) -> dict[str, TrainingSet]:
+    """The sets of a mixture by name; empty without one."""
+    return {
+        name: TrainingSet(
+            open_artifact(fs.absolute(one.dataset), kind="dataset"),
+            open_artifact(fs.absolute(one.triplets), kind="triplets"),
+        )
+        if one.dataset is not None and one.triplets is not None
+        else own
+        for name, one in config.mixture.items()
+    }
 
 
 def _stream(
@@ -343,12 +371,26 @@ def _worker(settings: Settings) -> Failure | None:
         StreamedShares(uri, rank=rank, world=world)
         if streamed
         else MappedShares(
-            store, Order.of(config, store.facts["sizes"], config.batching), rank=rank, world=world
+            store,
+            Order.of(config, store.facts["sizes"], config.batching, config.set_epochs),
+            rank=rank,
+            world=world,
         )
     )
+    instructions = None
+    if isinstance(config.query, TokenWiseConfig) and config.query.instructions:
+        instructions = [config.query.instructions_of(name) for name in config.mixture]
     return train_rank(
         stage,
-        TripletBatches(shares, store.facts, pads=pads, packed=packed, steps=settings["steps"]),
+        TripletBatches(
+            shares,
+            store.facts,
+            pads=pads,
+            packed=packed,
+            steps=settings["steps"],
+            instructions=instructions,
+            seed=config.seed,
+        ),
         build_stage=build_stage,
         schedule=config,
         settings=settings,

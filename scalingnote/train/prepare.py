@@ -9,9 +9,10 @@ record. A killed run repeats the slices without a record. Only the hashes are he
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +31,6 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
 from scalingnote.storage.shuffle import (
     JsonRecord,
-    NumberedSlice,
     TaskRunner,
     hash_of,
     named_parts,
@@ -58,8 +58,25 @@ class PreparedStore:
     group: int  # documents of a row: the positive and the hard negatives, of which some may be absent
 
 
+class TrainingSet(NamedTuple):
+    """Triplets, and the documents they name."""
+
+    dataset: Artifact
+    triplets: Artifact
+
+
+SetSlice = tuple[int, tuple[str, list[str]]]  # the number of a slice, the name of its set, its parts
+ONLY = ""  # name of a set that is trained on alone: its ids stay as they are
+
+
 def prepare(
-    config: TrainConfig, *, dataset: Artifact, triplets: Artifact, folder: str, each: TaskRunner = map
+    config: TrainConfig,
+    *,
+    dataset: Artifact,
+    triplets: Artifact,
+    folder: str,
+    mixture: Mapping[str, TrainingSet] | None = None,
+    each: TaskRunner = map,
 ) -> PreparedStore:
     """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
 
@@ -67,6 +84,7 @@ def prepare(
         config: towers, and whether there is a sparse head.
         dataset: its documents.
         triplets: their rows.
+        mixture: sets by their names, in place of these two.
         folder: must belong to this config and these artifacts, as a Draft's work directory does.
         each: runs the tasks; on Ray, `cluster.map_tasks`.
 
@@ -75,20 +93,18 @@ def prepare(
         DataError: a doc_id occurs twice, or two share a hash.
     """
     if not Store.finished(folder):
-        _write_store(config, dataset, triplets, folder, each)
+        _write_store(config, mixture or {ONLY: TrainingSet(dataset, triplets)}, folder, each)
     facts = Store.facts_of(folder)
     learnt = json.loads(fs.read_bytes(fs.join(folder, "tokenizers.json")))
     return PreparedStore(folder, learnt, facts["sizes"], facts["documents"], facts["group"])
 
 
-def _write_store(
-    config: TrainConfig, dataset: Artifact, triplets: Artifact, folder: str, each: TaskRunner
-) -> None:
-    of_triplets = slices(triplets, "triplets")
-    of_documents = slices(dataset, "documents")
+def _write_store(config: TrainConfig, sets: Mapping[str, TrainingSet], folder: str, each: TaskRunner) -> None:
+    of_triplets = [(name, parts) for name, one in sets.items() for parts in slices(one.triplets, "triplets")]
+    of_documents = [(name, parts) for name, one in sets.items() for parts in slices(one.dataset, "documents")]
     run = partial(run_slices, folder=folder, each=each, section="train")
 
-    named = run("wanted", partial(_hashes_of_slice, triplets=triplets, folder=folder), of_triplets)
+    named = run("wanted", partial(_hashes_of_slice, sets=sets, folder=folder), of_triplets)
     group = max(record["group"] for record in named)
     wanted = merge_hashes(folder, "wanted", files=len(of_triplets))
 
@@ -96,7 +112,11 @@ def _write_store(
     if not fs.exists(uri):
         learnt = tokens.train_tokenizers(
             {"query": config.query_tower, "document": config.document},
-            texts=lambda: tokens.tokenizer_texts(triplets, dataset, wanted),
+            texts=lambda: (
+                text
+                for name, one in sets.items()
+                for text in tokens.tokenizer_texts(one.triplets, one.dataset, wanted, prefix=name)
+            ),
         )
         fs.write_bytes(uri, json.dumps(learnt).encode())
     learnt = json.loads(fs.read_bytes(uri))
@@ -112,7 +132,7 @@ def _write_store(
     terms = sparse_query(config, document.tokenizer)
     written = run(
         "documents",
-        partial(_documents_of_slice, dataset=dataset, prompt=document, folder=folder),
+        partial(_documents_of_slice, sets=sets, prompt=document, folder=folder),
         of_documents,
     )
     place = number_documents(wanted, written, folder)
@@ -120,25 +140,28 @@ def _write_store(
 
     rows = run(
         "rows",
-        partial(_rows_of_slice, triplets=triplets, prompt=query, sparse=terms, group=group, folder=folder),
+        partial(_rows_of_slice, sets=sets, prompt=query, sparse=terms, group=group, folder=folder),
         of_triplets,
     )
     _finish_store(written, rows, group, folder)
 
 
-def _hashes_of_slice(item: NumberedSlice, *, triplets: Artifact, folder: str) -> JsonRecord:
-    hashes, group = tokens.document_hashes(tokens.read_columns(triplets, item[1], ["positive", "negatives"]))
-    write_table(fs.join(folder, file_name("wanted", item[0])), pa.table({"hash": hashes}))
+def _hashes_of_slice(item: SetSlice, *, sets: Mapping[str, TrainingSet], folder: str) -> JsonRecord:
+    number, (name, parts) = item
+    batches = tokens.read_columns(sets[name].triplets, parts, ["positive", "negatives"], prefix=name)
+    hashes, group = tokens.document_hashes(batches)
+    write_table(fs.join(folder, file_name("wanted", number)), pa.table({"hash": hashes}))
     return {"group": group}
 
 
 def _documents_of_slice(
-    item: NumberedSlice, *, dataset: Artifact, prompt: DocumentPrompt, folder: str
+    item: SetSlice, *, sets: Mapping[str, TrainingSet], prompt: DocumentPrompt, folder: str
 ) -> JsonRecord:
-    batches = tokens.read_columns(dataset, item[1], tokens.DOCUMENT_COLUMNS)
+    number, (name, parts) = item
+    batches = tokens.read_columns(sets[name].dataset, parts, tokens.DOCUMENT_COLUMNS, prefix=name)
     wanted = read_array(fs.join(folder, "wanted.arrow"))
     table, problems = tokens.document_rows(batches, prompt=prompt, wanted=wanted)
-    return {"files": write_tables(folder, {file_name("documents", item[0]): table}), "problems": problems}
+    return {"files": write_tables(folder, {file_name("documents", number): table}), "problems": problems}
 
 
 def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | None:
@@ -155,25 +178,31 @@ def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | Non
 
 
 def _rows_of_slice(
-    item: NumberedSlice,
+    item: SetSlice,
     *,
-    triplets: Artifact,
+    sets: Mapping[str, TrainingSet],
     prompt: QueryPrompt | LookupPrompt,
     sparse: SparseQuery | None,
     group: int,
     folder: str,
 ) -> JsonRecord:
-    number, parts = item
-    table = pa.concat_tables(triplets.table(part) for part in parts)
+    number, (name, parts) = item
+    triplets = sets[name].triplets
+    answers = tokens.read_answers(triplets, parts)
     rows, left_out = tokens.triplet_rows(
-        table,
-        tokens.read_answers(triplets, parts),
+        tokens.of_set(pa.concat_tables(triplets.table(part) for part in parts), name),
+        None if answers is None else tokens.of_set(answers, name),
         prompt=prompt,
         group=group,
         wanted=read_array(fs.join(folder, "wanted.arrow")),
         place=read_array(fs.join(folder, "place.arrow")),
         sparse=sparse,
     )
+    if name != ONLY:  # the set is the part, and rows know its number among all
+        rows = rows.set_column(
+            rows.schema.get_field_index("part"), "part", pa.array([name] * len(rows), pa.string())
+        )
+        rows = rows.append_column("set", pa.array([list(sets).index(name)] * len(rows), pa.int32()))
     kept = rows.drop_columns(["split", "part"])
     training = pc.equal(rows["split"], "train")
     files = {}

@@ -7,7 +7,7 @@ answer a query are found within a slice. Tables are streamed, never held whole.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -41,16 +41,40 @@ _BLOCK_ROWS = 8192
 Named = UInt64[ndarray, " named"]  # sorted hashes of the doc_ids of all documents that triplets name
 Places = Int64[ndarray, " named"]  # the row number of each of them, or MISSING or UNREADABLE
 AnyTower = TowerConfig | LookupConfig | TokenWiseConfig
+ArrowRows = TypeVar("ArrowRows", pa.Table, pa.RecordBatch)
 DOCUMENT_COLUMNS = ["doc_id", "title", "topic", "content"]
 # A tokenizer learns nothing new from the far end of long documents, or from the second million of them.
 _TOKENIZER_CHARS = 2000
 _TOKENIZER_TEXTS = 1_000_000
 
 
-def read_columns(artifact: Artifact, parts: Iterable[str], columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Some columns of some parts of an artifact, in blocks of a few thousand rows."""
+def read_columns(
+    artifact: Artifact, parts: Iterable[str], columns: list[str], *, prefix: str = ""
+) -> Iterator[pa.RecordBatch]:
+    """Some columns of some parts of an artifact, in blocks of a few thousand rows; `prefix` as in of_set."""
     for part in parts:
-        yield from artifact.batches(part, columns=columns)
+        for batch in artifact.batches(part, columns=columns):
+            yield of_set(batch, prefix)
+
+
+def of_set(rows: ArrowRows, name: str) -> ArrowRows:
+    """Rows of a set of a mixture: its name and a slash before all ids, which two sets may have in common."""
+    if not name:
+        return rows
+    for column in ("doc_id", "query_id", "positive"):
+        if column in rows.schema.names:
+            rows = _replaced(rows, column, pc.binary_join_element_wise(name, rows[column], "/"))
+    if "negatives" in rows.schema.names:
+        lists = rows["negatives"]
+        whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
+        named = pc.binary_join_element_wise(name, whole.flatten(), "/")
+        lengths: list[int] = pc.fill_null(pc.list_value_length(whole), 0).to_pylist()
+        rows = _replaced(rows, "negatives", list_column(named, [0, *accumulate(lengths)]))
+    return rows
+
+
+def _replaced(rows: ArrowRows, name: str, values: pa.Array | pa.ChunkedArray) -> ArrowRows:
+    return rows.set_column(rows.schema.get_field_index(name), name, values)
 
 
 def in_sorted(hashes: UInt64[ndarray, " hashes"], wanted: Named) -> Bool[ndarray, " hashes"]:
@@ -71,14 +95,18 @@ def train_tokenizers(towers: dict[str, AnyTower], *, texts: Callable[[], Iterabl
     return {name: learnt[size] for name, size in sizes.items()}
 
 
-def tokenizer_texts(triplets: Artifact, dataset: Artifact, named: Named) -> Iterator[str]:
+def tokenizer_texts(
+    triplets: Artifact, dataset: Artifact, named: Named, *, prefix: str = ""
+) -> Iterator[str]:
     """Texts that a tokenizer learns from: each query once, then every field of the documents in `named`.
 
-    `named` are sorted hashes of doc_ids; of too many, the smallest ones are a fair sample.
+    `named` are sorted hashes of doc_ids behind `prefix`, as in of_set; of too many, the smallest ones are a
+    fair sample.
     """
     yield from distinct_queries(triplets, "triplets")
     sampled = named[:_TOKENIZER_TEXTS]
-    for batch in dataset.batches("documents", columns=DOCUMENT_COLUMNS):
+    parts = dataset.table_parts("documents")
+    for batch in read_columns(dataset, parts, DOCUMENT_COLUMNS, prefix=prefix):
         rows = batch.filter(pa.array(in_sorted(hash_of(batch["doc_id"]), sampled)))
         for name in ("title", "topic", "content"):
             for text in rows[name].to_pylist():

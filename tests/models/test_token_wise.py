@@ -76,6 +76,15 @@ def test_a_query_is_the_mean_of_its_tokens_each_as_often_as_it_occurs(checkpoint
         torch.testing.assert_close(embedding, expected, **TIGHT)
 
 
+def test_a_token_may_be_its_row_of_the_input_table(checkpoint: Path):
+    made = build(checkpoint, instruction=INSTRUCTION, reads="embeddings")
+    found = made(batch_of(made, QUERIES, packed=True))
+    table = made.backbone.get_input_embeddings()  # of gemma, with the factor of its states
+    for row, embedding in zip(made.prompt.rows(QUERIES), found[:, 0], strict=True):
+        expected = made.projection(table(torch.tensor(row.ids)).mean(0))
+        torch.testing.assert_close(embedding, expected, **TIGHT)
+
+
 def test_gradients_are_those_of_tokens_read_alone(checkpoint: Path):
     made = build(checkpoint, instruction=INSTRUCTION)
     results = []
