@@ -57,12 +57,15 @@ RULES = (
     Rule(r"^faults_survived$", "higher"),
     Rule(r"_us_per_row$", "lower", SHORT, of_the_machine=True),
     Rule(r"^shuffle(_memory)?_over_ray_data$", "lower", RATIO),
+    Rule(r"_r10(_in_plain_lines)?$", "higher", QUALITY, relative=False),
     Rule(r"^errors_per_request$", "lower", 0.005, relative=False),
     Rule(r"_s_per_gb$", "lower", SHORT, of_the_machine=True),
     Rule(r"^elastic_loss_difference_max$", "lower", 0.02, relative=False),
     Rule(r"^max_difference$", "lower", 1e-6, relative=False),
     Rule(r"^(faults|kills|requests|cases|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
-    Rule(r"^datasets_|^order_kept$|^orders_", "either"),  # how often an order of a paper's holds
+    Rule(r"^orders_|^hybrids$", "either"),  # how many were compared
+    Rule(r"^order_kept_share$|^first_token_overlap$", "higher", QUALITY, relative=False),
+    Rule(r"^hybrid_not_below_halves$", "higher", 0.5, relative=False),
     Rule(r"^ce_rank_agreement$", "higher", 0.005, relative=False),
     Rule(r"^untrained_gap$", "higher", QUALITY, relative=False),
     Rule(r"^r2_", "higher", 0.1, relative=False),

@@ -219,6 +219,20 @@ def scale(r: Report) -> Lines:
         yield value(r, f"plan_over_run_{name}", what, "", f"{most:,} {name}")
 
 
+def decoders(r: Report) -> Lines:
+    steps = {row["read"]: row["steps"] for row in r["rows"]}
+    for name, read, what, bar in (
+        ("decoder", "whole", "queries read as texts", 0.9),
+        ("tokens", "tokens", "queries read by tokens", None),
+    ):
+        text = f"R@10 of 150 after {steps[read]} steps, SmolLM2 pooled at its end token, {what}"
+        plain_lines = f"plain PyTorch {number(r['metrics'][f'{name}_r10_in_plain_lines'])}"
+        yield value(r, f"{name}_r10", text, beside=plain_lines, bar=bar)
+    for half, bar in (("dense", 0.8), ("sparse", None), ("hybrid", None)):
+        text = f"the same after {steps['all losses']} steps of LightRetriever's whole objective, {half}"
+        yield value(r, f"lightretriever_{half}_r10", text, bar=bar)
+
+
 def shuffle(r: Report) -> Lines:
     ours, theirs = (f"{number(r['metrics'][f'{name}_us_per_row'])} µs" for name in ("shuffle", "ray_data"))
     what = "one more row in a shuffle of files into 16 buckets"

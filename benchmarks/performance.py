@@ -38,7 +38,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Experiments": ("experiment",),
     "Scaling laws": ("ladder",),
     "Package": ("package",),
-    "Papers in small": ("reproduce",),
+    "Papers in small": ("reproduce", "decoders"),
 }
 PIPELINES = (
     "medquad",

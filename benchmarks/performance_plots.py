@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.line import Report, mean, spread_of
+from benchmarks.line import Report, mean
 
 OURS, PEER, GREY = "#0f8b8d", "#e69f00", "#8a8f98"
 MARKERS = "osD^vP*X"
@@ -18,13 +18,6 @@ FAMILIES = {
     "scalingnote": OURS,
     "scalingdual": "#202020",
     "embed": "#2b6cb0",
-}
-BY_SIZE = {
-    "scalingdual": "#202020",
-    "scalingnote-2l": OURS,
-    "scalingdoc": "#2b6cb0",
-    "twinbert": PEER,
-    "bm25": GREY,
 }
 Reports = Mapping[str, Report]
 
@@ -153,31 +146,6 @@ def form_cost(reports: Reports) -> Figure:
     return figure
 
 
-def recall_by_size(reports: Reports) -> Figure:
-    """R@50 by training size, a panel for each dataset: ScalingNote's Table 4 as curves."""
-    rows = reports["reproduce"]["tables"]["ScalingNote, Table 4: recall by training size"]
-    datasets = list(dict.fromkeys(row["data"] for row in rows))
-    sizes = list(dict.fromkeys(row["size"] for row in rows))
-    figure = Figure(figsize=(10.5, 3.3 * -(-len(datasets) // 3)), layout="constrained")
-    panels = figure.subplots(-(-len(datasets) // 3), min(len(datasets), 3), squeeze=False).flat
-    for axes, data in zip(panels, datasets, strict=False):
-        for name, colour in BY_SIZE.items():
-            found = {row["size"]: row["R@50"] for row in rows if (row["data"], row["method"]) == (data, name)}
-            where = [sizes.index(size) for size in found]
-            values, spread = ([part(each) for each in found.values()] for part in (mean, spread_of))
-            if name == "bm25" and values:
-                axes.axhline(values[0], color=colour, linewidth=0.8, linestyle=":", label=name)
-            elif values:
-                axes.errorbar(where, values, spread, color=colour, label=name, marker="o", capsize=2)
-        axes.set_xticks(range(len(sizes)), sizes)
-        axes.set_ylim(0, 1)
-        axes.set_title(data)
-        _bare(axes)
-    figure.axes[0].set_ylabel("R@50, mean and spread over seeds")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
-    return figure
-
-
 def throughput_documents(reports: Reports) -> Figure:
     """Rows a second as there are more of them: a line that does not fall scales."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
@@ -221,6 +189,5 @@ PLOTS: Mapping[str, tuple[str, str, Callable[[Reports], Figure]]] = {
     "recall_latency": ("Recall against latency of the index family", "index", recall_latency),
     "quality_cost": ("Quality against query cost", "distillation", quality_cost),
     "form_cost": ("What the forms of one query tower keep and cost", "query_encoder", form_cost),
-    "recall_by_size": ("Recall by training size, the papers' methods in small", "reproduce", recall_by_size),
     "throughput_documents": ("Throughput against documents", "encode", throughput_documents),
 }

@@ -1,262 +1,316 @@
-"""The tables of three papers in small: what holds on public data and what does not.
+"""What three papers claim, with small pretrained models on public data: which claims hold?
 
     python -m benchmarks.reproduce --json docs/results/reproduce.json --trials docs/results/trials.jsonl
-    python -m benchmarks.reproduce --backbones smollm minilm --processes 1 --trials docs/results/trials.jsonl
 
-From random weights (`scratch`), at three sizes of training:
-
-    ScalingNote, Tables 3 and 4   methods by training size: AUC over judged pairs where there are any; recall
-    ScalingNote, Table 5          the prompt without its title's loss, without its summary
-    ScalingNote, Table 6          students of 1, 2 and 4 layers: recall, distance to the teacher, queries/s
-    LightRetriever, Table 2       dense, sparse and hybrid beside the whole model in both towers
-    EmbedDistill, Table 1         a student trained directly, then with one component after another
-
-Sizes are stage I's steps: small a quarter and median half of large's. Means over seeds; a star marks a paired
-two-sided t-test over queries, of success@50 averaged over seeds, against the row that the paper compares
-with: p < 0.05 after Holm's correction for all rows of the table. With pretrained towers (`smollm`, `minilm`):
-the tables of benchmarks/pretrained.py. Finished trials (benchmarks/trials.py) are not run again: interrupt
-it, and start it again.
+A decoder is SmolLM2-135M's first layers (benchmarks/smollm.py), pooled at its end token as the papers' are;
+an encoder is all-MiniLM-L6-v2 (benchmarks/minilm.py). BM25, the models before training, and hybrids with BM25
+stand in every table. An order of two methods is *told* where nDCG@10 differs by a paired two-sided t-test
+over queries, p < 0.05 after Holm's correction for all orders. Finished trials are not run again
+(benchmarks/trials.py): interrupt this, and start it again. Whether a decoder learns at all is measured by
+benchmarks/decoders.py, whose figures are read from `--decoders`.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import distillation, pretrained, pretrained_plot, pretrained_tables
-from benchmarks.distillation import Row
+import numpy as np
+import pyarrow as pa
+
+from benchmarks import minilm, smollm
+from benchmarks.distillation import LIGHTRETRIEVER, Row
 from benchmarks.report import show, write
-from benchmarks.trial import Outcome, Trial
+from benchmarks.trial import Outcome, Side, Trial, unchanged
 from benchmarks.trials import given, require, run_given, trial_machines
+from scalingnote import pipeline, stages
+from scalingnote.evaluate.measures import paired_t_test
+from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.experiment.report import holm
 from scalingnote.log import configure
+from scalingnote.train import prepare, tokens
 
-DATASETS = (
-    *("medquad", "python_docs", "stackexchange_devops"),
-    *("chorus_icecat", "zh_reading_titles", "zh_medical_qa"),
+NDCG, SIGNIFICANT, SLACK = "nDCG@10", 0.05, 0.02
+SEEDS = {"medquad": 3, "feedbackqa": 3, "scifact": 1, "stackexchange_devops": 1}
+STEPS = {"smollm": 150, "minilm-native": 60, "smollm-gpu": 512}
+SHORT = {"smollm": "SmolLM2", "minilm": "MiniLM"}
+ON_GPU = "-gpu"  # all layers, whole corpora, longer texts, batches of 64
+HALF_OF_THEIR_DOCUMENTS = dict.fromkeys(("medquad", "stackexchange_devops"), ("dataset.max_documents=3000",))
+LIGHT = "ablations/lightretriever-"
+LADDER = ("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching")
+CE = ("embeddistill-ce-scores", "embeddistill-ce-matching")
+CE_KNOBS = ("cross_encoder.in_batch=1", "cross_encoder.global_batch=16")
+DECODERS = (
+    ("methods/scalingdual", True),
+    ("methods/scalingnote-2l", True),
+    (f"methods/{LIGHTRETRIEVER}", True),
+    ("methods/scalingdoc", True),
+    ("methods/twinbert", True),
+    ("methods/scalingdual", False),
+    (f"methods/{LIGHTRETRIEVER}", False),
+    (f"methods/{LIGHTRETRIEVER}-dense", True),
+    (f"{LIGHT}without-kl", True),
+    (f"{LIGHT}light-both", True),
+    (f"{LIGHT}light-documents", True),
+    (f"{LIGHT}without-instruction", True),
+    (f"{LIGHT}embedding-layer", True),
 )
-SIZES = {"small": 0.25, "median": 0.5, "large": 1.0}
-BY_SIZE = ("twinbert", "scalingdoc", "scalingnote-2l", "scalingdual")
-STUDENTS = ("scalingnote-1l", "scalingnote-2l", "scalingnote-4l")
-PROMPTS = ("scalingdual", "without_title_loss", "without_summary")
-LADDER = (
-    *("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching"),
-    "embeddistill-only-matching",
+# By backbone, in order of worth: files of configs/, and whether they are trained.
+METHODS: Mapping[str, Sequence[tuple[str, bool]]] = {
+    "smollm": DECODERS,
+    "minilm-native": (("methods/native", False), *((f"methods/{name}", True) for name in (*LADDER, *CE))),
+    f"smollm{ON_GPU}": DECODERS,
+}
+Found = Mapping[str, Mapping[str, Row]]  # by dataset: query side, as `label` has it -> its results
+Rows = list[dict[str, Any]]
+
+
+class Order(NamedTuple):
+    """What a paper says of two query sides, by their labels, and where; its own figures of them."""
+
+    paper: str
+    better: str
+    worse: str
+    figures: str
+
+
+def _smollm(paper: str, better: str, worse: str, figures: str) -> Order:
+    return Order(paper, f"{better}, SmolLM2", f"{worse}, SmolLM2", figures)
+
+
+LR = LIGHTRETRIEVER
+DENSE = f"{LR}-dense"
+# EmbedDistill, Table 1: R@20 of students of 67.5M on NQ; Table 5: nDCG@10 on MS MARCO.
+RUNGS = ("59.7", "81.6", "83.9", "86.5")
+ORDERS = (
+    _smollm("ScalingNote, Table 4", "scalingdual", "scalingdoc", "R@50 55.15, 47.19"),
+    _smollm("ScalingNote, Table 4", "scalingnote-2l", "scalingdoc", "R@50 54.57, 47.19"),
+    _smollm("ScalingNote, Table 4", "scalingdoc", "twinbert", "R@50 47.19, 38.64"),
+    _smollm("LightRetriever, Table 2", f"{LR} (hybrid)", LR, "nDCG@10 54.4, 52.0"),
+    _smollm("LightRetriever, Table 2", f"{LR} (hybrid)", f"{LR} (sparse)", "nDCG@10 54.4, 49.5"),
+    _smollm("LightRetriever, Table 3", LR, f"{LR}-without-kl", "nDCG@10 52.0, 50.8"),
+    _smollm("LightRetriever, Table 4", DENSE, f"{LR}-light-both", "nDCG@10 48.7, 34.9"),
+    _smollm("LightRetriever, Table 4", DENSE, f"{LR}-light-documents", "nDCG@10 48.7, 8.7"),
+    _smollm("LightRetriever, Table 4", DENSE, f"{LR}-without-instruction", "nDCG@10 48.7, 47.1"),
+    _smollm("LightRetriever, Table 4", DENSE, f"{LR}-embedding-layer", "nDCG@10 48.7, 37.5"),
+    *(
+        Order("EmbedDistill, Table 1", f"{better}, MiniLM", f"{worse}, MiniLM", f"R@20 {high}, {low}")
+        for (worse, low), (better, high) in pairwise(zip(LADDER, RUNGS, strict=True))
+    ),
+    Order("EmbedDistill, Table 5", f"{CE[0]}, MiniLM", f"{LADDER[0]}, MiniLM", "nDCG@10 38.7, 32.2"),
+    Order("EmbedDistill, Table 5", f"{CE[1]}, MiniLM", f"{LADDER[0]}, MiniLM", "nDCG@10 41.7, 32.2"),
 )
-LIGHT = ("scalingdual", "lightretriever", "lightretriever (sparse)", "lightretriever (hybrid)")
-RECALLS = ("R@1", "R@10", "R@50", "R@100", "nDCG@10")
-AUC = "AUC-relevance"
-SIGNIFICANT = 0.05
-Found = Mapping[tuple[str, str], Mapping[str, Row]]  # by dataset and size: query side -> what it gave
 
 
 def main() -> None:
     """Parse arguments, run what is missing, print and write."""
-    parser = given(__doc__, datasets=None)
-    kinds = ("scratch", *pretrained.BACKBONES)
-    usual = "default: those for CPUs; with --finished all"
-    parser.add_argument("--backbones", nargs="+", choices=kinds, help=usual)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against cost, pretrained")
+    parser = given(__doc__, datasets=list(SEEDS))
+    on_cpus = [name for name in METHODS if not name.endswith(ON_GPU)]
+    parser.add_argument("--backbones", nargs="+", choices=list(METHODS), default=on_cpus)
+    parser.add_argument("--decoders", type=Path, default=Path("docs/results/decoders.json"))
     options = parser.parse_args()
     configure()
-    if options.backbones is None:
-        there = options.finished
-        options.backbones = [name for name in kinds if there or not name.endswith(pretrained.ON_GPU)]
-    wanted = {
-        (dataset, size): [
-            trial(dataset, size, method, seed, steps=options.steps, knobs=options.overrides)
-            for method, seed in product(methods(size), range(options.seeds))
-        ]
-        for dataset, size in product(options.datasets or DATASETS, SIZES)
-        if "scratch" in options.backbones
-    }
-    others = pretrained.trials(
-        options.datasets or pretrained.DATASETS,
-        options.backbones,
-        seeds=options.seeds,
-        steps=options.steps,
-        knobs=options.overrides,
-    )
-    trials = [*(one for some in wanted.values() for one in some), *others]
-    outcomes = run_given(trials, options)
-    found = by_size(wanted, outcomes)
-    tables = {
-        "ScalingNote, Table 3: AUC over judged pairs": table_3(found),
-        "ScalingNote, Table 4: recall by training size": table_4(found),
-        "ScalingNote, Table 5: prompts": table_5(found),
-        "ScalingNote, Table 6: students": table_6(found),
-        "LightRetriever, Table 2": table_light(found),
-        "EmbedDistill, Table 1": table_ladder(found),
-    }
+    asked = trials(options.datasets, options.backbones, options)
+    outcomes = run_given(asked, options)
+    found = by_dataset(outcomes)
+    tables = {f"quality, {dataset}": quality(sides) for dataset, sides in found.items()}
+    tables |= {"orders": orders(found), "before training": untrained(found)}
     tables = {title: rows for title, rows in tables.items() if rows}
-    sides = pretrained.by_dataset(others, outcomes)
-    theirs = [outcome for outcome in outcomes if outcome.trial in set(others)]
-    more = pretrained_tables.tables(sides, theirs)
-    for title, rows in (tables | more).items():
+    for title, rows in tables.items():
         show(title, rows)
-    if options.plot and more:
-        pretrained_plot.plot(more, options.plot)
-    every = metrics(found) | pretrained_tables.metrics(sides, theirs)
-    write(options.json, metrics=every, machine=trial_machines(outcomes), tables=tables, pretrained=more)
-    require(trials, outcomes, options)
+    every = metrics(found) | learnt(options.decoders) | inherited(outcomes)
+    if "feedbackqa" in options.datasets:
+        every["first_token_overlap"] = first_token_overlap("feedbackqa", run_dir=options.run_dir)
+    machine = trial_machines(outcomes)
+    write(options.json, metrics=every, machine=machine, settings=settings(), tables=tables)
+    require(asked, outcomes, options)
 
 
-def methods(size: str) -> Sequence[str]:
-    """What is trained at a size: everything at the largest, the methods of Table 4 at all."""
-    if size != "large":
-        return BY_SIZE
-    return [*dict.fromkeys((*BY_SIZE, *STUDENTS, *PROMPTS, "lightretriever", *LADDER))]
+def settings() -> dict[str, Any]:
+    """What the page says of the trials."""
+    decoder = {"layers": smollm.LAYERS, "of": smollm.ALL_LAYERS, "millions": 135, "steps": STEPS["smollm"]}
+    encoder = {"layers": minilm.SMALL_LAYERS, "steps": STEPS["minilm-native"]}
+    sizes = minilm.CPU._asdict() | {"cores": 2, "p": SIGNIFICANT, "negatives": 1}
+    return {"decoder": decoder, "encoder": encoder, "sizes": sizes}
 
 
-def trial(
-    dataset: str, size: str, method: str, seed: int, *, steps: int | None, knobs: Sequence[str]
-) -> Trial:
-    """A method at a share of the steps; at all of them it is the trial of :mod:`benchmarks.distillation`."""
-    one = distillation.trial(dataset, "scratch", method, seed, steps=steps, knobs=knobs)
-    file = f"ablations/{method}" if method.startswith("without") else one.method
-    return Trial(dataset, one.backbone, file, seed, max(1, round(SIZES[size] * one.steps)), one.knobs)
+# --- trials ------------------------------------------------------------------------------------------------
 
 
-def by_size(wanted: Mapping[tuple[str, str], Sequence[Trial]], outcomes: Iterable[Outcome]) -> Found:
-    """What every query side gave at each size."""
-    done = {outcome.trial: outcome for outcome in outcomes}
-    found = {
-        place: distillation.rows(done[one] for one in trials if one in done)
-        for place, trials in wanted.items()
-    }
-    return {place: rows for place, rows in found.items() if rows}
-
-
-def table_3(found: Found) -> list[dict[str, Any]]:
-    """Of datasets whose judgements differ in grade. No test: a pair of documents is no query."""
-    rows = [
-        {"data": dataset, "size": size} | {name: _auc(sides.get(name)) for name in BY_SIZE}
-        for (dataset, size), sides in found.items()
+def trials(datasets: Sequence[str], backbones: Sequence[str], options: Any) -> list[Trial]:
+    """The trials in order of worth: every method with the first seed before any with the second."""
+    return [
+        trial(dataset, backbone, method, seed, trained=trained, options=options)
+        for seed in range(options.seeds)
+        for backbone in backbones
+        for method, trained in METHODS[backbone]
+        for dataset in datasets
+        if seed < SEEDS.get(dataset, options.seeds) and (trained or not seed)
     ]
-    return [row for row in rows if any(row[name] != "-" for name in BY_SIZE)]
 
 
-def table_4(found: Found) -> list[dict[str, Any]]:
-    """Stars over ScalingDoc, as in the paper; BM25 beside."""
-    return rows_of(
-        Line({"data": dataset, "size": size, "method": name}, sides, name, "scalingdoc")
-        for (dataset, size), sides in found.items()
-        for name in (*BY_SIZE, *(["bm25"] if size == "large" else []))
-        if name in sides
-    )
+def trial(dataset: str, backbone: str, method: str, seed: int, *, trained: bool, options: Any) -> Trial:
+    """A method on a dataset, with BM25 beside it; LightRetriever's halves are joined as its authors do."""
+    own = ("bm25={}", *(() if backbone.endswith(ON_GPU) else HALF_OF_THEIR_DOCUMENTS.get(dataset, ())))
+    own += CE_KNOBS if method.removeprefix("methods/") in CE else ()
+    own += ("distill.global_batch=64", "distill.epochs=3")
+    if LIGHTRETRIEVER in method:
+        own += ("evaluate.hybrid.dense_weight=0.7", "evaluate.hybrid.raw=false")
+    steps = (options.steps or STEPS[backbone]) if trained else 0
+    return Trial(dataset, backbone, method, seed, steps, (*own, *options.overrides))
 
 
-def table_5(found: Found) -> list[dict[str, Any]]:
-    """Stars over ScalingDual."""
-    return _large(found, PROMPTS, over="scalingdual", label="prompt", auc=True)
+def by_dataset(outcomes: Iterable[Outcome]) -> Found:
+    """Every query side's results by its label; of a side that several trials report the first is taken."""
+    by_seed: dict[str, dict[str, dict[int, Side]]] = {}
+    for outcome in outcomes:
+        one = outcome.trial
+        for name, side in outcome.sides.items():
+            data = f"{one.dataset}, GPU" if one.backbone.endswith(ON_GPU) else one.dataset
+            seeds = by_seed.setdefault(data, {}).setdefault(label(one, name), {})
+            seeds.setdefault(one.seed, side)
+    return {data: {name: Row(seeds) for name, seeds in sides.items()} for data, sides in by_seed.items()}
 
 
-def table_6(found: Found) -> list[dict[str, Any]]:
-    """Distances of embeddings of length 1 on queries that were and were not learnt from."""
-    rows = _large(found, (*STUDENTS, "scalingdual"), over="scalingdual", label="query tower", auc=True)
-    for row in rows:
-        side = found[row["data"], "large"][row["query tower"]]
-        distances = _measures(side).keys() >= {"distance train", "distance validation"}
-        for split in ("train", "validation"):
-            row[f"distance, {split}"] = f"{side.mean(f'distance {split}'):.3f}" if distances else "-"
-        row["queries/cpu s"] = round(side.speed or 0)
-    return rows
+def label(one: Trial, side: str) -> str:
+    """How a query side of a trial is called: `scalingdual, SmolLM2, untrained`."""
+    if side == "bm25":
+        return side
+    name, plus, _ = side.partition(" + bm25")
+    before = ", untrained" if one.steps == 0 and one.method != "methods/native" else ""
+    return f"{name}, {SHORT[one.backbone.partition('-')[0]]}{before}{plus}"
 
 
-def table_light(found: Found) -> list[dict[str, Any]]:
-    """Stars: worse or better than the whole model."""
-    return _large(found, LIGHT, over="scalingdual", label="query side")
+# --- tables ------------------------------------------------------------------------------------------------
 
 
-def table_ladder(found: Found) -> list[dict[str, Any]]:
-    """Stars over the row before."""
-    lines = []
-    for (dataset, size), sides in found.items():
-        names = [name for name in LADDER if name in sides] if size == "large" else []
-        for before, name in pairwise(["", *names]):
-            lines.append(Line({"data": dataset, "student": name}, sides, name, before))
-    return rows_of(lines)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of a table: what stands before its figures, whose they are, and whose it is compared with."""
-
-    labels: Mapping[str, str]
-    sides: Mapping[str, Row]
-    name: str
-    over: str
-
-    @property
-    def p(self) -> float:
-        """Of its R@50 beside the other's; NaN without another."""
-        if self.over not in self.sides or self.over == self.name:
-            return math.nan
-        return distillation.p_value(self.sides[self.name], self.sides[self.over])
-
-
-def rows_of(lines: Iterable[Line], *, auc: bool = False) -> list[dict[str, Any]]:
-    """Recalls with their spread over seeds; R@50 with a star where it differs from that of the other row.
-
-    With `auc` that of judged pairs, too, where some dataset has any.
-    """
-    lines = list(lines)
-    graded = auc and any(AUC in _measures(line.sides[line.name]) for line in lines)
-    p = holm({str(at): line.p for at, line in enumerate(lines)})
+def quality(sides: Mapping[str, Row]) -> Rows:
+    """A row for each query side, the best nDCG@10 first; of hybrids with BM25 nDCG@10 alone."""
     rows = []
-    for at, line in enumerate(lines):
-        row = line.sides[line.name]
-        shown = {measure: row.shown(measure) for measure in RECALLS}
-        if p[str(at)] < SIGNIFICANT:
-            shown["R@50"] += "*"
-        if graded:
-            shown["AUC"] = _auc(row)
-        rows.append({**line.labels, **shown, "seeds": str(len(row.sides))})
+    plain = [name for name in sides if not name.endswith(" + bm25")]
+    for name in sorted(plain, key=lambda name: -sides[name].mean(NDCG)):
+        row, joined = sides[name], sides.get(f"{name} + bm25")
+        line: dict[str, Any] = {"query side": name, "seeds": len(row.sides)}
+        line |= {measure: row.shown(measure) for measure in (NDCG, "R@10", "R@100")}
+        line["+ BM25, nDCG@10"] = "-" if joined is None else joined.shown(NDCG)
+        line["queries/s"] = "-" if row.speed is None else round(row.speed)
+        rows.append(line)
     return rows
+
+
+def orders(found: Found) -> Rows:
+    """What the papers order, by nDCG@10; p after Holm's correction for the whole table."""
+    pairs = [
+        (dataset, order, sides[order.better], sides[order.worse])
+        for dataset, sides in found.items()
+        for order in ORDERS
+        if order.better in sides and order.worse in sides
+    ]
+    p = holm({str(at): p_value(better, worse) for at, (*_, better, worse) in enumerate(pairs)})
+    rows = []
+    for at, (dataset, order, *both) in enumerate(pairs):
+        better, worse = both[0].beside(both[1])  # of the seeds that both have
+        clear = bool(better.sides) and p[str(at)] < SIGNIFICANT
+        gap = better.mean(NDCG) - worse.mean(NDCG) if better.sides else math.nan
+        rows.append(
+            {"paper": order.paper, "its figures": order.figures, "data": dataset}
+            | {"said to be better": order.better, "than": order.worse}
+            | {"nDCG@10": f"{better.mean(NDCG):.3f}", "of the other": f"{worse.mean(NDCG):.3f}"}
+            | {"p": f"{p[str(at)]:.2g}", "holds": ("yes" if gap > 0 else "reversed") if clear else "not told"}
+        )
+    return rows
+
+
+def p_value(row: Row, other: Row) -> float:
+    """Two-sided paired t-test over queries, of nDCG@10 averaged over the seeds of both; NaN without one."""
+    mine, theirs = row.beside(other)
+    if not mine.sides:
+        return math.nan
+    first, second = (
+        np.mean([side.gains for side in each.sides.values() if side.gains is not None], axis=0)
+        for each in (mine, theirs)
+    )
+    return float(paired_t_test((first - second)[:, None])[0])
+
+
+def untrained(found: Found) -> Rows:
+    """Every trained side beside its models before training."""
+    rows = []
+    for dataset, sides in found.items():
+        for name, row in sides.items():
+            before = sides.get(f"{name}, untrained")
+            if before is not None:
+                gap = row.mean(NDCG) - before.mean(NDCG)
+                numbers = {"before": f"{before.mean(NDCG):.3f}", "after": f"{row.mean(NDCG):.3f}"}
+                told = {"gain": f"{gap:+.3f}", "p": f"{p_value(row, before):.2g}"}
+                rows.append({"data": dataset, "query side": name} | numbers | told)
+    return rows
+
+
+# --- metrics -----------------------------------------------------------------------------------------------
 
 
 def metrics(found: Found) -> dict[str, float]:
-    """On how many datasets the papers' orders hold at the large size, and of how many."""
-    large = {dataset: sides for (dataset, size), sides in found.items() if size == "large"}
-    orders = {
-        "scalingdual_over_scalingdoc": ("scalingdual", "scalingdoc"),
-        "scalingdoc_over_twinbert": ("scalingdoc", "twinbert"),
-        "scalingnote_over_scalingdoc": ("scalingnote-2l", "scalingdoc"),
-        "summary_helps": ("scalingdual", "without_summary"),
-        "title_loss_helps": ("scalingdual", "without_title_loss"),
-        "hybrid_over_dense": ("lightretriever (hybrid)", "lightretriever"),
-        "matching_helps": ("embeddistill-matching", "embeddistill-inherit"),
-        "inheriting_helps": ("embeddistill-inherit", "embeddistill-scores"),
-    }
-    told: dict[str, float] = {}
-    for name, (better, worse) in orders.items():
-        both = [sides for sides in large.values() if better in sides and worse in sides]
-        if both:
-            told[f"datasets_{name}"] = sum(s[better].mean("R@50") > s[worse].mean("R@50") for s in both)
-            told[f"datasets_of_{name}"] = len(both)
-    return told
+    """Orders that hold of those that are told, what training adds at least, hybrids beside their halves."""
+    values: dict[str, float] = {}
+    verdicts = [row["holds"] for row in orders(found)]
+    told = [verdict for verdict in verdicts if verdict != "not told"]
+    if verdicts:
+        values |= {"orders_compared": len(verdicts), "orders_told": len(told)}
+    if told:
+        values["order_kept_share"] = round(told.count("yes") / len(told), 3)
+    if rows := untrained(found):
+        values["untrained_gap"] = min(float(row["gain"]) for row in rows)
+    names = [f"{LIGHTRETRIEVER}{half}, SmolLM2" for half in (" (hybrid)", "", " (sparse)")]
+    both = [[sides[name].mean(NDCG) for name in names] for sides in found.values() if names[0] in sides]
+    if both:
+        values["hybrid_not_below_halves"] = sum(hybrid >= max(halves) - SLACK for hybrid, *halves in both)
+        values["hybrids"] = len(both)
+    return values
 
 
-def _measures(row: Row) -> Mapping[str, float]:
-    return next(iter(row.sides.values())).measures
+def inherited(outcomes: Iterable[Outcome]) -> dict[str, float]:
+    """How far documents that students inherit keep the order of a cross-encoder's scores, at worst."""
+    name = "ce_rank_agreement"
+    agreed = [outcome.validation[name] for outcome in outcomes if name in outcome.validation]
+    return {name: min(agreed)} if agreed else {}
 
 
-def _auc(row: Row | None) -> str:
-    return row.shown(AUC) if row is not None and AUC in _measures(row) else "-"
+def learnt(decoders: Path) -> dict[str, float]:
+    """R@10 of decoders on a pool of 150 documents; empty where benchmarks/decoders.py has not run."""
+    if not decoders.exists():
+        return {}
+    return dict(json.loads(decoders.read_text(encoding="utf-8"))["metrics"])
 
 
-def _large(
-    found: Found, names: Sequence[str], *, over: str, label: str, auc: bool = False
-) -> list[dict[str, Any]]:
-    lines = (
-        Line({"data": dataset, label: name}, sides, name, over)
-        for (dataset, size), sides in found.items()
-        for name in names
-        if size == "large" and name in sides
+def first_token_overlap(dataset: str, *, run_dir: str) -> float:
+    """Share of test queries whose first term is in an answer, read as LightRetriever's sparse half does."""
+    plain = unchanged(dataset, f"methods/{LIGHTRETRIEVER}")
+    config = unchanged(dataset, f"methods/{LIGHTRETRIEVER}", [f"run_dir={run_dir}", *smollm.overrides(plain)])
+    built = pipeline.run(config, stages.select(config, until="prepare"), record=False)
+    test = load_test_set(built["dataset"])
+    table = pa.concat_tables(
+        built["dataset"].table(name) for name in built["dataset"].table_parts("documents")
     )
-    return rows_of(lines, auc=auc)
+    texts = dict(
+        zip(
+            table["doc_id"].to_pylist(),
+            zip(*(table[n].to_pylist() for n in ("title", "content")), strict=True),
+            strict=True,
+        )
+    )
+    prompt = tokens.build_prompt(config.train.document, role="document", tokenizer_json=None, sparse=True)
+    query = prepare.sparse_query(config.train, prompt.tokenizer)
+    assert query is not None
+    shared = []
+    for query_id, text in zip(test.query_ids, test.queries, strict=True):
+        terms = query.tokens([text])[0]
+        answers = [" ".join(texts[doc]) for doc, grade in test.qrels[query_id].items() if grade > 0]
+        read = {term for answer in answers for term in prompt.tokenizer.encode(answer).ids}
+        shared.append(bool(len(terms)) and int(terms[0]) in read)
+    return round(float(np.mean(shared)), 3)
 
 
 if __name__ == "__main__":

@@ -175,8 +175,8 @@ def on_axis(stage: Callable[[Path, int], Artifact], folder: Path, documents: int
 def over_run(axes: list[Row], stage: str) -> Row:
     """What runs with fewer queries, or codes, predict of the one with the most, beside its seconds."""
     name = AXES[stage].name
-    *counts, most = sorted({row[name] for row in axes if row["stage"] == stage})
     own = [row for row in axes if row["stage"] == stage]
+    *counts, most = sorted({row[name] for row in own})
     (largest,) = (row for row in own if row[name] == most)
     fewer = [row for row in own if row[name] < most]
     found = predict(

@@ -49,8 +49,8 @@ BENCHMARKS = (
     Benchmark(
         "distillation",
         "--datasets medquad --methods scalingdual scalingnote-1l lookup-qkd --backbones scratch --seeds 1 "
-        f"--steps 40 --set dataset.max_documents=2000 --set distill.epochs=5 {TRIALS}",
-        6,
+        f"--steps 30 --set dataset.max_documents=2000 --set distill.epochs=3 {TRIALS}",
+        5,
         TRIALS,
         180,
     ),
@@ -73,6 +73,7 @@ BENCHMARKS = (
         25,
     ),
     Benchmark("object_store", "", 0.5, "", 1),
+    Benchmark("decoders", "--layers 2 --steps 10", 1.5, "", 12),
     Benchmark("shuffle", "--rows 20000 60000 --rounds 1", 1, "", 8),
     Benchmark("scale", "--documents 20000 40000", 3, "", 60),
     Benchmark("package", "--rounds 3", 1, "", 1),
@@ -153,8 +154,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "reproduce",
-        "--datasets medquad --backbones scratch --seeds 1 --steps 8 --set dataset.max_documents=1000 "
-        f"--set distill.epochs=1 {TRIALS}",
+        "--datasets medquad --backbones minilm-native --seeds 1 --steps 8 "
+        f"--set dataset.max_documents=1000 --set distill.epochs=1 {TRIALS}",
         7,
         TRIALS,
         600,

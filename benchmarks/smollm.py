@@ -8,6 +8,7 @@ float32 weights, once, into `$SCALINGNOTE_CACHE`.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +24,52 @@ WEIGHTS = Packaged(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 END = "<|im_end|>"  # its end of a text, which towers from scratch call [EOS]
-LAYERS = 4  # of 30: what an hour of two cores allows; a GPU trains them all
+LAYERS, ALL_LAYERS = 4, 30  # what an hour of two cores allows; a GPU trains them all
+HIDDEN = 576
+SCHEDULE = {"schedule": "cosine", "floor": 0.1}  # LightRetriever's authors'
+READING = {"bos": "always", "lowercase": True}  # LightRetriever's
+# Of LightRetriever in 150 steps (benchmarks/decoders.py): at full weight from the first step the sparse
+# losses are nearly all of the gradient, and the dense half learns late. The paper, in 12,000 steps: weights
+# of 1, and 1e-3 of FLOPs.
+SPARSE = {"ramp": 100, "weight": 0.5, "align_weight": 0.5, "flops": 3e-6}
+TERMS = 1024  # stored of a document
 STUDENT_LR = 3e-3  # its projection starts at random: at 3e-4 it loses more, at 1e-2 everything
 
 
 def overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
     """What puts SmolLM2, with LoRA, into every tower of a config that is a decoder: its first layers on CPUs.
 
-    It is pooled by the mean of its states and reads no prompt, which no paper does: these trials were made
-    when the last state was believed not to learn, because it was read at a space and not at the end token.
-    LightRetriever keeps the last state, since its queries have no other.
-    Encoders and students are MiniLM's first layers with a new projection; SystemExit as :func:`path`.
+    Every view of a document, and a query, is the state at an end token. ScalingNote's methods project it, as
+    the paper does; LightRetriever's embeddings are the states themselves, of texts in lower case behind a
+    first token. Encoders and students are MiniLM's first layers with a new projection. SystemExit as
+    :func:`path`.
     """
     model, knobs = path(), minilm.settings(config, sizes)
-    layers = None if sizes.gpu else LAYERS
-    last_state = config.train.query.kind == "token_wise"
-    for name, tower in minilm.towers(config).items():
-        trained = name.startswith("train.")
-        if minilm.is_encoder(tower):
+    knobs += [f"train.optimizer.{name}={value}" for name, value in SCHEDULE.items()]
+    backbone: dict[str, Any] = {"kind": "pretrained", "path": str(model)}
+    backbone["layers"] = None if sizes.gpu else LAYERS
+    tower: dict[str, Any] = {"kind": "transformer", "lora": {"rank": RANK, "alpha": 2 * RANK}}
+    lightretriever = "[TITLE_QUERY]" not in config.train.document.prompt
+    if lightretriever:
+        knobs += [f"train.dim={HIDDEN}", f"train.losses.matryoshka=[{HIDDEN}]"]
+        backbone |= READING
+    tower |= {"backbone": backbone, "projection": "none" if lightretriever else "random"}
+    for name, scratch in minilm.towers(config).items():
+        if minilm.is_encoder(scratch):
             small = minilm.SMALL_LAYERS
+            trained = name.startswith("train.")
             knobs += minilm.as_published(name, sizes, layers=small, projection="random", trained=trained)
-        elif last_state:
-            backbone = f"{{kind: pretrained, path: {model}, layers: {layers or 'null'}}}"
-            knobs += [f"{name}.backbone={backbone}", f"{name}.lora={{rank: {RANK}, alpha: {2 * RANK}}}"]
-            knobs.append(f"{name}.prompt={json.dumps(tower.prompt.replace('[EOS]', END))}")
+        elif name == "train.query":
+            knobs.append(f"{name}={json.dumps(tower | {'max_length': sizes.query_tokens})}")
         else:
-            knobs += minilm.as_published(
-                name,
-                sizes,
-                layers=layers,
-                projection="random",
-                trained=trained,
-                model=model,
-                pooling="mean",
+            prompt = re.sub(
+                r"(?:\[EOS\]| )?(\[(?:TITLE_QUERY|CONTENT_QUERY|EMB)\])", rf"{END}\1", scratch.prompt
             )
+            lengths = {"max_length": sizes.document_tokens, "reads": scratch.reads}
+            knobs.append(f"{name}={json.dumps(tower | lengths | {'prompt': prompt})}")
+    if config.train.sparse is not None:
+        knobs += [f"train.sparse.{name}={value}" for name, value in SPARSE.items()]
+        knobs.append(f"encode.top_k={TERMS}")
     student = None if config.distill is None else config.distill.student
     if isinstance(student, TowerConfig):
         small = student.backbone.layers or minilm.SMALL_LAYERS

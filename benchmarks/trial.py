@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from benchmarks import cross_teacher, escalation, m3e, minilm, smollm, training
+from benchmarks import cross_teacher, escalation, minilm, smollm, training
 from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -42,7 +42,6 @@ KEPT = ("python", "torch", "transformers", "processor", "cpus")
 TEACHERS: dict[str, Callable[[RunConfig], list[str]]] = {
     "minilm": minilm.overrides,
     "minilm-native": minilm.native_overrides,
-    "m3e": m3e.overrides,
     "smollm": smollm.overrides,
     "minilm-gpu": partial(minilm.native_overrides, sizes=minilm.GPU),
     "smollm-gpu": partial(smollm.overrides, sizes=minilm.GPU),

@@ -103,18 +103,7 @@ def test_plots_are_drawn_where_there_is_data_and_old_ones_are_removed(tmp_path: 
         {"query side": "bm25", "queries/s": "-", "R@50": "0.988 ± 0.000"},
     ]
     (tmp_path / "recall_latency.png").write_bytes(b"of results that are gone")
-    sizes = [
-        {"data": data, "size": size, "method": name, "R@50": "0.940 ± 0.010*"}
-        for data, size, name in [
-            ("a", "small", "twinbert"),
-            ("a", "large", "twinbert"),
-            ("b", "large", "bm25"),
-        ]
-    ]
-    reports = {
-        "distillation": {"tables": {"medquad, scratch": rows}},
-        "reproduce": {"tables": {"ScalingNote, Table 4: recall by training size": sizes}},
-    }
+    reports = {"distillation": {"tables": {"medquad, scratch": rows}}}
     performance_plots.draw(reports, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["quality_cost.png", "recall_by_size.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quality_cost.png"]
     assert "results/quality_cost.png" in performance_plots.markdown(reports)

@@ -1,63 +1,147 @@
+"""Trials of the papers' claims: their configs, how they are named, and what the tables say of them."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
 import numpy as np
+import pytest
 
-from benchmarks import distillation, reproduce
-from benchmarks.trial import Outcome, Side
+from benchmarks import minilm, reproduce, smollm, trial, trials
+from benchmarks.trial import Outcome, Side, Trial
+from scalingnote.models.config import TowerConfig
 
-QUERIES = 200
-
-
-def outcomes(trials: list[reproduce.Trial], share: dict[str, float]) -> list[Outcome]:
-    """Trials whose first queries succeed, `share` of them by the method's name."""
-    made = []
-    for trial in trials:
-        name = trial.method.split("/")[1]
-        success = (np.arange(QUERIES) < share[name] * QUERIES).astype(float)
-        measures = dict.fromkeys(reproduce.RECALLS, float(success.mean())) | {"AUC-relevance": 0.8}
-        if name in reproduce.STUDENTS:
-            measures |= {"distance train": 0.1, "distance validation": 0.2}
-        made.append(Outcome(trial, {name: Side(measures, success, 100.0)}))
-    return made
+QUERIES = 300
+RNG = np.random.default_rng(0)
+LUCK = RNG.random(QUERIES)
+OPTIONS = Namespace(seeds=3, steps=None, overrides=[])
 
 
-def test_the_large_size_is_the_trials_of_the_distillation_benchmark():
-    for method in ("scalingdual", "scalingnote-2l", "embeddistill-inherit"):
-        ours = reproduce.trial("medquad", "large", method, 1, steps=None, knobs=())
-        assert ours == distillation.trial("medquad", "scratch", method, 1)
-    small = reproduce.trial("medquad", "small", "scalingdual", 1, steps=None, knobs=())
-    assert small.steps == 100 // 4
-    assert reproduce.trial("medquad", "large", "without_summary", 0, steps=9, knobs=()).method.startswith(
-        "ablations/"
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minilm, "path", lambda: Path("models/minilm"))
+    monkeypatch.setattr(smollm, "path", lambda: Path("models/smollm"))
+
+
+def every(*datasets: str) -> list[Trial]:
+    return reproduce.trials(datasets, list(reproduce.METHODS), OPTIONS)
+
+
+def side(quality: float) -> Side:
+    """Every query as lucky as in every other side."""
+    gains = np.clip(quality + 0.2 * (LUCK - 0.5), 0, 1)
+    measures = dict.fromkeys(("nDCG@10", "R@10", "R@100"), float(gains.mean()))
+    return Side(measures, (gains > 0.5).astype(float), 100.0, gains)
+
+
+def found(*given: tuple[str, str, bool, dict[str, Side]]) -> reproduce.Found:
+    return reproduce.by_dataset(
+        Outcome(reproduce.trial("medquad", backbone, method, 0, trained=trained, options=OPTIONS), sides)
+        for backbone, method, trained, sides in given
     )
 
 
-def test_stars_stand_where_a_t_test_finds_a_difference():
-    share = dict.fromkeys(
-        (*reproduce.BY_SIZE, *reproduce.STUDENTS, *reproduce.PROMPTS, *reproduce.LADDER), 0.5
+def config_of(one: Trial):
+    plain = trial.unchanged(one.dataset, one.method)
+    knobs = [*trial.TEACHERS[one.backbone](plain), *trial._of(one.knobs, plain)]
+    return trial.unchanged(one.dataset, one.method, knobs)
+
+
+@pytest.mark.usefixtures("models")
+def test_a_decoder_is_pooled_at_its_end_token_in_every_trial():
+    decoders = 0
+    for one in every("medquad", "feedbackqa"):
+        config = config_of(one)
+        assert config.bm25 is not None
+        if config.adopt is not None:
+            continue
+        for tower in (config.train.query, config.train.document):
+            if isinstance(tower, TowerConfig) and tower.backbone.path == "models/smollm":
+                decoders += 1
+                gpu = one.backbone.endswith(reproduce.ON_GPU)
+                assert tower.backbone.layers == (None if gpu else smollm.LAYERS)
+                assert tower.pooling == "placeholders"
+                assert tower.lora is not None
+                assert config.train.dim == (smollm.HIDDEN if tower.projection == "none" else minilm.DIM)
+        document = config.train.document
+        if document.backbone.path == "models/smollm":
+            views = document.prompt.count("[")
+            assert document.prompt.count(smollm.END) == views == document.prompt.count(f"{smollm.END}[")
+        if "lightretriever" in one.method:
+            assert (document.backbone.bos, document.backbone.lowercase) == ("always", True)
+            assert config.evaluate.hybrid.dense_weight == 0.7
+    assert decoders > 40
+
+
+def test_the_first_seed_of_every_method_comes_before_any_second():
+    asked = every("medquad", "scifact")
+    assert len(asked) == len({one.key for one in asked})
+    assert [one.seed for one in asked] == sorted(one.seed for one in asked)
+    assert {one.seed for one in asked if one.dataset == "scifact"} == {0}
+    assert asked[0].method == asked[1].method == "methods/scalingdual"
+
+
+def test_a_side_is_called_by_its_model_and_whether_it_was_trained():
+    one = reproduce.trial("medquad", "smollm", "methods/scalingdual", 0, trained=False, options=OPTIONS)
+    assert reproduce.label(one, "scalingdual") == "scalingdual, SmolLM2, untrained"
+    assert reproduce.label(one, "scalingdual + bm25") == "scalingdual, SmolLM2, untrained + bm25"
+    assert reproduce.label(one, "bm25") == "bm25"
+    one = reproduce.trial("medquad", "minilm-native", "methods/native", 0, trained=False, options=OPTIONS)
+    assert reproduce.label(one, "published") == "published, MiniLM"
+
+
+def test_an_order_holds_is_reversed_or_is_not_told():
+    sides = found(
+        ("smollm", "methods/scalingdual", True, {"scalingdual": side(0.7), "scalingdual + bm25": side(0.8)}),
+        ("smollm", "methods/scalingdoc", True, {"scalingdoc": side(0.5)}),
+        ("smollm", "methods/twinbert", True, {"twinbert": side(0.6)}),
     )
-    share |= {"scalingdoc": 0.6, "scalingnote-2l": 0.7, "scalingdual": 0.71, "without_summary": 0.705}
-    wanted = {
-        ("medquad", size): [
-            reproduce.trial("medquad", size, method, seed, steps=None, knobs=())
-            for method in reproduce.methods(size)
-            for seed in range(2)
-            if method != "lightretriever"
-        ]
-        for size in reproduce.SIZES
+    rows = {(row["said to be better"], row["than"]): row["holds"] for row in reproduce.orders(sides)}
+    assert rows == {
+        ("scalingdual, SmolLM2", "scalingdoc, SmolLM2"): "yes",
+        ("scalingdoc, SmolLM2", "twinbert, SmolLM2"): "reversed",
     }
-    found = reproduce.by_size(wanted, outcomes([one for some in wanted.values() for one in some], share))
-    rows = {(row["size"], row["method"]): row["R@50"] for row in reproduce.table_4(found)}
-    assert len(rows) == 3 * len(reproduce.BY_SIZE)
-    assert rows["large", "scalingnote-2l"] == "0.700*"
-    assert rows["small", "scalingdoc"] == "0.600"
-    prompts = {row["prompt"]: row["R@50"] for row in reproduce.table_5(found)}
-    assert prompts["without_summary"] == "0.705"  # one query of 200 is no difference
-    assert prompts["without_title_loss"].endswith("*")
-    assert [row["distance, train"] for row in reproduce.table_6(found)] == ["0.100"] * 3 + ["-"]
-    assert len(reproduce.table_3(found)) == 3
-    assert [row["student"] for row in reproduce.table_ladder(found)] == list(reproduce.LADDER)
-    told = reproduce.metrics(found)
-    assert (
-        told["datasets_scalingdual_over_scalingdoc"] == told["datasets_of_scalingdual_over_scalingdoc"] == 1
+    assert reproduce.metrics(sides) == {"orders_compared": 2, "orders_told": 2, "order_kept_share": 0.5}
+    equal = side(0.7)
+    luckless = Side(equal.measures, equal.success, 1.0, RNG.permutation(equal.gains))
+    sides = found(
+        ("smollm", "methods/scalingdual", True, {"scalingdual": equal}),
+        ("smollm", "methods/scalingdoc", True, {"scalingdoc": luckless}),
     )
-    assert told["datasets_matching_helps"] == 0
-    assert "datasets_hybrid_over_dense" not in told
+    assert [row["holds"] for row in reproduce.orders(sides)] == ["not told"]
+    assert "order_kept_share" not in reproduce.metrics(sides)
+
+
+@pytest.mark.parametrize(("hybrid", "expected"), [(0.69, 1), (0.67, 0)])
+def test_a_hybrid_may_be_a_little_below_its_better_half(hybrid: float, expected: int):
+    name = reproduce.LIGHTRETRIEVER
+    sides = {name: side(0.7), f"{name} (sparse)": side(0.3), f"{name} (hybrid)": side(hybrid)}
+    told = reproduce.metrics(found(("smollm", f"methods/{name}", True, sides)))
+    assert (told["hybrid_not_below_halves"], told["hybrids"]) == (expected, 1)
+
+
+def test_what_training_adds_is_over_the_same_models_before():
+    sides = found(
+        ("smollm", "methods/scalingdual", False, {"scalingdual": side(0.2)}),
+        ("smollm", "methods/scalingdual", True, {"scalingdual": side(0.6), "scalingdual + bm25": side(0.9)}),
+    )
+    assert [row["gain"] for row in reproduce.untrained(sides)] == ["+0.400"]
+    assert reproduce.metrics(sides)["untrained_gap"] == 0.4
+
+
+def test_the_figures_of_decoders_are_read_from_their_own_benchmark(tmp_path: Path):
+    assert reproduce.learnt(tmp_path / "none.json") == {}
+    file = tmp_path / "decoders.json"
+    file.write_text(json.dumps({"metrics": {"decoder_r10": 0.97}, "environment": {}}))
+    assert reproduce.learnt(file) == {"decoder_r10": 0.97}
+
+
+def test_gains_of_queries_are_kept_in_a_line(tmp_path: Path):
+    made = reproduce.trial("medquad", "smollm", "methods/scalingdual", 0, trained=True, options=OPTIONS)
+    one = Outcome(made, {"scalingdual": side(0.5)})
+    path = tmp_path / "trials.jsonl"
+    path.write_text(trials._line(one), encoding="utf-8")
+    (again,) = trials.read(path)
+    np.testing.assert_allclose(
+        again.sides["scalingdual"].gains, one.sides["scalingdual"].gains, atol=0.5 / 255
+    )

@@ -1,0 +1,310 @@
+"""Does a small decoder learn to retrieve, pooled at its end token? In plain lines, and in this package.
+
+    python -m benchmarks.decoders --json docs/results/decoders.json
+
+SmolLM2's first layers, LoRA, batches of 16 with in-batch negatives only; medquad's questions and answers,
+split by focus. Held out are 100 questions and a pool of 150 answers; chance finds the right one among ten for
+a question in 15. :func:`plain` is PyTorch, transformers and peft: where it learns and the package does not,
+the fault is ours. A query is read `whole`, or as LightRetriever's `tokens`, each alone behind an instruction;
+with its whole objective (`all losses`) documents have term weights, too, and learn from the whole query.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from scipy import sparse
+from torch.nn import functional as F
+
+from benchmarks import smollm
+from benchmarks.report import arguments, show, write
+from scalingnote import cluster
+from scalingnote.config import Config
+from scalingnote.datasets.sources import fetch
+from scalingnote.encode.encoder import Encoder
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.hybrid import interpolated, normalised
+from scalingnote.models.prompt import Row
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.storage import arrow, schema
+from scalingnote.storage.artifact import Artifact, Draft
+
+BATCH, RANK, PEAK_LR, TEMPERATURE, WARMUP = 16, 16, 5e-4, 0.02, 0.1
+QUERY_TOKENS, DOCUMENT_TOKENS = 20, 48
+QUERIES, POOL = 100, 150  # held out
+TOP_K, DENSE_WEIGHT = 4096, 0.7
+INSTRUCTION = "Retrieve documents that answer the query: "
+Read = Literal["whole", "tokens"]
+Figures = dict[str, Any]
+
+
+class Pairs(NamedTuple):
+    """Questions and their answers; the first QUERIES of the held-out ones are asked of all POOL answers."""
+
+    train: list[tuple[str, str]]
+    held_out: list[tuple[str, str]]
+
+
+def medquad(seed: int = 0) -> Pairs:
+    """An answer for each of POOL diseases is held out; all answers of other diseases are for training."""
+    lines = (fetch("medquad") / "qa.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["answer"].strip()]
+    random.Random(seed).shuffle(rows)
+    by_focus: dict[str, list[tuple[str, str]]] = {}
+    for row in rows:
+        document = f"{row['focus']} {row['answer']}"  # its title and its text
+        by_focus.setdefault(row["focus"], []).append((row["question"], document))
+    groups = list(by_focus.values())
+    return Pairs([pair for group in groups[POOL:] for pair in group], [group[0] for group in groups[:POOL]])
+
+
+# --- eighty plain lines ------------------------------------------------------------------------------------
+
+
+def plain(pairs: Pairs, *, read: Read, layers: int, steps: int, seed: int = 0) -> Figures:
+    """Train one decoder for both sides; a query is its end token's state, or the mean of its tokens'."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModel, AutoTokenizer
+
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(smollm.path())
+    model = AutoModel.from_pretrained(smollm.path(), dtype=torch.float32)
+    model.layers = model.layers[:layers]
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
+    end = tokenizer.convert_tokens_to_ids(smollm.END)
+
+    def states(rows: list[list[int]]) -> torch.Tensor:
+        """The state of each row's end token; pads behind it change nothing in a causal model."""
+        width = max(map(len, rows)) + 1
+        ids = torch.tensor([[*row, *[end] * (width - len(row))] for row in rows])
+        last = torch.tensor([len(row) for row in rows])
+        hidden = model(input_ids=ids, use_cache=False).last_hidden_state
+        found: torch.Tensor = hidden[torch.arange(len(rows)), last]
+        return found
+
+    def cut(texts: Sequence[str], length: int) -> list[list[int]]:
+        return [ids[:length] for ids in tokenizer(list(texts), add_special_tokens=False).input_ids]
+
+    def queries(texts: Sequence[str]) -> torch.Tensor:
+        rows = cut(texts, QUERY_TOKENS)
+        if read == "whole":
+            return F.normalize(states(rows), dim=1)
+        ahead = tokenizer(INSTRUCTION, add_special_tokens=False).input_ids
+        distinct = sorted({token for row in rows for token in row})
+        vectors = states([[*ahead, token] for token in distinct])
+        place = {token: number for number, token in enumerate(distinct)}
+        means = [vectors[[place[token] for token in row]].mean(0) for row in rows]
+        return F.normalize(torch.stack(means), dim=1)
+
+    def documents(texts: Sequence[str]) -> torch.Tensor:
+        return F.normalize(states(cut(texts, DOCUMENT_TOKENS)), dim=1)
+
+    @torch.no_grad()
+    def recalls() -> Figures:
+        answers = [answer for _, answer in pairs.held_out]
+        pool = torch.cat([documents(answers[start : start + 32]) for start in range(0, len(answers), 32)])
+        asked = queries([question for question, _ in pairs.held_out[:QUERIES]])
+        return recalls_of("dense", asked.numpy() @ pool.numpy().T)
+
+    before, losses = recalls(), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
+    order = random.Random(seed).sample(pairs.train, k=min(len(pairs.train), BATCH * steps))
+    for step in range(steps):
+        rise, fall = (step + 1) / (WARMUP * steps), (steps - step) / ((1 - WARMUP) * steps)
+        optimizer.param_groups[0]["lr"] = PEAK_LR * min(rise, fall)
+        batch = order[BATCH * step : BATCH * (step + 1)]
+        scores = queries([q for q, _ in batch]) @ documents([d for _, d in batch]).T / TEMPERATURE
+        loss = F.cross_entropy(scores, torch.arange(len(batch)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses[step + 1] = float(loss.detach())
+    after = recalls()
+    return {"R@10 before": before["dense R@10"]} | described(losses) | after
+
+
+# --- the same in this package ------------------------------------------------------------------------------
+
+
+class Made(Config):
+    """The config of artifacts made of :class:`Pairs`."""
+
+
+def artifacts(pairs: Pairs, folder: Path) -> tuple[Artifact, Artifact]:
+    """A dataset and triplets without hard negatives, whose documents are answers and have no title."""
+    rows = [*pairs.train, *pairs.held_out]
+    splits = ["train"] * len(pairs.train) + ["test"] * len(pairs.held_out)
+    documents = [
+        {"doc_id": f"d{i}", "title": "", "topic": "", "content": text, "group": f"d{i}"}
+        for i, (_, text) in enumerate(rows)
+    ]
+    queries = [
+        {"query_id": f"q{i}", "query": text, "split": split}
+        for i, ((text, _), split) in enumerate(zip(rows, splits, strict=True))
+    ]
+    qrels = [{"query_id": f"q{i}", "doc_id": f"d{i}", "relevance": 1} for i in range(len(rows))]
+    draft = Draft(f"{folder}/dataset", kind="dataset", config=Made(), parents={})
+    tables = (
+        ("documents/part-00000.parquet", documents, schema.DOCUMENTS),
+        ("queries.parquet", queries, schema.QUERIES),
+        ("qrels.parquet", qrels, schema.QRELS),
+    )
+    for name, table, layout in tables:
+        draft.write_table(name, pa.Table.from_pylist(table, schema=layout))
+    facts = {"simulated_clicks": False, "description": "medquad", "licence": "CC BY 4.0"}
+    dataset = draft.commit(counts={"documents": len(rows), "queries": len(rows)}, **facts)
+    triplet: Figures = {"negatives": [], "source": "relevance", "hop": "one", "via": None, "weight": 1.0}
+    triplets = [
+        {"query_id": f"q{i}", "query": query, "positive": f"d{i}", "split": "train"} | triplet
+        for i, (query, _) in enumerate(pairs.train)
+    ]
+    draft = Draft(f"{folder}/triplets", kind="triplets", config=Made(), parents={"dataset": dataset})
+    draft.write_table("triplets/part-00000.parquet", pa.Table.from_pylist(triplets, schema=schema.TRIPLETS))
+    return dataset, draft.commit(counts={"triplets": len(triplets)}, simulated_clicks=False)
+
+
+def ours(
+    pairs: Pairs,
+    folder: Path,
+    *,
+    read: Read,
+    layers: int,
+    steps: int,
+    seed: int = 0,
+    reading: Figures | None = None,
+    **knobs: Any,
+) -> Figures:
+    """Train by the stage `train`, in this process; `knobs` are of its config."""
+    from scalingnote.train import job
+    from scalingnote.train.config import TrainConfig
+
+    cluster.connect()
+    if not (folder / "dataset").exists():
+        artifacts(pairs, folder)
+    backbone = {"kind": "pretrained", "path": str(smollm.path()), "layers": layers} | (reading or {})
+    tower = {"backbone": backbone, "lora": {"rank": RANK, "alpha": 2 * RANK}, "projection": "none"}
+    query: Figures = {"max_length": QUERY_TOKENS + 1} | tower
+    if read == "tokens":
+        query = {"kind": "token_wise", "instruction": INSTRUCTION, "max_length": QUERY_TOKENS}
+    prompt = f"{{content}}{smollm.END}[EMB]"
+    config: Figures = {
+        "query": query,
+        "document": {"prompt": prompt, "max_length": DOCUMENT_TOKENS + 2} | tower,
+        "dim": 576,
+        "losses": {"temperature": TEMPERATURE, "bidirectional": False, "alpha": 0, "matryoshka": [576]},
+        "optimizer": {"peak_lr": PEAK_LR, "warmup": WARMUP, "weight_decay": 0},
+        "global_batch": BATCH,
+        "epochs": BATCH * steps / len(pairs.train),
+        "precision": "float32",
+        "validation": None,
+        "seed": seed,
+        "resources": {"workers": 0},
+    }
+    output = tempfile.mkdtemp(prefix="trained-", dir=folder)
+    parents = {name: f"{folder}/{name}" for name in ("dataset", "triplets")}
+    towers = job.run(TrainConfig.model_validate(config | knobs), **parents, output=output)
+    curve = towers.read_json("curve.json")
+    losses = {at["step"]: at["contrastive"] for at in curve}
+    return described(losses) | scored(towers, pairs)
+
+
+def scored(towers: Artifact, pairs: Pairs) -> Figures:
+    """Recalls of the pool by embeddings and, with a sparse head, by term weights and by both.
+
+    The hybrid is that of LightRetriever's authors: scores over the pool scaled to 0 and 1, 0.7 and 0.3.
+    """
+    questions = [question for question, _ in pairs.held_out[:QUERIES]]
+    answers = [answer for _, answer in pairs.held_out]
+    encoder = Encoder.load(towers.directory("document"))
+    empty = [""] * len(answers)
+    rows = encoder.document_rows(pa.table({"title": empty, "topic": empty, "content": answers}))
+    read = [row for row in rows if isinstance(row, Row)]
+    assert len(read) == len(answers), "an answer cannot be read"
+    encoded = encoder.encode_with_cost(read, top_k=TOP_K)
+    queries = QueryEncoder.load(towers.directory("query")).encode_queries(questions)
+    dense = arrow.l2_normalize(queries) @ arrow.l2_normalize(encoded.embeddings[:, -1]).T
+    found = recalls_of("dense", dense)
+    if encoded.terms is None:
+        return found
+    sparse_query = SparseQuery.load(towers.directory("sparse_query"))
+    asked = sparse_query.encode(questions)
+    size = sparse_query.vocabulary
+    counts = sparse.csr_matrix((asked.values, asked.terms, asked.offsets), shape=(len(questions), size))
+    k = encoded.terms.terms.shape[1]
+    bounds = np.arange(0, len(answers) * k + 1, k)
+    weights = encoded.terms.impacts.astype(np.float32).ravel(), encoded.terms.terms.ravel(), bounds
+    by_terms = (counts @ sparse.csr_matrix(weights, shape=(len(answers), size)).T).toarray()
+    scaled = [normalised(scores, scores.min(1), scores.max(1)) for scores in (dense, by_terms)]
+    both = interpolated(*scaled, dense_weight=DENSE_WEIGHT)
+    return found | recalls_of("sparse", by_terms) | recalls_of("hybrid", both)
+
+
+def recalls_of(what: str, scores: np.ndarray) -> Figures:
+    """R@1 and R@10, where the answer to question i is number i."""
+    ranks = (scores > np.diagonal(scores)[:, None]).sum(1)
+    return {f"{what} R@{k}": round(float((ranks < k).mean()), 3) for k in (1, 10)}
+
+
+def described(losses: Mapping[int, float]) -> Figures:
+    """The contrastive loss of the dense half: means of what was noted in the ten steps up to some."""
+    found = {}
+    for step in (20, 40, 60, max(losses)):
+        near = [loss for at, loss in losses.items() if step - 10 < at <= step]
+        if step <= max(losses):
+            found["loss at end" if step == max(losses) else f"loss at {step}"] = round(
+                float(np.mean(near)), 3
+            )
+    return found
+
+
+STEPS: Mapping[Read, int] = {"whole": 60, "tokens": 120}
+ALL_LOSSES_STEPS = 150
+NAMES: Mapping[Read, str] = {"whole": "decoder", "tokens": "tokens"}
+
+
+def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figures:
+    """Train LightRetriever by its whole objective, and read texts as its authors do."""
+    optimizer = {"peak_lr": PEAK_LR, "warmup": WARMUP, "weight_decay": 0, **smollm.SCHEDULE}
+    case: Figures = {"read": "tokens", "layers": layers, "steps": steps, "reading": smollm.READING}
+    return ours(pairs, folder, **case, optimizer=optimizer, sparse=smollm.SPARSE, align={})
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, default=4, help="of 30; default: %(default)s")
+    parser.add_argument("--steps", type=int, help="of every training; default: 60, 120 and 150")
+    options = parser.parse_args()
+    pairs = medquad()
+    rows: list[Figures] = []
+    metrics: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="decoders-") as folder:
+        for read, usual in STEPS.items():
+            case: Figures = {"read": read, "layers": options.layers, "steps": options.steps or usual}
+            theirs, found = plain(pairs, **case), ours(pairs, Path(folder), **case)
+            rows += [{"code": "plain"} | case | theirs, {"code": "package"} | case | found]
+            metrics[f"{NAMES[read]}_r10"] = found["dense R@10"]
+            metrics[f"{NAMES[read]}_r10_in_plain_lines"] = theirs["dense R@10"]
+            print(rows[-2:], flush=True)
+        steps = options.steps or ALL_LOSSES_STEPS
+        both = lightretriever(pairs, Path(folder), layers=options.layers, steps=steps)
+        rows.append(
+            {"code": "package", "read": "all losses", "layers": options.layers, "steps": steps} | both
+        )
+        halves = ("dense", "sparse", "hybrid")
+        metrics |= {f"lightretriever_{half}_r10": both[f"{half} R@10"] for half in halves}
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    filled = [{name: row.get(name, "-") for name in names} for row in rows]
+    show("Decoders pooled at their end token", filled)
+    settings: Figures = {"batch": BATCH, "questions": QUERIES, "answers": POOL, "one_in": POOL // 10}
+    settings |= {"dense_weight": DENSE_WEIGHT, "sparse_weight": 1 - DENSE_WEIGHT}
+    write(options.json, metrics=metrics, settings=settings, rows=filled)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Decoders pooled at their end token leave chance, as they do in plain lines; needs SmolLM2's package."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import decoders, smollm
+from benchmarks.decoders import Figures, Pairs
+
+LAYERS = 4
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed: it reads SmolLM2's file"),
+]
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Pairs:
+    try:
+        smollm.path()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    return decoders.medquad()
+
+
+@pytest.mark.timeout(1200)
+def test_a_decoder_pooled_at_its_last_state_learns_in_sixty_steps(pairs: Pairs, tmp_path: Path):
+    found: Figures = decoders.ours(pairs, tmp_path, read="whole", layers=LAYERS, steps=60)
+    assert found["loss at end"] <= 1.0  # chance: ln 16 = 2.77
+    assert found["dense R@10"] >= 0.8
