@@ -218,6 +218,23 @@ def test_what_compares_by_cosine_alone_is_refused(out: Path, tmp_path: Path, mon
         )
 
 
+def test_queries_and_documents_that_are_compared_differently_are_refused(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from scalingnote.distillation import job
+    from scalingnote.distillation.config import DistillConfig
+
+    without_ray(monkeypatch)
+    with pytest.raises(ConfigError, match=r"are compared by dot.*by cosine: encode the queries again"):
+        job.run(
+            DistillConfig.model_validate({"losses": {"one_hot": 1.0}, "resources": {"workers": 0}}),
+            query_embeddings=nothing(tmp_path, "query_embeddings"),
+            embeddings=artifact(out, "embeddings").uri,
+            triplets=nothing(tmp_path, "triplets"),
+            output=str(tmp_path / "student"),
+        )
+
+
 def test_a_student_for_documents_is_compared_as_its_teacher(out: Path, tmp_path: Path):
     from scalingnote.distillation import job
     from scalingnote.distillation.config import DistillConfig

@@ -91,6 +91,7 @@ def run(
     draft = Draft(output, kind="student", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
+    _require_one_similarity(teacher, parents.get("embeddings"))
     _require_published_student(config, teacher)
     start = prepare_start(config, teacher, folder=draft.work("start"))
     document_tokenizer = _document_tokenizer(config, parents)
@@ -208,6 +209,16 @@ def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) 
         {"document": config.document}, texts=lambda: tokens.tokenizer_texts(triplets, dataset, named)
     )
     return learnt["document"]
+
+
+def _require_one_similarity(teacher: Artifact, embeddings: Artifact | None) -> None:
+    """ConfigError for queries that were encoded before artifacts said how they are compared."""
+    found = None if embeddings is None else embeddings.manifest.info.get("similarity", "cosine")
+    if embeddings is not None and found != compared_by(teacher):
+        raise ConfigError(
+            f"the documents of {embeddings.uri} are compared by {found}, the queries of {teacher.uri} by "
+            f"{compared_by(teacher)}: encode the queries again (stage teacher)"
+        )
 
 
 def _require_published_student(config: DistillConfig, teacher: Artifact) -> None:
