@@ -48,13 +48,14 @@ class GradientShares:
     def __init__(self, engine: Engine, *, section: str, cache: GradCache | None) -> None:
         """`section` is the name of the stage in the log, `cache` the chunks of a step through GradCache."""
         self._engine, self._log, self._cache = engine, get_logger(section), cache or _ALL_ROWS
+        self._possible = engine.whole and isinstance(engine.module, Cacheable)
         self._warned: set[str] = set()
         self._logged_at = -LOG_INTERVAL_S
         self._values: list[Mapping[str, float]] = []  # of the steps since the last measurement
 
     def measure(self, step: int, batch: Any) -> dict[str, GradientShare]:
         """Before the step is taken; empty where it is not due, and where there is one loss. Collective."""
-        if step % INTERVAL_STEPS or not isinstance(self._engine.module, Cacheable) or not self._engine.whole:
+        if step % INTERVAL_STEPS or not self._possible:
             return {}
         shares = gradient_shares(self._engine, batch, cache=self._cache)
         if shares and time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
@@ -75,7 +76,8 @@ class GradientShares:
 
     def note(self, values: Mapping[str, float]) -> None:
         """The values of the losses at a step."""
-        self._values.append(values)
+        if self._possible:
+            self._values.append(values)
 
 
 def standing_still(values: Sequence[Mapping[str, float]]) -> list[str]:

@@ -17,7 +17,7 @@ from scalingnote.train import gradient_shares
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import GradCache, Losses, Optimizer, Schedule
 from scalingnote.train.engine import Cacheable
-from scalingnote.train.gradient_shares import INTERVAL_STEPS, measured, standing_still
+from scalingnote.train.gradient_shares import INTERVAL_STEPS, GradientShares, measured, standing_still
 from scalingnote.train.loop import fit
 from scalingnote.train.objective import StageOne
 from scalingnote.train.strategies import build
@@ -122,6 +122,14 @@ def test_a_loss_without_a_share_that_stands_still_is_named_once(
     noted = [line for line in history.curve if "gradient_cosine/small" in line]
     assert [line["step"] for line in noted] == [0, INTERVAL_STEPS, 2 * INTERVAL_STEPS]
     assert all(line["gradient_cosine/small"] < 0.1 < line["gradient_cosine/large"] for line in noted)
+
+
+def test_nothing_is_kept_of_steps_where_nothing_is_measured():
+    made = stage()
+    shares = GradientShares(PlainEngine(made), section="test", cache=None)  # not said to be whole
+    shares.note({"loss": 1.0})
+    assert shares.measure(0, triplets(made, 7)) == {}
+    assert shares._values == []
 
 
 @pytest.mark.parametrize(
