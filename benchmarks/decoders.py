@@ -36,6 +36,7 @@ from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 
 BATCH, RANK, PEAK_LR, TEMPERATURE, WARMUP = 16, 16, 5e-4, 0.02, 0.1
+OPTIMIZER: dict[str, Any] = {"peak_lr": PEAK_LR, "warmup": WARMUP, "weight_decay": 0}  # of the package
 QUERY_TOKENS, DOCUMENT_TOKENS = 20, 48
 QUERIES, POOL = 100, 150  # held out
 TOP_K, DENSE_WEIGHT = 4096, 0.7
@@ -196,9 +197,14 @@ def ours(
     config: Figures = {
         "query": query,
         "document": {"prompt": prompt, "max_length": DOCUMENT_TOKENS + 2} | tower,
-        "dim": 576,
-        "losses": {"temperature": TEMPERATURE, "bidirectional": False, "alpha": 0, "matryoshka": [576]},
-        "optimizer": {"peak_lr": PEAK_LR, "warmup": WARMUP, "weight_decay": 0},
+        "dim": smollm.HIDDEN,
+        "losses": {
+            "temperature": TEMPERATURE,
+            "bidirectional": False,
+            "alpha": 0,
+            "matryoshka": [smollm.HIDDEN],
+        },
+        "optimizer": OPTIMIZER,
         "global_batch": BATCH,
         "epochs": BATCH * steps / len(pairs.train),
         "precision": "float32",
@@ -270,14 +276,14 @@ NAMES: Mapping[Read, str] = {"whole": "decoder", "tokens": "tokens"}
 
 def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figures:
     """Train LightRetriever by its whole objective, and read texts as its authors do."""
-    optimizer = {"peak_lr": PEAK_LR, "warmup": WARMUP, "weight_decay": 0, **smollm.SCHEDULE}
     case: Figures = {"read": "tokens", "layers": layers, "steps": steps, "reading": smollm.READING}
+    optimizer = OPTIMIZER | smollm.SCHEDULE
     return ours(pairs, folder, **case, optimizer=optimizer, sparse=smollm.SPARSE, align={})
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=4, help="of 30; default: %(default)s")
+    parser.add_argument("--layers", type=int, default=smollm.LAYERS, help="of 30; default: %(default)s")
     parser.add_argument("--steps", type=int, help="of every training; default: 60, 120 and 150")
     options = parser.parse_args()
     pairs = medquad()
@@ -302,7 +308,7 @@ def main() -> None:
     filled = [{name: row.get(name, "-") for name in names} for row in rows]
     show("Decoders pooled at their end token", filled)
     settings: Figures = {"batch": BATCH, "questions": QUERIES, "answers": POOL, "one_in": POOL // 10}
-    settings |= {"dense_weight": DENSE_WEIGHT, "sparse_weight": 1 - DENSE_WEIGHT}
+    settings |= {"dense_weight": DENSE_WEIGHT, "sparse_weight": round(1 - DENSE_WEIGHT, 2)}
     write(options.json, metrics=metrics, settings=settings, rows=filled)
 
 

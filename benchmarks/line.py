@@ -80,11 +80,6 @@ def mean(shown: str | float) -> float:
     return float(str(shown).split(" ")[0].rstrip("*"))
 
 
-def spread_of(shown: str) -> float:
-    """0.006 of "0.979 ± 0.006", with a star or without; 0 where one seed was run."""
-    return float(shown.partition("± ")[2].rstrip("*") or 0)
-
-
 def number(found: float) -> str:
     """Three digits, or whole numbers from a hundred on."""
     if abs(found) >= 100:

@@ -207,13 +207,13 @@ def orders(found: Found) -> Rows:
         for dataset, sides in found.items()
         for order in ORDERS
         if order.better in sides and order.worse in sides
+        if sides[order.better].sides.keys() & sides[order.worse].sides.keys()  # a seed in common
     ]
     p = holm({str(at): p_value(better, worse) for at, (*_, better, worse) in enumerate(pairs)})
     rows = []
     for at, (dataset, order, *both) in enumerate(pairs):
         better, worse = both[0].beside(both[1])  # of the seeds that both have
-        clear = bool(better.sides) and p[str(at)] < SIGNIFICANT
-        gap = better.mean(NDCG) - worse.mean(NDCG) if better.sides else math.nan
+        clear, gap = p[str(at)] < SIGNIFICANT, better.mean(NDCG) - worse.mean(NDCG)
         rows.append(
             {"paper": order.paper, "its figures": order.figures, "data": dataset}
             | {"said to be better": order.better, "than": order.worse}

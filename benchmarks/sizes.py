@@ -73,7 +73,7 @@ BENCHMARKS = (
         25,
     ),
     Benchmark("object_store", "", 0.5, "", 1),
-    Benchmark("decoders", "--layers 2 --steps 10", 1.5, "", 12),
+    Benchmark("decoders", "--layers 2 --steps 10", 1.5, "", 40),
     Benchmark("shuffle", "--rows 20000 60000 --rounds 1", 1, "", 8),
     Benchmark("scale", "--documents 20000 40000", 3, "", 60),
     Benchmark("package", "--rounds 3", 1, "", 1),

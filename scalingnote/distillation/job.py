@@ -171,9 +171,9 @@ def _save(stage: StageTwo, folder: Path) -> None:
         stage.document.save(folder / "document")
 
 
-def compared_by(teacher: Artifact) -> Similarity:
-    """How a teacher of this artifact `query_embeddings` compares queries and documents."""
-    return "dot" if teacher.manifest.info.get("similarity") == "dot" else "cosine"
+def compared_by(artifact: Artifact) -> Similarity:
+    """How queries and documents are compared, as their artifact says: `query_embeddings` or `embeddings`."""
+    return "dot" if artifact.manifest.info.get("similarity") == "dot" else "cosine"
 
 
 # --- the student for documents -----------------------------------------------------------------------------
@@ -213,11 +213,10 @@ def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) 
 
 def _require_one_similarity(teacher: Artifact, embeddings: Artifact | None) -> None:
     """ConfigError for queries that were encoded before artifacts said how they are compared."""
-    found = None if embeddings is None else embeddings.manifest.info.get("similarity", "cosine")
-    if embeddings is not None and found != compared_by(teacher):
+    if embeddings is not None and compared_by(embeddings) != compared_by(teacher):
         raise ConfigError(
-            f"the documents of {embeddings.uri} are compared by {found}, the queries of {teacher.uri} by "
-            f"{compared_by(teacher)}: encode the queries again (stage teacher)"
+            f"the documents of {embeddings.uri} are compared by {compared_by(embeddings)}, the queries of "
+            f"{teacher.uri} by {compared_by(teacher)}: encode the queries again (stage teacher)"
         )
 
 

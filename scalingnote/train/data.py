@@ -209,7 +209,7 @@ class Order:
         self._seed, self._window = seed % 2**64, batching.length_window
         self._sizes = np.array(list(sizes.values()), dtype=np.int64)
         self._homogeneous = batching.sources == "homogeneous"
-        passes = [epochs[_owner(part)] for part in sizes] if epochs else 1
+        passes = [epochs[part] for part in sizes] if epochs else 1
         read = np.rint(self._sizes * passes).astype(np.int64)  # rows of each part in an epoch
         rows = int(read.sum())
         if rows < global_batch:
@@ -263,10 +263,8 @@ class Order:
         steps = rows // self._batch
         if weights is None:
             quota = read // self._batch if self._homogeneous else read
-            too_small, remedy = (
-                quota == 0,
-                "set batching.sources=mixed, give every part a ratio, or raise its epochs",
-            )
+            too_small = quota == 0
+            remedy = "set batching.sources=mixed, give every part a ratio, or raise its epochs"
             steps = int(quota.sum()) if self._homogeneous else steps
         else:
             quota = apportion(steps if self._homogeneous else rows, weights)
@@ -380,7 +378,7 @@ def part_shares(ratios: Mapping[str, float], sizes: Mapping[str, int]) -> Float6
     A source's ratio is divided by size among those of its parts that have no ratio of their own.
     ConfigError for a negative ratio, for one without rows, and for rows without a ratio.
     """
-    owner = {part: part if part in ratios else _owner(part) for part in sizes}
+    owner = {part: part if part in ratios else part.partition("/")[0] for part in sizes}
     for name in sorted(set(ratios) - set(owner.values())):
         raise ConfigError(f"batching.ratios: there are no rows of {name!r}, only of {', '.join(sizes)}")
     for part in [part for part, name in owner.items() if name not in ratios]:
@@ -392,11 +390,6 @@ def part_shares(ratios: Mapping[str, float], sizes: Mapping[str, int]) -> Float6
         rows[name] += sizes[part]
     weights = np.array([ratios[name] * sizes[part] / rows[name] for part, name in owner.items()])
     return np.asarray(weights / weights.sum(), dtype=np.float64)
-
-
-def _owner(part: str) -> str:
-    """The source of a part; of a mixture a part is a set."""
-    return part.partition("/")[0]
 
 
 def apportion(total: int, weights: Float64[ndarray, " parts"]) -> Int64[ndarray, " parts"]:

@@ -8,7 +8,6 @@ import pytest
 from benchmarks import decoders, smollm
 from benchmarks.decoders import Figures, Pairs
 
-LAYERS = 4
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed: it reads SmolLM2's file"),
@@ -26,6 +25,6 @@ def pairs() -> Pairs:
 
 @pytest.mark.timeout(1200)
 def test_a_decoder_pooled_at_its_last_state_learns_in_sixty_steps(pairs: Pairs, tmp_path: Path):
-    found: Figures = decoders.ours(pairs, tmp_path, read="whole", layers=LAYERS, steps=60)
+    found: Figures = decoders.ours(pairs, tmp_path, read="whole", layers=smollm.LAYERS, steps=60)
     assert found["loss at end"] <= 1.0  # chance: ln 16 = 2.77
     assert found["dense R@10"] >= 0.8
