@@ -6,34 +6,40 @@ METHODS ?= untrained twinbert scalingdoc scalingdual scalingnote
 # A method is a file of configs/methods, or FILE:VARIANT: METHODS="scalingnote embeddistill:matching".
 METHOD_FILES = $(foreach method,$(METHODS),configs/methods/$(subst :,.yaml:,$(method))$(if $(findstring :,$(method)),,.yaml))
 SET ?=
-SIZE ?= small
 REPEAT ?= 1
-AGAINST ?=
-COMMIT_RESULTS ?= 0
 BIN := .venv/bin
 CONFIG := configs/quickstart/$(DATASET).yaml
+DATA := $(if $(filter-out python_docs,$(DATASET)),data/$(DATASET))
 # Real data beside the checkout, where there is some; a user's machine downloads it instead.
 ifneq ($(wildcard ../shared/data),)
 export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: quickstart quickstart-train compare benchmarks test test-slow check image-check version-check readme-check audit format proto lock clean
+.PHONY: quickstart quickstart-train compare benchmarks docs test test-slow check image-check version-check readme-check audit format proto lock clean
 
 # A published model, its query side distilled into a table, hybrid search.
 quickstart: .venv/installed-quickstart
 	$(BIN)/scalingnote run configs/published/python_docs.yaml $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
 
 # Both towers trained from clicks, from random weights, then stage II.
-quickstart-train: .venv/installed
+quickstart-train: .venv/installed $(DATA)
 	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
 
-compare: .venv/installed
+compare: .venv/installed $(DATA)
 	$(BIN)/scalingnote compare $(CONFIG) --methods $(METHOD_FILES) $(SET:%=--set %)
 
-# Every benchmark into build/benchmarks/COMMIT, an hour to an hour and a half on 2 cores; SIZE=full COMMIT_RESULTS=1: what docs/results holds;
-# AGAINST=main REPEAT=5: in turns with that commit, and what moved.
+# A public data set in our columns.
+data/%: .venv/installed
+	$(BIN)/python -m benchmarks.public_sets $*
+
+# Every benchmark at a small size into build/benchmarks/COMMIT, about an hour on 2 cores; compare: python -m benchmarks.compare OLD NEW.
 benchmarks: .venv/installed-bench
-	$(BIN)/python -m benchmarks.suite --size $(SIZE) --repeat $(REPEAT) $(AGAINST:%=--against %) $(if $(filter-out 0,$(COMMIT_RESULTS)),--commit-results)
+	$(BIN)/python -m benchmarks.suite --repeat $(REPEAT)
+
+# The documentation as a site in build/site; a broken link fails. `make docs DOCS=serve`: at http://localhost:8000, built anew at every change.
+DOCS ?= build
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(DOCS)
 
 test: .venv/installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
@@ -47,7 +53,7 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest tests/test_config.py
+	$(BIN)/pytest tests/core/test_config.py
 
 # Every line of the Dockerfile in a clean directory; CLEAN=--clean installs all packages anew, as the image does.
 # Of the images with GPU packages, these are only resolved: the package index must have them all.
@@ -78,7 +84,7 @@ proto: .venv/installed-dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. scalingnote/serve/grpc/scalingnote.proto
 
 # Versions change here and nowhere else: edit pyproject.toml, run this, run the tests, commit both.
-lock: .venv/installed-dev
+lock: .venv/installed-dev .venv/installed-docs
 	$(BIN)/pip freeze --exclude-editable | grep -v '^torch==' > constraints.txt
 	echo 'torch==2.13.0' >> constraints.txt
 	$(BIN)/python tests/gpu_versions.py --write
@@ -104,4 +110,9 @@ clean:
 
 .venv/installed-bench: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,bench]'
+	touch $@
+
+# Neither torch nor Ray: the reference is read from settings and parser.
+.venv/installed-docs: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@

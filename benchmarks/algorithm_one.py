@@ -1,6 +1,6 @@
-"""ScalingNote's Algorithm 1 as it is printed, a dictionary per query and every pair looked at: the slow twin.
+"""ScalingNote's Algorithm 1 as printed: a dictionary per query, every pair compared.
 
-Tests hold the join against it; the benchmark shows what it costs.
+The slow reference of the join, in tests and in benchmarks/collect.py.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def top(scores: Scores, n: int) -> list[str] | None:
 def all_above(terms: list[str] | None, scores: Scores, threshold: float) -> bool:
     if terms is None:
         return False
-    for term in terms:  # noqa: SIM110  # a loop is three times as fast as all(), and this is the rival
+    for term in terms:  # noqa: SIM110  # a loop is three times as fast as all()
         if not scores.get(term, NOWHERE) > threshold:
             return False
     return True

@@ -15,8 +15,6 @@ of each of its fields, --examples random ones, valid and invalid, and the method
 """
 
 import json
-import re
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -27,7 +25,8 @@ from schemathesis.engine import from_schema
 from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
 from schemathesis.engine.recorder import ScenarioRecorder
 
-from benchmarks import exposure, minilm, report
+from benchmarks import minilm, report
+from benchmarks.serve import running
 
 KEY = "a-key-of-the-api-fuzz-benchmark"
 # What half of the valid requests name in place of random names, which would hide what comes after them.
@@ -66,13 +65,12 @@ def main() -> None:
             f"api_keys={folder}/keys",
             f"live.folder={folder}/live",
             f"rerank.model={folder}/cross_encoder",
-            "document_replicas=1",
+            "deployments.document_tower.num_replicas=1",
             "deadline_s=60",  # the machine is loaded by what makes the requests
         )
-        words = [sys.executable, "-m", "scalingnote.cli", "serve", "--run", options.run]
+        words = ["-m", "scalingnote.cli.main", "serve", "--run", options.run]
         words += [word for knob in knobs for word in ("--set", f"serve.{knob}")]
-        with exposure.running(words, folder, exposure.serves):
-            (url, *_) = re.findall(r"^http://\S+", (Path(folder) / "log").read_text(), re.MULTILINE)
+        with running(words, {}) as url:
             rows, faults = fuzz(url, Path(options.run).name, examples=options.examples, seed=options.seed)
     report.show("Statuses by operation", rows)
     for fault in faults:
@@ -112,9 +110,9 @@ def fuzz(
     for event in from_schema(schema).execute():
         match event:
             case ScenarioFinished():
-                told = statuses.setdefault(event.recorder.label, Counter())
+                counts = statuses.setdefault(event.recorder.label, Counter())
                 for interaction in event.recorder.interactions.values():
-                    told[0 if interaction.response is None else interaction.response.status_code] += 1
+                    counts[0 if interaction.response is None else interaction.response.status_code] += 1
                 faults += faults_of(event.recorder)
             case NonFatalError():
                 raise RuntimeError(f"{event.label} could not be tried") from event.value
@@ -123,10 +121,10 @@ def fuzz(
     rows = [
         {
             "operation": name,
-            "cases": told.total(),
-            "statuses": ", ".join(f"{status}: {told[status]}" for status in sorted(told)),
+            "cases": counts.total(),
+            "statuses": ", ".join(f"{status}: {counts[status]}" for status in sorted(counts)),
         }
-        for name, told in sorted(statuses.items())
+        for name, counts in sorted(statuses.items())
     ]
     return rows, faults
 

@@ -1,162 +1,123 @@
-"""Query association (Algorithm 1): time and memory as the log grows, against every pair, and under skew.
+"""Query association (Algorithm 1) as a join: its speed and memory as a log grows, and against every pair.
 
-    python -m benchmarks.collect --json docs/results/collect.json [--large] [--workers N]
+    python -m benchmarks.collect --json docs/results/collect.json [--queries N ...]
 
-The log is synthetic and its match density fixed (see synthetic_queries.py). Each size runs in a process of
-its own over the files a job would use; exponents are fitted to the time its processors worked, which other
-work on the machine does not stretch. DuckDB and Polars join the same bucket where they are installed.
+The log is synthetic, and its match density does not depend on its size. Every hundred queries are about one
+topic with 200 words of its own (Zipf). They express its ten intents, each 2 to 6 of those words, and add up
+to four words of a vocabulary that all topics share (2,000 words, Zipf). So the vocabulary grows with the log,
+as in real ones. A word's importance rises with its rarity and varies from query to query. Times are processor
+seconds of one process per size.
 """
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64, UInt64
+from numpy import ndarray
 
-from benchmarks import join_engines
 from benchmarks.algorithm_one import every_pair
-from benchmarks.association_steps import STEPS, bucket_tables, run, write_log
-from benchmarks.report import alone, arguments, show, write
-from benchmarks.synthetic_queries import term_scores
-from scalingnote.collect.association import associations
-from scalingnote.collect.config import AssociationConfig
+from benchmarks.report import arguments, peak_memory_mb, run_isolated, show, write
+from scalingnote.triplets.collect.association import associations, mix_bits
+from scalingnote.triplets.collect.config import AssociationConfig
+from scalingnote.triplets.planner.planner import TermScores
 
 Row = dict[str, Any]
-CONFIG = AssociationConfig()
 NO_CAPS = AssociationConfig(max_terms=16, max_associates=1_000_000)
+PAIRED_QUERIES = (2_000, 5_000)  # sizes at which every pair is compared
+TOPIC, INTENTS = 100, 10  # queries and intents of a topic
+TOPIC_WORDS, COMMON_WORDS = 200, 2_000
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--large", action="store_true", help="also five million queries")
-    parser.add_argument("--workers", type=int, default=1, help="also run the largest size with N processes")
+    parser.add_argument("--queries", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     options = parser.parse_args()
-
-    sizes = [10_000, 100_000, 1_000_000, *([5_000_000] if options.large else [])]
-    growth = [_growth(queries, workers=1) for queries in sizes]
-    exponent, largest, wall = _exponent(growth), _exponent(growth[-2:]), _exponent(growth, "seconds")
-    single = growth[-1]
-    if options.workers > 1:
-        growth.append(_growth(sizes[-1], workers=options.workers))
-    show("Association through files", growth)
-    print(
-        f"\nprocessor time ~ n^{exponent:.3f} over all sizes, n^{largest:.3f} between the two largest;"
-        f" by the clock n^{wall:.3f}"
-    )
-
-    every = [alone(_against_every_pair, queries) for queries in (2_000, 5_000)]
-    show("Against every pair (equal results)", every)
-    plain, unfiltered, hot = variants = [
-        _variant("plain"),
-        _variant("no filter", filtered=False),
-        _variant("hot key, 5 %", hot=0.05),
-    ]
-    show("100,000 queries: what the key filter saves and a hot key costs", variants)
-    engines = alone(_engines)
-    show("The join of one bucket (100,000 queries), processor seconds", engines)
-
+    growth = [run_isolated(join, queries) for queries in options.queries]
+    show("Association as the log grows", growth)
+    pairs = [run_isolated(against_every_pair, queries) for queries in PAIRED_QUERIES]
+    show("Against every pair, with equal results", pairs)
+    logs = np.log([[row["queries"], row["cpu s"]] for row in growth])
     metrics = {
-        "association_growth_exponent": exponent,
-        "association_growth_exponent_largest": largest,
-        "association_growth_exponent_clock": wall,
-        "association_queries_per_second": single["queries/s"],
-        "association_peak_mb": single["peak MB"],
-        "association_speedup_over_every_pair": every[-1]["ratio"],
-        "association_hot_key_slowdown": hot["cpu"] / plain["cpu"],
-        "association_filter_speedup": unfiltered["cpu"] / plain["cpu"],
+        "association_growth_exponent": float(np.polyfit(logs[:, 0], logs[:, 1], 1)[0]),
+        "association_queries_per_second": growth[-1]["queries/cpu s"],
+        "association_peak_mb": growth[-1]["peak MB"],
+        "association_speedup_over_every_pair": pairs[-1]["ratio"],
     }
-    write(options.json, metrics=metrics, growth=growth, every_pair=every, variants=variants, engines=engines)
+    write(options.json, metrics=metrics, growth=growth, every_pair=pairs)
 
 
-def _growth(queries: int, *, workers: int) -> Row:
-    figures = _measure(queries, workers=workers)
+def join(queries: int) -> Row:
+    """Return the figures of one join, after a small one that compiles and imports."""
+    config = AssociationConfig()
+    associations(*term_scores(0, TOPIC), config=config)
+    scores, ids = term_scores(0, queries)
+    start = time.process_time()
+    table, _ = associations(scores, ids, config=config)
+    seconds = time.process_time() - start
     return {
         "queries": queries,
-        "workers": workers,
-        "seconds": figures["seconds"],
-        "cpu": figures["cpu"],
-        "queries/s": queries / figures["seconds"],
-        "peak MB": figures["peak_mb"],
-        "moved MB": figures["moved_mb"],
-        "click/query": figures["click"] / queries,
-        "relevance/query": figures["relevance"] / queries,
-        **{f"{name} cpu": figures[f"{name} cpu"] for name in STEPS},
+        "cpu s": seconds,
+        "queries/cpu s": queries / seconds,
+        "peak MB": peak_memory_mb(),
+        "associations": table.num_rows,
     }
 
 
-def _measure(queries: int, *, hot: float = 0.0, **arguments: Any) -> Row:
-    """Figures of the run with the median processor time; only short runs are repeated."""
-    with tempfile.TemporaryDirectory() as name:
-        slices = alone(write_log, Path(name), queries, hot=hot)
-        repeats = range(3 if queries <= 100_000 else 1)
-        runs = [alone(run, Path(name), slices, config=CONFIG, **arguments) for _ in repeats]
-    return sorted(runs, key=lambda row: row["cpu"])[len(runs) // 2]
-
-
-def _variant(case: str, **arguments: Any) -> Row:
-    figures = _measure(100_000, **arguments)
-    return {
-        "case": case,
-        "seconds": figures["seconds"],
-        "cpu": figures["cpu"],
-        "peak MB": figures["peak_mb"],
-        "moved MB": figures["moved_mb"],
-        "keys": figures["candidate_keys"],
-        "kept": figures["candidate_keys_kept"],
-        "click pairs": figures["click"],
-        "hot keys": figures["click_hot_keys"],
-        "pairs left out": figures["click_pairs_left_out"],
-    }
-
-
-def _exponent(rows: list[Row], of: str = "cpu") -> float:
-    """x of time ~ n^x, by least squares on logarithms."""
-    logs = np.log([[row["queries"], row[of]] for row in rows])
-    return float(np.polyfit(logs[:, 0], logs[:, 1], 1)[0])
-
-
-def _against_every_pair(queries: int) -> Row:
+def against_every_pair(queries: int) -> Row:
+    """Return the times of the join and of Algorithm 1 as printed; AssertionError if the results differ."""
     scores, ids = term_scores(0, queries)
     planned = [
         dict(zip(scores.terms[a:b].tolist(), scores.scores[a:b].tolist(), strict=True))
         for a, b in zip(scores.offsets[:-1].tolist(), scores.offsets[1:].tolist(), strict=True)
     ]
-    # The thresholds as float32 has them: scores are compared in their own precision.
+    # In float32, as the scores are.
     thresholds = [float(np.float32(x)) for x in (NO_CAPS.click_threshold, NO_CAPS.relevance_threshold)]
-    pairwise, expected = _timed(lambda: every_pair(planned, *thresholds))
-    associations(scores, ids, config=NO_CAPS)  # the first call loads what every later one has
-    seconds, (found, _) = _timed(lambda: associations(scores, ids, config=NO_CAPS))
-    columns = (found[name].to_pylist() for name in ("kind", "query", "associate"))
+    associations(scores, ids, config=NO_CAPS)  # compiles
+    marks = [time.process_time()]
+    expected = every_pair(planned, *thresholds)
+    marks.append(time.process_time())
+    table, _ = associations(scores, ids, config=NO_CAPS)
+    marks.append(time.process_time())
+    columns = (table[name].to_pylist() for name in ("kind", "query", "associate"))
     if set(zip(*columns, strict=True)) != expected:
         raise AssertionError(f"the join differs from Algorithm 1 over {queries} queries")
-    return {
-        "queries": queries,
-        "associations": len(expected),
-        "every pair s": pairwise,
-        "join s": seconds,
-        "ratio": pairwise / seconds,
-    }
+    slow, fast = np.diff(marks).tolist()
+    return {"queries": queries, "every pair s": slow, "join s": fast, "ratio": slow / fast}
 
 
-def _engines() -> list[Row]:
-    """The join of one bucket of 100,000 queries, with and without the filter before it."""
-    rows: list[Row] = []
-    for filtered in (True, False):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            run(folder, write_log(folder, 100_000), config=CONFIG, filtered=filtered)
-            rows += [
-                {"filter": "yes" if filtered else "no", **row}
-                for row in join_engines.compare(*bucket_tables(folder, 0), CONFIG)
-            ]
-    return rows
+def term_scores(start: int, stop: int, *, seed: int = 0) -> tuple[TermScores, UInt64[ndarray, " queries"]]:
+    """Return scores and ids of queries `start` to `stop`, which are whole topics."""
+    rng = np.random.default_rng([seed, start])
+    queries = stop - start
+    intent = np.arange(queries) // TOPIC * INTENTS + rng.integers(0, INTENTS, queries)
+    words = rng.integers(2, 7, int(intent.max()) + 1)
+    word = _zipf(rng, TOPIC_WORDS, int(words.sum()))
+    counts = words[intent]
+    own_rows = np.repeat(np.arange(queries), counts)
+    within = np.arange(len(own_rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    own_word = word[np.repeat((np.cumsum(words) - words)[intent], counts) + within]
+    rows = np.concatenate([own_rows, np.repeat(np.arange(queries), rng.integers(0, 5, queries))])
+    rank = np.concatenate([own_word, _zipf(rng, COMMON_WORDS, len(rows) - len(own_rows))])
+    common = np.arange(len(rows)) >= len(own_rows)
+
+    vocabulary = np.where(common, 0, 1 + (start + rows) // TOPIC).astype(np.uint64)
+    terms = mix_bits((vocabulary << np.uint64(32)) | rank.astype(np.uint64))
+    rarity = np.log(rank) / np.log(np.where(common, COMMON_WORDS, TOPIC_WORDS))
+    base = np.where(common, 0.05 + 0.4 * rarity, 0.45 + 0.4 * rarity)
+    scores = np.clip(base + rng.uniform(-0.15, 0.15, len(rows)), 0, 1).astype(np.float32)
+
+    _, first = np.unique(np.stack([rows.astype(np.uint64), terms]), axis=1, return_index=True)
+    first.sort()  # by occurrence, then by query: the order that a planner gives
+    first = first[np.argsort(rows[first], kind="stable")]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[first], minlength=queries))])
+    return TermScores(offsets, terms[first], scores[first]), np.arange(start, stop, dtype=np.uint64)
 
 
-def _timed(work: Any) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result
+def _zipf(rng: np.random.Generator, words: int, count: int) -> Int64[ndarray, " count"]:
+    """Return ranks from 1 to `words`, the r-th with probability proportional to 1 / r."""
+    shares = np.cumsum(1 / np.arange(1, words + 1))
+    return 1 + np.searchsorted(shares / shares[-1], rng.random(count)).clip(max=words - 1)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 SmolLM2's first layers, LoRA, batches of 16 with in-batch negatives only; medquad's questions and answers,
 split by focus. Held out are 100 questions and a pool of 150 answers; chance finds the right one among ten for
-a question in 15. :func:`plain` is PyTorch, transformers and peft: where it learns and the package does not,
-the fault is ours. A query is read `whole`, or as LightRetriever's `tokens`, each alone behind an instruction;
+a question in 15. :func:`plain` is PyTorch, transformers and peft: if it learns and the package does not,
+the fault is ours. A query is read `whole`, or as LightRetriever's `tokens`, one by one after an instruction;
 with its whole objective (`all losses`) documents have term weights, too, and learn from the whole query.
 """
 
@@ -23,14 +23,14 @@ from scipy import sparse
 from torch.nn import functional as F
 
 from benchmarks import smollm
+from benchmarks.public_sets import source_files
 from benchmarks.report import arguments, show, write
-from scalingnote import cluster
-from scalingnote.config import Config
-from scalingnote.datasets.sources import fetch
+from scalingnote.core import cluster
+from scalingnote.core.config import Config
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.hybrid import interpolated, normalised
-from scalingnote.models.prompt import Row
+from scalingnote.index.hybrid import interpolated, normalised
+from scalingnote.models.prompt import TokenRow
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
@@ -46,7 +46,7 @@ Figures = dict[str, Any]
 
 
 class Pairs(NamedTuple):
-    """Questions and their answers; the first QUERIES of the held-out ones are asked of all POOL answers."""
+    """Questions and their answers; the first QUERIES held-out ones are searched among POOL answers."""
 
     train: list[tuple[str, str]]
     held_out: list[tuple[str, str]]
@@ -54,7 +54,7 @@ class Pairs(NamedTuple):
 
 def medquad(seed: int = 0) -> Pairs:
     """An answer for each of POOL diseases is held out; all answers of other diseases are for training."""
-    lines = (fetch("medquad") / "qa.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (source_files("medquad") / "qa.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["answer"].strip()]
     random.Random(seed).shuffle(rows)
     by_focus: dict[str, list[tuple[str, str]]] = {}
@@ -110,8 +110,8 @@ def plain(pairs: Pairs, *, read: Read, layers: int, steps: int, seed: int = 0) -
     def recalls() -> Figures:
         answers = [answer for _, answer in pairs.held_out]
         pool = torch.cat([documents(answers[start : start + 32]) for start in range(0, len(answers), 32)])
-        asked = queries([question for question, _ in pairs.held_out[:QUERIES]])
-        return recalls_of("dense", asked.numpy() @ pool.numpy().T)
+        found = queries([question for question, _ in pairs.held_out[:QUERIES]])
+        return recalls_of("dense", found.numpy() @ pool.numpy().T)
 
     before, losses = recalls(), {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
@@ -158,7 +158,7 @@ def artifacts(pairs: Pairs, folder: Path) -> tuple[Artifact, Artifact]:
     )
     for name, table, layout in tables:
         draft.write_table(name, pa.Table.from_pylist(table, schema=layout))
-    facts = {"simulated_clicks": False, "description": "medquad", "licence": "CC BY 4.0"}
+    facts = {"simulated_clicks": False, "description": "medquad"}
     dataset = draft.commit(counts={"documents": len(rows), "queries": len(rows)}, **facts)
     triplet: Figures = {"negatives": [], "source": "relevance", "hop": "one", "via": None, "weight": 1.0}
     triplets = [
@@ -230,18 +230,18 @@ def scored(towers: Artifact, pairs: Pairs) -> Figures:
     encoder = Encoder.load(towers.directory("document"))
     empty = [""] * len(answers)
     rows = encoder.document_rows(pa.table({"title": empty, "topic": empty, "content": answers}))
-    read = [row for row in rows if isinstance(row, Row)]
+    read = [row for row in rows if isinstance(row, TokenRow)]
     assert len(read) == len(answers), "an answer cannot be read"
     encoded = encoder.encode_with_cost(read, top_k=TOP_K)
-    queries = QueryEncoder.load(towers.directory("query")).encode_queries(questions)
+    queries = QueryEncoder(towers.directory("query")).encode_queries(questions)
     dense = arrow.l2_normalize(queries) @ arrow.l2_normalize(encoded.embeddings[:, -1]).T
     found = recalls_of("dense", dense)
     if encoded.terms is None:
         return found
     sparse_query = SparseQuery.load(towers.directory("sparse_query"))
-    asked = sparse_query.encode(questions)
+    terms = sparse_query.encode(questions)
     size = sparse_query.vocabulary
-    counts = sparse.csr_matrix((asked.values, asked.terms, asked.offsets), shape=(len(questions), size))
+    counts = sparse.csr_matrix((terms.values, terms.terms, terms.offsets), shape=(len(questions), size))
     k = encoded.terms.terms.shape[1]
     bounds = np.arange(0, len(answers) * k + 1, k)
     weights = encoded.terms.impacts.astype(np.float32).ravel(), encoded.terms.terms.ravel(), bounds
@@ -252,7 +252,7 @@ def scored(towers: Artifact, pairs: Pairs) -> Figures:
 
 
 def recalls_of(what: str, scores: np.ndarray) -> Figures:
-    """R@1 and R@10, where the answer to question i is number i."""
+    """Return R@1 and R@10; the answer to question i is number i."""
     ranks = (scores > np.diagonal(scores)[:, None]).sum(1)
     return {f"{what} R@{k}": round(float((ranks < k).mean()), 3) for k in (1, 10)}
 
@@ -277,7 +277,7 @@ NAMES: Mapping[Read, str] = {"whole": "decoder", "tokens": "tokens"}
 def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figures:
     """Train LightRetriever by its whole objective, and read texts as its authors do."""
     case: Figures = {"read": "tokens", "layers": layers, "steps": steps, "reading": smollm.READING}
-    optimizer = OPTIMIZER | smollm.SCHEDULE
+    optimizer = OPTIMIZER | smollm.SCHEDULE | {"peak_lr": smollm.LIGHTRETRIEVER_LR}
     return ours(pairs, folder, **case, optimizer=optimizer, sparse=smollm.SPARSE, align={})
 
 

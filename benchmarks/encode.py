@@ -2,35 +2,41 @@
 
     python -m benchmarks.encode --json docs/results/encode.json
 
-- floor: the tower's forward pass alone, one thread, on token rows packed before the clock starts
+- floor: only the tower's forward pass, one thread, on token rows packed before the clock starts
 - job: the stage as users run it, one worker of one thread: reading, hashing, tokenising, encoding, writing
   and committing; Ray's start and the loading of the model, which do not grow, are left out
 - sentence-transformers: `encode` on the same weights and documents, one thread, its best batch size
 
-Each over documents of mixed and of equal length, in tokens per second and per second of processor time: on a
-machine that others use, too, the second compares better. Then two workers instead of one; and the job with an
-encoder that does nothing, over ever more documents.
+Each over documents of mixed and of equal length, in tokens per second and per second of processor time; the
+job also with two workers.
 """
 
 import argparse
-import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from benchmarks import encode_inputs as inputs
-from benchmarks.report import alone, arguments, show, write
-from scalingnote.storage.artifact import open_artifact
+from benchmarks.report import arguments, run_isolated, show, write
+from scalingnote.core.config import Config
+from scalingnote.models import backbone, dual_encoder
+from scalingnote.models.config import Scratch, TowerConfig
+from scalingnote.storage import schema
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
 BUDGETS = (1024, 2048, 4096, 8192)
 BATCHES = (8, 16, 32, 64)
 Row = dict[str, Any]
+SYLLABLES = np.array(["ba", "ko", "li", "me", "nu", "ra", "si", "ta", "ve", "zo", "che", "dri", "flo", "gu"])
+PROMPT = "{title} [TITLE_QUERY] {topic}: {content} [CONTENT_QUERY] [EMB]"
+
+
+class Made(Config):
+    """The config of inputs made up here."""
 
 
 def main() -> None:
@@ -41,9 +47,6 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="width of the tower, default: %(default)s")
     parser.add_argument("--layers", type=int, default=2, help="of the tower, default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="of floor, job and peer; default: %(default)s")
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="documents for no encoder"
-    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,15 +54,7 @@ def main() -> None:
         equal, more = measure_speed(options, folder / "equal", 0.0)
         metrics |= {f"{name}_equal_lengths": value for name, value in equal.items()}
         speeds += more
-        overheads = [alone(overhead, str(folder / "mixed"), size) for size in options.sizes]
-    show("The job with an encoder that does nothing", overheads)
-    if len(overheads) > 1:
-        logs = np.log([[row["documents"], row["seconds"]] for row in overheads])
-        metrics["overhead_growth_exponent"] = round(float(np.polyfit(logs[:, 0], logs[:, 1], 1)[0]), 3)
-        metrics["driver_mb_largest_over_smallest"] = round(
-            overheads[-1]["driver MB"] / overheads[0]["driver MB"], 3
-        )
-    write(options.json, metrics=metrics, speeds=speeds, overheads=overheads)
+    write(options.json, metrics=metrics, speeds=speeds)
 
 
 def measure_speed(
@@ -67,20 +62,24 @@ def measure_speed(
 ) -> tuple[dict[str, float], list[Row]]:
     """Tokens per second of all sides, in alternation: medians, and medians of the rounds' ratios."""
     folder.mkdir()
-    dataset = inputs.documents(
+    dataset = make_documents(
         f"{folder}/dataset", options.documents, rows_per_part=512, words=options.words, spread=spread
     )
-    towers = inputs.towers(f"{folder}/towers", dataset, layers=options.layers, hidden=options.hidden)
+    towers = make_towers(f"{folder}/towers", dataset, layers=options.layers, hidden=options.hidden)
     budget = batch = 0  # the best of each side, found below
     sides: dict[str, Callable[[int], Row]] = {
-        "floor": lambda _: alone(floor, dataset.uri, towers.uri, budget),
-        "job, 1 worker": lambda n: alone(job_speed, dataset.uri, towers.uri, f"{folder}/one-{n}", 1, budget),
-        "sentence-transformers": lambda _: alone(peer, dataset.uri, towers.uri, batch),
-        "job, 2 workers": lambda n: alone(job_speed, dataset.uri, towers.uri, f"{folder}/two-{n}", 2, budget),
+        "floor": lambda _: run_isolated(floor, dataset.uri, towers.uri, budget),
+        "job, 1 worker": lambda n: run_isolated(
+            job_speed, dataset.uri, towers.uri, f"{folder}/one-{n}", 1, budget
+        ),
+        "sentence-transformers": lambda _: run_isolated(peer, dataset.uri, towers.uri, batch),
+        "job, 2 workers": lambda n: run_isolated(
+            job_speed, dataset.uri, towers.uri, f"{folder}/two-{n}", 2, budget
+        ),
     }
-    tried = {size: alone(floor, dataset.uri, towers.uri, size, 1500) for size in BUDGETS}
+    tried = {size: run_isolated(floor, dataset.uri, towers.uri, size, 1500) for size in BUDGETS}
     budget = max(tried, key=lambda size: tried[size]["tokens/s"])
-    tried = {size: alone(peer, dataset.uri, towers.uri, size, 1500) for size in BATCHES}
+    tried = {size: run_isolated(peer, dataset.uri, towers.uri, size, 1500) for size in BATCHES}
     batch = max(tried, key=lambda size: tried[size]["tokens/s"])
     found: dict[str, list[Row]] = {name: [] for name in sides}
     for number in range(options.rounds):
@@ -163,7 +162,7 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
 
 def job_speed(dataset: str, towers: str, output: str, workers: int, budget: int) -> Row:
     """The stage, from the first document that is read to the last that is committed."""
-    from scalingnote import cluster
+    from scalingnote.core import cluster
     from scalingnote.encode import job
     from scalingnote.encode.config import EncodeConfig, Fleet
 
@@ -200,42 +199,48 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     return clock.rates(sum(map(len, lengths.to_pylist())))
 
 
-def overhead(folder: str, size: int) -> Row:
-    """Seconds of the whole call and the driver's memory; two workers, parts of 8192 documents."""
-    from scalingnote import cluster
-    from scalingnote.encode import documents
-    from scalingnote.encode.config import EncodeConfig
-    from scalingnote.encode.documents import load_document_prompt
+def make_documents(uri: str, count: int, *, rows_per_part: int, words: float, spread: float) -> Artifact:
+    """A dataset whose contents have `words` words at the median, log-normal with deviation `spread`."""
+    rng = np.random.default_rng(0)
+    vocabulary = np.array(["".join(word) for word in rng.choice(SYLLABLES, (4000, 3))])
+    draft = Draft(uri, kind="dataset", config=Made(), parents={})
+    for number, start in enumerate(range(0, count, rows_per_part)):
+        size = min(rows_per_part, count - start)
+        lengths = np.maximum(np.exp(rng.normal(np.log(words), spread, size)).astype(int), 1)
+        drawn = vocabulary[(rng.pareto(1.0, lengths.sum()) * 20).astype(int) % len(vocabulary)].tolist()
+        stops = np.cumsum(lengths).tolist()
+        rows = [
+            {
+                "doc_id": f"d{start + i:09d}",
+                "title": " ".join(drawn[stop - length : stop][:3]),
+                "topic": f"topic {i % 8}",
+                "content": " ".join(drawn[stop - length : stop]),
+                "group": "",
+            }
+            for i, (length, stop) in enumerate(zip(lengths.tolist(), stops, strict=True))
+        ]
+        part = pa.Table.from_pylist(rows, schema=schema.DOCUMENTS)
+        draft.write_table(f"documents/part-{number:05d}.parquet", part)
+    return draft.commit(counts={"documents": count})
 
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    dataset = alone(_many, f"{folder}/many-{size}", size)
-    cluster.connect()
-    towers = open_artifact(f"{folder}/towers", kind="dual_encoder")
-    encode = partial(
-        documents.encode_documents,
-        EncodeConfig(),
-        towers=towers,
-        load_encoder=inputs.no_encoder,
-        load_prompt=load_document_prompt,
+
+def make_towers(uri: str, dataset: Artifact, *, layers: int, hidden: int, max_length: int = 512) -> Artifact:
+    """Return a dual encoder with only a document tower: a small Qwen2 with random weights."""
+    texts = next(dataset.batches("documents", rows=2000))["content"].to_pylist()
+    scratch = Scratch(
+        layers=layers,
+        hidden=hidden,
+        heads=4,
+        intermediate=2 * hidden,
+        vocabulary=4000,
+        max_positions=max_length + 32,
     )
-    encode(f"{folder}/many-10", output=f"{folder}/warm-{size}")
-    start = time.perf_counter()
-    encode(dataset, output=f"{folder}/none-{size}")
-    seconds = time.perf_counter() - start
-    return {
-        "documents": size,
-        "seconds": seconds,
-        "documents/s": size / seconds,
-        "driver MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
-
-
-def _many(uri: str, size: int) -> str:
-    for count in (10, size):
-        to = f"{Path(uri).parent}/many-{count}"
-        if not Path(to, "manifest.json").exists():
-            inputs.documents(to, count, rows_per_part=8192, words=12, spread=0.3)
-    return uri
+    config = TowerConfig(backbone=scratch, prompt=PROMPT, max_length=max_length)
+    learnt = backbone.train_tokenizer(texts, vocabulary=4000)
+    draft = Draft(uri, kind="dual_encoder", config=Made(), parents={})
+    made = dual_encoder.build_tower(config, role="document", dim=128, tokenizer_json=learnt, seed=0)
+    made.save(Path(draft.path("document")))
+    return draft.commit(counts={})
 
 
 if __name__ == "__main__":

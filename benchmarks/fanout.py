@@ -1,4 +1,4 @@
-"""One gateway before 1 to 48 groups of shards, and second calls where one searcher is slow.
+"""One gateway before 1 to 48 groups of shards, and second calls if one searcher is slow.
 
     python -m benchmarks.fanout --json docs/results/fanout.json
 
@@ -26,19 +26,20 @@ import ray
 from fastapi import FastAPI
 
 from benchmarks.report import arguments, show, write
-from scalingnote import cluster
-from scalingnote.index.shard import DOCUMENTS, Layout
+from scalingnote.core import cluster
+from scalingnote.index.shard import SHARD_DOCUMENTS, IndexLayout
+from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve import api
 from scalingnote.serve.app import GC_THRESHOLD
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.fan_out import Aggregator, FanOut, GroupCandidates, Packed, packed, read_queries, sizes
-from scalingnote.serve.service import ServedArm, Service
+from scalingnote.serve.deployed import Deployed, ServedArm
+from scalingnote.serve.fan_out import Aggregator, FanOut, Packed, pack, read_queries, sizes
+from scalingnote.serve.service import Service
 from scalingnote.serve.versions import Catalog, Version, VersionContent, Versions
-from scalingnote.serve_config import FanOutConfig, ServeConfig
 
-# Groups, and how many an aggregator calls: 16 with and without aggregators say where these pay.
+# Groups, and how many an aggregator calls: 16 with and without aggregators show whether these pay.
 CASES = ((1, 16), (8, 16), (16, 16), (16, 8), (48, 16))
 K, DIM = 10, 64
 SCANNED = 100_000  # vectors of a scan whose time is a searcher's
@@ -60,12 +61,13 @@ class Searchers:
         await asyncio.sleep(self._rng.choice(self._seconds) * (SLOW if group == self._slow else 1))
         ids = group * K + np.arange(K)
         rows = [
-            {name: f"{each} " * (40 if name == "snippet" else 3) for name in DOCUMENTS.names} for each in ids
+            {name: f"{each} " * (40 if name == "snippet" else 3) for name in SHARD_DOCUMENTS.names}
+            for each in ids
         ]
         scores, shards = (ids * 7919 % 1000).astype(np.float32), np.full(K, group)
-        return packed(
+        return pack(
             [
-                GroupCandidates([Candidates(ids, shards, scores, None, rows, searched=1, version="v")])
+                Candidates(ids, shards, scores, None, rows, searched=1, version="v")
                 for _ in read_queries(pickled)
             ]
         )
@@ -79,7 +81,7 @@ class Aggregators:
     """All aggregators, which would be processes of their own."""
 
     def __init__(self, searchers: Any, shared: Sequence[Sequence[int]]) -> None:
-        self._all = [Aggregator([_Remote(searchers, g) for g in own], own, "off") for own in shared]  # type: ignore[misc]
+        self._all = [Aggregator([_Remote(searchers, g) for g in own], own, False) for own in shared]  # type: ignore[misc]
 
     async def search_many(self, number: int, pickled: bytes, left_s: float) -> Packed:
         """The answers of one of them."""
@@ -123,10 +125,10 @@ class _Replicas:
 
 
 class _Parts:
-    """What a gateway asks besides searches, answered at once: an encoder and the content of the index."""
+    """An encoder and the content of the index, which answer a gateway at once."""
 
     def __init__(self, groups: int) -> None:
-        layout = Layout(DIM, 10**6, groups, "flat", "flat", 1, 1, 1, None, ())
+        layout = IndexLayout(DIM, 10**6, groups, "flat", "flat", 1, 1, 1, None, ())
         self._content = VersionContent(layout, groups, pa.schema([]), {})
 
     async def encode(self, _: str, user_id: str | None) -> Query:
@@ -147,15 +149,14 @@ def main() -> None:
     cluster.connect()
     rows = []
     for groups, most in CASES:
-        fanout = FanOutConfig(groups_per_aggregator=most)
         found = [
-            measure(seconds, groups, fanout, options.queries, options.crowd) for _ in range(options.rounds)
+            measure(seconds, groups, most, options.queries, options.crowd) for _ in range(options.rounds)
         ]
         rate, median, tail = (float(np.median(column)) for column in zip(*found, strict=True))
         rows.append(
             {
                 "groups": groups,
-                "aggregators": (aggregators := len(sizes(groups, fanout))),
+                "aggregators": (aggregators := len(sizes(groups, ServeConfig(groups_per_aggregator=most)))),
                 "calls of the gateway": aggregators or groups,
                 "queries/s of a gateway's loop": rate,
                 "p50 ms": median,
@@ -165,9 +166,10 @@ def main() -> None:
     ray.shutdown()
     show(f"{options.crowd} queries at once for queries/s, 2 for latencies", rows)
     hedging = []
-    for hedge_after in ("off", "auto"):
-        slow = [asyncio.run(tail_ms(seconds, hedge_after)) for _ in range(options.rounds)]
-        hedging.append({"second calls": hedge_after, "p99 ms": float(np.median(slow)), "rounds": slow})
+    for hedged in (False, True):
+        slow = [asyncio.run(tail_ms(seconds, hedged)) for _ in range(options.rounds)]
+        name = "auto" if hedged else "off"
+        hedging.append({"second calls": name, "p99 ms": float(np.median(slow)), "rounds": slow})
     show(f"{HEDGED_GROUPS} groups of two replicas, one of the replicas {SLOW:g} times as slow", hedging)
     rates, tails = ([row[name] for row in rows] for name in ("queries/s of a gateway's loop", "p99 ms"))
     metrics = {
@@ -196,23 +198,24 @@ def scan_seconds() -> list[float]:
 
 
 def measure(
-    seconds: list[float], groups: int, fanout: FanOutConfig, queries: int, size: int
+    seconds: list[float], groups: int, most: int, queries: int, size: int
 ) -> tuple[float, float, float]:
     """Queries of a second of the loop's processor time; p50 and p99 in milliseconds, of two at a time."""
     actor: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
     searcher: Any = ray.remote(Searchers)
     aggregator: Any = ray.remote(Aggregators)
-    shared = sizes(groups, fanout)
+    config = ServeConfig(deadline_s=DEADLINE_S, groups_per_aggregator=most)
+    shared = sizes(groups, config)
     searchers = searcher.options(**actor).remote(seconds)
     aggregators = aggregator.options(**actor).remote(searchers, shared)
     ray.get([searchers.ping.remote(), aggregators.ping.remote()])
     targets: list[Any] = [_Remote(searchers, group) for group in range(groups)]
     called: list[Any] = [_Remote(aggregators, number, aggregates=True) for number in range(len(shared))]
-    config = ServeConfig(deadline_s=DEADLINE_S, fanout=fanout)
     parts = LocalHandle(_Parts(groups))
-    versions = Versions(Catalog(Version("v", "nowhere", 10**6, DIM, "")), [parts])
+    catalog = Catalog(Version("v", "nowhere", 10**6, DIM, ""))
     arms = [ServedArm("default", parts, "fake", personalised=False)]
-    service = Service(arms, targets, versions, config, aggregators=called)
+    service = Service(Deployed(arms, catalog, targets, called), config)
+    service.versions = versions = Versions(catalog, [parts])
     application = api.build(service, config)
 
     async def measured() -> tuple[int, float, list[float]]:
@@ -263,11 +266,11 @@ async def post(application: FastAPI, body: bytes) -> dict[str, Any]:
     return answer
 
 
-async def tail_ms(seconds: list[float], hedge_after: str) -> float:
+async def tail_ms(seconds: list[float], hedged: bool) -> float:
     """p99 of queries, two at a time, while one replica of one group is slow."""
     replicas = [Searchers(seconds, SLOW_GROUP), Searchers(seconds, seed=1)]
     handles: list[Any] = [_Replicas(replicas, group) for group in range(HEDGED_GROUPS)]
-    fan_out = FanOut(handles, [[group] for group in range(HEDGED_GROUPS)], hedge_after=hedge_after)
+    fan_out = FanOut(handles, [[group] for group in range(HEDGED_GROUPS)], hedged=hedged)
     query = Query(np.ones((1, DIM), np.float32), k=K, version="v")
     found: list[float] = []
 
@@ -275,7 +278,7 @@ async def tail_ms(seconds: list[float], hedge_after: str) -> float:
         for _ in range(queries):
             started = time.perf_counter()
             answer = await fan_out.search(query, DEADLINE_S)
-            assert isinstance(answer, GroupCandidates)
+            assert isinstance(answer, Candidates)
             assert not answer.missing
             found.append(time.perf_counter() - started)
 

@@ -4,22 +4,21 @@
     python -m benchmarks.gpu --dry-run                           the same code on a CPU with a tiny shape
 
 It needs torch 2.11 or newer and no download. Each measurement runs in a process of its own and is saved as it
-ends, with the reason where it failed.
+ends, with the reason if it failed.
 
 - encode: the document tower forward, in bfloat16; compiled: its layers by torch.compile, on a GPU
 - train lora: both towers on one shared frozen base, an adapter each (ScalingDual), the base whole, in 8 bits
-  and, where bitsandbytes is installed, in 4
+  and, with bitsandbytes, in 4
 - train full: all weights of a 7B document tower and a small query tower (ScalingDoc); weights, gradients and
   moments in bfloat16, 56 GB before activations; by ddp, and by fsdp2 on one rank
 - train student: stage II, a student of 4 layers on stored embeddings
 - engines: the same document tower by each engine of the stage encode (gpu_engines.py)
-- index: IVFPQ beside faiss's own on the GPU (gpu_index.py)
 - queries: what a query costs as an LLM, as a student of 1, 4 or 12 layers, as a mean of a table's rows
 
 The plain ones with padded and with packed rows. All training checkpoints activations but the student's, and
 goes through what a run goes through: a stage's losses and an engine. Tokens are real ones, pads are not
 counted. MFU: the operations that real tokens need, repeated passes left out, over the GPU's dense bfloat16
-peak. The estimate beside the measured peak is what `train --dry-run` would count.
+peak. The estimate next to the measured peak is what `scalingnote run --dry-run` would count.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_engines, gpu_index, gpu_queries
+from benchmarks import gpu_engines, gpu_queries
 from benchmarks.gpu_towers import (
     DIM,
     TINY,
@@ -55,25 +54,24 @@ from benchmarks.gpu_towers import (
     tokens,
 )
 from benchmarks.report import arguments, show, write
-from scalingnote.distillation.config import DistillLosses
-from scalingnote.distillation.objective import Lesson, StageTwo
-from scalingnote.log import get_logger
+from scalingnote.core.log import get_logger
 from scalingnote.models import backbone, flops, weights
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Scratch, Stored
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.flops import PUBLISHED, Shape, backbone_shape
-from scalingnote.models.prompt import Row
+from scalingnote.models.flops import PUBLISHED_SHAPES, Shape, backbone_shape
+from scalingnote.models.prompt import TokenRow
 from scalingnote.models.tower import Tower
-from scalingnote.scaling.training_cost import tower_bytes
+from scalingnote.plan.training_cost import tower_bytes
 from scalingnote.train import engine, strategies
-from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import Ddp, Fsdp2, Losses, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.engine import Cacheable
-from scalingnote.train.objective import StageOne
+from scalingnote.train.distillation.config import DistillLosses
+from scalingnote.train.distillation.objective import Lesson, StageTwo
+from scalingnote.train.engine import Objective
+from scalingnote.train.objective import StageOne, Triplets
 
-OTHERS = {"index": gpu_index.metrics, "engines": gpu_engines.metrics, "queries": gpu_queries.metrics}
+OTHERS = {"engines": gpu_engines.metrics, "queries": gpu_queries.metrics}
 FIRST = (  # in eight minutes a slow machine may do no more
     "encode packed",
     "encode padded",
@@ -81,7 +79,6 @@ FIRST = (  # in eight minutes a slow machine may do no more
     "train lora packed",
     "train full packed",
     "train student packed",
-    "index",
 )
 MIN_LEFT_S = 20.0  # of the time for all, to begin another measurement
 BATCHES = 4  # different ones, in turn
@@ -120,17 +117,15 @@ def measurements(
     device: torch.device, *, dry: bool, seconds: float, rows: int | None
 ) -> dict[str, Callable[[], list[Figures]]]:
     """Every measurement by name, what matters most first: a table's rows each."""
-    shape = TINY if dry else PUBLISHED["Qwen/Qwen2.5-7B"]
-    small = TINY if dry else PUBLISHED["Qwen/Qwen2.5-1.5B"]
+    shape = TINY if dry else PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    small = TINY if dry else PUBLISHED_SHAPES["Qwen/Qwen2.5-1.5B"]
     rows = rows or (4 if dry else 48)
-    vectors = 20_000 if dry else 2_000_000
     found: dict[str, Callable[[], list[Figures]]] = {}
     for work, (_, packings) in kinds(device).items():
         for packed in reversed(packings):
             name = f"{work} {'packed' if packed else 'padded'}"
             found[name] = partial(measure, work, shape, device, packed=packed, seconds=seconds, rows=rows)
     others = {
-        "index": partial(gpu_index.measure_all, vectors=vectors, seconds=seconds / 2),
         "engines": partial(gpu_engines.measure_all, small, device, seconds=seconds),
         "queries": partial(gpu_queries.measure_all, shape, device, seconds=seconds / 2),
     }
@@ -244,7 +239,9 @@ def _encode(
     shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int, compiled: bool = False
 ) -> Figures:
     made = random_tower(llm(shape, device), role="document").eval().requires_grad_(False)
-    engine.apply_memory_settings(made, Memory(compile=compiled))
+    if compiled:
+        for layer in engine.layers(made.backbone):
+            layer.compile(dynamic=True)
     batches = [document_rows(shape, 4 * rows, number) for number in range(BATCHES)]
     operations = [sum(flops.forward(shape, tokens=float(len(row.ids))) for row in batch) for batch in batches]
     inputs = [collate(batch, pad=made.pad, packed=packed).to(device) for batch in batches]
@@ -299,7 +296,7 @@ def _train_student(shape: Shape, device: torch.device, *, packed: bool, seconds:
         StageTwo(student, DistillLosses()),
         lessons,
         device,
-        memory=Memory(packing=packed),
+        memory=Memory(),
         rows=STUDENT_ROWS * rows,
         seconds=seconds,
     )
@@ -331,7 +328,7 @@ def _train_towers(
         StageOne(towers, Losses()),
         batches,
         device,
-        memory=Memory(gradient_checkpointing=True, packing=packed),
+        memory=Memory(gradient_checkpointing=True),
         rows=rows,
         seconds=seconds,
         strategy=strategy,
@@ -350,7 +347,7 @@ def _train_towers(
 
 
 def _steps(
-    module: Cacheable,
+    module: Objective,
     batches: Sequence[Any],
     device: torch.device,
     *,
@@ -383,7 +380,7 @@ def _steps(
 
 
 def _triplets(
-    towers: DualEncoder, queries: Sequence[Row], documents: Sequence[Row], *, packed: bool
+    towers: DualEncoder, queries: Sequence[TokenRow], documents: Sequence[TokenRow], *, packed: bool
 ) -> Triplets:
     rows = len(queries)
     ids = torch.arange(2 * rows)
@@ -404,7 +401,7 @@ def _small_backbone(shape: Shape) -> Scratch:
     )
 
 
-def _training(shape: Shape, rows: Sequence[Row], *, pooled: int, lora: Lora | None) -> float:
+def _training(shape: Shape, rows: Sequence[TokenRow], *, pooled: int, lora: Lora | None) -> float:
     """Operations that training on these rows needs."""
     works = (flops.row(shape, tokens=float(len(row.ids)), pooled=pooled, dim=DIM, lora=lora) for row in rows)
     return sum(work.model for work in works)

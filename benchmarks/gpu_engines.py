@@ -1,6 +1,6 @@
 """Engines of the stage `encode` on one GPU: one tower, saved once, read and run by each.
 
-Each gets the same token rows and makes its own batches, copies to the GPU included. vLLM is measured where it
+Each gets the same token rows and makes its own batches, copies to the GPU included. vLLM is measured if it
 is installed; it takes what is left of the GPU's memory for itself, so it comes last.
 """
 
@@ -30,8 +30,7 @@ from scalingnote.models import flops, published_model
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.flops import Shape
 from scalingnote.models.published_tower import LibraryTower
-from scalingnote.train.config import Memory
-from scalingnote.train.engine import apply_memory_settings
+from scalingnote.train.engine import layers
 
 BUDGET = 32_768  # tokens of a forward pass
 ROWS = 1024
@@ -71,7 +70,9 @@ def metrics(rows: list[Figures]) -> dict[str, float]:
 def _makers(folder: Path, facts: dict[str, Any], device: torch.device) -> dict[str, Callable[[], Any]]:
     def own(*, compiled: bool = False) -> Encoder:
         encoder = Encoder(load_tower(folder), token_budget=BUDGET, device=device)
-        apply_memory_settings(encoder.tower, Memory(compile=compiled))
+        if compiled:
+            for layer in layers(encoder.tower.backbone):
+                layer.compile(dynamic=True)
         return encoder
 
     def model() -> published_model.PublishedModel:

@@ -1,8 +1,8 @@
 """Queries a second of query towers from 7B parameters down to a table: two papers' tables in one.
 
 ScalingNote's Table 6 is for students of 1, 4 and 12 layers and the LLM, batches of 500, on an A100.
-LightRetriever's Table 1 is for an LLM and a lookup, on an H800 and without it. Here all stand on one GPU, and
-the table on the CPU beside; every tower starts from token ids. What tokenizing adds is in
+LightRetriever's Table 1 is for an LLM and a lookup, on an H800 and without it. Here all run on one GPU, and
+the table also on the CPU; every tower starts from token ids. What tokenizing adds is in
 :mod:`benchmarks.query_encoder`.
 """
 
@@ -18,7 +18,7 @@ from benchmarks.gpu_towers import DIM, TINY, Figures, any_tokenizer, forget, llm
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import collate
 from scalingnote.models.flops import Shape
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 from scalingnote.models.tower import Tower
 
 TOKENS = 16
@@ -98,7 +98,7 @@ def _transformer(made: Tower, vocabulary: int, device: torch.device) -> Maker:
 
     def of(batch: int) -> Work:
         ids = np.random.default_rng(0).integers(6, vocabulary, (batch, TOKENS)).tolist()
-        rows = [Row(row, [TOKENS - 1 if made.causal else 0]) for row in ids]
+        rows = [TokenRow(row, [TOKENS - 1 if made.causal else 0]) for row in ids]
         inputs = collate(rows, pad=made.pad).to(device)
 
         @torch.inference_mode()

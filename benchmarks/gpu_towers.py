@@ -14,9 +14,9 @@ from scalingnote.models import backbone, dual_encoder, published_model
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.config import Lora, Scratch, TowerConfig
 from scalingnote.models.flops import Shape
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 from scalingnote.models.tower import Tower
-from scalingnote.scaling.training_cost import GPUS
+from scalingnote.plan.config import GPUS
 
 DIM = 128
 QUERY_TOKENS, DOCUMENT_TOKENS = 24, 256  # means
@@ -26,7 +26,7 @@ Figures = dict[str, Any]
 
 
 def timed(work: Callable[[int], None], device: torch.device, seconds: float) -> Figures:
-    """Calls to warm up, then as many as fit; `steps` tells which inputs were used how often."""
+    """Calls to warm up, then as many as fit; `steps` is their number."""
     for number in range(WARM_UP):
         work(number)
     wait(device)
@@ -55,7 +55,7 @@ def llm(shape: Shape, device: torch.device) -> Backbone:
 
 
 def random_tower(made: Backbone, *, role: published_model.Role, lora: Lora | None = None) -> Tower:
-    """A tower around a backbone, where that lies."""
+    """Return a tower around a backbone, on the backbone's device."""
     config = TowerConfig(lora=lora, max_length=min(512, made.max_positions or 512))
     device = next(made.model.parameters()).device
     return dual_encoder.build_tower(
@@ -86,24 +86,24 @@ def forget(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def document_rows(shape: Shape, rows: int, seed: int) -> list[Row]:
+def document_rows(shape: Shape, rows: int, seed: int) -> list[TokenRow]:
     """Log-normal lengths; three positions are pooled, as in the paper's prompt."""
     rng = np.random.default_rng(seed)
     mean = 32 if shape is TINY else DOCUMENT_TOKENS
     lengths = rng.lognormal(np.log(mean) - 0.08, 0.4, rows).round().clip(16, 512).astype(int)
     ids = (rng.integers(300, shape.vocabulary, length).tolist() for length in lengths)
-    return [Row(row, [len(row) // 4, len(row) - 8, len(row) - 1]) for row in ids]
+    return [TokenRow(row, [len(row) // 4, len(row) - 8, len(row) - 1]) for row in ids]
 
 
-def query_rows(shape: Shape, rows: int, seed: int, *, causal: bool) -> list[Row]:
+def query_rows(shape: Shape, rows: int, seed: int, *, causal: bool) -> list[TokenRow]:
     """Log-normal lengths; the last position is pooled, or the first."""
     rng = np.random.default_rng(seed + 1000)
     lengths = rng.lognormal(np.log(QUERY_TOKENS) - 0.08, 0.4, rows).round().clip(4, 64).astype(int)
     ids = (rng.integers(6, min(shape.vocabulary, 200), length).tolist() for length in lengths)
-    return [Row(row, [len(row) - 1 if causal else 0]) for row in ids]
+    return [TokenRow(row, [len(row) - 1 if causal else 0]) for row in ids]
 
 
-def tokens(rows: Sequence[Row]) -> int:
+def tokens(rows: Sequence[TokenRow]) -> int:
     """Tokens of rows."""
     return sum(len(row.ids) for row in rows)
 

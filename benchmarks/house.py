@@ -1,38 +1,53 @@
-"""Size and shape of the package: how much a newcomer has to read, and how many files one query passes.
+"""Size and shape of the package: how much there is to read, and how many files a query and a document pass.
 
     python -m benchmarks.house --json docs/results/house.json
 
-- files, lines, median_file, functions_over_60: of scalingnote/ (and of serve/, jobs/ in their own rows)
-- import_cycles: groups of modules that import each other, imports inside functions left aside
+- files, lines, median_file, functions_over_60: of scalingnote/
+- root_entries: packages and modules directly in scalingnote/; back_arrows: pairs of them in which an import
+  runs against the layers of pyproject.toml
+- import_cycles: groups of modules that import each other, without imports inside functions
 - single_importer_modules: modules that exactly one module of the same package imports, and no other
 - comment_share: lines of comment over all lines
-- files_on_query_walk, types_on_query_walk: a query over HTTP to a gateway in this process, over a
-  small index, traced: files whose functions were entered, and data types (dataclasses, pydantic
+- names_twice: classes, and public constants, that several modules of scalingnote/ define
+- commands: of the command line; options: fields of config classes, in the class that declares them
+- test_lines, benchmark_lines, doc_words: Python below tests/ and benchmarks/; words of all Markdown files
+- files_on_query_walk, types_on_query_walk: of a query over HTTP to a gateway in this process, over a small
+  index (benchmarks/walk.py): files whose functions were entered, and data types (dataclasses, pydantic
   models, named tuples) of objects that were made for the query
+- files_on_document_walk: files entered while a few documents are encoded and indexed in this process
 """
 
+import argparse
 import ast
+import importlib
 import statistics
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import arguments, show, write
+from scalingnote.cli import main as cli
+from scalingnote.core.config import Config
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "scalingnote"
 LONG_FUNCTION_LINES = 60
+# Each framework's users import its retriever from a module of that framework.
+PUBLIC_IN_SEVERAL = {"ScalingNoteRetriever"}
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--no-walk", action="store_true", help="count only; start no gateway")
+    parser.add_argument("--no-walk", action="store_true", help="count only; trace nothing")
     options = parser.parse_args()
     files = sorted(path for path in PACKAGE.rglob("*.py") if "_pb2" not in path.name)  # those are generated
     sources = {path: path.read_text(encoding="utf-8") for path in files}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     lines = [len(text.splitlines()) for text in sources.values()]
+    twice = names_twice(trees)
+    back = sorted(back_arrows(imports(trees)))
     graph = imports(trees)
     single = sorted(single_importers(graph))
     long = sorted(long_functions(trees), key=lambda each: -each[1])
@@ -44,6 +59,14 @@ def main() -> None:
         "import_cycles": len(cycles(imports(trees, at_start=True))),
         "single_importer_modules": len(single),
         "comment_share": round(comments(sources.values()) / sum(lines), 4),
+        "root_entries": len([path for path in PACKAGE.iterdir() if is_room(path)]),
+        "back_arrows": len(back),
+        "names_twice": len(twice),
+        "commands": len(command_names()),
+        "options": len(config_fields()),
+        "test_lines": lines_below(ROOT / "tests"),
+        "benchmark_lines": lines_below(ROOT / "benchmarks"),
+        "doc_words": sum(len(path.read_text(encoding="utf-8").split()) for path in markdown()),
     }
     packages: dict[str, list[int]] = defaultdict(list)
     for path, count in zip(files, lines, strict=True):
@@ -54,13 +77,17 @@ def main() -> None:
     )
     show("Long functions", [{"function": name, "lines": count} for name, count in long])
     print("imported by one module of their own package only:\n  " + "\n  ".join(single))
+    print("names that several modules define:\n  " + "\n  ".join(f"{n}: {m}" for n, m in twice.items()))
+    print("imports against the layers:\n  " + "\n  ".join(back))
     if not options.no_walk:
-        from benchmarks import query_walk
+        from benchmarks import walk
 
-        walk = query_walk.trace()
-        print("files on the walk of a query:\n  " + "\n  ".join(walk.files))
-        print("types on the walk of a query:\n  " + "\n  ".join(walk.types))
-        metrics |= {"files_on_query_walk": len(walk.files), "types_on_query_walk": len(walk.types)}
+        query, documents = walk.trace_query(), walk.trace_documents()
+        print("files on the walk of a query:\n  " + "\n  ".join(query.files))
+        print("types on the walk of a query:\n  " + "\n  ".join(query.types))
+        print("files on the walk of documents:\n  " + "\n  ".join(documents.files))
+        metrics |= {"files_on_query_walk": len(query.files), "types_on_query_walk": len(query.types)}
+        metrics["files_on_document_walk"] = len(documents.files)
     show("House", [metrics])
     write(options.json, metrics=metrics, long_functions=dict(long), single_importers=single)
 
@@ -86,6 +113,76 @@ def imports(trees: dict[Path, ast.Module], *, at_start: bool = False) -> dict[st
                 graph[own] |= {alias.name for alias in node.names} & names
         graph[own].discard(own)
     return graph
+
+
+def is_room(path: Path) -> bool:
+    """Return whether an entry of the package is a package or a module."""
+    return (path / "__init__.py").exists() or (path.suffix == ".py" and path.stem != "__init__")
+
+
+def back_arrows(graph: dict[str, set[str]]) -> set[str]:
+    """Imports between entries of the package that run against the layers of pyproject.toml, or within one."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = (each["layers"] for each in settings["tool"]["importlinter"]["contracts"] if "layers" in each)
+    level = {name.strip(): at for at, line in enumerate(layers) for name in line.split("|")}
+    found = set()
+    for module, targets in graph.items():
+        for target in targets:
+            own, other = (".".join(name.split(".")[:2]) for name in (module, target))
+            if own != other and "." in own and "." in other and level[own] >= level[other]:
+                found.add(f"{own} -> {other}")
+    return found
+
+
+def names_twice(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
+    """Classes and public constants that several modules define, and these."""
+    definers: dict[str, list[str]] = defaultdict(list)
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and "TypeVar(" not in ast.unparse(node):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [each.id for target in targets for each in ast.walk(target) if type(each) is ast.Name]
+            else:
+                continue
+            for name in names:
+                if name[:1].isupper() and name not in PUBLIC_IN_SEVERAL:
+                    definers[name].append(module_of(path))
+    return {name: modules for name, modules in sorted(definers.items()) if len(modules) > 1}
+
+
+def command_names() -> list[str]:
+    """Commands of the command line."""
+    parser = cli._parser()
+    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return list(commands.choices)
+
+
+def config_fields() -> set[tuple[str, str]]:
+    """Class and name of every setting, but what names the kind of a section."""
+    for path in PACKAGE.rglob("*config.py"):
+        importlib.import_module(module_of(path))
+    waiting, found = [Config], set[tuple[str, str]]()
+    while waiting:
+        waiting += (kind := waiting.pop()).__subclasses__()
+        found |= {
+            (f"{kind.__module__}.{kind.__qualname__}", name)
+            for name in kind.__annotations__
+            if kind.__module__.startswith("scalingnote.") and name in kind.model_fields
+            if name not in ("kind", "name") and kind is not Config
+        }
+    return found
+
+
+def lines_below(folder: Path) -> int:
+    """Lines of Python below a folder."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def markdown() -> list[Path]:
+    """Pages that people read: at the top, below docs/ and configs/."""
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("configs/**/*.md")]
 
 
 def single_importers(graph: dict[str, set[str]]) -> Iterator[str]:
@@ -128,7 +225,7 @@ def long_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, int]]:
 
 
 def comments(texts: Any) -> int:
-    """Lines that hold a comment, alone or behind code."""
+    """Return the number of lines with a comment."""
     import io
     import tokenize
 

@@ -1,4 +1,4 @@
-"""The index family on a million vectors: recall, time per query and bytes, beside faiss used directly.
+"""The index family on a million vectors: recall, time per query and bytes, and those of faiss used directly.
 
     python -m benchmarks.index --json docs/results/index.json
 
@@ -21,15 +21,15 @@ from numpy import ndarray
 
 from benchmarks.report import arguments, show, write
 from benchmarks.training import trained
-from scalingnote import topk
-from scalingnote.config import load
+from scalingnote.core import topk
+from scalingnote.core.config import load
+from scalingnote.core.log import configure
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.index import families, ivf, tuning
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
-from scalingnote.log import configure
 from scalingnote.quantize.kmeans import blas_only
-from scalingnote.run_config import RunConfig
+from scalingnote.run.config import RunConfig
 from scalingnote.search import scan
 from scalingnote.storage import arrow
 
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def parser() -> ArgumentParser:
-    """What this benchmark can be told."""
+    """Return the parser of this benchmark."""
     found = arguments(__doc__)
     found.add_argument("--documents", type=int, default=1_000_000)
     found.add_argument("--queries", type=int, default=500)
@@ -91,13 +91,13 @@ def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarra
     files = ["configs/quickstart/medquad.yaml", "configs/methods/scalingdual.yaml"]
     built = trained(load(RunConfig, files, options.overrides), steps=options.steps)
     real = arrow.l2_normalize(arrow.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
-    tower = QueryEncoder.load(built["dual_encoder"].directory("query"))
-    asked = load_test_set(built["dataset"]).queries[: options.queries]
+    tower = QueryEncoder(built["dual_encoder"].directory("query"))
+    sample = load_test_set(built["dataset"]).queries[: options.queries]
     rng = np.random.default_rng(0)
     base, one, other = (real[rng.integers(0, len(real), options.documents)] for _ in range(3))
     moved = arrow.l2_normalize(base + 0.5 * (one - other) / np.sqrt(2))
     moved[: len(real)] = real[: options.documents]
-    return moved, arrow.l2_normalize(tower.encode_queries(asked))
+    return moved, arrow.l2_normalize(tower.encode_queries(sample))
 
 
 def measured(
@@ -166,7 +166,7 @@ def sharded(
         # IndexShards has no kept vectors to refine by: both sides of this pair scan codes only.
         for each in (base, *codes):
             each.nprobe = nprobe
-        return lambda asked: index.search(asked, K)[1]
+        return lambda sample: index.search(sample, K)[1]
 
     ways: dict[str, Search] = {
         "one index": partial(ours, whole, nprobe, factor),
@@ -195,7 +195,7 @@ def filled(family: Family, pieces: Sequence[ndarray], *, nlist: int) -> list[ivf
     documents = sum(map(len, pieces))
     step = max(1, documents // TRAINED)
     sample = np.concatenate([piece[::step] for piece in pieces])
-    quantizer = families.train(sample, family, nlist=nlist, iterations=10, seed=0)
+    quantizer = families.train(sample, family, nlist=nlist, seed=0)
     found = []
     for piece in pieces:
         lists = ivf.empty(quantizer)
@@ -234,14 +234,14 @@ def row(
 
 def taken(ways: Mapping[str, Search], queries: ndarray, *, batch: int) -> dict[str, float]:
     """Microseconds of processor time per query, the least of rounds that take turns."""
-    asked = queries[: min(len(queries), 200 if batch == 1 else 4 * BATCH)]
+    sample = queries[: min(len(queries), 200 if batch == 1 else 4 * BATCH)]
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, search in ways.items():
             start = time.process_time()
-            for i in range(0, len(asked), batch):
-                search(asked[i : i + batch])
-            times[name].append((time.process_time() - start) / len(asked) * 1e6)
+            for i in range(0, len(sample), batch):
+                search(sample[i : i + batch])
+            times[name].append((time.process_time() - start) / len(sample) * 1e6)
     return {name: min(found) for name, found in times.items()}
 
 

@@ -9,11 +9,12 @@ as ladder_size.png, ladder_data.png and ladder_joint.png. Rungs that are finishe
 from pathlib import Path
 from typing import Any
 
+from benchmarks import public_sets
 from benchmarks.report import arguments, show, write
-from scalingnote import pipeline
-from scalingnote.config import load
-from scalingnote.log import configure
-from scalingnote.run_config import RunConfig
+from scalingnote.core.config import load
+from scalingnote.core.log import configure
+from scalingnote.run import pipeline
+from scalingnote.run.config import RunConfig
 from scalingnote.storage import filesystem as fs
 
 FILES = ("configs/quickstart/medquad.yaml", "configs/methods/scalingdual.yaml", "configs/ladder.yaml")
@@ -28,8 +29,10 @@ def main() -> None:
     configure()
     # A rung takes a minute: half of it would be the start of Ray's workers.
     here = ["train.resources.workers=0"]
-    made = pipeline.ladder(load(RunConfig, FILES, [*here, *options.overrides]))
-    told, rungs = made.read_json("report.json"), made.table("ladder").to_pylist()
+    config = load(RunConfig, FILES, [*here, *options.overrides])
+    public_sets.prepare_for(config.dataset)
+    made = pipeline.ladder(config)
+    report, rungs = made.read_json("report.json"), made.table("ladder").to_pylist()
     shown: list[dict[str, Any]] = [
         {
             "parameters": rung["parameters"],
@@ -42,8 +45,8 @@ def main() -> None:
     ]
     show(f"{len(rungs)} rungs", shown)
     print(fs.read_bytes(made.file("report.md")).decode().partition("## ")[2])
-    metrics = {f"r2_{kind}": round(law["r2"], 4) for kind, law in told["laws"].items()}
-    write(options.json, metrics=metrics, table=shown, laws=told["laws"], splits=told["splits"])
+    metrics = {f"r2_{kind}": round(law["r2"], 4) for kind, law in report["laws"].items()}
+    write(options.json, metrics=metrics, table=shown, laws=report["laws"], splits=report["splits"])
     options.folder.mkdir(parents=True, exist_ok=True)
     for name in made.names("", ".png"):
         (options.folder / f"ladder_{name}").write_bytes(fs.read_bytes(made.file(name)))

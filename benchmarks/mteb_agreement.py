@@ -8,10 +8,10 @@ quality), and the stage evaluate searches the test queries exactly. The student 
 as one Router folder, which mteb evaluates by itself from the same folder: it encodes all documents again.
 
 - ndcg_difference_SET: |nDCG@10 by mteb - nDCG@10 by the stage evaluate| of the table
-- the row "search": the run's index with BM25, compressed as it is served, by mteb; beside it the report's
+- the row "search": the run's index with BM25, compressed as it is served, by mteb, with the report's
   exact hybrid
 
-An interrupted run goes on where it stopped: every artifact is kept below --run-dir.
+An interrupted run continues: every artifact is kept below --run-dir.
 """
 
 import os
@@ -20,10 +20,11 @@ from typing import Any
 
 from benchmarks import minilm
 from benchmarks.report import arguments, show, write
-from scalingnote import api, pipeline, stages
-from scalingnote.config import load
+from scalingnote import api
+from scalingnote.core.config import load
 from scalingnote.evaluate import mteb_model
-from scalingnote.run_config import RunConfig
+from scalingnote.run import pipeline, stages
+from scalingnote.run.config import RunConfig
 
 SETS = ("scifact", "nfcorpus")
 STUDENT = "static"  # name of the row in our report
@@ -53,7 +54,7 @@ def compare(name: str, options: Any) -> list[dict[str, Any]]:
     api.publish(built, router, model=None)
     ours = built["report"].read_json("report.json")["methods"]
     sides: dict[str, tuple[Any, str]] = {
-        "Router folder": (mteb_model.MtebModel.load(router), STUDENT),
+        "Router folder": (mteb_model.folder_model(router), STUDENT),
         "search": (api.mteb_search(run_dir), f"{STUDENT} + bm25"),
     }
     rows = []
@@ -67,7 +68,6 @@ def compare(name: str, options: Any) -> list[dict[str, Any]]:
 
 def config_of(folder: Path, run_dir: Path, *, tokens: int) -> RunConfig:
     """The run of one set, without the parts of the report that are not compared."""
-    off = [f"evaluate.{name}=0" for name in ("typos", "entropy_negatives", "distances", "examples")]
     knobs = [
         f"run_dir={run_dir}",
         f"dataset={{name: beir, path: {folder}}}",
@@ -77,9 +77,9 @@ def config_of(folder: Path, run_dir: Path, *, tokens: int) -> RunConfig:
         "index={shards: 1}",
         "bm25={}",
         *(f"{stage}.resources={{workers: 1, cpus_per_worker: 2}}" for stage in ("encode", "teacher")),
-        "evaluate.run_depth=1000",
+        "evaluate={typos: 0, tower_measures: false}",
     ]
-    return load(RunConfig, [f"configs/methods/{STUDENT}.yaml"], [*knobs, *off])
+    return load(RunConfig, [f"configs/methods/{STUDENT}.yaml"], knobs)
 
 
 if __name__ == "__main__":

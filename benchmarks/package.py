@@ -69,7 +69,7 @@ def install(wheel: Path, environment: Path, extra: str = "") -> dict[str, str | 
 
 
 def measure(environment: Path, core: dict[str, str | float], *, rounds: int) -> dict[str, float]:
-    """Time the core where it is installed."""
+    """Time the installed core."""
     python = environment / "bin" / "python"
     return {
         "help_s": best_s([environment / "bin" / "scalingnote", "--help"], rounds),

@@ -1,29 +1,27 @@
-"""Vectors of real text, by the hundred thousand in a minute: passages, each the sum of its words' embeddings.
+"""Vectors of real text, a hundred thousand a minute: a passage is the sum of its words' embeddings.
 
-Documents of medquad and python_docs are cut into windows of WORDS words, in the order in which they come: by
-medical focus, then by module. A passage is the sum of a pretrained model's token embeddings (MiniLM's input
-table, pip install 'scalingnote[bench]') by (1 + log tf) * idf, brought to `dim` by the principal directions
-of the first half, at unit length.
+Documents of medquad and python_docs are cut into windows of WORDS words, in their order: by medical focus,
+then by module. A passage is the sum of a pretrained model's token embeddings (MiniLM's input
+table, pip install 'scalingnote[bench]') weighted by (1 + log tf) * idf, projected to `dim` principal
+directions of the first half, at unit length.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 from safetensors import torch as safetensors
+from scipy import sparse
 from tokenizers import Tokenizer
 
-from benchmarks import minilm
-from benchmarks.plain_embeddings import term_counts
-from scalingnote.datasets import sources
-from scalingnote.datasets.config import MedQuad, PythonDocs
-from scalingnote.datasets.raw_rows import UnreadableRow
+from benchmarks import minilm, public_sets
+from scalingnote.datasets.sources import read_texts
 from scalingnote.storage.arrow import l2_normalize
 
 WORDS = 16
 BLOCK = 20_000  # passages turned into vectors at once
-SOURCES = (MedQuad(), PythonDocs())
 
 
 def texts(count: int) -> list[str]:
@@ -36,11 +34,6 @@ def texts(count: int) -> list[str]:
     return list(found)
 
 
-def vectors(passages: list[str], *, dim: int) -> Float[ndarray, "passages dim"]:
-    """Unit vectors of the passages, in order."""
-    return embedded(passages, dim=dim)[0]
-
-
 def embedded(
     passages: list[str], *, dim: int
 ) -> tuple[Float[ndarray, "passages dim"], Float[ndarray, "tokens dim"]]:
@@ -49,7 +42,7 @@ def embedded(
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    counts = [term_counts(passages[i : i + BLOCK], tokenizer) for i in range(0, len(passages), BLOCK)]
+    counts = [_term_counts(passages[i : i + BLOCK], tokenizer) for i in range(0, len(passages), BLOCK)]
     seen = sum((block > 0).sum(axis=0).A1 for block in counts)
     idf = np.log(len(passages) / np.maximum(seen, 1))
     weights = safetensors.load_file(path / "model.safetensors")
@@ -62,9 +55,21 @@ def embedded(
     )
 
 
+def _term_counts(texts: Sequence[str], tokenizer: Tokenizer) -> sparse.csr_matrix:
+    """1 + log of how often each text has each token."""
+    tokens = [found.ids for found in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+    row = np.repeat(np.arange(len(texts)), [len(ids) for ids in tokens])
+    column = np.concatenate([np.array(ids, np.int64) for ids in tokens])
+    shape = (len(texts), tokenizer.get_vocab_size())
+    counts = sparse.csr_matrix((np.ones(len(row), np.float32), (row, column)), shape=shape)
+    counts.sum_duplicates()
+    counts.data = 1 + np.log(counts.data)
+    return counts
+
+
 def _windows() -> Iterator[str]:
-    for source in SOURCES:
-        for row in sources.read(source).documents:
-            words = [] if isinstance(row, UnreadableRow) else str(row["content"]).split()
-            for start in range(0, len(words), WORDS):
-                yield " ".join(words[start : start + WORDS])
+    python_docs = (row["content"] for row in read_texts("python_docs"))
+    for text in chain(public_sets.read_column("medquad", "documents", "content"), python_docs):
+        words = text.split()
+        for start in range(0, len(words), WORDS):
+            yield " ".join(words[start : start + WORDS])

@@ -1,178 +1,257 @@
-"""docs/performance.md: every benchmark's figures in one table, with plots, from the files of docs/results.
+"""Write docs/performance.md, and the tables of other pages, from the JSON files of docs/results.
 
-    python -m benchmarks.performance           writes the page between its markers, the tables of other pages
-                                               (benchmarks/pages.py) and the plots
-    python -m benchmarks.performance --check   exit status 1 when a page is not what the results say
+    python -m benchmarks.performance           writes the pages
+    python -m benchmarks.performance --check   exits with 1 if a page is not what the results say
 
-The text around the markers is written by hand. Plots are drawn anew but not compared: their bytes depend on
-the version of matplotlib.
+docs/performance.md has one table between two markers: the metrics of HEADLINES. Any page below docs/ may have
+a table of a result, given by the keys that lead to its rows:
+
+    <!-- table distillation.json: tables / medquad, scratch -->
+    <!-- end of table -->
 """
 
 import argparse
 import json
-import shlex
+import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks import lines_offline, lines_online, pages, performance_plots
-from benchmarks.line import Line, Lines, Report
-from benchmarks.report import measured
-from benchmarks.sizes import BENCHMARKS
+from benchmarks.report import table
 
-HERE = Path(__file__).parents[1]
-PAGE, RESULTS = HERE / "docs/performance.md", HERE / "docs/results"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, RESULTS = DOCS / "performance.md", DOCS / "results"
 BEGIN, END = "<!-- from here on: python -m benchmarks.performance -->", "<!-- up to here -->"
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "Training": ("train", "methods", "sources", "teacher", "distillation", "faults", "gpu"),
-    "Collecting": ("collect",),
-    "Encoding": ("encode", "native", "cluster_faults", "random_access"),
-    "Storage and scale": ("object_store", "shuffle", "scale", "stage_faults"),
-    "Semantic IDs": ("quantize",),
-    "Fusion": ("fusion",),
-    "Query encoders": ("query_encoder", "front_door", "mteb_agreement"),
-    "Index": ("index", "sparse_index", "document_store", "searcher_memory"),
-    "Live index": ("live_index",),
-    "Serving": ("serve", "fanout", "serve_faults", "exposure", "api_fuzz"),
-    "Vector databases": ("backends", "exports"),
-    "Experiments": ("experiment",),
-    "Scaling laws": ("ladder",),
-    "Package": ("package",),
-    "Papers in small": ("reproduce", "decoders"),
+TABLE = re.compile(
+    r"(?P<first><!-- table (?P<name>\w+)\.json: (?P<keys>[^>]+) -->\n).*?(?P<last><!-- end of table -->)",
+    re.S,
+)
+Report = Mapping[str, Any]
+# Benchmark -> metric -> what it says, and the bar that it must reach, if it has one. A peer's bar is 1.
+HEADLINES: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "front_door": {
+        "table_speedup_b1": ("queries/s of a table, one at a time, over its teacher's", ">= 500"),
+        "table_kept_mean": ("nDCG@10 of a `static` table over its teacher's, no training queries", ">= 0.95"),
+        "attention_or_terms_kept_mean": ("the same, the default `table` with rows for pairs", ">= 0.965"),
+        "layers2_kept_mean": ("the same, two of the teacher's layers", ">= 0.985"),
+        "escalated30_kept_mean": ("the same, a table and its teacher for 30 % of the queries", ">= 0.975"),
+        "hybrid_kept_mean": ("a table with BM25 over its teacher with BM25", ">= 0.985"),
+    },
+    "distillation": {
+        "scalingnote_over_scalingdual_R50": (
+            "R@50 of the best student over its teacher's, at worst",
+            ">= 0.98",
+        ),
+        "lookup_best_over_scalingdual_R50": ("the same, the best table", ">= 0.95"),
+        "light_over_bm25_R50": ("R@50 of the best query tower without a model over BM25's, at worst", ">= 1"),
+    },
+    "teacher": {
+        "stored_teacher_speedup": ("distilling from stored embeddings over a teacher in the loop", ">= 10"),
+    },
+    "reproduce": {
+        "order_kept_share": (
+            "orders of methods in three papers that hold, of those significant here",
+            ">= 0.75",
+        ),
+    },
+    "decoders": {
+        "decoder_r10": ("R@10 of SmolLM2 pooled at its end token, 150 answers, 60 steps", ">= 0.9"),
+        "lightretriever_dense_r10": ("the same, LightRetriever's dense half, 150 steps", ">= 0.8"),
+    },
+    "methods": {
+        "scratch/scalingdual/R@50": ("R@50 of ScalingDual from random weights, medquad, 100 steps", ""),
+        "scratch/twinbert/R@50": ("R@50 of TwinBERT, the same", ""),
+    },
+    "train": {
+        "samples_per_s_over_sentence_transformers": (
+            "a step of stage I on texts of many lengths, speed over sentence-transformers'",
+            ">= 2",
+        ),
+        "samples_per_s_over_sentence_transformers_bert_equal": ("the same, equal lengths", ">= 1"),
+        "peak_memory_over_sentence_transformers": ("its peak memory over sentence-transformers'", "<= 1"),
+        "base_int8_bytes_over_full": ("bytes of frozen layers stored as int8 over whole ones", ""),
+        "base_int8_time_over_full": ("time of a LoRA step on them", ""),
+    },
+    "ladder": {"r2_joint": ("R² of the scaling law over size and data", "")},
+    "gpu": {
+        "encode_padded_mfu": ("7B on an H100: share of the peak, encoding padded rows", ""),
+        "queries_4_layers_over_llm": ("queries/s of a student of 4 layers over the 7B model's", ""),
+        "queries_lookup_over_llm": ("the same, a table", ""),
+    },
+    "collect": {
+        "association_queries_per_second": ("queries/s of Algorithm 1 as a join", ""),
+        "association_speedup_over_every_pair": ("its speed over comparing every pair", ""),
+    },
+    "encode": {
+        "tokens_per_s_over_floor": (
+            "the encode job, one worker, mixed lengths, over a bare forward pass",
+            ">= 0.9",
+        ),
+        "tokens_per_s_over_sentence_transformers": ("the same over sentence-transformers", ">= 1.05"),
+    },
+    "native": {
+        "max_difference": ("largest difference of an embedding from sentence-transformers", "<= 1e-05"),
+        "speed_over_sentence_transformers": ("documents/s over sentence-transformers", ">= 1"),
+    },
+    "scale": {
+        "driver_rss_gb_max": ("memory of the largest driver, ten million documents, GB", "<= 1"),
+        "driver_rss_growth": ("its growth from one million documents", "<= 1.2"),
+        "growth_exponent_max": ("largest exponent of a stage's seconds in the documents", "<= 1.1"),
+        "plan_seconds_error_max": ("largest error of `scalingnote plan`'s seconds of a stage", ""),
+    },
+    "query_encoder": {
+        "onnx_int8_b1_over_torch_fp32": (
+            "a transformer with 8-bit products over torch float32, one query",
+            ">= 6",
+        ),
+        "onnx_int8_b1_over_sentence_transformers": ("the same over sentence-transformers", ">= 1"),
+        "cosine_onnx_int8": ("its least cosine to float32", ">= 0.999"),
+        "lookup_b1_over_torch_fp32": ("a table over a transformer of 4 layers, one query", ">= 500"),
+    },
+    "mteb_agreement": {
+        "ndcg_difference_scifact": (
+            "nDCG@10 of a published folder by mteb and by us, difference",
+            "<= 0.002",
+        ),
+        "ndcg_difference_nfcorpus": ("the same, nfcorpus", "<= 0.002"),
+    },
+    "index": {
+        "recall100_default": ("recall@100 of the default index, a million vectors", ">= 0.95"),
+        "us_per_query_over_faiss_default": ("its time of a query over faiss's factory, same setting", "<= 1"),
+        "shards4_over_single_cpu": ("a searcher of 4 shards over one index", "<= 1.4"),
+    },
+    "sparse_index": {
+        "numpy_over_numba": ("exact sparse search, speed over numpy, 300,000 documents", ">= 1"),
+        "scipy_over_numba": ("the same over SciPy", ">= 1"),
+    },
+    "live_index": {
+        "lost_writes": ("acknowledged writes lost in 255 kills", "= 0"),
+        "duplicates": ("documents found twice", "= 0"),
+        "wrong_answers": ("answers that differ from brute force", "= 0"),
+        "streaming_recall_gap": ("points of recall@10 lost while documents change", "<= 1"),
+    },
+    "serve": {
+        "rps_over_noop_c16_lookup": (
+            "requests/s with a table over an application that does nothing",
+            ">= 0.6",
+        ),
+        "rps_over_handwritten_c16": (
+            "requests/s with an int8 transformer over a hand-written service",
+            ">= 3",
+        ),
+    },
+    "fanout": {
+        "qps_48_over_1": ("queries/s of a gateway before 48 groups of shards over one", ">= 0.5"),
+        "hedge_p99_cut": ("share of p99 that second calls save if a replica is slow", ">= 0.3"),
+    },
+    "serve_faults": {
+        "lost": ("acknowledged writes lost while replicas are killed", "= 0"),
+        "wrong or mixed": ("answers that are wrong or of two index versions", "= 0"),
+        "doubled": ("documents twice in an answer", "= 0"),
+        "undocumented": ("errors that docs/guides/operations.md does not name", "= 0"),
+        "errors_per_request": ("share of requests that failed", ""),
+    },
+    "api_fuzz": {
+        "cases": ("requests that the OpenAPI allows and forbids", ">= 2000"),
+        "server_errors": ("faults of the server", "= 0"),
+        "undocumented_statuses": ("statuses that the OpenAPI does not list", "= 0"),
+        "undocumented_bodies": ("bodies that are not as it describes", "= 0"),
+        "accepted_invalid": ("forbidden requests answered with success", "= 0"),
+    },
+    "package": {
+        "help_s": ("seconds of `scalingnote --help`", "<= 0.15"),
+        "import_s": ("seconds of `from scalingnote import QueryEncoder`", "<= 0.3"),
+        "core_install_mb": ("megabytes of an install without extras", ""),
+    },
+    "house": {"files": ("files of scalingnote/", ""), "lines": ("lines", ""), "options": ("settings", "")},
 }
-PIPELINES = (
-    "medquad",
-    "python_docs",
-)  # whole runs of `make compare`: docs/results/readings.md has their tables
 
 
 def main() -> None:
-    """Write the page, or compare it."""
+    """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a page is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
     options = parser.parse_args()
-    if options.check:
-        found = stale(read(RESULTS))
-        for path in found:
+    stale = [(path, text) for path, text in pages(read()) if text != path.read_text(encoding="utf-8")]
+    for path, text in stale:
+        if options.check:
             print(f"{path}: differs from the results: run this without --check")
-        sys.exit(bool(found))
-    update()
-    print(PAGE)
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(path)
+    sys.exit(bool(options.check and stale))
 
 
-def update() -> None:
-    """Write the pages, and the plots that docs/results has the data for."""
-    reports = read(RESULTS)
-    performance_plots.draw(reports, RESULTS)
-    for path, text in renewed(reports):
-        path.write_text(text, encoding="utf-8")
+def read(folder: Path = RESULTS) -> dict[str, Report]:
+    """Return the results by benchmark."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
 
 
-def stale(reports: Mapping[str, Report]) -> list[Path]:
-    """Pages that say something else than the results."""
-    return [path for path, text in renewed(reports) if text != path.read_text(encoding="utf-8")]
+def pages(reports: Mapping[str, Report]) -> Iterator[tuple[Path, str]]:
+    """Yield every page that has a table of results, with its tables as `reports` have them."""
+    for path in sorted(DOCS.rglob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        if path == PAGE:
+            page = fill_page(page, reports)
+        if TABLE.search(page) or path == PAGE:
+            yield path, TABLE.sub(lambda match: _result_table(match, reports), page)
 
 
-def renewed(reports: Mapping[str, Report]) -> Iterator[tuple[Path, str]]:
-    """Every page that is made from results, and what it is to say."""
-    yield PAGE, filled(PAGE.read_text(encoding="utf-8"), reports)
-    yield from pages.renewed(HERE / "docs", reports)
-
-
-def read(folder: Path) -> dict[str, Report]:
-    """Benchmark -> its results, of several runs the first."""
-    found: dict[str, Report] = {}
-    for path in sorted(folder.glob("*.json")):
-        name, _, number = path.stem.partition(".")
-        if number in ("", "1"):
-            found[name] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def filled(page: str, reports: Mapping[str, Report]) -> str:
-    """The page with the text between its markers replaced."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise SystemExit(f"{PAGE} needs the lines {BEGIN!r} and {END!r}, once, in this order")
+def fill_page(page: str, reports: Mapping[str, Report]) -> str:
+    """Return docs/performance.md with the text between its markers replaced."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise SystemExit(f"{PAGE} needs the lines {BEGIN!r} and {END!r} once each")
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     return f"{before}{BEGIN}\n\n{content(reports)}\n\n{END}{after}"
 
 
 def content(reports: Mapping[str, Report]) -> str:
-    """Tables and plots as Markdown."""
-    rows = rows_of(reports)
-    missed = [row for row in rows if "not met" in row["bar"]]
-    barred = [row for row in rows if row["bar"] != "-"]
-    letters = machines(reports)
-    summary = f"{len(barred)} lines have a bar: {len(barred) - len(missed)} meet it, {len(missed)} do not"
-    if missed:
-        summary += f" ({', '.join(dict.fromkeys(row['from'] for row in missed))})"
-    parts = [summary + ".", table(rows), "## Commands and machines", table(list(commands(reports, letters)))]
-    parts.append("\n".join(f"- {letter}: {machine}" for machine, letter in letters.items()))
-    if others := sorted({*reports} - {name for names in PARTS.values() for name in names} - {*PIPELINES}):
-        links = ", ".join(f"[{name}](results/{name}.json)" for name in others)
-        parts.append(f"Measured too, and in no line above: {links}.")
-    parts += ["## Plots", performance_plots.markdown(reports)]
-    return "\n\n".join(parts)
+    """Return the summary of bars, the table, and the machines that its letters name."""
+    machines: dict[str, str] = {}
+    lines, barred, missed = [], 0, 0
+    for name, metrics in HEADLINES.items():
+        if name not in reports:
+            lines.append(f"| {name} | not measured | | | `python -m benchmarks.{name}` | |")
+            continue
+        report, first = reports[name], True
+        letter = machines.setdefault(machine(report), chr(ord("A") + len(machines)))
+        for metric, (meaning, bar) in metrics.items():
+            value = report["metrics"][metric]
+            met = is_met(value, bar)
+            barred += bool(bar)
+            verdict = bar if met else f"{bar}: **missed**"
+            missed += not met
+            command = f"`{report['command'] or f'python -m benchmarks.{name}'}`"
+            own = (f"[{name}](results/{name}.json)", command, letter) if first else ("", "", "")
+            lines.append(f"| {own[0]} | {meaning} | {number(value)} | {verdict} | {own[1]} | {own[2]} |")
+            first = False
+    summary = f"{barred} metrics have a bar; {missed} miss it."
+    head = "| benchmark | what | value | bar | command | machine |\n| --- | --- | --: | --- | --- | --- |"
+    letters = "\n".join(f"- {letter}: {text}" for text, letter in machines.items())
+    return "\n\n".join([summary, "\n".join([head, *lines]), letters])
 
 
-def rows_of(reports: Mapping[str, Report], *, only: Collection[str] | None = None) -> list[dict[str, str]]:
-    """The table's rows; a benchmark without results has a row with its command."""
-    rows = []
-    for part, names in PARTS.items():
-        for name in [name for name in names if only is None or name in only]:
-            there = name in reports
-            found = (
-                lines(name, reports[name]) if there else [Line(f"not measured yet: `{command(name)}`", "-")]
-            )
-            link = f"[{name}](results/{name}.json)" if there else name
-            rows += [{"part": part, **line.cells(), "from": link} for line in found]
-    return rows
+def is_met(value: float, bar: str) -> bool:
+    """Return whether a value reaches a bar such as ``>= 2``; without a bar every value does."""
+    if not bar:
+        return True
+    sign, limit = bar.split()
+    reached = {">=": value >= float(limit), "<=": value <= float(limit), "=": value == float(limit)}
+    return reached[sign]
 
 
-def lines(name: str, report: Report) -> list[Line]:
-    """What a benchmark's results say; where they have another form, a line that says so."""
-    made: Callable[[Report], Lines] = getattr(lines_offline, name, None) or getattr(lines_online, name)
-    found: list[Line] = []
-    try:
-        for line in made(report):
-            found.append(line)
-        if not found:
-            raise KeyError("lines")
-    except (KeyError, IndexError, StopIteration, RuntimeError, ValueError) as error:
-        found.append(Line("some lines of these results are missing", f"no {error}"))
-    return found
-
-
-def commands(reports: Mapping[str, Report], letters: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """How each benchmark was started, and where."""
-    for names in PARTS.values():
-        for name in names:
-            report = reports.get(name, {})
-            where = letters[machine(report)] if report else "not measured yet"
-            yield {
-                "benchmark": name,
-                "command": f"`{report.get('command') or command(name)}`",
-                "machine": where,
-            }
-
-
-def command(name: str) -> str:
-    """What measures it at the size of docs/results, without where it writes to."""
-    (known,) = [benchmark for benchmark in BENCHMARKS if benchmark.name == name]
-    words = measured(shlex.split(known.full))
-    return shlex.join(["python", "-m", f"benchmarks.{name}", *words, "--json", f"docs/results/{name}.json"])
-
-
-def machines(reports: Mapping[str, Report]) -> dict[str, str]:
-    """Machine and versions -> a letter."""
-    found = [reports[name] for names in PARTS.values() for name in names if name in reports]
-    return {each: chr(ord("A") + n) for n, each in enumerate(dict.fromkeys(map(machine, found)))}
+def number(value: float) -> str:
+    """Return three digits, or a whole number from a hundred on; a cosine of 0.9989 stays below 0.999."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if 0.9 < abs(value) < 1 else f"{value:.3g}"
 
 
 def machine(report: Report) -> str:
-    """Machine and versions in a line."""
+    """Return machine and versions of a result."""
     facts = dict(report.get("environment", {}))
     first = f"{facts.pop('system', '?')}, {facts.pop('processor', 'processor not recorded')}, "
     first += f"{facts.pop('cpus', '?')} CPUs, {facts.pop('memory_gb', '?')} GB"
@@ -180,15 +259,23 @@ def machine(report: Report) -> str:
     return ", ".join([*device, first, *(f"{name} {version}" for name, version in facts.items())])
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    """Markdown; cells that repeat what stands above them are left empty in the first column."""
-    lines_ = [[*rows[0]], ["---"] * len(rows[0])]
-    above = ""
-    for row in rows:
-        cells = [cell.replace("|", "\\|") for cell in row.values()]
-        lines_.append(["" if cells[0] == above else cells[0], *cells[1:]])
-        above = cells[0]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines_)
+def _result_table(match: re.Match[str], reports: Mapping[str, Report]) -> str:
+    name, keys = match["name"], match["keys"].split(" / ")
+    if name not in reports:
+        return match[0]
+    rows: Any = reports[name]
+    for key in keys:
+        if key not in rows:
+            raise SystemExit(f"docs/results/{name}.json has no {key!r}, which {match['first'].strip()} needs")
+        rows = rows[key]
+    return f"{match['first']}\n{table(_without_repeats(rows))}\n\n{match['last']}"
+
+
+def _without_repeats(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return rows whose first cell is empty if it repeats the cell above."""
+    first = next(iter(rows[0]))
+    above = [None, *(row[first] for row in rows)]
+    return [{**row, first: ""} if row[first] == last else row for row, last in zip(rows, above, strict=False)]
 
 
 if __name__ == "__main__":

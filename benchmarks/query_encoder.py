@@ -4,11 +4,11 @@
 
 One student (BERT's shape, 4 layers of 768, random weights, a vocabulary of 30,000 learnt from the data) in
 every form that `QueryEncoder` runs, and through sentence-transformers' `encode`; a lookup table of the same
-tokens; and the tokenizer alone, which nothing can be faster than. For each number of threads one process
-holds all forms and they take turns, so that whatever else the machine does falls on all; medians count.
+tokens; and only the tokenizer, as a floor. For each number of threads one process holds all forms, which take
+turns, so that other work on the machine affects all; medians count.
 
-With one thread rates are of processor time, which other work on the machine does not stretch; by the clock
-they stand beside. Cosines are to torch in float32, of the table to float64 sums. Queries are real ones.
+With one thread rates are of processor time. Cosines are to torch in float32, of the table to float64 sums.
+Queries are real ones.
 """
 
 import os
@@ -22,18 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import alone, arguments, show, write
+from benchmarks import public_sets
+from benchmarks.report import arguments, run_isolated, show, write
 
 Row = dict[str, Any]
 Encode = Callable[[Sequence[str]], Any]
 BATCHES = (1, 8, 64, 500)
 REFERENCE = "torch fp32"
 TABLE = "lookup"
-TOKENIZER = "tokenizer alone"
+TOKENIZER = "tokenizer only"
 DIM = 128
 QUICK = (TABLE, TOKENIZER)  # a single call of these is too short to time
 COMPARED = 256  # queries whose embeddings are compared
-PACKAGES = ("numpy", "torch")  # whose documentation stands in where there is no medquad
+PACKAGES = ("numpy", "torch")  # whose documentation replaces medquad if that is missing
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
-        queries = alone(build, Path(folder), options)
+        queries = run_isolated(build, Path(folder), options)
         rows = [
             row for threads in options.threads for row in _in_a_process(folder, queries, threads, options)
         ]
@@ -81,7 +82,7 @@ def build(folder: Path, options: Namespace) -> list[str]:
     dual_encoder.build_tower(config, role="query", dim=DIM, tokenizer_json=learnt, seed=0).save(
         folder / "torch"
     )
-    for form in onnx.FILES:
+    for form in onnx.ONNX_FILES:
         onnx_export.export_graph(folder / "torch", folder / form, queries=queries[:COMPARED], form=form)
     tokenizer = Tokenizer.from_str(learnt)
     rows = np.random.default_rng(0).standard_normal((tokenizer.get_vocab_size(), DIM)).astype(np.float32)
@@ -114,9 +115,8 @@ def measure(folder: str, queries: Sequence[str], threads: int, options: Namespac
 
 
 def metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Ratios of one thread's rates, and the cosines beside them."""
+    """Ratios of one thread's rates, and cosines."""
     rates = {(r["threads"], r["batch"], r["form"]): r["queries/cpu s"] for r in rows}
-    clock = {(r["threads"], r["batch"], r["form"]): r["queries/s"] for r in rows}
     pairs = {
         "onnx_int8_b1_over_torch_fp32": (1, "onnx int8", REFERENCE),
         "lookup_b1_over_torch_fp32": (1, TABLE, REFERENCE),
@@ -125,9 +125,8 @@ def metrics(rows: Sequence[Row]) -> dict[str, float]:
     }
     made: dict[str, float] = {}
     for name, (batch, one, other) in pairs.items():
-        for suffix, table, threads in (("", rates, 1), ("_by_the_clock", clock, 1), ("_2_threads", clock, 2)):
-            if (threads, batch, one) in table:
-                made[name + suffix] = table[threads, batch, one] / table[threads, batch, other]
+        if (1, batch, one) in rates:
+            made[name] = rates[1, batch, one] / rates[1, batch, other]
     for row in rows:
         if row["batch"] == 1 and row["threads"] == 1 and row["cosine"] is not None:
             made[f"cosine_{row['form'].replace(' ', '_').replace('-', '_')}"] = row["cosine"]
@@ -141,7 +140,7 @@ def _in_a_process(folder: str, queries: Sequence[str], threads: int, options: Na
         RAYON_NUM_THREADS=str(threads),
         TOKENIZERS_PARALLELISM=str(threads > 1).lower(),
     )
-    return alone(measure, folder, queries, threads, options)
+    return run_isolated(measure, folder, queries, threads, options)
 
 
 def _forms(folder: Path, threads: int, *, compiled: bool) -> dict[str, Encode]:
@@ -152,8 +151,8 @@ def _forms(folder: Path, threads: int, *, compiled: bool) -> dict[str, Encode]:
     from scalingnote.encode.query_encoder import QueryEncoder
     from scalingnote.storage import arrow
 
-    def ours(form: Any, where: str, **knobs: Any) -> Encode:
-        encoder = QueryEncoder.load(folder / where, form, threads=threads, **knobs)
+    def ours(form: Any, place: str, **knobs: Any) -> Encode:
+        encoder = QueryEncoder(folder / place, form, threads=threads, **knobs)
         return lambda queries: arrow.l2_normalize(encoder.encode_queries(queries))
 
     library = SentenceTransformer(str(folder / "torch"), device="cpu")
@@ -185,11 +184,11 @@ def _timed(
 ) -> tuple[float, float]:
     """Seconds per query of the processor and of the clock, over other queries in every round."""
     start = number * batch * calls
-    asked = [
+    chosen_batches = [
         [queries[(start + call * batch + i) % len(queries)] for i in range(batch)] for call in range(calls)
     ]
     cpu, clock = time.process_time(), time.perf_counter()
-    for chosen in asked:
+    for chosen in chosen_batches:
         encode(chosen)
     return (time.process_time() - cpu) / batch / calls, (time.perf_counter() - clock) / batch / calls
 
@@ -234,15 +233,18 @@ def _least_cosine(found: Any, truth: Any) -> float:
 
 
 def _data() -> tuple[list[str], list[str]]:
-    """Texts to learn a tokenizer from, and queries: of medquad where it is there, else what is built in."""
-    from scalingnote.datasets import sources
-    from scalingnote.datasets.config import MedQuad, PythonDocs
-    from scalingnote.datasets.raw_rows import UnreadableRow
+    """Texts to learn a tokenizer from, and queries: of medquad if it is there, else what is built in."""
+    from scalingnote.datasets import python_docs
+    from scalingnote.datasets.config import PythonDocs
+    from scalingnote.datasets.input_files import readable_rows
 
-    source = sources.read(MedQuad() if sources.available("medquad") else PythonDocs(packages=PACKAGES))
-    texts = [str(row["content"]) for row in source.documents if not isinstance(row, UnreadableRow)]
-    queries = [str(row["query"]) for row in source.queries if not isinstance(row, UnreadableRow)]
-    queries = [query for query in queries if query.strip()]
+    if public_sets.find_files("medquad"):
+        texts = public_sets.read_column("medquad", "documents", "content")
+        queries = public_sets.read_column("medquad", "queries", "query")
+    else:
+        source = python_docs.read(PythonDocs(packages=PACKAGES))
+        texts = [row["content"] for row in readable_rows(source.rows("documents"))]
+        queries = [row["query"] for row in readable_rows(source.rows("queries"))]
     order = np.random.default_rng(0).permutation(len(queries))[:4000]
     chosen = [queries[i] for i in order]
     return [*texts, *chosen], chosen

@@ -1,39 +1,36 @@
-"""docs/reference: every knob, from the config classes, every command, from the parser, and every module.
+"""Every knob (from the config classes), every command (from the parser) and every module, as Markdown pages.
 
-python -m benchmarks.reference             write docs/reference
-python -m benchmarks.reference --check     exit with 1 where a page differs from what would be written
+    python -m benchmarks.reference knobs       print a page: knobs, cli or modules
+
+The site of `make docs` has them below reference/ (docs/hooks.py).
 """
 
 import argparse
 import ast
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import AwareDatetime
 from pydantic.fields import FieldInfo
 
-from scalingnote import cli
-from scalingnote.config import Config
-from scalingnote.distillation.config import ScreenConfig
+from scalingnote.cli import main as cli
+from scalingnote.core.config import Config
 from scalingnote.encode.config import IngestConfig
-from scalingnote.experiment.config import ExperimentConfig
-from scalingnote.run_config import RunConfig
-from scalingnote.train.config import Schedule
+from scalingnote.evaluate.experiment.config import ExperimentConfig
+from scalingnote.run.config import RunConfig
+from scalingnote.train.distillation.config import ScreenConfig
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+PACKAGE = Path(__file__).resolve().parents[1] / "scalingnote"
 HEAD = ("knob", "default", "allowed", "what it does")
-# Sections that repeat the knobs of another one: these are shown there only.
-SHARED: Mapping[str, type[Config]] = {"cross_encoder": Schedule, "distill": Schedule}
 # Commands with a config of their own.
 APART: Mapping[str, type[Config]] = {
     "experiment": ExperimentConfig,
     "ingest": IngestConfig,
     "screen": ScreenConfig,
 }
-TOWERS = frozenset({"student", "document", "backbone"})
 
 
 class Row(NamedTuple):
@@ -46,154 +43,86 @@ class Row(NamedTuple):
 
 
 def main() -> None:
-    """Write the pages, or compare them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true", help="compare, write nothing")
-    options = parser.parse_args()
-    for path in stale():
-        if options.check:
-            raise SystemExit(f"{path} is stale: run `python -m benchmarks.reference`")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(PAGES[path](), encoding="utf-8")
-        sys.stdout.write(f"{path}\n")
-
-
-def stale() -> list[Path]:
-    """Pages that differ from what the code gives."""
-    return [
-        path
-        for path, content in PAGES.items()
-        if not path.exists() or path.read_text(encoding="utf-8") != content()
-    ]
+    """Print a page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("page", choices=[name.removesuffix(".md") for name in PAGES])
+    sys.stdout.write(PAGES[f"{parser.parse_args().page}.md"]())
 
 
 def knobs_page() -> str:
-    """Every knob of a run's config, one table per section."""
+    """Return every option of a run's config, one table per section."""
     parts = [
         "# Knobs",
-        "Generated from the config classes by `python -m benchmarks.reference`; a test compares this page "
-        "with them. Do not edit it.",
         "Each section below is a section of a run's YAML file; `--set section.knob=value` overrides a knob. "
-        "`place(kind).knob` exists only where `place.kind` has that value (of a dataset: its `name`). "
+        "`place(kind).knob` exists only if `place.kind` has that value (of a dataset: its `name`). "
         "`list[].knob` is a knob of each item of a list. A long default is cut and ends with `…`.",
     ]
     plain = {name: field for name, field in RunConfig.model_fields.items() if not _sections(field)}
-    parts += ["## Top level", table(_rows(RunConfig, only=plain))]
-    for name, field in RunConfig.model_fields.items():
-        if name in plain:
-            continue
-        parts.append(f"## {name}")
-        if field.description:
-            parts.append(f"{field.description[0].upper()}{field.description[1:]}.")
-        if name in SHARED:
-            parts.append(
-                f"Also has the knobs {_listed(SHARED[name].model_fields)} of [train](#train), except where a "
-                "row below differs. Its towers have the knobs of `train.query` and `train.document`."
-            )
-        parts.append(table(section_rows(field, beside=SHARED.get(name))))
+    top = [row for name, field in plain.items() for row in _field_rows(name, field, _made(field))]
+    parts += ["## Top level", table(top)]
+    for name in [name for name in RunConfig.model_fields if name not in plain]:
+        parts += [f"## {name}", table(section_rows(name))]
     for name, section in APART.items():
         parts += [f"## scalingnote {name}", "This command has its own config.", table(_rows(section))]
     return "\n\n".join(parts) + "\n"
 
 
-def section_rows(field: FieldInfo, *, beside: type[Config] | None = None) -> Iterator[Row]:
-    """Rows of a section of the run, without what it shares with the section `beside`."""
-    default = field.get_default(call_default_factory=True)
-    sections = _sections(field)
-    if len(sections) > 1:
-        key = "kind" if "kind" in sections[0].model_fields else "name"
-        tags = [section.model_fields[key].default for section in sections]
-        shown = _listed(tags)
-        meaning = " ".join(f"{tag}: {_sentence(each)}" for tag, each in zip(tags, sections, strict=True))
-        yield Row(key, _kind(default, key), shown, _escaped(meaning))
-        yield from _merged(
-            [(tag, _made(each, default)) for tag, each in zip(tags, sections, strict=True)], dot=False
-        )
-        return
-    own = sections[0].__annotations__.keys()
-    hidden = set() if beside is None else beside.model_fields.keys() - own | TOWERS
-    yield from _rows(sections[0], hidden=hidden, made=default if type(default) is sections[0] else None)
+def section_rows(name: str) -> list[Row]:
+    """Return the rows of a section of a run, with places below that section."""
+    field = RunConfig.model_fields[name]
+    rows = _field_rows(name, field, _made(field))
+    return [row._replace(place=row.place.removeprefix(f"{name}.").removeprefix(name) or name) for row in rows]
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Rows as a Markdown table."""
+    """Return rows as a Markdown table."""
     shown = (row._replace(place=f"`{row.place}`") for row in rows)
     return "\n".join(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * 4, *shown))
 
 
-def _rows(
-    model: Any, *, hidden: Iterable[str] = (), only: Iterable[str] | None = None, made: Config | None = None
-) -> Iterator[Row]:
-    """Rows of a section, with the defaults of the one that its owner has made, if it has."""
-    for name, field in model.model_fields.items():
-        if name in hidden or (only is not None and name not in only):
-            continue
+def _rows(section: Any, made: Config | None = None) -> Iterator[Row]:
+    """Yield the rows of a section; its defaults are those of `made`, if given."""
+    for name, field in section.model_fields.items():
         if name in ("kind", "name") and len(get_args(field.annotation)) == 1:
             continue
-        if name == "document" and "share_base" in model.model_fields:
-            continue  # a tower like the query's
-        default = field.get_default(call_default_factory=True) if made is None else getattr(made, name)
-        yield from _field_rows(model, name, field, default)
+        yield from _field_rows(name, field, _made(field) if made is None else getattr(made, name))
 
 
-def _field_rows(model: Any, name: str, field: FieldInfo, default: Any) -> Iterator[Row]:
-    """The row of a knob; of a section, the rows of its knobs."""
+def _field_rows(name: str, field: FieldInfo, default: Any) -> Iterator[Row]:
+    """Yield the row of an option, then those of the sections that it is or holds.
+
+    A row that all kinds of a section share with the same default has no kind in its place.
+    """
     sections = _sections(field)
     if not sections:
         yield Row(name, _default(field, default), _allowed(field), _escaped(field.description or ""))
-        items = [item for kind in _kinds(field.annotation) for item in _items(kind)]
-        yield from _inside(f"{name}[]", [(item, list(_rows(item))) for item in items])
+        for item in (item for kind in _kinds(field.annotation) for item in _items(kind)):
+            yield from (row._replace(place=f"{name}[].{row.place}") for row in _rows(item))
         return
-    if len(sections) > 1:
-        tags = [section.model_fields["kind"].default for section in sections]
-        meaning = " ".join(f"{tag}: {_sentence(each)}" for tag, each in zip(tags, sections, strict=True))
-        yield Row(f"{name}.kind", _kind(default, "kind"), _listed(tags), _escaped(meaning))
-        if name == "backbone" and default is None:
-            return  # of its own: knobs like the other towers'
-    elif field.description or None in _kinds(field.annotation):
-        meaning = _escaped(field.description or "null: without it")
-        yield Row(name, _default(field, default), "a section", meaning)
-    found = []
-    for section in sections:
-        if name == "query" and "share_base" in model.model_fields and section is type(default):
-            document = model.model_fields["document"].default
-            yield from _of_both(_made(section, default), _made(section, document))
-        else:
-            found.append((section, _made(section, default)))
-    yield from _inside(name, found, alone=len(sections) == 1)
-
-
-def _made(section: Any, default: Any) -> list[Row]:
-    return list(_rows(section, made=default if type(default) is section else None))
-
-
-def _inside(name: str, found: Sequence[tuple[Any, list[Row]]], *, alone: bool = True) -> Iterator[Row]:
-    """Rows of the sections that `name` may be."""
-    if len(found) == 1 and alone:
-        yield from (row._replace(place=f"{name}.{row.place}") for row in found[0][1])
+    if len(sections) == 1:
+        if field.description or None in _kinds(field.annotation):
+            meaning = _escaped(field.description or "null: without it")
+            yield Row(name, _default(field, default), "a section", meaning)
+        made = default if type(default) is sections[0] else None
+        yield from (row._replace(place=f"{name}.{row.place}") for row in _rows(sections[0], made))
         return
-    variants = [(section.model_fields["kind"].default, rows) for section, rows in found]
-    yield from (row._replace(place=f"{name}{row.place}") for row in _merged(variants))
-
-
-def _merged(variants: Sequence[tuple[str, list[Row]]], *, dot: bool = True) -> Iterator[Row]:
-    """Rows of several kinds of a section; what some of them share is one row that names them."""
+    key = "kind" if "kind" in sections[0].model_fields else "name"
+    tags = [section.model_fields[key].default for section in sections]
+    meaning = " ".join(f"{tag}: {_sentence(each)}" for tag, each in zip(tags, sections, strict=True))
+    yield Row(f"{name}.{key}", _kind(default, key), _listed(tags), _escaped(meaning))
     owners: dict[Row, list[str]] = {}
-    for tag, rows in variants:
-        for row in rows:
+    for tag, section in zip(tags, sections, strict=True):
+        for row in _rows(section, default if type(default) is section else None):
             owners.setdefault(row, []).append(tag)
-    for row, tags in owners.items():
-        missing = [tag for tag, _ in variants if tag not in tags]
-        who = ", ".join(tags) if len(tags) <= len(missing) else "all but " + ", ".join(missing)
-        mark = f"({who})." if missing else "." if dot else ""
-        yield row._replace(place=f"{mark}{row.place}")
+    for row, found in owners.items():
+        missing = [tag for tag in tags if tag not in found]
+        who = ", ".join(found) if len(found) <= len(missing) else "all but " + ", ".join(missing)
+        mark = f"({who})" if missing else ""
+        yield row._replace(place=f"{name}{mark}.{row.place}")
 
 
-def _of_both(query: Sequence[Row], document: Sequence[Row]) -> Iterator[Row]:
-    """What query and document tower may both be is shown once, with the defaults of both."""
-    for row, other in zip(query, document, strict=True):
-        default = row.default if row == other else f"{row.default}, {other.default}"
-        yield row._replace(place=f"query/document.{row.place}", default=default)
+def _made(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
 
 
 def _sections(field: FieldInfo) -> list[Any]:
@@ -278,8 +207,6 @@ def commands_page() -> str:
     said = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     parts = [
         "# Commands",
-        "Generated from the parser by `python -m benchmarks.reference`; a test compares this page with it. "
-        "Do not edit it.",
         "Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted. `SCALINGNOTE_DEBUG=1` shows "
         "tracebacks.",
         "| command | what it does |\n| --- | --- |\n"
@@ -318,13 +245,11 @@ def modules_page() -> str:
     """Every module of the package with the first line of its docstring, one table per folder."""
     parts = [
         "# Modules",
-        "Generated from the docstrings by `python -m benchmarks.reference`; a test compares this page "
-        "with them. Do not edit it. [architecture.md](../architecture.md) explains the packages.",
+        "[architecture.md](../architecture.md) explains the packages.",
     ]
-    package = DOCS.parent / "scalingnote"
-    folders = [path.parent for path in sorted(package.rglob("__init__.py"))]
+    folders = [path.parent for path in sorted(PACKAGE.rglob("__init__.py"))]
     for folder in folders:
-        parts.append(f"## {folder.relative_to(DOCS.parent)}/")
+        parts.append(f"## {folder.relative_to(PACKAGE.parent)}/")
         parts.append(_summary(folder / "__init__.py"))
         modules = [path for path in sorted(folder.glob("*.py")) if "_pb2" not in path.name]
         rows = [f"| `{path.name}` | {_summary(path)} |" for path in modules if path.name != "__init__.py"]
@@ -338,10 +263,10 @@ def _summary(path: Path) -> str:
     return text.partition("\n")[0].replace("|", "\\|")
 
 
-PAGES: Mapping[Path, Callable[[], str]] = {
-    DOCS / "reference/knobs.md": knobs_page,
-    DOCS / "reference/cli.md": commands_page,
-    DOCS / "reference/modules.md": modules_page,
+PAGES: Mapping[str, Callable[[], str]] = {
+    "knobs.md": knobs_page,
+    "cli.md": commands_page,
+    "modules.md": modules_page,
 }
 
 

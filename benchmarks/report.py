@@ -1,4 +1,4 @@
-"""How a benchmark speaks: a table on the screen, metrics with their machine in a JSON file, peak memory."""
+"""Arguments, tables on the screen and the JSON file of a benchmark, with metrics and environment."""
 
 import argparse
 import json
@@ -11,17 +11,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scalingnote.log import environment
-from scalingnote.reports import markdown
+from scalingnote.core.log import environment
+from scalingnote.core.reports import markdown
 from scalingnote.storage.usage import peak_bytes
 
 T = TypeVar("T")
-# Options that say where something is written or kept; --set run_dir=... is another.
-WRITTEN_TO = ("--json", "--plot", "--report", "--folder", "--run-dir", "--run", "--trials")
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser that knows ``--json FILE``."""
+    """Return a parser that has the option ``--json FILE``."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -30,30 +28,15 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def command() -> str | None:
-    """What was started, without where it writes to: two runs with equal commands measured the same.
-
-    Tables of finished trials alone are made again from where those are.
-    """
+    """Return the command that started this benchmark, without ``--json``; None in a test."""
     started = getattr(sys.modules["__main__"], "__spec__", None)
     if started is None or not started.name.startswith("benchmarks."):
         return None
-    read = ("--trials",) if "--finished" in sys.argv else ()
-    without = [name for name in WRITTEN_TO if name not in read]
-    return shlex.join(["python", "-m", started.name, *measured(sys.argv[1:], without=without)])
-
-
-def measured(words: Sequence[str], *, without: Sequence[str] = WRITTEN_TO) -> list[str]:
-    """Arguments without those that only say where something is written or kept."""
-    kept, given = [], iter(words)
-    for word in given:
-        name, equals, value = word.partition("=")
-        if name not in ("--set", *without):
-            kept.append(word)
-            continue
-        value = value if equals else next(given, "")
-        if name == "--set" and not value.startswith("run_dir="):
-            kept += [name, value]
-    return kept
+    words = sys.argv[1:]
+    if "--json" in words:
+        at = words.index("--json")
+        words = words[:at] + words[at + 2 :]
+    return shlex.join(["python", "-m", started.name, *words])
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -62,7 +45,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows with equal keys as Markdown; the first columns that hold words alone stand to the left."""
+    """Return rows with equal keys as Markdown; leading columns that hold only words are aligned left."""
     words = takewhile(lambda name: all(_is_word(row[name]) for row in rows), rows[0])
     lines = [[_text(value) for value in row.values()] for row in rows]
     return markdown([*rows[0]], lines, text=len([*words]))
@@ -75,26 +58,26 @@ def write(
     machine: Mapping[str, Any] | None = None,
     **tables: Any,
 ) -> None:
-    """Write ``{"command": ..., "metrics": ..., "environment": ..., **tables}``; nothing without a path.
+    """Write ``{"command": ..., "metrics": ..., "environment": ..., **tables}``; do nothing without a path.
 
-    `machine` is what was measured on, where that was not in this run.
+    `machine` replaces what is known of this machine if the measurements were made on another one.
     """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    where = environment() | dict(machine or {})
-    report = {"command": command(), "metrics": dict(metrics), "environment": where, **tables}
+    measured_on = environment() | dict(machine or {})
+    report = {"command": command(), "metrics": dict(metrics), "environment": measured_on, **tables}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def alone(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """The result of `work` in a fresh process, whose memory is nobody else's."""
+def run_isolated(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Return the result of `work` in a new process, so that its peak memory is its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *args, **kwargs).result()
 
 
 def peak_memory_mb() -> float:
-    """Largest resident size of this process so far."""
+    """Return the largest resident size of this process so far."""
     return peak_bytes() / 2**20
 
 

@@ -4,17 +4,15 @@
 
 A decoder is SmolLM2-135M's first layers (benchmarks/smollm.py), pooled at its end token as the papers' are;
 an encoder is all-MiniLM-L6-v2 (benchmarks/minilm.py). BM25, the models before training, and hybrids with BM25
-stand in every table. An order of two methods is *told* where nDCG@10 differs by a paired two-sided t-test
+are in every table. An order of two methods counts if nDCG@10 differs by a paired two-sided t-test
 over queries, p < 0.05 after Holm's correction for all orders. Finished trials are not run again
 (benchmarks/trials.py): interrupt this, and start it again. Whether a decoder learns at all is measured by
-benchmarks/decoders.py, whose figures are read from `--decoders`.
+benchmarks/decoders.py.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +22,11 @@ from benchmarks import minilm, smollm
 from benchmarks.distillation import LIGHTRETRIEVER, Row
 from benchmarks.report import show, write
 from benchmarks.trial import Outcome, Side, Trial, unchanged
-from benchmarks.trials import given, require, run_given, trial_machines
-from scalingnote import pipeline, stages
-from scalingnote.evaluate.measures import paired_t_test
+from benchmarks.trials import require, run_given, trial_machines, trial_parser
+from scalingnote.core.log import configure
+from scalingnote.evaluate.measures import holm, paired_t_test
 from scalingnote.evaluate.test_set import load_test_set
-from scalingnote.experiment.report import holm
-from scalingnote.log import configure
+from scalingnote.run import pipeline, stages
 from scalingnote.train import prepare, tokens
 
 NDCG, SIGNIFICANT, SLACK = "nDCG@10", 0.05, 0.02
@@ -68,7 +65,7 @@ Rows = list[dict[str, Any]]
 
 
 class Order(NamedTuple):
-    """What a paper says of two query sides, by their labels, and where; its own figures of them."""
+    """What a paper says of two query sides, by their labels, its table, and its own figures of them."""
 
     paper: str
     better: str
@@ -106,26 +103,25 @@ ORDERS = (
 
 def main() -> None:
     """Parse arguments, run what is missing, print and write."""
-    parser = given(__doc__, datasets=list(SEEDS))
+    parser = trial_parser(__doc__, datasets=list(SEEDS))
     on_cpus = [name for name in METHODS if not name.endswith(ON_GPU)]
     parser.add_argument("--backbones", nargs="+", choices=list(METHODS), default=on_cpus)
-    parser.add_argument("--decoders", type=Path, default=Path("docs/results/decoders.json"))
     options = parser.parse_args()
     configure()
-    asked = trials(options.datasets, options.backbones, options)
-    outcomes = run_given(asked, options)
+    wanted = trials(options.datasets, options.backbones, options)
+    outcomes = run_given(wanted, options)
     found = by_dataset(outcomes)
     tables = {f"quality, {dataset}": quality(sides) for dataset, sides in found.items()}
     tables |= {"orders": orders(found), "before training": untrained(found)}
     tables = {title: rows for title, rows in tables.items() if rows}
     for title, rows in tables.items():
         show(title, rows)
-    every = metrics(found) | learnt(options.decoders) | inherited(outcomes)
+    every = metrics(found)
     if "feedbackqa" in options.datasets:
         every["first_token_overlap"] = first_token_overlap("feedbackqa", run_dir=options.run_dir)
     machine = trial_machines(outcomes)
     write(options.json, metrics=every, machine=machine, settings=settings(), tables=tables)
-    require(asked, outcomes, options)
+    require(wanted, outcomes, options)
 
 
 def settings() -> dict[str, Any]:
@@ -152,10 +148,11 @@ def trials(datasets: Sequence[str], backbones: Sequence[str], options: Any) -> l
 
 
 def trial(dataset: str, backbone: str, method: str, seed: int, *, trained: bool, options: Any) -> Trial:
-    """A method on a dataset, with BM25 beside it; LightRetriever's halves are joined as its authors do."""
+    """A method on a dataset, and BM25; LightRetriever's halves are joined as its authors do."""
     own = ("bm25={}", *(() if backbone.endswith(ON_GPU) else HALF_OF_THEIR_DOCUMENTS.get(dataset, ())))
     own += CE_KNOBS if method.removeprefix("methods/") in CE else ()
-    own += ("distill.global_batch=64", "distill.epochs=3")
+    # A decoder's student has a projection of its own, which starts at random.
+    own += ("distill.global_batch=64", f"distill.epochs={10 if backbone.startswith('smollm') else 3}")
     if LIGHTRETRIEVER in method:
         own += ("evaluate.hybrid.dense_weight=0.7", "evaluate.hybrid.raw=false")
     steps = (options.steps or STEPS[backbone]) if trained else 0
@@ -187,7 +184,7 @@ def label(one: Trial, side: str) -> str:
 
 
 def quality(sides: Mapping[str, Row]) -> Rows:
-    """A row for each query side, the best nDCG@10 first; of hybrids with BM25 nDCG@10 alone."""
+    """A row for each query side, the best nDCG@10 first; of hybrids with BM25 only nDCG@10."""
     rows = []
     plain = [name for name in sides if not name.endswith(" + bm25")]
     for name in sorted(plain, key=lambda name: -sides[name].mean(NDCG)):
@@ -212,20 +209,23 @@ def orders(found: Found) -> Rows:
     p = holm({str(at): p_value(better, worse) for at, (*_, better, worse) in enumerate(pairs)})
     rows = []
     for at, (dataset, order, *both) in enumerate(pairs):
-        better, worse = both[0].beside(both[1])  # of the seeds that both have
+        better, worse = both[0].with_common_seeds(both[1])  # of the seeds that both have
         clear, gap = p[str(at)] < SIGNIFICANT, better.mean(NDCG) - worse.mean(NDCG)
         rows.append(
             {"paper": order.paper, "its figures": order.figures, "data": dataset}
             | {"said to be better": order.better, "than": order.worse}
             | {"nDCG@10": f"{better.mean(NDCG):.3f}", "of the other": f"{worse.mean(NDCG):.3f}"}
-            | {"p": f"{p[str(at)]:.2g}", "holds": ("yes" if gap > 0 else "reversed") if clear else "not told"}
+            | {
+                "p": f"{p[str(at)]:.2g}",
+                "holds": ("yes" if gap > 0 else "reversed") if clear else "not significant",
+            }
         )
     return rows
 
 
 def p_value(row: Row, other: Row) -> float:
     """Two-sided paired t-test over queries, of nDCG@10 averaged over the seeds of both; NaN without one."""
-    mine, theirs = row.beside(other)
+    mine, theirs = row.with_common_seeds(other)
     if not mine.sides:
         return math.nan
     first, second = (
@@ -236,7 +236,7 @@ def p_value(row: Row, other: Row) -> float:
 
 
 def untrained(found: Found) -> Rows:
-    """Every trained side beside its models before training."""
+    """Return every trained side and its models before training."""
     rows = []
     for dataset, sides in found.items():
         for name, row in sides.items():
@@ -244,8 +244,8 @@ def untrained(found: Found) -> Rows:
             if before is not None:
                 gap = row.mean(NDCG) - before.mean(NDCG)
                 numbers = {"before": f"{before.mean(NDCG):.3f}", "after": f"{row.mean(NDCG):.3f}"}
-                told = {"gain": f"{gap:+.3f}", "p": f"{p_value(row, before):.2g}"}
-                rows.append({"data": dataset, "query side": name} | numbers | told)
+                gains = {"gain": f"{gap:+.3f}", "p": f"{p_value(row, before):.2g}"}
+                rows.append({"data": dataset, "query side": name} | numbers | gains)
     return rows
 
 
@@ -253,14 +253,14 @@ def untrained(found: Found) -> Rows:
 
 
 def metrics(found: Found) -> dict[str, float]:
-    """Orders that hold of those that are told, what training adds at least, hybrids beside their halves."""
+    """Return the share of significant orders that hold, the least gain of training, hybrids over halves."""
     values: dict[str, float] = {}
     verdicts = [row["holds"] for row in orders(found)]
-    told = [verdict for verdict in verdicts if verdict != "not told"]
+    significant = [verdict for verdict in verdicts if verdict != "not significant"]
     if verdicts:
-        values |= {"orders_compared": len(verdicts), "orders_told": len(told)}
-    if told:
-        values["order_kept_share"] = round(told.count("yes") / len(told), 3)
+        values |= {"orders_compared": len(verdicts), "orders_significant": len(significant)}
+    if significant:
+        values["order_kept_share"] = round(significant.count("yes") / len(significant), 3)
     if rows := untrained(found):
         values["untrained_gap"] = min(float(row["gain"]) for row in rows)
     names = [f"{LIGHTRETRIEVER}{half}, SmolLM2" for half in (" (hybrid)", "", " (sparse)")]
@@ -269,20 +269,6 @@ def metrics(found: Found) -> dict[str, float]:
         values["hybrid_not_below_halves"] = sum(hybrid >= max(halves) - SLACK for hybrid, *halves in both)
         values["hybrids"] = len(both)
     return values
-
-
-def inherited(outcomes: Iterable[Outcome]) -> dict[str, float]:
-    """How far documents that students inherit keep the order of a cross-encoder's scores, at worst."""
-    name = "ce_rank_agreement"
-    agreed = [outcome.validation[name] for outcome in outcomes if name in outcome.validation]
-    return {name: min(agreed)} if agreed else {}
-
-
-def learnt(decoders: Path) -> dict[str, float]:
-    """R@10 of decoders on a pool of 150 documents; empty where benchmarks/decoders.py has not run."""
-    if not decoders.exists():
-        return {}
-    return dict(json.loads(decoders.read_text(encoding="utf-8"))["metrics"])
 
 
 def first_token_overlap(dataset: str, *, run_dir: str) -> float:

@@ -3,8 +3,8 @@
     python -m benchmarks.scale --json docs/results/scale.json
 
 Corpora are synthetic (benchmarks/scale_inputs.py): embeddings of 32 dimensions, as many impressions as
-documents, the same 2,000 training and 500 test queries at each size. Every stage runs alone in a process of
-its own, the driver, on a private Ray cluster; it is what `scalingnote` runs, with the settings below. The
+documents, the same 2,000 training and 500 test queries at each size. Every stage runs in its own process, the
+driver, on a private Ray cluster; it is what `scalingnote` runs, with the settings below. The
 stages whose work is a product run again on small corpora, one after the other on one cluster: `collect` and
 `mine` with more training queries, `quantize` with more codes.
 
@@ -16,7 +16,8 @@ stages whose work is a product run again on small corpora, one after the other o
 - plan_over_run_queries, plan_over_run_codes: seconds that `scalingnote plan` computes of the run with most
   queries (or codes) from runs with fewer, over those it took; of several stages the one farthest from 1
 
-`--costs FILE` writes what the plan computes with; the package's own is scalingnote/scaling/stage_costs.json.
+`--costs FILE` writes the costs of stages to the constants that the plan computes with,
+scalingnote/plan/constants.json.
 `--folder` keeps corpora, artifacts and finished measurements: a run that was killed continues.
 """
 
@@ -25,15 +26,19 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import nnls
+
 from benchmarks import scale_inputs
-from benchmarks.report import alone, arguments, peak_memory_mb, show, write
-from scalingnote.scaling.capacity import AXES, predict
+from benchmarks.report import arguments, peak_memory_mb, run_isolated, show, write
+from scalingnote.plan.capacity import stage_figures
 from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.triplets.mine.search import QUERIES_PER_BATCH
 
 SIZES = (100_000, 1_000_000, 10_000_000)
 AXIS_SIZES = (100_000, 400_000)  # documents; the first two of QUERIES and CODES predict the third
@@ -42,6 +47,11 @@ CODES = (256, 1024, 4096)  # of each level
 LEVELS = 4
 DOCUMENTS_PER_SHARD = 2_500_000
 MADE_FROM_EMBEDDINGS = ("quantize", "mine")  # which are made before, and not measured
+# What the work of a stage grows with, besides the documents: a column of its runs.
+AXES = {"collect (BM25)": "queries", "mine": "queries", "quantize": "codes"}
+PER_PASS = {"mine": QUERIES_PER_BATCH}  # queries for which a stage reads all documents once
+READS_EMBEDDINGS = ("quantize", "index", "mine", "evaluate")  # the rows of other stages are texts
+FIGURES = ("seconds", "driver GB", "read MB", "written MB", "requests")
 Row = dict[str, Any]
 
 
@@ -60,7 +70,7 @@ def main() -> None:
         axes = []
         if set(AXES) & set(options.stages):
             grid = {"queries": options.queries, "codes": options.codes}
-            axes = alone(measured_axes, folder, options.axis_documents, **grid)
+            axes = run_isolated(measured_axes, folder, options.axis_documents, **grid)
         rows = [
             row for size in options.documents for row in measured(folder / str(size), size, options.stages)
         ]
@@ -98,8 +108,9 @@ def main() -> None:
         plan_over_run=compared,
     )
     if options.costs:
-        costs = {"stages": rows, "axes": axes}
-        options.costs.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
+        constants = json.loads(options.costs.read_text(encoding="utf-8"))
+        constants["stages"] = all_stage_costs(rows, axes)
+        options.costs.write_text(json.dumps(constants, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def measured(folder: Path, documents: int, stages: list[str]) -> list[Row]:
@@ -116,8 +127,8 @@ def measure(name: str, folder: Path, documents: int) -> Row:
     """Make the inputs of a stage, then run it in a process of its own."""
     scale_inputs.files(folder, documents)
     if name in MADE_FROM_EMBEDDINGS:
-        alone(_embeddings, folder, documents)
-    return alone(run, STAGES[name], folder, documents)
+        run_isolated(_embeddings, folder, documents)
+    return run_isolated(run, STAGES[name], folder, documents)
 
 
 def noted(note: Path, of: Row, work: Callable[..., Row], *given: Any) -> Row:
@@ -131,12 +142,12 @@ def noted(note: Path, of: Row, work: Callable[..., Row], *given: Any) -> Row:
 def measured_axes(folder: Path, sizes: list[int], *, queries: list[int], codes: list[int]) -> list[Row]:
     """Rows of the stages of AXES, on one cluster.
 
-    They have all sizes and counts, the largest count at the largest size alone. What they read is made before
+    They have all sizes and counts, the largest count only at the largest size. What they read is made before
     and not measured.
     """
     import ray
 
-    from scalingnote.log import configure
+    from scalingnote.core.log import configure
 
     configure()
     rows = []
@@ -162,7 +173,7 @@ def measured_axes(folder: Path, sizes: list[int], *, queries: list[int], codes: 
 
 def on_axis(stage: Callable[[Path, int], Artifact], folder: Path, documents: int, *, queries: int) -> Row:
     """Make what a stage of AXES reads, unless it is there, then run it on the cluster of this process."""
-    from scalingnote import cluster
+    from scalingnote.core import cluster
 
     scale_inputs.files(folder, documents, train_queries=queries)
     cluster.connect()
@@ -172,19 +183,73 @@ def on_axis(stage: Callable[[Path, int], Artifact], folder: Path, documents: int
     return timed(stage, folder, documents)
 
 
+def all_stage_costs(rows: Sequence[Row], axes: Sequence[Row]) -> dict[str, Row]:
+    """Costs of every measured stage, with six digits."""
+    costs = {}
+    for name in dict.fromkeys(row["stage"] for row in rows):
+        own, others = ([row for row in table if row["stage"] == name] for table in (rows, axes))
+        costs[name] = stage_costs(own, others)
+        for figure in FIGURES:
+            costs[name][figure] = [float(f"{value:.6g}") for value in costs[name][figure]]
+    return costs
+
+
+def stage_costs(rows: Sequence[Row], others: Sequence[Row] = ()) -> Row:
+    """What a stage takes, as `scalingnote.plan.capacity.stage_figures` reads it.
+
+    A figure is [a, b, c, d] of a + b·documents·passes + c·units + d·documents·units, where units are queries
+    or codes (AXES). a and b are the line through the two largest of `rows`; c and d are fitted to the runs
+    `others`, which differ in their units.
+    """
+    small, large = sorted(rows, key=lambda row: row["documents"])[-2:]
+    stage = large["stage"]
+    axis = AXES.get(stage) if others else None
+    costs: Row = {
+        "rows": "embeddings" if stage in READS_EMBEDDINGS else "texts",
+        "units": axis,
+        "units_per_pass": PER_PASS.get(stage) if axis else None,
+    }
+    for figure in FIGURES:
+        slope = (large[figure] - small[figure]) / (large["documents"] - small["documents"])
+        slope = max(slope, 0.0)  # noise of a stage that does not grow
+        fixed = max(large[figure] - slope * large["documents"], 0.0)
+        unit = pair = 0.0
+        if axis is not None and figure != "driver GB":  # one driver ran them all
+            unit, pair = _unit_costs(others, axis, figure)
+            fixed = max(fixed - unit * large[axis], 0.0)
+            slope = max(slope - pair * large[axis], 0.0)
+        costs[figure] = [fixed, slope, unit, pair]
+    return costs
+
+
+def _unit_costs(rows: Sequence[Row], name: str, figure: str) -> tuple[float, float]:
+    """What one more query, or code, adds to a figure: by itself, and for each document.
+
+    Least squares of the relative error, from the runs' differences to the one of their size with the fewest.
+    """
+    first: dict[int, Row] = {}
+    for row in sorted(rows, key=lambda row: row[name]):
+        first.setdefault(row["documents"], row)
+    pairs = [(first[row["documents"]], row) for row in rows if row is not first[row["documents"]]]
+    more = np.array([row[name] - base[name] for base, row in pairs], np.float64)
+    added = np.array([row[figure] - base[figure] for base, row in pairs], np.float64)
+    sizes = np.array([row["documents"] for _, row in pairs], np.float64)
+    weight = 1 / np.maximum([row[figure] for _, row in pairs], 1e-9)
+    scale = np.array([more.max(), (more * sizes).max()])
+    features = np.stack([more, more * sizes], axis=1) / scale
+    (unit, pair), _ = nnls(features * weight[:, None], added * weight)
+    return float(unit / scale[0]), float(pair / scale[1])
+
+
 def over_run(axes: list[Row], stage: str) -> Row:
-    """What runs with fewer queries, or codes, predict of the one with the most, beside its seconds."""
-    name = AXES[stage].name
+    """What runs with fewer queries, or codes, predict of the one with the most, and its seconds."""
+    name = AXES[stage]
     own = [row for row in axes if row["stage"] == stage]
     *counts, most = sorted({row[name] for row in own})
     (largest,) = (row for row in own if row[name] == most)
     fewer = [row for row in own if row[name] < most]
-    found = predict(
-        [row for row in fewer if row[name] == counts[0]],
-        documents=largest["documents"],
-        beside=fewer,
-        of=most,
-    )
+    costs = stage_costs([row for row in fewer if row[name] == counts[0]], fewer)
+    found = stage_figures(costs, documents=largest["documents"], units=most)
     return {
         "stage": stage,
         "axis": name,
@@ -200,8 +265,8 @@ def run(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) ->
     """Run one stage in this process, on a cluster of its own, and return its figures."""
     import ray
 
-    from scalingnote import cluster
-    from scalingnote.log import configure
+    from scalingnote.core import cluster
+    from scalingnote.core.log import configure
 
     configure()
     cluster.connect()
@@ -245,11 +310,11 @@ def grown(rows: list[Row]) -> list[Row]:
 
 
 def predicted(rows: list[Row]) -> list[Row]:
-    """What a stage's smaller corpora predict of the largest, beside what was measured."""
+    """What a stage's smaller corpora predict of the largest, and what was measured."""
     if len(rows) < 3:
         return []
     *smaller, largest = sorted(rows, key=lambda row: row["documents"])
-    found = predict(smaller, documents=largest["documents"])
+    found = stage_figures(stage_costs(smaller), documents=largest["documents"])
     row: Row = {"stage": largest["stage"]}
     for figure, name in (("seconds", "seconds"), ("requests", "requests"), ("driver GB", "driver")):
         row |= {
@@ -294,15 +359,15 @@ def _logs(folder: Path, documents: int) -> Artifact:
 
 
 def _planner(folder: Path, documents: int, *, dataset: str = "logs") -> Artifact:
-    from scalingnote.planner import job
-    from scalingnote.planner.config import Statistics
+    from scalingnote.triplets.planner import job
+    from scalingnote.triplets.planner.config import Statistics
 
     return job.run(Statistics(), dataset=f"{folder}/{dataset}", output=f"{folder}/planner")
 
 
 def _collect_clicks(folder: Path, documents: int) -> Artifact:
-    from scalingnote.collect import job
-    from scalingnote.collect.config import CollectConfig
+    from scalingnote.triplets.collect import job
+    from scalingnote.triplets.collect.config import CollectConfig
 
     config = CollectConfig(sources=("click",), parts=max(8, documents // 250_000))
     uris = {"dataset": f"{folder}/logs", "planner": f"{folder}/planner"}
@@ -310,8 +375,8 @@ def _collect_clicks(folder: Path, documents: int) -> Artifact:
 
 
 def _collect_bm25(folder: Path, documents: int) -> Artifact:
-    from scalingnote.collect import job
-    from scalingnote.collect.config import BM25Ranker, CollectConfig
+    from scalingnote.triplets.collect import job
+    from scalingnote.triplets.collect.config import BM25Ranker, CollectConfig
 
     config = CollectConfig(sources=("relevance",), ranker=BM25Ranker(), association=None)
     uris = {"dataset": f"{folder}/dataset", "planner": f"{folder}/planner"}
@@ -319,14 +384,14 @@ def _collect_bm25(folder: Path, documents: int) -> Artifact:
 
 
 def _pseudo_queries(folder: Path, documents: int) -> Artifact:
-    from scalingnote.pseudo_queries import job
-    from scalingnote.pseudo_queries.config import PseudoQueriesConfig
+    from scalingnote.triplets.pseudo_queries import job
+    from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
 
     return job.run(PseudoQueriesConfig(), dataset=f"{folder}/dataset", output=f"{folder}/pseudo_queries")
 
 
 def _embeddings(folder: Path, documents: int) -> Artifact:
-    """Embeddings and the table that they were made of, which stands for the stages that were not run."""
+    """Embeddings and the table that they were made of, in place of the stages that were not run."""
     towers = scale_inputs.towers(folder, documents)
     return scale_inputs.embeddings(folder, _opened(folder, "dataset"), towers, documents)
 
@@ -341,8 +406,8 @@ def _quantize(folder: Path, documents: int, *, codes: int = CODES[0]) -> Artifac
 
 
 def _bm25(folder: Path, documents: int) -> Artifact:
-    from scalingnote.lexical import job
-    from scalingnote.lexical.config import BM25Config
+    from scalingnote.encode.config import BM25Config
+    from scalingnote.encode.lexical import job
 
     return job.run(BM25Config(), dataset=f"{folder}/dataset", output=f"{folder}/bm25_terms")
 
@@ -357,8 +422,8 @@ def _index(folder: Path, documents: int) -> Artifact:
 
 
 def _mine(folder: Path, documents: int) -> Artifact:
-    from scalingnote.mine import job
-    from scalingnote.mine.config import MineConfig
+    from scalingnote.triplets.mine import job
+    from scalingnote.triplets.mine.config import MineConfig
 
     kinds = ("dataset", "triplets", "dual_encoder", "embeddings")
     return job.run(MineConfig(), **{kind: f"{folder}/{kind}" for kind in kinds}, output=f"{folder}/mined")
@@ -368,7 +433,7 @@ def _evaluate(folder: Path, documents: int) -> Artifact:
     from scalingnote.evaluate import job
     from scalingnote.evaluate.config import EvaluateConfig
 
-    config = EvaluateConfig(typos=0, entropy_negatives=0)
+    config = EvaluateConfig(typos=0, tower_measures=False)
     kinds = ("dataset", "embeddings", "index", "dual_encoder", "bm25_terms")
     return job.run(config, **{kind: f"{folder}/{kind}" for kind in kinds}, output=f"{folder}/report")
 

@@ -1,6 +1,6 @@
 """Synthetic corpora of any size, made part by part: what benchmarks/scale.py gives to the stages.
 
-A part is drawn from its number alone, so no process holds a corpus. A document is 16 words of a Zipf
+A part is drawn only from its number, so no process holds a corpus. A document is 16 words of a Zipf
 vocabulary; its embedding is the sum of its words' vectors, each weighted by how rare the word is; a query is
 three words of one document. So the query tower is a table with a row per word, as real ones are.
 
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from scalingnote.config import Config
+from scalingnote.core.config import Config
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 
@@ -33,7 +33,7 @@ DIM = 32
 VOCABULARY = 30_000
 TITLE_WORDS, CONTENT_WORDS, QUERY_WORDS = 4, 12, 3
 DOCUMENTS_PER_PART = 50_000
-TRAIN_QUERIES, TEST_QUERIES = 2_000, 500  # unless told otherwise, of a corpus of any size
+TRAIN_QUERIES, TEST_QUERIES = 2_000, 500  # by default, of a corpus of any size
 IMPRESSIONS_PER_SESSION = 10
 TOPICS = 50
 DAY_S = 86_400
@@ -151,26 +151,26 @@ def _part_files(number: int, *, folder: Path, documents: int, train_queries: int
         "group": doc_ids,
     }
     count = len(parts(documents))
-    asked = {
+    questions = {
         "train": _questions(words, _share(train_queries, number, count), rng),
         "test": _questions(words, _share(TEST_QUERIES, number, count), rng),
     }
     names = {
-        split: [f"{split}-{number}-{at}" for at in range(len(rows))] for split, (rows, _) in asked.items()
+        split: [f"{split}-{number}-{at}" for at in range(len(rows))] for split, (rows, _) in questions.items()
     }
     queries = pa.table(
         {
             "query_id": [*names["train"], *names["test"]],
-            "query": pa.concat_arrays([asked["train"][1], asked["test"][1]]),
+            "query": pa.concat_arrays([questions["train"][1], questions["test"][1]]),
             "split": ["train"] * len(names["train"]) + ["test"] * len(names["test"]),
         }
     )
-    rows = np.concatenate([asked["train"][0], asked["test"][0]])
+    rows = np.concatenate([questions["train"][0], questions["test"][0]])
     qrels = pa.table({"query_id": queries["query_id"], "doc_id": doc_ids.take(pa.array(rows))})
     qrels = qrels.append_column("relevance", pa.array(np.ones(len(rows), np.int32)))
     for name, columns in (("documents", pa.table(table)), ("queries", queries), ("qrels", qrels)):
         pq.write_table(columns, folder / name / f"{number:05d}.parquet")
-    pq.write_table(_impressions(number, words, doc_ids, asked["test"], rng), last)
+    pq.write_table(_impressions(number, words, doc_ids, questions["test"], rng), last)
 
 
 def _impressions(
@@ -180,9 +180,9 @@ def _impressions(
     size = len(words)
     sessions = size // IMPRESSIONS_PER_SESSION
     rows, queries = _questions(words, max(sessions // 2, 1), rng)
-    asked = rng.integers(len(rows), size=sessions)
-    clicked = np.concatenate([rows[asked], test[0]])
-    text = pa.concat_arrays([queries.take(pa.array(asked)), test[1]])
+    questions = rng.integers(len(rows), size=sessions)
+    clicked = np.concatenate([rows[questions], test[0]])
+    text = pa.concat_arrays([queries.take(pa.array(questions)), test[1]])
     start = np.concatenate(
         [
             TRAIN_START_S + rng.integers(TRAIN_DAYS * DAY_S, size=sessions),

@@ -1,4 +1,4 @@
-"""Requests a second and latency of `/search`, beside a service that does nothing and one written by hand.
+"""Requests a second and latency of `/search`, of a service that does nothing, and of one written by hand.
 
     python -m benchmarks.serve --json docs/results/serve.json
 
@@ -32,7 +32,7 @@ import psutil
 
 from benchmarks import load, report, serve_inputs
 from benchmarks.serve_inputs import Inputs
-from scalingnote.serve_config import HAPROXY
+from scalingnote.run.service_config import HAPROXY
 
 PORT, HANDWRITTEN_PORT = 8600, 8601
 Turns = dict[str, dict[int, list[load.Load]]]  # by server and number of connections
@@ -49,7 +49,7 @@ class Server:
 
     @property
     def command(self) -> list[str]:
-        """How it is started, with the no-op beside it."""
+        """Return what starts it, with the application that does nothing."""
         settings = {"port": PORT, "ingress": "haproxy", "query_form": "auto", **self.knobs}
         args = {"index": self.index, "query_tower": self.query_tower, "serve": settings}
         return ["-m", "benchmarks.serve_peers", "ours", "--args", json.dumps(args)]
@@ -57,8 +57,11 @@ class Server:
 
 def servers(inputs: Inputs) -> list[Server]:
     """All of ours."""
-    here = {"encoder_in": "gateway", "searchers_in": "gateway"}
-    apart = {"encoder_in": "replicas", "searchers_in": "replicas", "shards_per_searcher": 2}
+    here = {"deployments": {part: {"num_replicas": 0} for part in ("encoder", "searcher")}}
+    apart = {
+        "deployments": {part: {"num_replicas": 1} for part in ("encoder", "searcher")},
+        "shards_per_searcher": 2,
+    }
     return [
         *(Server(f"lookup x {n}", index.uri, inputs.lookup.uri, here) for n, index in inputs.indexes.items()),
         *(Server(f"int8 x {n}", index.uri, inputs.int8.uri, here) for n, index in inputs.indexes.items()),
@@ -67,9 +70,9 @@ def servers(inputs: Inputs) -> list[Server]:
 
 
 @contextmanager
-def running(command: Sequence[str]) -> Iterator[str]:
-    """The URL of a server, while it runs."""
-    environment = {**os.environ, **HAPROXY, "PYTHONPATH": os.getcwd()}
+def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield the URL of a server while it runs, with these environment variables."""
+    environment = {**os.environ, **variables, "PYTHONPATH": os.getcwd()}
     process = psutil.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment)
     try:
         url = next(line for line in process.stdout if line.startswith("http://")).split()[0]
@@ -100,8 +103,8 @@ def in_turns(
             # Back and forth: none is always the one that follows the heaviest.
             for name, url in list(urls.items())[:: 1 if turn % 2 == 0 else -1]:
                 found[name][number].append(load.run(url, bodies, connections=number, seconds=seconds))
-        told = ", ".join(f"{name} {_rate(loads[number]):,.0f}/s" for name, loads in found.items())
-        print(f"{number} connections: {told}", flush=True)
+        rates = ", ".join(f"{name} {_rate(loads[number]):,.0f}/s" for name, loads in found.items())
+        print(f"{number} connections: {rates}", flush=True)
     return found
 
 
@@ -121,11 +124,11 @@ def main() -> None:
     del inputs.texts[:]  # the servers have them
     by_hand = ["-m", "benchmarks.serve_peers", "handwritten", "--port", str(HANDWRITTEN_PORT)]
     found: dict[str, Turns] = {}
-    with running([*by_hand, "--folder", str(options.folder)]) as handwritten:
+    with running([*by_hand, "--folder", str(options.folder)], HAPROXY) as handwritten:
         for server in servers(inputs):
             if options.only and server.name not in options.only:
                 continue
-            with running(server.command) as ours:
+            with running(server.command, HAPROXY) as ours:
                 urls = {
                     "noop": f"{ours}/noop/search",
                     "handwritten": f"{handwritten}/search",
@@ -175,12 +178,12 @@ def metrics(found: Mapping[str, Turns]) -> dict[str, float]:
         "rps_over_handwritten_c16": ("int8 x 1", "handwritten", 16),
         "rps_over_handwritten_c16_lookup": ("lookup x 1", "handwritten", 16),
     }
-    told = {}
+    ratios = {}
     for metric, (name, peer, number) in wanted.items():
         if name in found and number in found[name][name]:
             pairs = zip(found[name][name][number], found[name][peer][number], strict=True)
-            told[metric] = round(statistics.median(ours.rate / theirs.rate for ours, theirs in pairs), 3)
-    return told
+            ratios[metric] = round(statistics.median(ours.rate / theirs.rate for ours, theirs in pairs), 3)
+    return ratios
 
 
 if __name__ == "__main__":

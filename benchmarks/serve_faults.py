@@ -39,21 +39,22 @@ import ray
 from ray import serve
 
 from benchmarks import report
-from scalingnote import cluster, pipeline
+from scalingnote.core import cluster
+from scalingnote.core.errors import ConfigError
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import ConfigError
 from scalingnote.index import job as index_job
 from scalingnote.index.shard import documents_file
-from scalingnote.run_config import RunConfig
+from scalingnote.run import pipeline
+from scalingnote.run.config import RunConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
 
-# 408, 500: a replica died with the request; 502, 503: nobody was there to take it; 0: the connection broke.
+# 408, 500: a replica died with the request; 502, 503: no replica took it; 0: the connection broke.
 DOCUMENTED = {0, 200, 404, 408, 500, 502, 503, 504}
-TWO_OF_EACH = {"gateway_replicas": 2, "encoder_replicas": 2, "searcher_replicas": 2}
+TWO_OF_EACH = {"deployments": {part: {"num_replicas": 2} for part in ("gateway", "encoder", "searcher")}}
 GROUPS, GROUPS_PER_AGGREGATOR = 3, 2  # of the index that is swapped, a shard each
-DOCUMENTS = "documents"  # the fault that is no kill of a replica alone
-START = "import sys; from scalingnote.commands import _serve; sys.exit(_serve({}, sys.argv[1:]))"
+DOCUMENTS = "documents"  # the fault that is more than a kill of a replica
+START = "import sys; from scalingnote.cli.commands import _serve; sys.exit(_serve({}, sys.argv[1:]))"
 K = 10
 Expected = list[list[dict[str, float]]]  # of each query, what each shard finds: document -> score
 
@@ -66,7 +67,7 @@ class Client:
         self._connection = http.client.HTTPConnection(self._host, timeout=60)
 
     def __call__(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and JSON; (0, None) where the connection broke."""
+        """Status and JSON; (0, None) if the connection broke."""
         sent = None if body is None else json.dumps(body)
         try:
             self._connection.request(method, path, sent, {"content-type": "application/json"})
@@ -174,7 +175,7 @@ def swap(machine: Cluster, run_dir: str, *, swaps: int, kills: int) -> dict[str,
     config = pipeline.load_run(run_dir)
     queries, towers = _queries(config), _towers(config)
     with tempfile.TemporaryDirectory() as folder:
-        indexes = [_index(config, f"{folder}/{seed}", seed=config.index.seed + seed) for seed in (0, 1)]
+        indexes = [_index(config, f"{folder}/{fewer}", fewer=fewer) for fewer in (0, 1)]
         # By version and whether the teacher encoded the query.
         expected = {
             (index.digest[:12], escalated): _expected(index, tower, queries)
@@ -185,10 +186,8 @@ def swap(machine: Cluster, run_dir: str, *, swaps: int, kills: int) -> dict[str,
             "port": 0,
             "deadline_s": 5,
             "state": f"{folder}/state",
-            "encoder_in": "replicas",
-            "searchers_in": "replicas",
             "shards_per_searcher": 1,
-            "fanout": {"groups_per_aggregator": GROUPS_PER_AGGREGATOR},
+            "groups_per_aggregator": GROUPS_PER_AGGREGATOR,
             **TWO_OF_EACH,
         }
         if True in towers:
@@ -264,8 +263,6 @@ def write(machine: Cluster, run_dir: str, *, operations: int, kills: int, batch:
             "port": 0,
             "deadline_s": 5,
             "live": {"folder": f"{folder}/live", "compact_at": 0.5},
-            "encoder_in": "replicas",
-            "searchers_in": "replicas",
             **TWO_OF_EACH,
         }
         with machine.service(knobs, run_dir=run_dir) as url:
@@ -345,17 +342,17 @@ def _towers(config: RunConfig) -> dict[bool, Artifact]:
     return {False: tower}
 
 
-def _index(config: RunConfig, uri: str, *, seed: int) -> Artifact:
-    """The run's documents in GROUPS shards; another seed has other neighbours for some queries."""
+def _index(config: RunConfig, uri: str, *, fewer: int) -> Artifact:
+    """The run's documents in GROUPS shards; with fewer lists, some queries have other neighbours."""
     parents = {kind: pipeline.locate(config, kind).uri for kind in ("dataset", "embeddings", "semantic_ids")}
     nlist = Searcher.open(pipeline.locate(config, "index").uri).layout.nlist
-    changes = {"seed": seed, "nprobe": 1, "nlist": nlist, "shards": GROUPS}
+    changes = {"nprobe": 1, "nlist": nlist - fewer, "shards": GROUPS}
     return index_job.run(config.index.model_copy(update=changes), **parents, output=uri)
 
 
 def _expected(index: Artifact, tower: Artifact, queries: Sequence[str]) -> Expected:
     """For each query, what each shard of a version finds by the embeddings of a tower."""
-    encoder = QueryEncoder.load(tower.directory("query"))
+    encoder = QueryEncoder(tower.directory("query"))
     searchers = [Searcher.open(index.uri, shards=[number]) for number in range(GROUPS)]
     found = []
     for query in queries:
@@ -406,7 +403,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["swap", "write"])
     options = parser.parse_args()
     machine = Cluster()
-    # One half alone leaves what is known of the other.
+    # With --only, the result of the other half stays.
     before = json.loads(options.json.read_text())["table"] if options.json and options.json.exists() else []
     rows = [row for row in before if options.only and row["service"] != options.only]
     if options.only != "write":

@@ -15,7 +15,7 @@ from numpy import ndarray
 from tokenizers import Tokenizer
 
 from benchmarks import live_kill, minilm, passages
-from scalingnote.config import Config
+from scalingnote.core.config import Config
 from scalingnote.index import shard
 from scalingnote.index.config import FastScan
 from scalingnote.models import dual_encoder, onnx_export
@@ -34,7 +34,7 @@ class Settings(Config):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Artifacts, and the queries asked of them."""
+    """Artifacts, and queries for them."""
 
     indexes: dict[int, Artifact]  # by number of shards
     lookup: Artifact
@@ -50,15 +50,15 @@ def build(folder: Path, *, documents: int, queries: int = 2000) -> Inputs:
     texts = passages.texts(documents + queries)
     matrix, table = passages.embedded(texts, dim=DIM)
     # A query is the beginning of a passage that is not indexed.
-    asked = [" ".join(text.split()[:6]) for text in texts[documents:]]
+    queries_of = [" ".join(text.split()[:6]) for text in texts[documents:]]
     texts, matrix = texts[:documents], matrix[:documents]
     student = _student(f"{folder}/student", documents)
     return Inputs(
         {shards: _index(f"{folder}/index-{shards}", texts, matrix, shards=shards) for shards in (1, 4)},
         _lookup(f"{folder}/lookup", table, documents),
         student,
-        _exported(f"{folder}/int8", student, asked[:64]),
-        asked,
+        _exported(f"{folder}/int8", student, queries_of[:64]),
+        queries_of,
         matrix,
         texts,
     )
@@ -82,7 +82,7 @@ def _index(uri: str, texts: list[str], matrix: ndarray, *, shards: int) -> Artif
         shards=shards,
         nprobe=NPROBE,
         refine_factor=4,
-        documents=pa.table(columns, schema=shard.DOCUMENTS),
+        documents=pa.table(columns, schema=shard.SHARD_DOCUMENTS),
     )
 
 

@@ -24,13 +24,13 @@ class Query(BaseModel):
 
 
 def ours(args: dict[str, Any]) -> None:
-    """Serve what :class:`scalingnote.serve_config.AppArgs` name, and nothing at /noop."""
+    """Serve what :class:`scalingnote.run.service_config.AppArgs` name, and nothing at /noop."""
     from ray import serve
 
-    from scalingnote import cluster
+    from scalingnote.core import cluster
+    from scalingnote.run.service_config import AppArgs
     from scalingnote.serve import app, artifacts, launch
     from scalingnote.serve.telemetry import SERVE_LOGGING
-    from scalingnote.serve_config import AppArgs
 
     api = FastAPI()
 

@@ -1,265 +1,147 @@
-"""Benchmarks one after the other, each in a process of its own: from a commit to its folder of results.
+"""Run benchmarks one after the other, each in a process, at small sizes.
 
-    make benchmarks                                   an hour to an hour and a half on 2 cores
-    python -m benchmarks.suite [--only NAME ...] [--repeat N] [--size full] [--commit-results]
-    python -m benchmarks.suite --against main --repeat 5 --only index serve
+    python -m benchmarks.suite [--only NAME ...] [--repeat N]        all: about an hour on 2 cores
 
-Results lie in build/benchmarks/COMMIT (`-full` behind it for the sizes of docs/results): NAME.json, or
-NAME.1.json to NAME.N.json with --repeat, and what was printed in NAME.log. COMMIT is what `git describe`
-says, and for a tree with changes a hash of them. What is there is not run again, so an interrupted suite goes
-on where it was; what fails is told at the end, and the others run. Sizes: benchmarks/sizes.py.
-
-`--against COMMIT` runs that commit, too, from a checkout of its own and in turns with this one, so that what
-the machine does meanwhile falls on both; then it prints what moved, as benchmarks.compare does.
+Results go to build/benchmarks/COMMIT: NAME.json (with --repeat NAME.1.json, NAME.2.json, ...), and the output
+to NAME.log. A result that exists is not measured again, so an interrupted suite continues. A benchmark that
+fails does not stop the others. The sizes of the documentation are a benchmark's own defaults: run it directly
+with ``--json docs/results/NAME.json``, then ``python -m benchmarks.performance``.
 """
 
 import argparse
-import hashlib
 import os
-import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from benchmarks import compare, performance, trials
 from benchmarks.report import show
-from benchmarks.sizes import BENCHMARKS, Benchmark, Size
-from scalingnote.log import configure, get_logger
+from scalingnote.core.log import configure, get_logger
 
-HERE = Path(__file__).parents[1]
-BUILD, RESULTS = Path("build/benchmarks"), Path("docs/results")
-HUNG = -1000
-PATIENCE = 6  # times what a benchmark should take, then it is ended as hung
+TIMEOUT_S = 3600.0
+RUNS = "--set run_dir={folder}/runs --set dataset.max_documents=2000"
+TRIALS = "--trials {folder}/trials.jsonl --run-dir {folder}/runs"
+FINISHED_RUN = "{folder}/quickstart"
+# Arguments by name; {folder} keeps what the runs of one commit and round share.
+SMALL: dict[str, str] = {
+    "api_fuzz": f"--run {FINISHED_RUN} --examples 10",
+    "collect": "--queries 10000 100000",
+    "decoders": "--layers 2 --steps 10",
+    "distillation": "--datasets medquad --methods scalingdual scalingnote-1l lookup-qkd --backbones scratch "
+    f"--seeds 1 --steps 30 --set dataset.max_documents=2000 --set distill.epochs=3 {TRIALS}",
+    "encode": "--documents 1536 --rounds 1",
+    "fanout": "--queries 2000 --rounds 1",
+    "front_door": "--run-dir {folder}/front_door --sets feedbackqa --students table --seeds 1 "
+    "--set pseudo_queries.count=10000",
+    "house": "",
+    "index": f"--documents 50000 --queries 200 --steps 20 {RUNS}",
+    "ladder": "--folder {folder}/ladder --set run_dir={folder}/runs --set ladder.pairs=[224,448,896,1792] "
+    "--set ladder.seeds=[0]",
+    "live_index": "--seeds 1 --operations 1500 --kills 6 --documents 40000 --queries 200 --steps 6",
+    "methods": f"--backbones scratch --seeds 1 --steps 30 10 {RUNS}",
+    "mteb_agreement": "--run-dir {folder}/mteb_agreement --sets nfcorpus --documents 16",
+    "native": "--documents 256 --rounds 3",
+    "package": "--rounds 3",
+    "query_encoder": "--rounds 5 --batches 1 64",
+    "reproduce": "--datasets medquad --backbones minilm-native --seeds 1 --steps 8 "
+    f"--set dataset.max_documents=1000 --set distill.epochs=1 {TRIALS}",
+    "scale": "--documents 20000 40000",
+    "serve": "--documents 20000 --turns 6 --concurrency 1 16 --folder {folder}/serve",
+    "serve_faults": f"--run {FINISHED_RUN} --swaps 4 --operations 1000 --kills 3",
+    "sparse_index": "--documents 10000 50000",
+    "teacher": "--rounds 1 --teacher 6 896 14 4864",
+    "train": "--rounds 1 --largest 256 --batch 32",
+}
+MAKE_RUN = (
+    f"run configs/quickstart/python_docs.yaml --set run_dir={FINISHED_RUN} "
+    "--set dataset.max_documents=2000 --set train.epochs=1 --set distill.epochs=2"
+)
 log = get_logger("suite")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One benchmark, once: where its result goes, and the checkout whose code it is."""
-
-    benchmark: Benchmark
-    path: Path
-    folder: Path  # for what else it leaves
-    tree: Path = HERE
-
-
 def main() -> None:
-    """Parse arguments, run what is missing, show all, say what failed; exits 1 if something did."""
-    names = [benchmark.name for benchmark in BENCHMARKS]
+    """Run what has no result yet; exit with 1 if a benchmark failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=SMALL, default=[*SMALL], metavar="NAME")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each, default: %(default)s")
-    parser.add_argument("--size", choices=("small", "full"), default="small", help="default: %(default)s")
-    parser.add_argument(
-        "--commit-results", action="store_true", help="copy to docs/results; of full size only"
-    )
-    parser.add_argument("--against", metavar="COMMIT", help="run it, too, in turns, and tell what moved")
     options = parser.parse_args()
     if options.repeat < 1:
         parser.error(f"--repeat is {options.repeat}: give 1 or more")
-    if options.commit_results and options.size != "full":
-        parser.error("--commit-results goes with --size full: the documents quote those sizes")
     configure()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what runs is ended too, see `ended`
-    os.chdir(HERE)
-    folder = _folder(commit(), options.size)
-    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in options.only]
-    here = [benchmark for benchmark in chosen if not missing(benchmark)]
-    runs = own = plan(here, folder, repeat=options.repeat)
-    if options.against:
-        before = _folder(_git("describe", "--always", options.against).strip(), options.size)
-        if before == folder:
-            parser.error(f"--against {options.against} is the commit that is checked out: name another")
-        tree = checkout(options.against)
-        there = [benchmark for benchmark in here if (tree / f"benchmarks/{benchmark.name}.py").exists()]
-        runs = in_turns(plan(there, before, repeat=options.repeat, tree=tree), own)
-    left = [run for run in runs if not run.path.exists()]
-    log.info("%s: %d runs, %d of them are there", folder, len(runs), len(runs) - len(left))
-    failed = run_all(left, options.size)
-    if options.commit_results:
-        keep(own)
-    performance.update()
-    rows = performance.rows_of(performance.read(folder), only={benchmark.name for benchmark in here})
-    cells = ("part", "what was measured", "ours", "compared with", "ratio", "bar")
+    failed = run_all(options.only, Path("build/benchmarks") / commit(), repeat=options.repeat)
+    for path in failed:
+        print(f"FAILED: {path.stem}: see {path.with_suffix('.log')}")
+    sys.exit(1 if failed else 0)
+
+
+def run_all(names: Sequence[str], folder: Path, *, repeat: int) -> list[Path]:
+    """Run benchmarks, round after round, and return the results that are missing because one failed."""
+    failed = []
+    for number in range(1, repeat + 1):
+        shared = folder / str(number)
+        shared.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            path = folder / (f"{name}.{number}.json" if repeat > 1 else f"{name}.json")
+            if path.exists():
+                continue
+            log.info("%s", path)
+            if not run(commands(name, path.with_suffix(".unfinished"), shared), path):
+                failed.append(path)
+    rows = [{"benchmark": path.stem} for path in sorted(folder.glob("*.json"))]
     if rows:
-        title = f"This machine, {options.size} sizes: {folder}"
-        show(title, [{cell: row[cell] for cell in cells} for row in rows])
-    for benchmark in chosen:
-        if why := missing(benchmark):
-            print(f"not run here: {benchmark.name}: {why}")
-    for run in failed:
-        print(f"FAILED: {run.benchmark.name}: {log_of(run)}")
-    worse = bool(options.against) and compare.tell(before, folder, partial=True)
-    sys.exit(1 if failed or worse else 0)
-
-
-def plan(benchmarks: Sequence[Benchmark], folder: Path, *, repeat: int, tree: Path = HERE) -> list[Run]:
-    """Every run, rounds after rounds: what the machine does meanwhile falls on all benchmarks.
-
-    Each round trains in a folder of its own, or the second would find the first one's models.
-    """
-    if repeat == 1:
-        return [Run(each, folder / f"{each.name}.json", folder, tree) for each in benchmarks]
-    return [
-        Run(each, folder / f"{each.name}.{number}.json", folder / str(number), tree)
-        for number in range(1, repeat + 1)
-        for each in benchmarks
-    ]
-
-
-def in_turns(old: Sequence[Run], new: Sequence[Run]) -> list[Run]:
-    """Each run beside its like of the other commit; which of them goes first changes from round to round."""
-    like = {run.path.name: run for run in old}
-    rounds, found = Counter[str](), list[Run]()
-    for run in new:
-        pair = [like[run.path.name], run] if run.path.name in like else [run]
-        rounds[run.benchmark.name] += 1
-        found += pair if rounds[run.benchmark.name] % 2 else reversed(pair)
-    return found
-
-
-def run_all(runs: Sequence[Run], size: Size) -> list[Run]:
-    """Run them one after the other; those that failed."""
-    failed, expected, start = [], 0.0, time.monotonic()
-    for number, run in enumerate(runs):
-        minutes = remaining(runs[number:], size, expected=expected, taken=(time.monotonic() - start) / 60)
-        log.info("%d/%d %s, ETA %.0f min", number + 1, len(runs), run.path.stem, minutes)
-        if not measure(run, size):
-            failed.append(run)
-        expected += run.benchmark.about(size)
+        show(f"Results in {folder}", rows)
     return failed
 
 
-def remaining(runs: Sequence[Run], size: Size, *, expected: float, taken: float) -> float:
-    """Minutes that are left: what the table says, times how much longer this machine took so far."""
-    return sum(run.benchmark.about(size) for run in runs) * (taken / expected if expected else 1.0)
+def commands(name: str, result: Path, shared: Path) -> list[list[str]]:
+    """Return the commands of one benchmark; the first makes the finished run that it serves, if any."""
+    arguments = SMALL[name]
+    own = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(result)]
+    own += shlex.split(arguments.format(folder=shared))
+    if FINISHED_RUN not in arguments:
+        return [own]
+    words = shlex.split(MAKE_RUN.format(folder=shared))
+    return [[sys.executable, "-m", "scalingnote.cli.main", *words], own]
 
 
-def measure(run: Run, size: Size) -> bool:
-    """Run one benchmark; its result appears only when it has ended well, whole."""
-    unfinished, start, status = run.path.with_suffix(".unfinished").resolve(), time.monotonic(), 0
-    run.folder.mkdir(parents=True, exist_ok=True)
-    deadline = start + PATIENCE * 60 * max(run.benchmark.about(size), 5)
-    with log_of(run).open("w", encoding="utf-8") as spoken:
-        for command in commands(run.benchmark, unfinished, run.folder.resolve(), size):
-            status = status or ended(command, spoken, deadline, tree=run.tree)
-    minutes = (time.monotonic() - start) / 60
-    if status == 0 and unfinished.exists():
-        unfinished.replace(run.path)
-        log.info("%s: %.1f min", run.path.stem, minutes)
-        return True
-    what = f"ended as hung after {minutes:.0f} min" if status == HUNG else f"exit status {status}"
-    last = log_of(run).read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-    log.error("%s: %s, %s\n%s", run.path.stem, what, log_of(run), "\n".join(last))
-    return False
+def run(steps: Sequence[Sequence[str]], path: Path) -> bool:
+    """Run commands until one fails; the result gets its name after all have succeeded."""
+    with path.with_suffix(".log").open("w", encoding="utf-8") as output:
+        for words in steps:
+            process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
+            try:
+                status = process.wait(TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                status = -1
+                log.error("%s: not done after %.0f s", path.stem, TIMEOUT_S)
+            finally:
+                _kill_group(process)
+            if status:
+                return False
+    path.with_suffix(".unfinished").replace(path)
+    return True
 
 
-def commands(benchmark: Benchmark, result: Path, folder: Path, size: Size) -> list[list[str]]:
-    """What comes before a benchmark, and the benchmark."""
-    before, words = (
-        shlex.split(text.format(folder=folder, scratch=BUILD / f"shared-{size}"))
-        for text in (benchmark.before, benchmark.arguments(size))
-    )
-    own = [sys.executable, "-m", f"benchmarks.{benchmark.name}", "--json", str(result), *words]
-    return [[sys.executable, "-m", "scalingnote.cli", *before], own] if before else [own]
+def commit() -> str:
+    """Return the name of the code: `git describe`, with -dirty if a file differs from the commit."""
+    words = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"results are stored by commit: run this in a git checkout ({done.stderr.strip()})")
+    return done.stdout.strip()
 
 
-def ended(command: Sequence[str], spoken: IO[str], deadline: float, *, tree: Path) -> int:
-    """The exit status of a command, or HUNG; nothing that it started is left behind."""
-    process = subprocess.Popen(
-        command,
-        stdout=spoken,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree)},  # before what is installed; in Ray's workers, too
-    )
-    try:
-        return process.wait(timeout=max(deadline - time.monotonic(), 1.0))
-    except subprocess.TimeoutExpired:
-        return HUNG
-    finally:
-        end(process)
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of a benchmark and of what it started."""
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a benchmark and every process that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
     process.wait()
-
-
-def log_of(run: Run) -> Path:
-    """Where a run's output lies."""
-    return run.path.with_suffix(".log")
-
-
-def missing(benchmark: Benchmark) -> str:
-    """What this machine lacks for a benchmark; empty: nothing."""
-    return "needs an NVIDIA GPU" if benchmark.needs_gpu and shutil.which("nvidia-smi") is None else ""
-
-
-def commit() -> str:
-    """What the code is called: `git describe`, and a hash of what was changed since; documents aside."""
-    code = (".", ":!docs", ":!*.md")
-    name = _git("describe", "--always").strip()
-    changed = _git("diff", "HEAD", "--", *code).encode()
-    for path in _git("ls-files", "--others", "--exclude-standard", "-z", "--", *code).split("\0")[:-1]:
-        changed += path.encode() + (HERE / path).read_bytes()
-    return f"{name}-dirty-{hashlib.sha256(changed).hexdigest()[:8]}" if changed else name
-
-
-def checkout(name: str) -> Path:
-    """The files of a commit, beside the results; what this checkout has of it stays as it is."""
-    tree = HERE / BUILD / "trees" / _git("rev-parse", "--short", f"{name}^{{commit}}").strip()
-    if not tree.exists():
-        _git("worktree", "add", "--force", "--detach", str(tree), name)
-    return tree
-
-
-def keep(runs: Sequence[Run]) -> None:
-    """Copy results (of several rounds the first) and plots to docs/results; add trials to those there."""
-    firsts: dict[str, Run] = {}
-    for run in runs:
-        if run.path.exists():
-            firsts.setdefault(run.benchmark.name, run)
-    for name, run in firsts.items():
-        shutil.copyfile(run.path, RESULTS / f"{name}.json")
-        named = re.findall(r"\{folder\}/(\S+\.png)", run.benchmark.full)
-        for plot in (*(run.folder / plot for plot in named), *run.folder.glob(f"{name}_*.png")):
-            shutil.copyfile(plot, RESULTS / plot.name)
-        if "{folder}/trials.jsonl" in run.benchmark.full:
-            trials.add(run.folder / "trials.jsonl", RESULTS / "trials.jsonl")
-
-
-def _folder(name: str, size: Size) -> Path:
-    folder = BUILD / (name + ("-full" if size == "full" else ""))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _git(*words: str) -> str:
-    try:
-        done = subprocess.run(["git", *words], cwd=HERE, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip()
-        asked = " ".join(["git", *words])
-        raise SystemExit(
-            f"results are stored by commit: run this in a git checkout ({asked}: {said})"
-        ) from error
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -1,27 +1,22 @@
-"""One training step, ours and others', on the same towers, rows and optimizer.
+"""One training step, ours and sentence-transformers', on the same towers, rows and optimizer.
 
-Both sides have a query tower and a document tower of their own, start from the same weights, and learn one
-view of a document with one hard negative: cross entropy both ways over all Matryoshka prefixes, through
-GradCache. So the losses of ours and of sentence-transformers are equal, and :func:`measure` returns the first
-one to show it. Tevatron's own step has neither GradCache nor prefixes, asks one way, and normalises nothing:
-a `plain` step of ours stands beside it, with a loss of its own, which next to the towers costs nothing.
+Both have a query and a document tower, start from the same weights, and learn one view of a document with one
+hard negative: cross entropy in both directions over all Matryoshka prefixes, through GradCache. So their
+losses are equal, and :func:`measure_in_turns` returns the first one to show it.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
-    AutoModel,
     BertConfig,
     BertModel,
     PreTrainedTokenizerFast,
@@ -34,18 +29,17 @@ from scalingnote.models import dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, Stored, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 from scalingnote.train import strategies
-from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.engine import cached_backward
-from scalingnote.train.objective import StageOne
+from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.objective import StageOne, Triplets
 
 DIM, DIMS = 128, (16, 32, 64, 128)
 TEMPERATURE, RATE, CLIP, DECAY = 0.05, 1e-4, 1.0, 1e-3
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
 Architecture = Literal["bert", "qwen2"]
-Side = Literal["ours", "sentence-transformers", "tevatron"]
+Side = Literal["ours", "sentence-transformers"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ class Size:
 class Setting:
     """One measurement. `chunks`: rows that GradCache encodes at once, of queries and of documents.
 
-    sentence-transformers knows one number for both, or, where `budget` is set, tokens at once.
+    sentence-transformers has one number for both, or, with `budget`, tokens at once.
     """
 
     side: Side
@@ -103,59 +97,36 @@ def save_backbone(folder: Path, architecture: Architecture, size: Size) -> None:
     save_file({"weight": torch.randn(DIM, size.hidden) * size.hidden**-0.5}, folder / "projection.st")
 
 
-def measure(
-    folder: str, size: Size, settings: Sequence[Setting], *, steps: int, threads: int
-) -> list[dict[str, float]]:
-    """Of each setting in turn: samples per second over `steps` steps, the loss of a first one, peak memory.
-
-    Memory is that of the process, so it tells something of the first setting only.
-    """
+def measure_peak_mb(folder: str, size: Size, setting: Setting, *, threads: int) -> float:
+    """Return the peak memory of this process after one step."""
     torch.set_num_threads(threads)
-    return [_figures(Path(folder), size, setting, steps) for setting in settings]
+    _step(Path(folder), size, setting)(0)
+    return peak_memory_mb()
 
 
 def measure_in_turns(
     folder: str, size: Size, settings: Sequence[Setting], *, steps: int, threads: int
 ) -> list[dict[str, Any]]:
-    """Of each setting: the loss of a first step, and the seconds of each further one, by clock and processor.
+    """Return the loss of a first step of each setting, and the processor seconds of each further one.
 
-    The settings take turns step by step: what else the machine does falls on all of them alike.
+    The settings take turns step by step, so that other work on the machine affects all of them alike.
     """
     torch.set_num_threads(threads)
     made = [_step(Path(folder), size, setting) for setting in settings]
-    found: list[dict[str, Any]] = [{"loss": step(0), "s": [], "cpu s": []} for step in made]
+    found: list[dict[str, Any]] = [{"loss": step(0), "cpu s": []} for step in made]
     for number in range(1, steps + 1):
         for step, figures in zip(made, found, strict=True):
-            wall, cpu = time.perf_counter(), time.process_time()
+            start = time.process_time()
             step(number)
-            figures["s"].append(time.perf_counter() - wall)
-            figures["cpu s"].append(time.process_time() - cpu)
+            figures["cpu s"].append(time.process_time() - start)
     return found
 
 
 def _step(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
-    sides = {"ours": _ours, "sentence-transformers": _theirs, "tevatron": _tevatron}
-    return sides[setting.side](folder, size, setting)
+    return (_ours if setting.side == "ours" else _theirs)(folder, size, setting)
 
 
-def _figures(folder: Path, size: Size, setting: Setting, steps: int) -> dict[str, float]:
-    step = _step(folder, size, setting)
-    before = psutil.Process().memory_info().rss
-    first = step(0)
-    wall, cpu = time.perf_counter(), time.process_time()
-    for number in range(1, steps + 1):
-        step(number)
-    samples = steps * setting.batch
-    return {
-        "loss": first,
-        "samples/s": samples / (time.perf_counter() - wall),
-        "samples/cpu s": samples / (time.process_time() - cpu),
-        "peak MB": peak_memory_mb(),
-        "before MB": before / 2**20,
-    }
-
-
-def rows(size: Size, setting: Setting, number: int, *, causal: bool) -> list[list[Row]]:
+def rows(size: Size, setting: Setting, number: int, *, causal: bool) -> list[list[TokenRow]]:
     """Queries, positives and negatives of a step, with the special tokens of the backbone."""
     rng = np.random.default_rng(number)
     means = (size.query_tokens, size.document_tokens, size.document_tokens)
@@ -164,15 +135,15 @@ def rows(size: Size, setting: Setting, number: int, *, causal: bool) -> list[lis
 
 def _texts(
     rng: np.random.Generator, setting: Setting, mean: float, size: Size, causal: bool
-) -> Iterator[Row]:
+) -> Iterator[TokenRow]:
     # The log-normal's mean is exp(mu + spread^2 / 2).
     mu = np.log(mean) - setting.spread**2 / 2
     for length in rng.lognormal(mu, setting.spread, setting.batch).round().clip(3, size.longest).astype(int):
         words = rng.integers(len(SPECIAL), size.vocabulary, length - (1 if causal else 2)).tolist()
         if causal:
-            yield Row([*words, SPECIAL.index("[EOS]")], [int(length) - 1])
+            yield TokenRow([*words, SPECIAL.index("[EOS]")], [int(length) - 1])
         else:
-            yield Row([SPECIAL.index("[CLS]"), *words, SPECIAL.index("[SEP]")], [0])
+            yield TokenRow([SPECIAL.index("[CLS]"), *words, SPECIAL.index("[SEP]")], [0])
 
 
 def frozen_mb(folder: str, size: Size, base: Stored) -> float:
@@ -195,7 +166,7 @@ def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
         made.get_submodule("projection").load_state_dict(load_file(folder / "projection.st"))
     cache = GradCache(query_rows=setting.chunks[0], document_rows=setting.chunks[1])
     schedule = Schedule(
-        optimizer=Optimizer(peak_lr=RATE, weight_decay=DECAY, clip=CLIP),
+        optimizer=Optimizer(peak_lr=RATE, weight_decay=DECAY),
         global_batch=setting.batch,
         precision="float32",
         memory=Memory(grad_cache=None if setting.plain else cache),
@@ -239,9 +210,7 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
 
     def tower() -> list[Any]:
         causal = _causal(folder)
-        headless = (
-            {} if causal else {"add_pooling_layer": False}
-        )  # or it would run a pooler that nobody reads
+        headless = {} if causal else {"add_pooling_layer": False}  # or it would run a pooler that is not used
         transformer = Transformer(str(folder), model_kwargs=headless)
         weight = load_file(folder / "projection.st")["weight"]
         dense = Dense(size.hidden, DIM, bias=False, activation_function=None, init_weight=weight)
@@ -269,32 +238,6 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
             batch = collate(column, pad=0)
             features.append({"input_ids": batch.ids, "attention_mask": batch.mask, "task": task})
         return update(loss_of(features, None))
-
-    return step
-
-
-def _tevatron(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
-    from tevatron.modeling import DenseModel, LinearPooler
-
-    backbones = [AutoModel.from_pretrained(folder, add_pooling_layer=False) for _ in range(2)]
-    pooler = LinearPooler(size.hidden, DIM, tied=False)
-    for linear in (pooler.linear_q, pooler.linear_p):
-        linear.weight.data.copy_(load_file(folder / "projection.st")["weight"])
-        linear.bias.data.zero_()
-    knobs = SimpleNamespace(
-        negatives_x_device=False, per_device_train_batch_size=setting.batch, train_n_passages=2
-    )
-    model = DenseModel(*backbones, pooler, data_args=knobs, train_args=knobs)
-    update = _update(model)
-
-    def step(number: int) -> float:
-        queries, positives, negatives = rows(size, setting, number, causal=False)
-        passages = [row for pair in zip(positives, negatives, strict=True) for row in pair]
-        query, passage = (
-            {"input_ids": batch.ids, "attention_mask": batch.mask}
-            for batch in (collate(queries, pad=0), collate(passages, pad=0))
-        )
-        return update(model(query, passage).loss)
 
     return step
 

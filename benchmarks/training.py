@@ -4,11 +4,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalingnote import pipeline, stages, topk
+from benchmarks import public_sets
+from scalingnote.core import topk
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.measures import measure
 from scalingnote.evaluate.test_set import load_test_set
-from scalingnote.run_config import RunConfig
+from scalingnote.run import pipeline, stages
+from scalingnote.run.config import RunConfig
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.config import Ranks
@@ -24,6 +26,7 @@ def train(config: RunConfig, *, steps: int) -> dict[str, float]:
 
 def trained(config: RunConfig, *, steps: int) -> dict[str, Artifact]:
     """Stage I after so many steps, and its documents' embeddings."""
+    public_sets.prepare_for(config.dataset)
     pipeline.run(config, stages.select(config, until="collect"), record=False)
     config = shortened(config, steps=steps)
     return pipeline.run(config, stages.select(config, until="encode"), record=False)
@@ -31,7 +34,7 @@ def trained(config: RunConfig, *, steps: int) -> dict[str, Artifact]:
 
 def shortened(config: RunConfig, *, steps: int) -> RunConfig:
     """The same with epochs of stage I that give these steps, in this process; triplets are collected."""
-    # Mining loses no row here: the old negatives stay where no new one is found.
+    # Mining loses no row here: the old negatives stay if no new one is found.
     epochs = steps / (_triplets(config) // config.train.global_batch)
     # A training takes a minute: half of it would be the start of Ray's workers.
     here = Ranks(workers=0, gpus_per_worker=config.train.resources.gpus_per_worker)
@@ -52,7 +55,7 @@ def _triplets(config: RunConfig) -> int:
 def search(tower: Artifact, built: Mapping[str, Artifact]) -> dict[str, float]:
     """Measures of the query tower of an artifact on the documents and test queries that `built` holds."""
     test = load_test_set(built["dataset"])
-    queries = QueryEncoder.load(tower.directory("query")).encode_queries(test.queries)
+    queries = QueryEncoder(tower.directory("query")).encode_queries(test.queries)
     embeddings = built["embeddings"].table("embeddings", ["doc_id", "summary"])
     _, found = topk.search(arrow.l2_normalize(queries), arrow.to_numpy(embeddings["summary"]), k=100)
     doc_ids = embeddings["doc_id"].to_pylist()

@@ -5,49 +5,41 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy import ndarray
 
-from benchmarks import cross_teacher, escalation, minilm, smollm, training
-from scalingnote import pipeline, stages
-from scalingnote.config import load
+from benchmarks import minilm, public_sets, smollm, training
+from scalingnote.core.config import load
+from scalingnote.core.log import environment
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate import retrieval_methods, tower_measures
+from scalingnote.evaluate import retrieval_methods
 from scalingnote.evaluate.measures import per_query
-from scalingnote.evaluate.pool import INDEXED_VIEW
-from scalingnote.evaluate.report import latest, lineage
 from scalingnote.evaluate.retrieval_methods import Methods
 from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet, load_test_set
 from scalingnote.evaluate.user_files import auc_section, test_set_pairs
-from scalingnote.log import environment
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.run_config import RunConfig
-from scalingnote.search.query_path import doubt
-from scalingnote.storage import arrow, trec
+from scalingnote.run import pipeline, stages
+from scalingnote.run.config import RunConfig
+from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
 
 DEPTHS = (1, 5, 10, 20, 50, 100)
 TESTED = 50  # depth of the success that t-tests compare
 CPU_SECONDS = 1.0  # of timing a query side
-TAUGHT = 2_000  # queries over which a student's distance to its teacher is taken
 READ = ("dataset", "embeddings", "dual_encoder", "student", "teacher_embeddings", "bm25_terms")
 KEPT = ("python", "torch", "transformers", "processor", "cpus")
 TEACHERS: dict[str, Callable[[RunConfig], list[str]]] = {
     "minilm": minilm.overrides,
     "minilm-native": minilm.native_overrides,
     "smollm": smollm.overrides,
-    "minilm-gpu": partial(minilm.native_overrides, sizes=minilm.GPU),
     "smollm-gpu": partial(smollm.overrides, sizes=minilm.GPU),
 }  # by backbone: what puts it in place of towers from scratch
-EXPENSIVE = TEACHERS.keys() - {"minilm"}
-ESCALATED = "nDCG@10, escalated "  # and the share of the queries that the teacher encodes
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """What tells it from all others."""
+        """What distinguishes it from all others."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -103,20 +95,9 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     trained = "dual_encoder" in built and config.adopt is None
     history = built["dual_encoder"].read_json("validation.json") if trained else []
     validation = {name: value for name, value in history[-1].items() if name != "step"} if history else {}
-    if "cross_encoder" in built and "teacher_embeddings" not in built:  # documents are inherited
-        validation |= cross_teacher.agreements(built)
     kept = {name: value for name, value in environment().items() if name in KEPT}
-    # Distances cost a pass of the teacher over training queries.
-    sides = _sides(config, built, distances=trial.backbone not in EXPENSIVE)
+    sides = _sides(config, built)
     return Outcome(trial, sides, validation, time.monotonic() - started, kept)
-
-
-@cache
-def stage_one(dataset: str, method: str, knobs: tuple[str, ...]) -> str:
-    """What stage I learns by: trials of one dataset, seed and number of steps that agree on it share it."""
-    plain = unchanged(dataset, method)
-    train = unchanged(dataset, method, _of(knobs, plain)).train
-    return "" if train is None else train.model_dump_json()
 
 
 def configured(trial: Trial, *, run_dir: str) -> RunConfig:
@@ -135,6 +116,7 @@ def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     if trial.backbone in TEACHERS:
         knobs += TEACHERS[trial.backbone](plain)
     config = unchanged(trial.dataset, trial.method, [*knobs, *_of(trial.knobs, plain)])
+    public_sets.prepare_for(config.dataset)
     if config.adopt is not None:
         return config  # as published: nothing is trained in stage I
     pipeline.run(config, stages.select(config, until="collect"), record=False)
@@ -142,7 +124,7 @@ def configured(trial: Trial, *, run_dir: str) -> RunConfig:
 
 
 def _of(knobs: Sequence[str], config: RunConfig) -> list[str]:
-    """Without those of stage II where a method has none: they would give it one."""
+    """Return options without those of stage II if a method has none: they would give it one."""
     return [knob for knob in knobs if config.distill is not None or not knob.startswith("distill.")]
 
 
@@ -163,23 +145,14 @@ def _method_file(method: str) -> str:
     return own if Path(own).exists() or not variant else f"configs/{file}.yaml:{variant}"
 
 
-def _sides(config: RunConfig, built: Mapping[str, Artifact], *, distances: bool) -> dict[str, Side]:
-    """Every query side but a student's teacher, which has a trial of its own, and BM25 beside stage I."""
+def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
+    """Every query side but a student's teacher, which has its own trial, and BM25 of stage I."""
     parents = {kind: artifact for kind, artifact in built.items() if kind in READ}
     test = load_test_set(parents["dataset"])
-    teacher = (
-        tower_measures.sample_teacher_queries(
-            latest(lineage(parents.values()), "query_embeddings"), queries=TAUGHT, seed=0
-        )
-        if distances and "student" in parents
-        else {}
-    )
-    texts = list(
-        dict.fromkeys([*test.queries, *(query for one in teacher.values() for query in one.queries)])
-    )
+    texts = list(dict.fromkeys(test.queries))
     encoded, methods = {}, Methods(config.evaluate, parents)
     for name, kind in methods.towers.items():
-        tower = QueryEncoder.load(parents[kind].directory("query"), threads=1)
+        tower = QueryEncoder(parents[kind].directory("query"), threads=1)
         encoded[name] = QueryEmbeddings(texts, tower.encode_queries(texts))
     bm25 = None if config.distill else retrieval_methods.count_bm25(methods, test.queries, test=test)
     pairs, score = test_set_pairs(test), retrieval_methods.pair_scorer(methods, encoded, bm25)
@@ -192,12 +165,6 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact], *, distances: bool)
             continue
         values = _values(ranked, test)
         measures = {measure: float(each.mean()) for measure, each in values.items()} | graded.get(name, {})
-        if name == names.student:
-            if teacher:
-                for split, told in tower_measures.distance_section(teacher, encoded[name])["splits"].items():
-                    measures[f"distance {split}"] = told["mean"]
-            if names.dual_encoder in encoded and methods.pool_of("dual_encoder") == "embeddings":
-                measures |= _escalated(ranked, encoded[names.dual_encoder], parents["embeddings"], test)
         measures = {measure: round(value, 5) for measure, value in measures.items() if value is not None}
         speed = None if name == "bm25" else _speed(config, name, parents, test.queries)
         found[name] = Side(measures, values[f"R@{TESTED}"], speed, values["nDCG@10"])
@@ -207,33 +174,7 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact], *, distances: bool)
 def _values(ranked: trec.Run, test: TestSet) -> Mapping[str, Float[ndarray, " queries"]]:
     """Each query's measures."""
     rankings = {query: [doc for doc, _ in results] for query, results in ranked.items()}
-    return per_query(rankings, test.qrels, recall_at=DEPTHS, mrr_at=10, map_at=100, ndcg_at=10)
-
-
-def _escalated(
-    ranked: trec.Run, teacher: QueryEmbeddings, embeddings: Artifact, test: TestSet
-) -> dict[str, float]:
-    """nDCG@10 of a student where its teacher orders the best documents of queries in most doubt, by share."""
-    table = embeddings.table("embeddings", ["doc_id", INDEXED_VIEW])
-    doc_ids, vectors = table["doc_id"].to_pylist(), arrow.l2_normalize(arrow.to_numpy(table[INDEXED_VIEW]))
-    place = {doc_id: row for row, doc_id in enumerate(doc_ids)}
-    best = np.array([[place[doc] for doc, _ in ranked[query]] for query in test.query_ids])
-    scores = np.array([[score for _, score in ranked[query]] for query in test.query_ids])
-    again = np.einsum("qd,qkd->qk", teacher.unit(test.queries), vectors[best])
-    order = np.argsort(-again, axis=1, kind="stable")
-
-    def ndcg(ranking: Int[ndarray, "queries k"]) -> Float[ndarray, " queries"]:
-        rows = zip(test.query_ids, ranking.tolist(), strict=True)
-        run = {query: [(doc_ids[row], 0.0) for row in found] for query, found in rows}
-        return _values(run, test)["nDCG@10"]
-
-    points = escalation.curve(
-        doubt(scores),
-        best,
-        np.take_along_axis(best, order, axis=1),
-        ndcg,
-    )
-    return {f"{ESCALATED}{point.share:.0%}": point.value for point in points}
+    return per_query(rankings, test.qrels, recall_at=DEPTHS)
 
 
 def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], queries: Sequence[str]) -> float:
@@ -243,7 +184,7 @@ def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], querie
     ways: list[Callable[[list[str]], Any]] = []
     if how != "(sparse)":
         with mock.patch.object(torch.cuda, "is_available", return_value=False):  # a processor's seconds
-            ways.append(QueryEncoder.load(parents[kind].directory("query"), threads=1).encode_queries)
+            ways.append(QueryEncoder(parents[kind].directory("query"), threads=1).encode_queries)
     of_terms = {
         "(sparse)": "dual_encoder",
         "(hybrid)": "dual_encoder",

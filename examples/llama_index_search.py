@@ -1,6 +1,8 @@
 """Search texts of your own by a served model with LlamaIndex, and the server's index: FILE [URL] [API_KEY].
 
-Start a server first: `scalingnote serve --run runs/quickstart --set serve.document_replicas=1`.
+Start a server that embeds documents, too:
+
+    scalingnote serve --run runs/quickstart --set serve.deployments.document_tower.num_replicas=1
 """
 
 import sys

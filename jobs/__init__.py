@@ -1,1 +1,1 @@
-"""One entrypoint per stage, for `ray job submit`."""
+"""Jobs of a cluster, for `ray job submit`: each is a command of `scalingnote`, started from a checkout."""

@@ -1,5 +1,5 @@
-"""Train the small query tower (stage II): `python jobs/distill.py --config FILE`."""
+"""Stage II, the small query tower: `python jobs/distill.py CONFIG...`."""
 
-from entrypoint import main
+from job import job
 
-raise SystemExit(main("distill"))
+raise SystemExit(job("run", "--only", "distill"))

@@ -1,5 +1,5 @@
-"""Embed the documents: `python jobs/encode.py --config FILE`."""
+"""Document embeddings: `python jobs/encode.py CONFIG...`."""
 
-from entrypoint import main
+from job import job
 
-raise SystemExit(main("encode"))
+raise SystemExit(job("run", "--only", "encode"))

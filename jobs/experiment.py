@@ -1,5 +1,5 @@
-"""Compare the arms of an experiment: `python jobs/experiment.py --config FILE`."""
+"""The arms of an experiment compared: `python jobs/experiment.py CONFIG...`."""
 
-from entrypoint import experiment
+from job import job
 
-raise SystemExit(experiment())
+raise SystemExit(job("experiment"))

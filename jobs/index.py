@@ -1,5 +1,5 @@
-"""Build the sharded index: `python jobs/index.py --config FILE`."""
+"""The sharded index: `python jobs/index.py CONFIG...`."""
 
-from entrypoint import main
+from job import job
 
-raise SystemExit(main("index"))
+raise SystemExit(job("run", "--only", "index"))

@@ -1,5 +1,5 @@
-"""Take in new documents: `python jobs/ingest.py FILE --run DIR`; every node must reach both."""
+"""New documents: `python jobs/ingest.py FILE --run DIR`; every node must reach both."""
 
-from entrypoint import ingest
+from job import job
 
-raise SystemExit(ingest())
+raise SystemExit(job("ingest"))

@@ -1,5 +1,5 @@
-"""Train stage I at several sizes and fit the scaling laws: `python jobs/ladder.py --config FILE`."""
+"""Stage I at several sizes, and the scaling laws: `python jobs/ladder.py CONFIG...`."""
 
-from entrypoint import ladder
+from job import job
 
-raise SystemExit(ladder())
+raise SystemExit(job("ladder"))

@@ -1,5 +1,5 @@
-"""Run all stages of a config: `python jobs/run.py --config FILE`."""
+"""All stages of a config, or some: `python jobs/run.py CONFIG... [--only STAGE] [--until STAGE]`."""
 
-from entrypoint import run
+from job import job
 
-raise SystemExit(run())
+raise SystemExit(job("run"))

@@ -1,5 +1,5 @@
-"""Train both towers (stage I): `python jobs/train.py --config FILE`."""
+"""Stage I, both towers: `python jobs/train.py CONFIG...`."""
 
-from entrypoint import main
+from job import job
 
-raise SystemExit(main("train"))
+raise SystemExit(job("run", "--only", "train"))

@@ -8,7 +8,7 @@ The names are loaded when they are first used: `import scalingnote` costs nothin
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from scalingnote.version import __version__
+from scalingnote.core import __version__
 
 if TYPE_CHECKING:
     from scalingnote.api import Index, QueryEncoder, Result, agreement, build_index, distill

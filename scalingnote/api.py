@@ -5,76 +5,35 @@ Nothing here imports torch or Ray before it is needed: a table encodes queries w
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy import ndarray
-
-from scalingnote.array_types import Float32
-from scalingnote.encode.query_encoder import QueryEncoder as Tower
-from scalingnote.errors import ArtifactError, ConfigError, explained_imports
-from scalingnote.run_index import Index, Result, agreement, mteb_search
+from scalingnote.core.errors import ArtifactError, ConfigError, explained_imports
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.run.run_index import Index, Result, agreement, mteb_search
 
 if TYPE_CHECKING:
-    from scalingnote.distillation.agreement import Agreement
-    from scalingnote.run_config import RunConfig
+    from scalingnote.run.config import RunConfig
     from scalingnote.storage.artifact import Artifact
+    from scalingnote.train.distillation.agreement import Agreement
 
 RECIPES = ("table", "static", "table-attention", "layers2")
 MIN_STEPS = 8  # of a pass over the texts: with fewer texts than that, batches are smaller
+VECTOR_TOKENS = 256  # read of a text with a vector: documents, where pseudo-queries have a sentence
+LONG_SHARE = 0.01  # of the texts, longer than the model reads, above which all are divided into passages
+OVERLAP = 8  # part of a passage that the next one repeats, at most
 EXACT_DOCUMENTS = 10_000  # an index of so many compares a query with every document, in under a millisecond
 
 
-class QueryEncoder:
-    """Strings in, embeddings of the teacher's space out.
-
-    Args:
-        path: a folder that :func:`distill` wrote, or the query tower of a run.
-
-    Raises:
-        ArtifactError: the folder holds no query tower.
-        MissingPackageError: a tower that is a model needs the extra `train` or `serve`; a table does not.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        with explained_imports():
-            self._tower = Tower.load(Path(path))
-
-    @property
-    def dim(self) -> int:
-        """Width of the embeddings."""
-        return self._tower.dim
-
-    def encode(
-        self, queries: str | Sequence[str], *, normalize: bool = True
-    ) -> Float32[ndarray, "queries dim"]:
-        """Embeddings of queries, in their order.
-
-        Args:
-            queries: one text or several; an empty text has an embedding, too. Half of a surrogate pair is
-                read as U+FFFD, as in documents.
-            normalize: make every embedding of length 1, as documents are searched by cosine.
-
-        Returns:
-            float32, a row per query; one row for a single text.
-
-        Raises:
-            DataError: a query is no text (None, NaN, a number); names its position and value.
-        """
-        texts = [queries] if isinstance(queries, str) else queries
-        found = np.asarray(self._tower.encode_queries(texts), np.float32)
-        if normalize:
-            found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
-        return found
-
-
 def distill(
-    model: str | Path,
-    texts: str | Path,
+    model: str | Path | None = None,
+    texts: str | Path | None = None,
     *,
     to: str | Path,
+    endpoint: str | None = None,
+    vectors: str | Path | None = None,
     student: str = "table",
     queries: str | Path | None = None,
     count: int | None = None,
@@ -92,12 +51,12 @@ def distill(
     once, and the student learns to give the same embeddings. Killed at any moment, the same call goes on.
 
     Args:
-        model: hub id or folder of an embedding model that sentence-transformers reads.
+        model: hub id or folder of a model that sentence-transformers reads, or its name at `endpoint`.
         texts: documents: JSON lines, Parquet, fields between tabs, text lines, or a folder or glob of such
-            files. Columns are known by the names of BEIR, Pyserini, Tevatron, MIRACL and MS MARCO, and others
-            (:mod:`scalingnote.datasets.layouts`); the log tells which are read.
-        to: folder to write: one model for sentence-transformers and :class:`QueryEncoder`, whose query side
-            is the student.
+            files. The log tells which columns are read (:mod:`scalingnote.datasets.layouts`).
+        to: folder to write, for sentence-transformers and :class:`QueryEncoder`: queries by the student.
+        endpoint: URL of OpenAI's ``/v1/embeddings`` or TEI's ``/embed``, where the model answers.
+        vectors: texts with vectors of a lost model (Parquet, JSON lines, .npy beside `texts`), as `queries`.
         student: recipe of the student: "table" (rows of tokens, pairs and end tokens; no neural network),
             "static" (rows of tokens alone, which sentence-transformers reads without our code),
             "table-attention" (one head over the table's rows), "layers2" (the first and the last layer); or
@@ -106,7 +65,7 @@ def distill(
         count: texts to draw from the documents; None takes the recipe's.
         seed: of every draw.
         run_dir: where unfinished work and artifacts lie; None takes `to` with ".run" behind it.
-        copy_model: copy the model's document side into `to`; False refers to `model` by its name.
+        copy_model: copy the model's document side, if it has files; False refers to `model` by its name.
         text_column: of the files, where its name is not known, or several may be meant.
         id_column: the same of ids; a row without one is named by its number.
         title_column: the same of titles.
@@ -123,9 +82,10 @@ def distill(
         config = run_config(
             model, texts, to=to, student=student, queries=queries, count=count, seed=seed, run_dir=run_dir,
             columns=text_columns(text_column, id_column, title_column), overrides=overrides,
+            endpoint=endpoint, vectors=vectors,
         )  # fmt: skip
         built = build(config, overrides)
-        publish(built, Path(to), model=None if copy_model else str(model))
+        publish(built, Path(to), model=None if copy_model or endpoint or vectors else str(model))
     return QueryEncoder(to)
 
 
@@ -134,6 +94,7 @@ def build_index(
     texts: str | Path,
     *,
     run_dir: str | Path,
+    endpoint: str | None = None,
     student: str = "table",
     queries: str | Path | None = None,
     count: int | None = None,
@@ -145,6 +106,9 @@ def build_index(
 ) -> "Index":
     """Distil a model's query side as :func:`distill` does, and index the documents for hybrid search.
 
+    Where more than 1 % of the texts are longer than the model reads, the index holds their passages, and a
+    search gives each document once, by its best passage.
+
     The documents are encoded by the model itself, and by BM25. ``scalingnote search --run RUN_DIR`` and
     ``scalingnote serve --run RUN_DIR`` read the same index. :func:`distill` with the same arguments and
     `run_dir` publishes its query tower without training it again.
@@ -153,6 +117,7 @@ def build_index(
         model: as :func:`distill` takes it, like all other arguments.
         texts: documents.
         run_dir: folder of the index, and of all that it is made of. Killed, the same call goes on.
+        endpoint: URL of the model.
         student: recipe of the query tower, or a smaller model.
         queries: file with real queries to learn from as well.
         count: texts to draw from the documents.
@@ -170,6 +135,7 @@ def build_index(
         config = run_config(
             model, texts, to=run_dir, student=student, queries=queries, count=count, seed=seed,
             run_dir=run_dir, columns=text_columns(text_column, id_column, title_column), overrides=overrides,
+            endpoint=endpoint,
         )  # fmt: skip
         build(config, overrides, index=True)
     return Index(run_dir)
@@ -185,14 +151,18 @@ def build(
         overrides: what the caller has set in it; else batches, codes and index fit the number of texts.
         index: build the index as well, and make this the run that :class:`Index` finds.
     """
-    from scalingnote import pipeline, stages
+    from scalingnote.run import pipeline, stages
 
-    drawn = pipeline.run(config, stages.select(config, until="pseudo_queries"), record=False)
-    counts = drawn["pseudo_queries"].counts
+    if not any(override.startswith("dataset.passages") for override in overrides):
+        config = _divided(config)
+    texts = "query_embeddings" if config.vectors is not None else "pseudo_queries"
+    until = "teacher" if config.vectors is not None else "pseudo_queries"
+    drawn = pipeline.run(config, stages.select(config, until=until), record=False)
+    counts = drawn[texts].counts
     config = _fitted(
         config,
         texts=counts["queries"] - counts["validation"],
-        documents=drawn["dataset"].counts["documents"],
+        documents=drawn["dataset"].counts["documents"] if "dataset" in drawn else 0,
         given={override.partition("=")[0] for override in overrides},
         index=index,
     )
@@ -200,10 +170,42 @@ def build(
     return pipeline.run(config, chosen, record=index)
 
 
+def _divided(config: "RunConfig") -> "RunConfig":
+    """The config with passages, if more than LONG_SHARE of the texts are longer than the model reads."""
+    from scalingnote.core.log import get_logger
+    from scalingnote.datasets.config import Passages
+    from scalingnote.datasets.passages import tokenizer_json
+    from scalingnote.encode.documents import load_document_prompt
+    from scalingnote.encode.lengths import sample_counts
+    from scalingnote.encode.parts import cut_summary
+    from scalingnote.run import pipeline, stages
+
+    if config.adopt is None:
+        return config
+    log, built = get_logger("api"), pipeline.run(config, stages.select(config, until="adopt"), record=False)
+    counts = sample_counts(built["dataset"], built["dual_encoder"])
+    if counts["cut_texts"] <= LONG_SHARE * counts["documents"]:
+        return config
+    try:
+        tokenizer_json(config.adopt.path)
+    except ConfigError as error:
+        log.warning("%s, and documents are not divided: %s", cut_summary(counts), error)
+        return config
+    most = load_document_prompt(built["dual_encoder"]).max_tokens
+    overlap = most // OVERLAP
+    passages = Passages(max_tokens=most, overlap=overlap, tokenizer=config.adopt.path)
+    log.info(
+        "%s: documents are divided into passages of at most %d tokens, with up to %d of the one before "
+        "(--set dataset.passages=null cuts them instead)",
+        *(cut_summary(counts), most, overlap),
+    )
+    return config.model_copy(update={"dataset": config.dataset.model_copy(update={"passages": passages})})
+
+
 def _fitted(config: "RunConfig", *, texts: int, documents: int, given: set[str], index: bool) -> "RunConfig":
     """The config with what depends on the number of texts and documents; settings in `given` stay."""
+    from scalingnote.encode.config import BM25Config
     from scalingnote.index.config import Flat
-    from scalingnote.lexical.config import BM25Config
 
     def is_free(name: str) -> bool:
         return not any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in given)
@@ -233,8 +235,8 @@ def text_columns(text: str | None, doc_id: str | None, title: str | None) -> dic
 
 
 def run_config(
-    model: str | Path,
-    texts: str | Path,
+    model: str | Path | None,
+    texts: str | Path | None,
     *,
     to: str | Path,
     student: str,
@@ -244,40 +246,90 @@ def run_config(
     run_dir: str | Path | None,
     columns: Mapping[str, str],
     overrides: Sequence[str],
+    endpoint: str | None = None,
+    vectors: str | Path | None = None,
 ) -> "RunConfig":
-    """The config of :func:`distill`'s run: a recipe, the model and the texts, which are looked at first."""
-    from scalingnote.config import load
+    """The config of :func:`distill`'s run: a recipe, a teacher and the texts, which are looked at first."""
+    from scalingnote.core.config import load
     from scalingnote.datasets.sources import read_texts
-    from scalingnote.run_config import RunConfig
+    from scalingnote.datasets.vector_job import open_files
+    from scalingnote.run.config import RunConfig
 
-    # DataError, before work is spent, for texts that no stage could read.
-    next(iter(read_texts(texts, columns)), None)
+    if (model is None) == (vectors is None) or (endpoint and vectors) or (texts or vectors) is None:
+        raise ConfigError(
+            "a teacher is a model (hub id or folder) with --texts, a model at an endpoint with --texts, or a "
+            "file of vectors: give one"
+        )
     is_model = student not in RECIPES and ("/" in student or ":" in student or Path(student).is_dir())
     if student not in RECIPES and not is_model:
         raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}, or name a model")
     name = "model" if is_model else student
-    recipe = resources.files("scalingnote.distillation") / "recipes" / f"{name}.yaml"
+    recipe = resources.files("scalingnote.train.distillation") / "recipes" / f"{name}.yaml"
     values: dict[str, Any] = {
         "run_dir": str(run_dir or f"{to}.run"),
         "dataset.name": "texts",
-        "dataset.path": str(texts),
-        "adopt.path": str(model),
+        "dataset.path": str(texts or vectors),
         "pseudo_queries.seed": seed,
         "distill.seed": seed,
     }
+    if vectors is not None:
+        values |= _vectors_values(vectors, texts, queries=queries, count=count, columns=columns)
+    else:
+        values |= _model_values(model, endpoint)
+        values |= {} if count is None else {"pseudo_queries.count": count}
+        values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
+    values |= _own_start(student) if vectors or endpoint else {}
     values |= {"distill.student.backbone.path": student} if is_model else {}
     values |= {"dataset.columns": json.dumps(columns)} if columns else {}
-    values |= {} if count is None else {"pseudo_queries.count": count}
-    values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
     with resources.as_file(recipe) as path:
         config = load(RunConfig, [path], [*(f"{name}={value}" for name, value in values.items()), *overrides])
+    # Errors, before work is spent, for what no stage could read.
+    if config.vectors is not None:
+        open_files(config.vectors)
+    else:
+        next(iter(read_texts(str(texts), columns)), None)
     _check_width(config)
     _check_similarity(config)
     return config
 
 
+def _vectors_values(
+    vectors: str | Path,
+    texts: str | Path | None,
+    *,
+    queries: str | Path | None,
+    count: int | None,
+    columns: Mapping[str, str],
+) -> dict[str, Any]:
+    """Settings of a teacher of which a file of vectors is known."""
+    if count is not None or "doc_id" in columns:
+        raise ConfigError(
+            "with --vectors every text of the file is learnt from, and ids are not read: leave --count and "
+            "--id-column out"
+        )
+    files = {"path": vectors, "texts": texts, "queries": queries}
+    given = {f"vectors.{name}": str(file) for name, file in files.items() if file is not None}
+    return given | {"vectors.columns": json.dumps(columns), "distill.student.max_length": VECTOR_TOKENS}
+
+
+def _model_values(model: str | Path | None, endpoint: str | None) -> dict[str, Any]:
+    if endpoint is None:
+        return {"adopt.path": str(model)}
+    return {"endpoint.url": endpoint, "endpoint.model": str(model)}
+
+
+def _own_start(student: str) -> dict[str, Any]:
+    """Settings of a student whose teacher has neither tokens nor layers to give."""
+    if student == "layers2":
+        raise ConfigError(
+            "student layers2 starts from layers of its teacher, of which vectors alone are known: choose "
+            "table, static or table-attention, or name a smaller model"
+        )
+    return {"distill.inherit_tokens": False}
+
+
 def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":
-    """Write the student and its teacher as one folder, whose card tells how far they agree.
+    """Write the student, and a teacher that has files, as one folder, whose card tells how far they agree.
 
     Args:
         built: artifacts by kind, from :func:`build`.
@@ -287,38 +339,45 @@ def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Ag
     Returns:
         The agreement of both.
     """
-    from scalingnote.distillation.agreement import compare
+    from scalingnote.encode.lengths import summary
     from scalingnote.models.card import CardFacts
     from scalingnote.models.publish import write_router
+    from scalingnote.train.distillation.agreement import compare
 
-    kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
-    found = compare(**{kind: built[kind] for kind in kinds}, embeddings=built.get("embeddings"))
-    path = built["dual_encoder"].manifest.config["path"]
-    is_hub_id = not Path(path).exists() and ":" not in path
+    kinds = ("dataset", "dual_encoder", "query_embeddings", "student", "embeddings")
+    found = compare(**{kind: built[kind] for kind in kinds if kind in built})
+    lessons = built["query_embeddings"]
+    named = lessons.manifest.config.get("model")  # at an endpoint
     facts = CardFacts(
-        base_model=path if is_hub_id else None,
-        lessons=built["query_embeddings"].counts["queries"],
+        lessons=lessons.counts["queries"],
+        made=f"The teacher is {named}, behind an endpoint." if named else None,
         agreement=found.measures(),
+        lengths=summary(built),
     )
-    query, document = built["student"].directory("query"), built["dual_encoder"].directory("document")
-    write_router(query, document, to, document_reference=model, facts=facts)
+    document = None
+    if (towers := built.get("dual_encoder")) is not None:
+        path = towers.manifest.config["path"]
+        is_hub_id = not Path(path).exists() and ":" not in path
+        facts = replace(facts, base_model=path if is_hub_id else None)
+        document = towers.directory("document")
+    write_router(built["student"].directory("query"), document, to, document_reference=model, facts=facts)
     return found
 
 
 def _check_width(config: "RunConfig") -> None:
     """ConfigError, before work is spent, for a student that is wider than its teacher."""
-    from scalingnote.adopt.job import model_path
+    from scalingnote.core.model_files import PACKAGE_PREFIX, local_folder
+    from scalingnote.models.adopt import model_path
     from scalingnote.models.config import Pretrained, TowerConfig
     from scalingnote.models.flops import backbone_shape
-    from scalingnote.models.published_model import PACKAGED, local_folder
 
-    if config.adopt is None or config.distill is None or config.distill.start == "teacher":
+    if config.adopt is None or config.distill is None or config.distill.teacher_layers is not None:
         return
     student = config.distill.student
     if not isinstance(student, TowerConfig):
         return  # a table has the teacher's width
     model = model_path(config.adopt, "query")
-    if model.startswith(PACKAGED):
+    if model.startswith(PACKAGE_PREFIX):
         model = str(local_folder(model))
     try:
         width = backbone_shape(student.backbone).hidden
@@ -334,12 +393,13 @@ def _check_width(config: "RunConfig") -> None:
 
 def _check_similarity(config: "RunConfig") -> None:
     """ConfigError, before work is spent, for a model in a folder that search cannot compare as it does."""
-    from scalingnote.models.published_model import PACKAGED, local_folder, similarity_of
+    from scalingnote.core.model_files import PACKAGE_PREFIX, local_folder
+    from scalingnote.models.published_model import similarity_of
 
     adopt = config.adopt
     if adopt is None or adopt.similarity or adopt.normalise:
         return
-    if adopt.path.startswith(PACKAGED) or Path(adopt.path).is_dir():  # else when it is fetched
+    if adopt.path.startswith(PACKAGE_PREFIX) or Path(adopt.path).is_dir():  # else when it is fetched
         similarity_of(local_folder(adopt.path))
 
 

@@ -53,7 +53,7 @@ def cluster() -> Iterator[None]:
     """A private two-CPU Ray cluster; ask for it in every test that starts Ray work in process."""
     import ray
 
-    from scalingnote import cluster
+    from scalingnote.core import cluster
 
     cluster.connect()
     yield

@@ -11,14 +11,13 @@ from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, TokenWiseConfig, TowerConfig
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.train.candidates import Triplets, padded
-from scalingnote.train.config import Align, Losses, Sparse
-from scalingnote.train.objective import StageOne
+from scalingnote.train.config import Losses, Sparse
+from scalingnote.train.objective import StageOne, Triplets, padded
 
 DIM = 16
 STEPS = 10  # of a run that a batch is a step of
 LOSSES = Losses(temperature=0.1, bidirectional=False, alpha=0, matryoshka=(4, DIM))
-SPARSE, ALIGN = Sparse(flops=1e-2), Align()
+SPARSE = Sparse(flops=1e-2)
 
 
 @cache
@@ -38,7 +37,7 @@ def stage(
     shared: bool = True,
     lora: Lora | None = None,
     sparse: Sparse | None = SPARSE,
-    align: Align | None = ALIGN,
+    align: bool = True,
     losses: Losses = LOSSES,
 ) -> StageOne:
     """Everything that LightRetriever trains, from scratch."""

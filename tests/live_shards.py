@@ -8,12 +8,12 @@ import pyarrow as pa
 from scalingnote.index import families, ivf, postings
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, IndexConfig
-from scalingnote.index.live_index import LiveIndex
-from scalingnote.index.live_state import Snapshot
-from scalingnote.index.shard import DOCUMENTS, Shard
+from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.live.live_state import Snapshot
+from scalingnote.index.shard import SHARD_DOCUMENTS, Shard
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.storage.schema import SPARSE
+from scalingnote.storage.schema import PASSAGE, SPARSE, document_of
 from synthetic_corpus import vectors
 
 DIM = 16
@@ -24,12 +24,24 @@ EXACT = IVFPQ(m=4, nbits=4, refine="flat")
 
 def quantizer(family: Family = EXACT) -> families.Quantizer:
     nlist = 1 if family.kind == "flat" else NLIST
-    return families.train(vectors(300, DIM), family, nlist=nlist, iterations=3, seed=0)
+    return families.train(vectors(300, DIM), family, nlist=nlist, seed=0)
 
 
-def table(doc_ids: list[str], version: int = 0) -> pa.Table:
-    texts = {name: [f"{name} {version} of {i}" for i in doc_ids] for name in DOCUMENTS.names[1:]}
-    return pa.table({"doc_id": doc_ids, **texts}, schema=DOCUMENTS)
+def table(doc_ids: list[str], version: int = 0, *, passages: bool = False) -> pa.Table:
+    texts = {name: [f"{name} {version} of {i}" for i in doc_ids] for name in SHARD_DOCUMENTS.names[1:]}
+    rows = pa.table({"doc_id": doc_ids, **texts}, schema=SHARD_DOCUMENTS)
+    if not passages:
+        return rows
+    numbers = [int(doc_id.rpartition("#")[2]) for doc_id in doc_ids]
+    columns = [
+        [document_of(i) for i in doc_ids],
+        numbers,
+        [10 * n for n in numbers],
+        [9 + 10 * n for n in numbers],
+    ]
+    for field, values in zip(PASSAGE, columns, strict=True):
+        rows = rows.append_column(field, pa.array(values, field.type))
+    return rows
 
 
 def term_columns(documents: list[Mapping[int, float]]) -> pa.Table:
@@ -98,15 +110,16 @@ def index(
     *,
     terms: Mapping[str, Mapping[int, float]] | None = None,
     strongest: int | None = None,
+    passages: bool = False,
 ) -> Artifact:
-    """An index artifact as the index stage writes it."""
+    """An index artifact as the index stage writes it; with `passages`, ids are those of passages."""
     shared = quantizer(family)
     config = IndexConfig(shards=len(shards), family=family, terms=strongest)
     draft = Draft(uri, kind="index", config=config, parents={})
     draft.write_bytes(layouts.COARSE, shared.coarse)
     refine = families.refine_of(family)
     documents = sum(map(len, shards))
-    layout = layouts.Layout(
+    layout = layouts.IndexLayout(
         dim=DIM,
         documents=documents,
         shards=len(shards),
@@ -119,6 +132,7 @@ def index(
         filters=("topic",),
         sparse=terms is not None,
         background=0.05,
+        passages=passages,
     )
     for number, own in enumerate(shards):
         columns = None if terms is None else term_columns([terms[name] for name in own])
@@ -127,14 +141,14 @@ def index(
             number,
             layout=layout,
             lists=shard(shared, own, number).lists,
-            documents=table(list(own)),
+            documents=table(list(own), passages=passages),
             terms=postings.merged([])
             if columns is None
             else postings.build(columns["terms"], columns["impacts"], strongest=strongest),
         )
         for name, part in written.items():
             draft.register(name, part)
-    draft.write_json(layouts.LAYOUT, vars(layout))
+    draft.write_json(layouts.LAYOUT_FILE, vars(layout))
     return draft.commit(counts={"documents": documents, "documents_not_embedded": 0})
 
 

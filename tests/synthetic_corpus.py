@@ -1,6 +1,5 @@
 """Small corpora for the tests of quantize, index and search: clustered unit vectors in artifacts."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -8,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 
-from scalingnote.config import Config
+from scalingnote.core.config import Config
 from scalingnote.quantize.semantic_id import to_table
 from scalingnote.storage.arrow import to_arrow
 from scalingnote.storage.artifact import Artifact, Draft
@@ -93,16 +92,6 @@ def embeddings(
         draft.write_table(f"embeddings/part-{number:05d}.parquet", table)
         first += size
     return draft.commit(counts={"documents": len(matrix) - len(missing)})
-
-
-def suffixes(codes: np.ndarray) -> np.ndarray:
-    """Number of earlier documents with the same codes, by counting."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    found = np.zeros(len(codes), np.int32)
-    for row, key in enumerate(map(tuple, codes.tolist())):
-        found[row] = seen[key]
-        seen[key] += 1
-    return found
 
 
 def semantic_ids(uri: str, source: Artifact, *, numbered: bool = False) -> Artifact:

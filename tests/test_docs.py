@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scalingnote import cli
-from scalingnote.config import validate
-from scalingnote.run_config import RunConfig
+from scalingnote.cli import main as cli
+from scalingnote.core.config import load, validate
+from scalingnote.run import stages
+from scalingnote.run.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -65,7 +66,7 @@ def test_commands_have_arguments_that_exist(page: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.stem)
 def test_options_that_the_text_names_are_those_of_the_command(page: Path):
-    """Also where a command is cut short by dots, or an option stands alone: then it is of any command."""
+    """Also where a command is cut short by dots, or an option stands by itself: then it is of any command."""
     (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
     options = {name: {*parser.complete()._option_string_actions} for name, parser in commands.choices.items()}
     text = page.read_text(encoding="utf-8")
@@ -116,3 +117,17 @@ def test_the_table_of_packages_is_complete():
     packages = {path.parent.name for path in package.glob("*/__init__.py")}
     modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
     assert named == packages | modules
+
+
+def test_the_example_script_runs_all_stages_in_order():
+    script = (ROOT / "examples/scalingnote.sh").read_text(encoding="utf-8")
+    config = load(RunConfig, [ROOT / "configs/quickstart/python_docs.yaml"])
+    script = script.replace("$CONFIG", "my.yaml").replace("$SET", "").replace("$RUN", "runs/mine")
+    parser, done = cli._parser(), []
+    for line in re.findall(r"^scalingnote .*$", script, flags=re.M):
+        words = shlex.split(line)[1:]
+        options = parser.parse_args(words)
+        if words[0] == "run":
+            choice = {"only": options.only, "start": options.start, "until": options.until}
+            done += [stage.name for stage in stages.select(config, **choice)]
+    assert done == [stage.name for stage in stages.of(config)]

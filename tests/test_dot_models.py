@@ -15,21 +15,21 @@ import scalingnote
 import tiny
 from in_process import without_ray
 from published import folder
-from scalingnote import api, cli, pipeline, stages, topk
-from scalingnote.adopt import job as adopt
-from scalingnote.adopt.config import AdoptConfig
-from scalingnote.distillation import agreement
-from scalingnote.errors import ConfigError
-from scalingnote.evaluate.mteb_model import MtebModel
+from scalingnote import api
+from scalingnote.cli import main as cli
+from scalingnote.core.errors import ConfigError
 from scalingnote.export import vectors
 from scalingnote.export.databases import Parquet
 from scalingnote.fuse import job as fuse
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.ingest import DocumentFlow
-from scalingnote.models import published_model
+from scalingnote.models import adopt, published_model
+from scalingnote.models.config import AdoptConfig
 from scalingnote.models.dual_encoder import load_tower
+from scalingnote.run import pipeline, stages
+from scalingnote.run.ingest import DocumentFlow
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.train.distillation import agreement
 
 QUERIES = [row["title"] for row in tiny.document_rows()[:6]]
 K = 10
@@ -86,9 +86,10 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pseudo_queries.validation_share=0.1",
         "pseudo_queries.count=300",
         "encode.dtype=float32",
+        "dataset.passages=null",
     )
     words += [word for each in settings for word in ("--set", each)]
-    for stage in stages.STAGES:
+    for stage in stages.RUN_STAGES:
         importlib.import_module(stage.job.partition(":")[0])
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
@@ -146,16 +147,7 @@ def test_the_written_folder_compares_as_the_model(out: Path, library: SentenceTr
     assert ranking(model.similarity(queries, model.encode_document(texts()))) == searched(
         scalingnote.Index(f"{out}.run")
     )
-    # The folder is a model again, for evaluation and adoption.
     assert published_model.similarity_of(out) == "dot"
-    tower: Any = load_tower(out, "document")
-    assert tower.native.searched_by == "dot"
-    mteb = MtebModel.load(out)
-    body = mteb.encode([{"text": texts()}], prompt_type="document")
-    np.testing.assert_allclose(body, found, atol=1e-4)
-    assert mteb.mteb_model_meta.similarity_fn_name.value == "dot"
-    pairs = mteb.similarity(mteb.encode([{"text": QUERIES}], prompt_type="query"), body)
-    assert ranking(pairs) == searched(scalingnote.Index(f"{out}.run"))
 
 
 def test_documents_keep_their_length_wherever_they_go(
@@ -187,14 +179,16 @@ def test_agreement_is_measured_by_the_models_own_similarity(out: Path, monkeypat
 
     monkeypatch.setattr(agreement, "neighbour_overlap", overlap)
     names = ("dataset", "dual_encoder", "query_embeddings", "student")
-    agreement.compare(*(artifact(out, name) for name in names))
+    agreement.compare(**{name: artifact(out, name) for name in names})
     lengths = np.linalg.norm(seen[0], axis=1)
     assert lengths.max() > 2 * lengths.min()
 
 
-def test_what_compares_by_cosine_alone_is_refused(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from scalingnote.distillation import job
-    from scalingnote.distillation.config import DistillConfig
+def test_dot_models_are_refused_where_only_cosine_works(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from scalingnote.train.distillation import job
+    from scalingnote.train.distillation.config import DistillConfig
 
     without_ray(monkeypatch)
     uris = {name: artifact(out, name).uri for name in ("dataset", "embeddings", "semantic_ids")}
@@ -218,26 +212,9 @@ def test_what_compares_by_cosine_alone_is_refused(out: Path, tmp_path: Path, mon
         )
 
 
-def test_queries_and_documents_that_are_compared_differently_are_refused(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from scalingnote.distillation import job
-    from scalingnote.distillation.config import DistillConfig
-
-    without_ray(monkeypatch)
-    with pytest.raises(ConfigError, match=r"are compared by dot.*by cosine: encode the queries again"):
-        job.run(
-            DistillConfig.model_validate({"losses": {"one_hot": 1.0}, "resources": {"workers": 0}}),
-            query_embeddings=nothing(tmp_path, "query_embeddings"),
-            embeddings=artifact(out, "embeddings").uri,
-            triplets=nothing(tmp_path, "triplets"),
-            output=str(tmp_path / "student"),
-        )
-
-
 def test_a_student_for_documents_is_compared_as_its_teacher(out: Path, tmp_path: Path):
-    from scalingnote.distillation import job
-    from scalingnote.distillation.config import DistillConfig
+    from scalingnote.train.distillation import job
+    from scalingnote.train.distillation.config import DistillConfig
 
     made = str(folder(tmp_path / "model", pooling="cls", normalise=True))
     document = {"backbone": {"kind": "pretrained", "path": made}, "pooling": "cls", "normalise": False}
@@ -307,13 +284,3 @@ def test_the_models_of_a_pair_compare_alike(tmp_path: Path):
         adopt.run(config, output=str(tmp_path / "towers"))
     chosen = config.model_copy(update={"similarity": "dot"})
     assert adopt.run(chosen, output=str(tmp_path / "pair")).manifest.info["similarity"] == "dot"
-
-
-def test_exact_search_of_such_vectors_is_by_inner_product():
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(50, 8)).astype(np.float32) * rng.uniform(0.2, 5, size=(50, 1)).astype(np.float32)
-    queries = rng.normal(size=(4, 8)).astype(np.float32)
-    assert topk.search(queries, arrow.as_searched(rows, "dot"), k=5)[1].tolist() == (
-        np.argsort(-(queries @ rows.T), axis=1)[:, :5].tolist()
-    )
-    np.testing.assert_allclose(np.linalg.norm(arrow.as_searched(rows, "cosine"), axis=1), 1, rtol=1e-5)

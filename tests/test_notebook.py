@@ -10,7 +10,7 @@ import pytest
 import scalingnote
 from in_process import without_ray
 from published import folder
-from scalingnote import stages
+from scalingnote.run import stages
 
 NOTEBOOK = Path(scalingnote.__file__).parents[1] / "examples" / "your_model.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
@@ -21,7 +21,7 @@ def test_every_cell_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one process, as a kernel runs them. Model and number of texts are the only things that differ."""
-    for stage in stages.STAGES:
+    for stage in stages.RUN_STAGES:
         importlib.import_module(stage.job.partition(":")[0])
     without_ray(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -32,11 +32,11 @@ def test_every_cell_runs(
     names |= {"MODEL": str(folder(tmp_path / "published")), "COUNT": 400}
     for number, cell in enumerate(others, 2):
         exec(compile(cell, f"cell {number}", "exec"), names)
-    told = capsys.readouterr().out
-    assert int(re.findall(r"([\d,]+) documents", told)[0].replace(",", "")) > 1000
-    assert len(re.findall(r"^\d\.\d{3}  \w", told, re.M)) == 3
-    assert "the teacher's ten best documents that the table finds" in told
-    ways = re.findall(r"^(.+?) +answers (\d) of 8 in the first ten", told, re.M)
+    output = capsys.readouterr().out
+    assert int(re.findall(r"([\d,]+) documents", output)[0].replace(",", "")) > 1000
+    assert len(re.findall(r"^\d\.\d{3}  \w", output, re.M)) == 3
+    assert "the teacher's ten best documents that the table finds" in output
+    ways = re.findall(r"^(.+?) +answers (\d) of 8 in the first ten", output, re.M)
     assert [way for way, _ in ways] == [
         "BM25",
         "table",

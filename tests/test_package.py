@@ -1,5 +1,6 @@
-"""The wheel: what it holds, what it asks for, and that it works where there is no checkout."""
+"""The package: one name for each thing. The wheel: what it holds, what it asks for, and that it works."""
 
+import ast
 import json
 import os
 import re
@@ -16,11 +17,14 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import gpu_versions
 import readme_check
 import scalingnote
+from benchmarks import house
 from published import folder as published_folder
-from scalingnote import doctor, errors
-from scalingnote.errors import MissingPackageError, explained_imports
+from scalingnote.cli import doctor
+from scalingnote.core import errors
+from scalingnote.core.errors import MissingPackageError, explained_imports
 
 ROOT = Path(scalingnote.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -43,6 +47,7 @@ DISTRIBUTIONS = {
     "google": "googleapis-common-protos",
     "grpc": "grpcio",
     "ir_measures": "ir-measures",
+    "Stemmer": "PyStemmer",
     "starlette": "fastapi",
     "uvicorn": "ray",
 }
@@ -101,7 +106,7 @@ def run_in(environment: Path, program: str, *words: str) -> subprocess.Completed
     )
 
 
-def test_the_wheel_holds_the_package_with_all_its_files_and_no_other(distributions: Path):
+def test_the_wheel_holds_the_package_and_nothing_else(distributions: Path):
     (wheel,) = distributions.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
@@ -116,11 +121,16 @@ def test_the_wheel_holds_the_package_with_all_its_files_and_no_other(distributio
     assert "scalingnote/py.typed" in here
 
 
-def test_the_source_distribution_holds_what_a_release_is_built_and_run_from(distributions: Path):
+def test_the_source_distribution_builds_a_release(distributions: Path):
     (source,) = distributions.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"constraints.txt", "CHANGELOG.md", "configs/quickstart/base.yaml", "scalingnote/reports.html"}
+    wanted = {
+        "constraints.txt",
+        "CHANGELOG.md",
+        "configs/quickstart/base.yaml",
+        "scalingnote/core/templates/report.html",
+    }
     assert wanted <= names
 
 
@@ -134,8 +144,8 @@ def test_the_wheel_works_without_the_checkout(environment: Path):
     examined = run_in(environment, "scalingnote", "doctor", "--json")
     findings = {each["subject"]: each for each in json.loads(examined.stdout)}
     assert findings["packages"]["level"] == "ok", findings["packages"]
-    listed = run_in(environment, "scalingnote", "datasets", "list")
-    assert "medquad" in listed.stdout, listed.stderr
+    listed = run_in(environment, "scalingnote", "datasets")
+    assert "python_docs" in listed.stdout, listed.stderr
 
 
 @pytest.mark.slow
@@ -162,7 +172,7 @@ def test_the_first_commands_of_the_readme_run_from_the_wheel(environment: Path, 
 def test_the_version_has_one_place():
     assert PROJECT["dynamic"] == ["version"]
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert settings["dynamic"]["version"] == {"attr": "scalingnote.version.__version__"}
+    assert settings["dynamic"]["version"] == {"attr": "scalingnote.core.__version__"}
 
 
 def test_the_core_loads_a_table_and_leaves_the_rest_to_extras():
@@ -201,7 +211,7 @@ def test_a_missing_package_names_its_extra(package: str, remedy: str):
 
 
 def test_a_command_without_its_packages_says_what_to_install(environment: Path, tmp_path: Path):
-    """The core alone: heavy packages cannot be imported."""
+    """Only the core: heavy packages cannot be imported."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nfor name in " + repr(sorted(HEAVY - {"pydantic"})) + ":\n    sys.modules[name] = None\n"
     )
@@ -223,18 +233,49 @@ def test_a_command_without_its_packages_says_what_to_install(environment: Path, 
     assert run("--help").returncode == 0
 
 
+TORCH = {"torch", "transformers"}
+SERVING = ", ".join(f"scalingnote.serve.{part}" for part in ("app", "artifacts", "replicas", "writer"))
+CONFIGS = ", ".join(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("scalingnote/**/config.py")
+)
+HELP = "from scalingnote.cli import main\ntry: main.main({})\nexcept SystemExit: pass"
+OF_CONFIGS = HEAVY - {"pydantic"} | {"jinja2", "matplotlib", "numpy", "rich"}
+
+
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("from scalingnote import cli; cli._parser()", HEAVY | {"numpy", "tokenizers"}),
+        ("from scalingnote.cli import main; main._parser()", HEAVY | {"numpy", "tokenizers", "yaml"}),
+        (HELP.format(["--help"]), OF_CONFIGS | {"pydantic", "yaml"}),
+        (HELP.format(["plan", "--help"]), OF_CONFIGS),
         ("from scalingnote import QueryEncoder", HEAVY),
         ("from scalingnote import Index, distill", HEAVY),
+        (f"import {CONFIGS}", OF_CONFIGS),
+        ("import scalingnote.run.pipeline", {"ray", "faiss", *TORCH}),
+        (f"import {SERVING}", {"jinja2", "matplotlib", *TORCH}),
     ],
+    ids=["parser", "help", "help of a command", "encoder", "index", "configs", "pipeline", "serving"],
 )
 def test_what_is_not_imported(statement: str, absent: set[str]):
     code = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not absent & set(found.stdout.split())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not absent & set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_gpu_images_have_the_versions_of_all_others():
+    """But for the packages that the lock names: so what is tested on CPUs is what runs there."""
+    pinned = versions(ROOT / "constraints.txt")
+    for variant, different in gpu_versions.DIFFERENT.items():
+        found = versions(gpu_versions.constraints(variant))
+        others = {name for name in found.keys() & pinned.keys() if found[name] != pinned[name]}
+        assert others == set(different)
+        assert {"torch", "faiss-gpu", "nvidia-nccl-cu13"} <= set(found)
+        assert found["cuda-toolkit"].startswith("13.0.")
+
+
+def versions(file: Path) -> dict[str, str]:
+    pins = (line.partition("==") for line in file.read_text().splitlines() if "==" in line)
+    return {name.lower().replace("_", "-"): version for name, _, version in pins}
 
 
 def test_a_release_is_published_from_a_tag_without_a_password():
@@ -259,3 +300,9 @@ def test_every_extra_that_a_message_or_page_names_exists():
     named = set(",".join(groups).split(","))
     assert named >= {"cpu", "train", "serve", "gpu"}
     assert named <= PROJECT["optional-dependencies"].keys()
+
+
+def test_a_class_or_public_constant_is_defined_in_one_module():
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in house.PACKAGE.rglob("*.py")}
+    assert len(trees) > 200
+    assert house.names_twice({path: tree for path, tree in trees.items() if "_pb2" not in path.name}) == {}

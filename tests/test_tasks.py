@@ -1,9 +1,8 @@
 """Work handed to Ray: what the cluster could never do is refused, the rest is done in order, and again."""
 
 import os
-import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import ray
 
-from in_process import without_ray
-from scalingnote import cluster
-from scalingnote.config import Resources
+from scalingnote.core import cluster
+from scalingnote.core.config import Resources
+from scalingnote.core.errors import ConfigError, PartsFailedError
+from scalingnote.core.parts import PartStage
 from scalingnote.encode.config import Fleet
-from scalingnote.errors import ConfigError, ScalingNoteError
 from scalingnote.train.config import Ranks
 
 GIB = 2.0**30
@@ -129,147 +128,90 @@ def test_work_of_cpus_keeps_off_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch)
     assert cluster.actor_options(Resources()) == on_cpus
 
 
+def test_the_work_of_a_process_starts_no_ray(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray starts"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "_in_process", False)
+    cluster.connect(cluster.IN_PROCESS)
+    cluster.check_resources(Resources(workers=999, gpus_per_worker=8), knob="encode.resources")
+    assert sorted(cluster.map_tasks(abs, [-1, -2])) == [1, 2]
+    assert list(cluster.map_loaded(PartStage(lambda: abs), [-1], Resources())) == [1]
+
+
 @pytest.mark.usefixtures("cluster")
-def test_no_more_items_are_worked_on_than_there_are_workers_and_they_come_in_order():
+def test_no_more_tasks_run_than_there_are_workers():
     def stay(number: int) -> tuple[int, float, float]:  # in here, since workers do not import tests
         began = time.time()
         time.sleep(0.4 if number == 0 else 0.1)
         return number, began, time.time()
 
-    found = list(cluster.map_tasks_in_order(stay, range(6), Resources(workers=2, cpus_per_worker=0.25)))
-    assert [number for number, _, _ in found] == list(range(6))
-    together = [sum(began <= at < ended for _, began, ended in found) for _, at, _ in found]
+    done = list(cluster.map_tasks(stay, range(6), Resources(workers=2, cpus_per_worker=0.25)))
+    assert sorted(number for number, _, _ in done) == list(range(6))
+    together = [sum(began <= at < ended for _, began, ended in done) for _, at, _ in done]
     assert max(together) <= 2
 
 
-def test_what_there_is_no_worker_for_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def begin(number: int, *, folder: Path) -> int:
-        (folder / str(number)).touch()
-        return number
-
-    without_ray(monkeypatch)
-    found = cluster.map_tasks_in_order(partial(begin, folder=tmp_path), range(6), Resources(workers=2))
-    assert next(found) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2"}
-    assert list(found) == [1, 2, 3, 4, 5]
-
-
-def test_the_driver_holds_a_bounded_number_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def begin(number: int, *, folder: Path) -> int:
-        (folder / str(number)).touch()
-        return number
-
-    without_ray(monkeypatch)
-    monkeypatch.setattr(cluster, "MAX_TASKS_IN_FLIGHT", 3)
-    done = cluster.map_tasks(partial(begin, folder=tmp_path), range(9))
-    first = next(done)
-    assert len(list(tmp_path.iterdir())) <= 4  # three, and the one in place of the first
-    assert sorted([first, *done]) == list(range(9))
-
-
 @pytest.mark.usefixtures("cluster")
-def test_what_storage_refuses_for_a_moment_is_done_again(tmp_path: Path):
-    def fail_twice(number: int, *, folder: Path) -> int:
+def test_a_task_that_fails_for_a_moment_or_for_ever(tmp_path: Path):
+    """An error of storage is one for a moment; one of ours ends the stage with its own class."""
+
+    def fail(number: int, *, folder: Path, error: Exception, times: int) -> int:
         tries = len(list(folder.glob(f"{number}-*")))
         (folder / f"{number}-{tries}").touch()
-        if tries < 2:
-            raise OSError("slow down")
+        if number == 1 and tries < times:
+            raise error
         return number
 
-    for name, run in (
-        ("each", cluster.map_tasks),
-        ("in_order", partial(cluster.map_tasks_in_order, resources=Resources())),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        assert sorted(run(partial(fail_twice, folder=folder), [1, 2])) == [1, 2]
-        assert len(list(folder.iterdir())) == 6
-
-
-@pytest.mark.usefixtures("cluster")
-def test_an_item_whose_process_ends_is_done_by_another_actor(tmp_path: Path):
-    def end_once(item: tuple[int], *, folder: Path) -> int:
-        (number,) = item
-        if number == 1:
-            with suppress(FileExistsError):
-                (folder / "ended").touch(exist_ok=False)
-                os._exit(1)
-        return number
-
-    work = partial(end_once, folder=tmp_path)
-    found = cluster.map_loaded(work, [(number,) for number in range(5)], Resources(workers=2))
-    assert sorted(found) == list(range(5))
-    assert (tmp_path / "ended").exists()
-
-
-@pytest.mark.usefixtures("cluster")
-def test_an_item_that_ends_every_process_ends_the_stage(monkeypatch: pytest.MonkeyPatch):
-    def end(item: tuple[int]) -> int:
-        return os._exit(1) if item == (1,) else item[0]
-
-    def refuse() -> Any:
-        raise ConfigError("not at all")
-
-    monkeypatch.setattr(cluster, "ATTEMPTS", 2)
-    with pytest.raises(ScalingNoteError, match=r"item \(1,\) ended its process, 2 times tried"):
-        list(cluster.map_loaded(end, [(0,), (1,)], Resources(workers=1)))
+    flaky = partial(fail, folder=tmp_path, error=OSError("slow down"), times=3)
+    assert sorted(cluster.map_tasks(flaky, [1, 2])) == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 5
+    refusing = partial(fail, folder=tmp_path, error=ConfigError("not at all"), times=99)
     with pytest.raises(ConfigError, match="not at all"):
-        list(cluster.map_loaded(cluster.Loaded(refuse), [(0,)], Resources(workers=1)))
+        list(cluster.map_tasks(refusing, [1, 2]))
 
 
-def test_an_actor_that_lost_its_work_between_two_items_starts_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cluster, "start_again", lambda: sys.exit("again"))
-    actor = cluster._Mapper()
-    with pytest.raises(SystemExit, match="again"):
-        actor.map(7)
-    actor.start(str)
-    assert actor.map(7) == "7"
+@pytest.mark.usefixtures("cluster")
+def test_actors_are_lost_and_no_part_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One part ends every process, another one its first: the others are done once."""
+
+    def work(number: int) -> int:
+        with (tmp_path / f"{number}").open("a") as file:
+            file.write("x")
+        if number == 3 or (number == 1 and (tmp_path / "1").stat().st_size == 1):
+            os._exit(1)
+        return number
+
+    monkeypatch.setattr(cluster, "BACKOFF_S", 0.1)
+    done = []
+    with pytest.raises(PartsFailedError, match=r"1 of 6 parts .*: 3: its process was lost \(2 of 2\)"):
+        done.extend(cluster.map_loaded(PartStage(lambda: work), range(6), Resources(workers=2)))
+    assert sorted(done) == [0, 1, 2, 4, 5]
+    tries = [(tmp_path / f"{number}").stat().st_size for number in range(6)]
+    assert tries == [1, 2, 1, 2, 1, 1]
 
 
-def test_work_that_is_loaded_goes_only_to_actors_that_run(monkeypatch: pytest.MonkeyPatch):
-    """One of two actors never starts, as where there is no node for it: the other does all items."""
+@pytest.mark.usefixtures("cluster")
+def test_an_actor_that_starts_late_finds_parts(tmp_path: Path):
+    """The one that starts second stands only when the first has begun a part, which ends when both have."""
 
-    class Actor:
-        def __init__(self, number: int) -> None:
-            self._number = number
+    def wait_for(pattern: str, files: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob(pattern))) < files:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"less than {files} actors have begun a part")
+            time.sleep(0.05)
 
-        @property
-        def start(self) -> "Actor":
-            return self
+    def load() -> Any:
+        try:
+            (tmp_path / "first").mkdir()
+        except FileExistsError:
+            wait_for("begun-*", 1)
 
-        def options(self, **_: Any) -> "Actor":
-            return self
+        def work(number: int) -> int:
+            (tmp_path / f"begun-{os.getpid()}").touch()
+            wait_for("begun-*", 2)
+            return number
 
-        def remote(self, work: Any) -> str:
-            assert work is str
-            return f"start {self._number}"
+        return work
 
-        @property
-        def map(self) -> Any:
-            return Item()
-
-    class Item:
-        def remote(self, item: int) -> str:
-            return f"item {item}"
-
-    class Made:
-        numbers = iter(range(2))
-
-        def remote(self) -> Actor:
-            return Actor(next(self.numbers))
-
-    def wait(references: list[str]) -> tuple[list[str], list[str]]:
-        ready = [reference for reference in references if reference != "start 0"]
-        return ready[:1], references
-
-    monkeypatch.setattr(cluster, "actor_options", lambda _: {})
-    for name, value in {
-        "remote": lambda **_: lambda _: Made(),
-        "put": lambda value: value,
-        "wait": wait,
-        "get": lambda reference: reference,
-        "kill": lambda _: None,
-    }.items():
-        monkeypatch.setattr(ray, name, value)
-    found = list(cluster.map_loaded(str, [7, 8, 9], Resources(workers=2)))
-    assert sorted(found) == ["item 7", "item 8", "item 9"]
+    assert sorted(cluster.map_loaded(PartStage(load), range(2), Resources(workers=2))) == [0, 1]

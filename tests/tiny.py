@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from scalingnote.config import Config
-from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.core.config import Config
 from scalingnote.models import backbone
 from scalingnote.models.config import Scratch, TowerConfig
 from scalingnote.models.cross_encoder import CrossEncoder
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.train.config import DualPooledConfig
 
 SHORT_PROMPT = "{title} [TITLE_QUERY] {topic} {content} [CONTENT_QUERY] [EMB]"
 CAUSAL = Scratch(layers=1, hidden=32, heads=2, intermediate=48, vocabulary=400, max_positions=64)
 BIDIRECTIONAL = CAUSAL.model_copy(update={"architecture": "bert"})
 DOCUMENTS = 96
-CROSS = {"query_length": 12, "document_length": 24, "template": "{title} {content}"}
+CROSS = {"query_length": 12, "document_length": 24}
 
 
 class Nothing(Config):
@@ -69,7 +69,6 @@ def dataset(uri: str, *, count: int = DOCUMENTS, rows_per_part: int = 32) -> Art
         counts={"documents": count, "queries": count},
         simulated_clicks=True,
         description="tiny",
-        licence="none",
     )
 
 
@@ -95,14 +94,16 @@ def triplets(uri: str, dataset: Artifact) -> Artifact:
     return draft.commit(counts={"triplets": len(rows)}, simulated_clicks=True)
 
 
-def cross_encoder(uri: str, *, pooling: str = "special", score: str = "cosine") -> Artifact:
+def cross_encoder(uri: str, *, pooling: str = "special", temperature: float | None = 0.05) -> Artifact:
     """Untrained, with the config that a training run would leave."""
     texts = [" ".join(row.values()) for row in document_rows()]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
-    config = DualPooledConfig(backbone=BIDIRECTIONAL, pooling=pooling, score=score, **CROSS)
+    config = DualPooledConfig(backbone=BIDIRECTIONAL, pooling=pooling, temperature=temperature, **CROSS)
     draft = Draft(uri, kind="cross_encoder", config=config, parents={})
     base = backbone.build(BIDIRECTIONAL, tokenizer_json=learnt, seed=0)
-    CrossEncoder(base, pooling=pooling, dim=None, **CROSS).save(Path(draft.path("model")))
+    CrossEncoder(base, pooling=pooling, dim=None, template="{title} {topic} {content}", **CROSS).save(
+        Path(draft.path("model"))
+    )
     return draft.commit(counts={})
 
 

@@ -9,8 +9,8 @@ import yaml
 
 import tiny
 from in_process import without_ray
-from scalingnote import pipeline, stages
-from scalingnote.run_config import RunConfig
+from scalingnote.run import pipeline, stages
+from scalingnote.run.config import RunConfig
 from scalingnote.storage.artifact import Artifact
 
 

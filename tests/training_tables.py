@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from scalingnote.config import load
-from scalingnote.run_config import RunConfig
-from scalingnote.scaling.config import Assumptions
-from scalingnote.scaling.training_cost import GIB, estimate
+from scalingnote.core.config import load
+from scalingnote.core.units import GIB
+from scalingnote.plan.config import Assumptions
+from scalingnote.plan.training_cost import estimate
+from scalingnote.run.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "configs/paper/scalingnote.yaml"

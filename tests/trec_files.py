@@ -2,8 +2,8 @@
 
 import pyarrow as pa
 
-from scalingnote.datasets.file_formats import RUN_ROWS, read_run_slice
-from scalingnote.datasets.raw_rows import find_files, whole
+from scalingnote.datasets.input_files import find_files, whole
+from scalingnote.datasets.readers import RUN_ROWS, read_run_slice
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import trec
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("models", "losses", "train", "encode", "quantize", "index", "search", "serve/test_api.py")
+TESTS = ("models", "train", "encode", "quantize", "index", "search", "serve/test_api.py")
 SHOWN = "import importlib.metadata as m, sys; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
 
 

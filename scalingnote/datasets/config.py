@@ -1,151 +1,87 @@
-"""Settings of the prepare stage: a class per data source (`name`) and per click model (`kind`)."""
+"""Settings of the prepare stage: a class per data source (`name`), and the click model."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from scalingnote.config import Config, Resources
-
-
-class Taste(Config):
-    """Tastes of simulated users, who prefer some values and ranges of features and click others less."""
-
-    columns: tuple[str, ...] = Field(
-        min_length=1, description="features of documents: of texts some values are liked, of numbers a range"
-    )
-    values: int = Field(5, ge=1, description="of a text that a user likes, drawn by how frequent they are")
-    band: float = Field(0.4, gt=0, le=1, description="share of the documents within the range a user likes")
-    strength: float = Field(
-        0.8,
-        ge=0,
-        le=1,
-        description="share of its attraction that a document loses with each column not liked",
-    )
-    told: float = Field(
-        0.7, ge=0, le=1, description="probability that a profile states a preference of its user"
-    )
+from scalingnote.core.config import Config, Resources
 
 
-class ClickModelConfig(Config):
-    """Settings of the simulated engine and its users that all click models share.
+class PositionClicks(Config):
+    """A simulated engine and its users, by the position-based model (Craswell et al. 2008).
 
-    A result is clicked if it is examined and attractive; the models differ in what is examined.
+    A result is clicked if it is examined and attractive; P(examined) depends only on its position.
     """
 
-    sessions_per_query: int = Field(3, ge=1, description="how often each training query is issued")
-    results_per_session: int = Field(10, ge=1, description="length of the exposed list")
-    relevant_per_session: int = Field(
-        3, ge=1, description="maximum number of relevant documents in a session"
-    )
-    same_topic_share: float = Field(
-        0.7, ge=0, le=1, description="share of the non-relevant exposures drawn from the relevant one's topic"
-    )
-    attractiveness: float = Field(
-        0.9, gt=0, le=1, description="P(click | examined) of the highest grade; lower grades in proportion"
-    )
-    noise: float = Field(0.05, ge=0, le=1, description="P(click | examined) of a non-relevant document")
-    satisfaction: float = Field(
-        0.8, ge=0, le=1, description="P(satisfied | clicked) of the highest grade; lower grades in proportion"
-    )
-    satisfaction_noise: float = Field(
-        0.05, ge=0, le=1, description="P(satisfied | clicked) of a non-relevant document"
-    )
-    # So 81 % of the satisfied clicks and 8 % of the others last the customary 30 s (Fox et al. 2005).
-    satisfied_dwell_s: float = Field(
-        60.0, gt=0, description="median seconds spent on a document that satisfies"
-    )
-    unsatisfied_dwell_s: float = Field(10.0, gt=0, description="median seconds spent on one that does not")
-    dwell_sigma: float = Field(
-        0.8, ge=0, description="spread of dwell times: standard deviation of their natural logarithm"
-    )
-    ranker_skill: float = Field(
-        1.0, ge=0, description="how far up the simulated engine puts relevant documents; 0 shuffles them"
-    )
-    users: int = Field(1000, ge=1, description="number of users, who share the sessions")
-    taste: Taste | None = Field(None, description="null: all users find the same attractive")
-    start: str = Field(
-        "2024-01-01T00:00:00",
-        pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}$",
-        description="UTC time of the first session",
-    )
-    seconds_between_sessions: int = Field(30, ge=1, description="time from one session to the next")
-    seed: int = Field(0, ge=0, description="seed of all random draws")
-
-    @model_validator(mode="after")
-    def _satisfaction_lasts(self) -> "ClickModelConfig":
-        if self.satisfied_dwell_s < self.unsatisfied_dwell_s:
-            raise ValueError(
-                f"satisfied_dwell_s={self.satisfied_dwell_s:g} is below "
-                f"unsatisfied_dwell_s={self.unsatisfied_dwell_s:g}: a satisfied user stays longer; swap them"
-            )
-        return self
-
-
-class PositionClicks(ClickModelConfig):
-    """Position-based model: P(examined) of a place depends only on its position (Craswell et al. 2008)."""
-
-    kind: Literal["position"] = "position"
     eta: float = Field(
         1.0,
         ge=0,
         description="position bias: rank r is examined with probability 1/r**eta (Joachims et al. 2017)",
     )
+    sessions_per_query: int = Field(3, ge=1, description="how often each training query is issued")
+    results_per_session: int = Field(10, ge=1, description="length of the exposed list")
+    relevant_per_session: int = Field(
+        3, ge=1, description="maximum number of relevant documents in a session"
+    )
+    noise: float = Field(0.05, ge=0, le=1, description="P(click | examined) of a non-relevant document")
+    ranker_skill: float = Field(
+        1.0, ge=0, description="how far up the simulated engine puts relevant documents; 0 shuffles them"
+    )
+    users: int = Field(1000, ge=1, description="number of users, who share the sessions")
+    seed: int = Field(0, ge=0, description="seed of all random draws")
 
 
-class CascadeClicks(ClickModelConfig):
-    """Cascade: read from the top, click the first attractive result, stop there (Craswell et al. 2008)."""
+class Passages(Config):
+    """How long documents are divided: on sentences, into passages that the model reads whole."""
 
-    kind: Literal["cascade"] = "cascade"
-
-
-class DynamicBayesianClicks(ClickModelConfig):
-    """Dynamic Bayesian network: read from the top until satisfied or tired (Chapelle and Zhang 2009)."""
-
-    kind: Literal["dbn"] = "dbn"
-    perseverance: float = Field(
-        0.9, ge=0, le=1, description="gamma: P(next place examined | this one examined, not satisfied by it)"
+    max_tokens: int = Field(
+        ge=16, description="of title and content of a passage: what the model reads, its special tokens apart"
+    )
+    overlap: int = Field(
+        0, ge=0, description="tokens, at most, of the last sentences of a passage that the next one repeats"
+    )
+    tokenizer: str | None = Field(
+        None, description="model whose tokenizer counts: a folder, hub id or package:NAME; null: adopt.path"
     )
 
-
-def _default_to_position(values: Any) -> Any:
-    # A config may set one field of the default model without naming the model.
-    return {"kind": "position", **values} if isinstance(values, dict) else values
-
-
-AnyClickModel = Annotated[
-    PositionClicks | CascadeClicks | DynamicBayesianClicks,
-    Field(discriminator="kind"),
-    BeforeValidator(_default_to_position),
-]
+    @model_validator(mode="after")
+    def _advances(self) -> "Passages":
+        if 2 * self.overlap > self.max_tokens:
+            raise ValueError(f"overlap is {self.overlap}: at most half of max_tokens, {self.max_tokens}")
+        return self
 
 
 class DatasetConfig(Config):
     """Settings that all sources share."""
 
-    seed: int = Field(0, ge=0, description="seed of the train/test split and of the subsets")
-    test_fraction: float = Field(0.1, ge=0, le=1, description="share of query groups held out for test")
-    max_documents: int | None = Field(
-        None, ge=1, description="number of documents to keep: whole groups in the order of a seeded hash"
+    passages: Passages | None = Field(
+        None, description="divides documents that are longer than the model reads; null: they are cut"
     )
-    max_queries: int | None = Field(
-        None, ge=1, description="number of queries to keep, in the order of a seeded hash"
-    )
-    max_title_chars: int = Field(512, ge=1, description="a document with a longer title is set aside")
-    max_content_chars: int = Field(20_000, ge=1, description="longer content is cut, and counted")
+
     documents_per_part: int | None = Field(
         None,
         ge=1,
         description="rows of one documents/part-*.parquet, the unit of work of later stages; null: 4,096, "
         "above 67 million documents up to 65,536, fewer where texts of a part would exceed 128 MiB",
     )
-    click_model: AnyClickModel | None = Field(
+
+
+class SampledDataset(DatasetConfig):
+    """Settings of sources that are sampled, split at random and whose clicks may be simulated."""
+
+    seed: int = Field(0, ge=0, description="seed of the train/test split and of the subset")
+    test_fraction: float = Field(0.1, ge=0, le=1, description="share of query groups held out for test")
+    max_documents: int | None = Field(
+        None, ge=1, description="number of documents to keep: whole groups in the order of a seeded hash"
+    )
+    click_model: PositionClicks | None = Field(
         PositionClicks(),
         description="simulates impressions where the source has none; null: no impressions",
     )
 
 
-class PythonDocs(DatasetConfig):
+class PythonDocs(SampledDataset):
     """Documentation of installed Python packages; queries are first sentences of docstrings."""
 
     name: Literal["python_docs"] = "python_docs"
@@ -168,68 +104,16 @@ class PythonDocs(DatasetConfig):
         min_length=1,
         description="packages to walk; 'stdlib' is a stated set of standard library modules",
     )
-    module_depth: int = Field(
-        3,
-        ge=1,
-        description="maximum number of name components of an imported module (3: torch.nn.functional)",
-    )
-    omit_name_words: bool = Field(
-        False, description="leave the words of the object's own name out of its query: no lexical shortcut"
-    )
-    timeout_s: float = Field(300.0, gt=0, description="a package that takes longer is lost, and reported")
-    min_query_words: int = Field(4, ge=1, description="a shorter first sentence makes no query")
-    max_query_documents: int = Field(
-        5, ge=1, description="a first sentence shared by more documents makes no query"
-    )
 
 
-class MedQuad(DatasetConfig):
-    """16,407 English medical questions and answers; groups are medical foci."""
-
-    name: Literal["medquad"] = "medquad"
-
-
-class StackExchangeDevOps(DatasetConfig):
-    """Questions and answers of devops.stackexchange.com, graded by acceptance and votes."""
-
-    name: Literal["stackexchange_devops"] = "stackexchange_devops"
-
-
-class ChorusIcecat(DatasetConfig):
-    """19,406 products of an electronics shop, 135 queries judged 0-3."""
-
-    name: Literal["chorus_icecat"] = "chorus_icecat"
-    # A tenth of 135 queries would measure nothing.
-    test_fraction: float = Field(0.5, ge=0, le=1, description="share of query groups held out for test")
-
-
-class ZhReadingTitles(DatasetConfig):
-    """Titled Chinese paragraphs with human questions (DRCD, CMRC 2018, XQuAD-zh); groups are articles."""
-
-    name: Literal["zh_reading_titles"] = "zh_reading_titles"
-
-
-class ZhMedicalQA(DatasetConfig):
-    """7,644 Chinese medical questions with a department and an answer."""
-
-    name: Literal["zh_medical_qa"] = "zh_medical_qa"
-
-
-class DuReaderDemoZh(DatasetConfig):
-    """Chinese web queries with the engine's ranks and the pages an annotator selected."""
-
-    name: Literal["dureader_demo_zh"] = "dureader_demo_zh"
-    test_fraction: float = Field(0.2, ge=0, le=1, description="share of query groups held out for test")
-
-
-class Beir(DatasetConfig):
+class Beir(SampledDataset):
     """A directory in the BEIR layout: corpus.jsonl, queries.jsonl, qrels/{train,dev,test}.tsv."""
 
     name: Literal["beir"] = "beir"
     path: str = Field(description="the directory")
 
 
-class MsMarco(DatasetConfig):
+class MsMarco(SampledDataset):
     """Files in the MS MARCO passage layout: collection.tsv, queries*.tsv, qrels*.tsv."""
 
     name: Literal["msmarco"] = "msmarco"
@@ -264,7 +148,7 @@ class TableFile(Config):
 FeatureType = Literal["string", "int64", "float64", "bool"]
 
 
-class Columns(DatasetConfig):
+class Columns(SampledDataset):
     """Your own files: JSON lines or Parquet with a column mapping."""
 
     name: Literal["columns"] = "columns"
@@ -290,7 +174,7 @@ class Columns(DatasetConfig):
         return self
 
 
-class Texts(DatasetConfig):
+class Texts(SampledDataset):
     """Documents without queries, for students that learn without them; nothing is judged for evaluation."""
 
     name: Literal["texts"] = "texts"
@@ -301,7 +185,6 @@ class Texts(DatasetConfig):
         default_factory=dict,
         description="our column name -> the files'; a name left out is looked up in datasets/layouts.py",
     )
-    click_model: None = None
 
 
 class NewDocuments(DatasetConfig):
@@ -326,9 +209,9 @@ class Logs(DatasetConfig):
     """A search platform's documents and impression log, split by time; of any size, prepared on Ray."""
 
     name: Literal["logs"] = "logs"
-    documents: TableFile = Field(description="doc_id, title, topic, content, optionally group")
-    unpaired: TableFile | None = Field(
-        None, description="documents without impressions that enlarge the searched pool"
+    documents: TableFile = Field(
+        description="doc_id, title, topic, content, optionally group; also of documents without "
+        "impressions, which enlarge the searched pool"
     )
     impressions: TableFile = Field(
         description="session_id, query (its text), doc_id, position, clicked, timestamp; optionally user_id, "
@@ -357,9 +240,6 @@ class Logs(DatasetConfig):
     timestamp_unit: Literal["s", "ms", "us"] = Field(
         "s", description="unit of timestamps that are plain numbers, counted from 1970"
     )
-    fold_case: bool = Field(
-        True, description="queries that differ in case only are one query, shown in its most frequent form"
-    )
     min_clicks: int = Field(
         1, ge=1, description="clicks in the test window that make a document relevant to a test query"
     )
@@ -373,13 +253,7 @@ class Logs(DatasetConfig):
         description="train on no document that a test query is judged on; the paper holds out queries only",
     )
     parts: int = Field(16, ge=1, description="buckets of every shuffle: a task holds the ids of one")
-    slice_mb: int = Field(64, ge=1, description="MiB of input, uncompressed, that a task reads at once")
     resources: Resources = Resources()
-    # A log is neither sampled nor simulated, so these settings of other sources are refused.
-    seed: Literal[0] = Field(0, description="nothing is drawn: windows of time decide")
-    max_documents: None = Field(None, description="a log is taken whole")
-    max_queries: None = Field(None, description="a log is taken whole: narrow the windows instead")
-    click_model: None = Field(None, description="the clicks are real")
 
     @model_validator(mode="after")
     def _in_order(self) -> "Logs":
@@ -398,17 +272,27 @@ class Logs(DatasetConfig):
 
 
 AnyDataset = Annotated[
-    PythonDocs
-    | MedQuad
-    | StackExchangeDevOps
-    | ChorusIcecat
-    | ZhReadingTitles
-    | ZhMedicalQA
-    | DuReaderDemoZh
-    | Beir
-    | MsMarco
-    | Columns
-    | Texts
-    | Logs,
+    PythonDocs | Beir | MsMarco | Columns | Texts | Logs,
     Field(discriminator="name"),
 ]
+
+
+class VectorsConfig(Config):
+    """Texts with their vectors, of a model that is not at hand."""
+
+    path: str = Field(
+        description="Parquet or JSON lines with columns of texts and vectors, or .npy with a row per text of "
+        "`texts`; a folder or pattern of them"
+    )
+    texts: str | None = Field(None, description="file of texts in the order of the rows of .npy")
+    queries: str | None = Field(
+        None, description="file of queries with vectors, as `path`: learnt from as well, and measured with"
+    )
+    columns: dict[Literal["title", "content", "vector"], str] = Field(
+        default_factory=dict,
+        description="our column name -> the files'; left out, vectors are `vector`, `embedding`, or the only "
+        "column of lists, and texts as in datasets/layouts.py",
+    )
+    validation_share: float = Field(
+        0.05, ge=0, lt=1, description="share of the queries, or without any of the texts, held out to measure"
+    )

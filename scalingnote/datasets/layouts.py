@@ -14,12 +14,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scalingnote.datasets.raw_rows import (
+from scalingnote.core.errors import DataError
+from scalingnote.core.log import get_logger
+from scalingnote.datasets.input_files import (
     HEAD_BYTES,
     File,
     FileSlice,
-    Row,
-    Rows,
+    RawRow,
+    RawRows,
     UnreadableRow,
     delimited_lines,
     json_lines,
@@ -29,15 +31,23 @@ from scalingnote.datasets.raw_rows import (
     shown_row,
     whole,
 )
-from scalingnote.errors import DataError
-from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 
 log = get_logger("datasets")
 # Names of each column in public and in users' files, our own first.
-IDS = ("doc_id", "_id", "id", "pid", "passage_id", "chunk_id", "docid", "document_id", "url")
-TEXTS = ("content", "text", "contents", "passage", "segment", "chunk", "document", "body", "page_content")
-SUMMARIES = ("abstract", "description")  # the text of files without a column of TEXTS
+ID_NAMES = ("doc_id", "_id", "id", "pid", "passage_id", "chunk_id", "docid", "document_id", "url")
+TEXT_NAMES = (
+    "content",
+    "text",
+    "contents",
+    "passage",
+    "segment",
+    "chunk",
+    "document",
+    "body",
+    "page_content",
+)
+SUMMARY_NAMES = ("abstract", "description")  # the text of files without a column of TEXT_NAMES
 # What these columns of id and text are called together.
 _LAYOUTS = {
     ("_id", "text"): "BEIR",
@@ -70,7 +80,7 @@ _TEXT = "text"  # the kind of a value; "" of one that is null or blank
 
 
 @dataclass(frozen=True)
-class Head:
+class FileHead:
     """The columns of a file's first rows."""
 
     uri: str
@@ -97,11 +107,11 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where the columns of a file are found."""
 
     columns: Mapping[str, str]  # our name -> the file's
-    head: Head
+    head: FileHead
     name: str = ""  # of a public layout
 
     @functools.cached_property
@@ -131,14 +141,14 @@ class Layout:
         unread = f"; not read: {_listed(self.unread)}" if self.unread else ""
         return ", ".join(said) + (f" ({self.name} layout)" if self.name else "") + unread
 
-    def is_like(self, other: "Layout") -> bool:
+    def is_like(self, other: "FileLayout") -> bool:
         """Whether id and text have the same columns; files without rows are like all."""
         same = all(self.columns.get(name) == other.columns.get(name) for name in ("doc_id", "content"))
         return same or not (self.head.rows and other.head.rows)
 
-    def row(self, row: Row) -> Row | UnreadableRow:
+    def row(self, row: RawRow) -> RawRow | UnreadableRow:
         """A row of the file under our names; one of other columns than the first rows is set aside."""
-        for ours, known in (("content", TEXTS), ("doc_id", IDS)):
+        for ours, known in (("content", TEXT_NAMES), ("doc_id", ID_NAMES)):
             column = self.columns.get(ours)
             if column in row or (column is None and ours == "doc_id"):
                 continue
@@ -153,12 +163,12 @@ class Layout:
                 )
         found = {name: row[column] for name, column in self.columns.items() if column in row}
         if self.columns.get("content") == "contents":
-            found["content"] = _without_title(found.get("content"), found.get("title"))
+            found["content"] = without_title(found.get("content"), found.get("title"))
         return found
 
 
-def _without_title(content: Any, title: Any) -> Any:
-    """Contents of Pyserini without the title in front, where that has a column of its own."""
+def without_title(content: Any, title: Any) -> Any:
+    """Contents of Pyserini, which begin with the title, without it; the title has a column of its own."""
     if title and {type(content), type(title)} in ({str}, {bytes}) and content.startswith(title):
         rest = content[len(title) :]
         if rest[:1] in ("\n", b"\n"):
@@ -173,7 +183,7 @@ def find_layouts(
     names: Sequence[str],
     numbered: bool = False,
     tabs: bool = False,
-) -> dict[File, Layout]:
+) -> dict[File, FileLayout]:
     """The layout of each file.
 
     Args:
@@ -192,13 +202,15 @@ def find_layouts(
 
 def _layout_of(
     file: File, *, columns: Mapping[str, str], names: Sequence[str], numbered: bool, tabs: bool
-) -> Layout:
+) -> FileLayout:
     if file.uri.endswith(".txt") and not tabs:
         if columns:
             raise DataError(
                 f"{file.uri} has a text a line and no columns to choose: leave it out of the path"
             )
-        return Layout({"content": "line"}, Head(file.uri, file.size, {}, fields=TEXT_LINES), "text lines")
+        return FileLayout(
+            {"content": "line"}, FileHead(file.uri, file.size, {}, fields=TEXT_LINES), "text lines"
+        )
     head = _head(file, [*columns.values()])
     if missing := [column for column in columns.values() if column not in head.kinds and head.rows]:
         where = "" if file.is_parquet else f" in its first {HEAD_BYTES >> 10} kB"
@@ -218,48 +230,48 @@ def _layout_of(
                 f"one string: join the values, or {_how(ours)}"
             )
     name = "" if columns else _LAYOUTS.get((found.get("doc_id", ""), found.get("content", "")), "")
-    layout = Layout(found, head, name)
+    layout = FileLayout(found, head, name)
     if head.rows:
         _check(layout, numbered=numbered)
     return layout
 
 
-def _content(head: Head, *, taken: set[str]) -> str | None:
-    texts = head.filled([name for name in (*TEXTS, *SUMMARIES) if name not in taken], _TEXT)
-    if TEXTS[0] in texts:
-        return TEXTS[0]
-    chosen = [name for name in texts if name in TEXTS] or texts
+def _content(head: FileHead, *, taken: set[str]) -> str | None:
+    texts = head.filled([name for name in (*TEXT_NAMES, *SUMMARY_NAMES) if name not in taken], _TEXT)
+    if TEXT_NAMES[0] in texts:
+        return TEXT_NAMES[0]
+    chosen = [name for name in texts if name in TEXT_NAMES] or texts
     if len(chosen) > 1:
         raise DataError(
             f"{head.uri} has several columns that may be the text, {_listed(chosen)}: {_how('content')}"
         )
     # Else a column that is blank in the first rows, or has texts in lists; numbers are those of a chunk.
-    others = [name for name in (*TEXTS, *SUMMARIES) if name in head.kinds and name not in taken]
+    others = [name for name in (*TEXT_NAMES, *SUMMARY_NAMES) if name in head.kinds and name not in taken]
     return next(iter((*chosen, *(name for name in others if head.kind(name) != "numbers"))), None)
 
 
-def _doc_id(head: Head, *, taken: set[str]) -> str | None:
-    ids = head.filled([name for name in IDS if name not in taken], _TEXT, "numbers")
-    return next((name for name in (*ids, *IDS) if name in head.kinds and name not in taken), None)
+def _doc_id(head: FileHead, *, taken: set[str]) -> str | None:
+    ids = head.filled([name for name in ID_NAMES if name not in taken], _TEXT, "numbers")
+    return next((name for name in (*ids, *ID_NAMES) if name in head.kinds and name not in taken), None)
 
 
-def _title(head: Head, *, taken: set[str]) -> str | None:
+def _title(head: FileHead, *, taken: set[str]) -> str | None:
     has_title = "title" in head.kinds and "title" not in taken and head.kind("title") in (_TEXT, "")
     return "title" if has_title else None
 
 
-def _check(layout: Layout, *, numbered: bool) -> None:
+def _check(layout: FileLayout, *, numbered: bool) -> None:
     """DataError for a layout without texts or, if needed, ids; a warning where texts are blank."""
     head, content = layout.head, layout.columns.get("content")
     others = [column for column in layout.unread if head.kind(column) == _TEXT]
     if content is None and (others or "title" not in layout.columns):
         raise DataError(
-            f"{head.uri} has no column of texts by a known name ({', '.join((*TEXTS, *SUMMARIES))}), only "
-            f"{_listed(head.kinds)}: {_how('content')}"
+            f"{head.uri} has no column of texts by a known name ({', '.join((*TEXT_NAMES, *SUMMARY_NAMES))}),"
+            f" only {_listed(head.kinds)}: {_how('content')}"
         )
     if not numbered and "doc_id" not in layout.columns:
         raise DataError(
-            f"{head.uri} has no column of ids by a known name ({', '.join(IDS)}), only "
+            f"{head.uri} has no column of ids by a known name ({', '.join(ID_NAMES)}), only "
             f"{_listed(head.kinds)}: {_how('doc_id')}"
         )
     blank = 0 if content is None else head.kinds[content][""] + head.rows - head.kinds[content].total()
@@ -284,7 +296,7 @@ def _listed(columns: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN_COLUMNS]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def tell(layouts: Mapping[File, Layout]) -> None:
+def tell(layouts: Mapping[File, FileLayout]) -> None:
     """Log each layout, once, and the files that have it."""
     files: dict[str, list[str]] = {}
     for file, layout in layouts.items():
@@ -304,7 +316,7 @@ def _say(line: str) -> None:
 # --- the first rows of a file -----------------------------------------------------------------------------
 
 
-def _head(file: File, chosen: Sequence[str]) -> Head:
+def _head(file: File, chosen: Sequence[str]) -> FileHead:
     if file.is_parquet:
         return _parquet_head(file)
     if file.uri.endswith(".jsonl"):
@@ -314,7 +326,7 @@ def _head(file: File, chosen: Sequence[str]) -> Head:
     return replace(_head_of(file, read), fields=fields, header=header)
 
 
-def _head_of(file: File, read: Callable[[FileSlice], Rows]) -> Head:
+def _head_of(file: File, read: Callable[[FileSlice], RawRows]) -> FileHead:
     """The readable rows in the first HEAD_BYTES; where there are none, the first one after them."""
     size = min(file.size, HEAD_BYTES)
     rows = list(readable_rows(read(FileSlice(file, 0, size, size))))
@@ -324,7 +336,7 @@ def _head_of(file: File, read: Callable[[FileSlice], Rows]) -> Head:
     for row in rows:
         for column, value in row.items():
             kinds.setdefault(column, Counter())[_kind(value)] += 1
-    return Head(file.uri, len(rows), kinds, shapes)
+    return FileHead(file.uri, len(rows), kinds, shapes)
 
 
 def _kind(value: Any) -> str:
@@ -338,7 +350,7 @@ def _kind(value: Any) -> str:
     return "lists" if isinstance(value, list) else "objects"
 
 
-def _parquet_head(file: File) -> Head:
+def _parquet_head(file: File) -> FileHead:
     """Kinds by the schema, and of texts by their values."""
     schema = parquet_footer(file.uri).schema.to_arrow_schema()
     kinds = {each.name: _arrow_kind(each.type) for each in schema}
@@ -350,15 +362,15 @@ def _parquet_head(file: File) -> Head:
     found = {name: Counter({kind: rows}) for name, kind in kinds.items()}
     if first is not None:
         found |= {name: _text_kinds(first[name]) for name in texts}
-    return Head(file.uri, rows, found)
+    return FileHead(file.uri, rows, found)
 
 
 def _text_kinds(column: pa.Array) -> Counter[str]:
     """How many values are texts, how many null or blank; invalid UTF-8 is a text here."""
-    return Counter(map(_kind, as_bytes(column).to_pylist()))
+    return Counter(map(_kind, _as_bytes(column).to_pylist()))
 
 
-def as_bytes(column: pa.Array) -> pa.Array:
+def _as_bytes(column: pa.Array) -> pa.Array:
     """Strings as bytes, so that invalid UTF-8 costs one row and not the batch; other columns as they are."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
@@ -380,7 +392,7 @@ def _fields(file: File, chosen: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """The columns of a file of fields between tabs, and whether its first line names them."""
     first = next(lines(file.uri, 0, file.size), b"").decode("utf-8-sig", "replace").rstrip("\r\n")
     fields = tuple(first.split("\t"))
-    if len(fields) > 1 and {*fields} & {*TEXTS, *SUMMARIES, *chosen}:
+    if len(fields) > 1 and {*fields} & {*TEXT_NAMES, *SUMMARY_NAMES, *chosen}:
         return fields, True
     if first and len(fields) not in _WITHOUT_HEADER:
         raise DataError(

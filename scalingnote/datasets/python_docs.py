@@ -8,7 +8,7 @@ A subset (`max_documents`) keeps the least nested names first (``json.dumps`` be
 ``torch.nn.functional.relu``), functions and classes before the methods of their depth, and decides among
 equals by a seeded hash.
 
-This file is also a script, ``python -P python_docs.py PACKAGE MODULE_DEPTH OUTPUT``, which writes a JSON line
+This file is also a script, ``python -P python_docs.py PACKAGE OUTPUT``, which writes a JSON line
 per documented public object of a package. Importing a package runs foreign code: so it is done in a process
 whose output is a file and which cannot use the network. For the same reason this file imports nothing but the
 standard library until :func:`read` is called.
@@ -34,13 +34,16 @@ import textwrap
 import types
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+    from jaxtyping import Int64
+    from numpy import ndarray
+
     from scalingnote.datasets.config import PythonDocs
-    from scalingnote.datasets.raw_rows import Row, Source, UnreadableRow
+    from scalingnote.datasets.input_files import RawRow, Source, UnreadableRow
 
 # Keeps imports from using the network, a GPU or a display, and makes them reproducible.
 _ENVIRONMENT = {
@@ -53,6 +56,10 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 _MAX_PROCESSES = 2
+PACKAGE_TIMEOUT_S = 300.0  # a package that takes longer is lost, and reported
+MODULE_DEPTH = 3  # most name components of an imported module (torch.nn.functional)
+MIN_QUERY_WORDS = 4  # a shorter first sentence makes no query
+MAX_QUERY_DOCUMENTS = 5  # nor does one that more documents share
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|\b0x[0-9a-f]{9,}\b")
 _ROLE = re.compile(r":[a-zA-Z:]+:`~?!?([^`<]*?)(?:\s*<[^`>]*>)?`")
 _LITERAL = re.compile(r"`{1,2}([^`]*)`{1,2}_{0,2}")
@@ -84,27 +91,27 @@ _SHORT_DOC_CHARS = 200  # after a longer docstring the source code adds little
 
 def read(config: PythonDocs) -> Source:
     """Documents, queries and judgements of `config.packages`; a package that fails becomes a rejected row."""
-    from scalingnote.datasets.raw_rows import Source, text_id
+    from scalingnote.datasets.input_files import Source, text_id
 
     objects, losses, versions = _collect(config)
-    sentences: dict[str, list[Row]] = defaultdict(list)
-    documents: list[Row | UnreadableRow] = list(losses)
+    sentences: dict[str, list[RawRow]] = defaultdict(list)
+    documents: list[RawRow | UnreadableRow] = list(losses)
     seen: set[tuple[str, str]] = set()
     for item in objects:
-        document, sentence = _document(item, config=config)
+        document, sentence = _document(item)
         texts = (document["content"], sentence)
         if texts in seen:
             continue
         seen.add(texts)
         documents.append(document)
-        if len(sentence.split()) >= config.min_query_words:
+        if len(sentence.split()) >= MIN_QUERY_WORDS:
             sentences[sentence.casefold()].append({**document, "sentence": sentence})
 
-    queries: list[Row | UnreadableRow] = []
-    qrels: list[Row | UnreadableRow] = []
+    queries: list[RawRow | UnreadableRow] = []
+    qrels: list[RawRow | UnreadableRow] = []
     group_of: dict[str, str] = {}
     for key, sharing in sentences.items():
-        if len(sharing) > config.max_query_documents:
+        if len(sharing) > MAX_QUERY_DOCUMENTS:
             continue
         query_id = text_id(key, prefix="q")
         queries.append({"query_id": query_id, "query": sharing[0]["sentence"]})
@@ -115,11 +122,19 @@ def read(config: PythonDocs) -> Source:
         if isinstance(row, dict):
             row["group"] = group_of.get(row["doc_id"], row["doc_id"])
     notes = {"packages": versions, "duplicates_removed": len(objects) - len(seen)}
-    return Source(documents, queries, qrels, rank=_nesting, notes=notes)
+    tables = {"documents": [documents], "queries": [queries], "qrels": [qrels]}
+    return Source(tables, rank=_nesting, notes=notes)
 
 
-def _nesting(row: Row) -> tuple[int, bool]:
-    return row["title"].count("."), row["topic"].endswith((" method", " property"))
+def _nesting(documents: pa.Table) -> Int64[ndarray, " rows"]:
+    """How deeply each object is nested; methods and properties follow the others of their depth."""
+    import numpy as np
+    import pyarrow.compute as pc
+
+    member = pc.match_substring_regex(documents["topic"], " (method|property)$")
+    depth = np.asarray(pc.count_substring(documents["title"], "."), np.int64)
+    rank: ndarray = 2 * depth + np.asarray(member)
+    return rank
 
 
 def first_sentence(doc: str, name: str) -> tuple[str, str, str]:
@@ -148,21 +163,13 @@ def plain(text: str) -> str:
     return " ".join(_LITERAL.sub(r"\1", _ROLE.sub(r"\1", text)).split())
 
 
-def without_name_words(sentence: str, name: str) -> str:
-    """The sentence without the words of its object's name, compared by stem."""
-    named = _word_stems(name.rpartition(".")[2])
-    return " ".join(w for w in sentence.split() if not (_word_stems(w) and _word_stems(w) <= named))
-
-
-def _document(item: dict[str, Any], *, config: PythonDocs) -> tuple[Row, str]:
+def _document(item: dict[str, Any]) -> tuple[RawRow, str]:
     name, kind = item["name"], item["kind"]
     last = name.rpartition(".")[2]
     opening, sentence, rest = first_sentence(_scrub(item["doc"]), last)
     signature = f"{last}{_scrub(item['signature'])}" if item["signature"] else opening
     source = _scrub(item["source"]) if len(rest) < _SHORT_DOC_CHARS else ""
     content = "\n\n".join(part for part in (signature, rest, source) if part)
-    if config.omit_name_words:
-        sentence = without_name_words(sentence, name)
     home = name if kind == "module" else name.rpartition(".")[0]
     return {"doc_id": name, "title": name, "topic": f"{home} {kind}", "content": content}, sentence
 
@@ -170,8 +177,8 @@ def _document(item: dict[str, Any], *, config: PythonDocs) -> tuple[Row, str]:
 def _collect(config: PythonDocs) -> tuple[list[dict[str, Any]], list[UnreadableRow], dict[str, str]]:
     from concurrent.futures import ThreadPoolExecutor  # late: what is loaded is documented as loaded
 
-    from scalingnote.datasets.raw_rows import UnreadableRow
-    from scalingnote.log import Progress, get_logger
+    from scalingnote.core.log import Progress, get_logger
+    from scalingnote.datasets.input_files import UnreadableRow
 
     objects: list[dict[str, Any]] = []
     losses: list[UnreadableRow] = []
@@ -180,7 +187,7 @@ def _collect(config: PythonDocs) -> tuple[list[dict[str, Any]], list[UnreadableR
         Progress("datasets", total=len(config.packages), unit="packages") as progress,
         ThreadPoolExecutor(_MAX_PROCESSES) as pool,
     ):
-        walks = pool.map(partial(_walk, config=config), config.packages)
+        walks = pool.map(_walk, config.packages)
         for package, (rows, loss) in zip(config.packages, walks, strict=True):
             progress.advance(1, package)
             if loss:
@@ -195,14 +202,14 @@ def _collect(config: PythonDocs) -> tuple[list[dict[str, Any]], list[UnreadableR
     return objects, losses, versions
 
 
-def _walk(package: str, *, config: PythonDocs) -> tuple[list[dict[str, Any]], str]:
+def _walk(package: str) -> tuple[list[dict[str, Any]], str]:
     """Rows of one package, or the reason why they are missing.
 
     The package is imported in a process whose files go to a temporary directory.
     """
     with tempfile.TemporaryDirectory(prefix="scalingnote-walk-") as directory:
         output = Path(directory) / "objects.jsonl"
-        command = [sys.executable, "-P", __file__, package, str(config.module_depth), str(output)]
+        command = [sys.executable, "-P", __file__, package, str(output)]
         process = subprocess.Popen(
             command,
             env={**os.environ, **_ENVIRONMENT, "MPLCONFIGDIR": directory, "TMPDIR": directory},
@@ -213,11 +220,11 @@ def _walk(package: str, *, config: PythonDocs) -> tuple[list[dict[str, Any]], st
             start_new_session=True,
         )
         try:
-            _, errors = process.communicate(timeout=config.timeout_s)
+            _, errors = process.communicate(timeout=PACKAGE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            return [], f"no end after {config.timeout_s:g} s: raise timeout_s"
+            return [], f"no end after {PACKAGE_TIMEOUT_S:g} s"
         if process.returncode:
             last = errors.decode("utf-8", "replace").strip().splitlines()[-1:]
             return [], f"exit status {process.returncode}: {last[0] if last else 'no message'}"
@@ -246,23 +253,10 @@ def _scrub(text: str) -> str:
     return _ADDRESS.sub("", text).replace(str(Path.home()), "~")
 
 
-def _word_stems(text: str) -> set[str]:
-    """Stems of the words of a name: "http", "server" and "start" of HTTPServer_start."""
-    return {_stem(part) for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", text)}
-
-
-def _stem(word: str) -> str:
-    word = word.casefold()
-    for ending in ("ing", "es", "ed", "s", "e"):
-        if word.endswith(ending) and len(word) - len(ending) >= 3:
-            return word.removesuffix(ending)
-    return word
-
-
-def walk(package: str, *, depth: int) -> Iterator[dict[str, Any]]:
+def walk(package: str) -> Iterator[dict[str, Any]]:
     """A row per documented object, then one row with the package's version and failed imports."""
     names = _STANDARD_LIBRARY.split() if package == "stdlib" else [package]
-    modules, failures = _import_all(names, depth=1 if package == "stdlib" else depth)
+    modules, failures = _import_all(names, depth=1 if package == "stdlib" else MODULE_DEPTH)
     if not modules:
         raise ImportError(failures[0])
     roots = set(sys.stdlib_module_names) if package == "stdlib" else {package}
@@ -425,14 +419,14 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
 
 def main() -> None:
     """Walk the package named on the command line."""
-    package, depth, output = sys.argv[1:]
+    package, output = sys.argv[1:]
     if package != "stdlib":  # keep its documentation of `secrets`
         # Some docstrings show draws made at import (scipy.stats.Normal); numpy's entropy is `randbits`.
         random.seed(0)
         secrets.randbits = random.Random(0).getrandbits  # type: ignore[assignment]
     sys.addaudithook(_refuse_network)
     with open(output, "w", encoding="utf-8", errors="backslashreplace") as stream:
-        for row in walk(package, depth=int(depth)):
+        for row in walk(package):
             stream.write(json.dumps(row) + "\n")
 
 

@@ -3,15 +3,13 @@
     qrels, documents -> result lists in rank order -> clicks and dwell times of users -> IMPRESSIONS
 
 A query's relevant documents are shown among others of their topic and some random ones, ranked by a
-Plackett-Luce draw, so that a relevant one is often, but not always, near the top. The users follow one of
-three models (`config.kind`): position-based, cascade or dynamic Bayesian. In all of them a result is clicked
-if it is examined and attractive, and a click satisfies with its own probability; the models differ in which
-places are examined. With the same seed all three see the same lists at the same times, so that their logs
-differ only by the behavior of the users.
+Plackett-Luce draw, so that a relevant one is often, but not always, near the top. Users follow the
+position-based model (Craswell et al. 2008): a result is clicked if its position is examined and it is
+attractive, and a click satisfies with its own probability.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -19,15 +17,23 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
-from scalingnote.datasets import config as configs
-from scalingnote.datasets.config import AnyClickModel, ClickModelConfig, Taste
-from scalingnote.errors import ConfigError
+from scalingnote.datasets.config import PositionClicks
 from scalingnote.storage.schema import IMPRESSIONS
 
 # Bounds the memory of the (sessions, candidates) matrices: 300 MB for lists of ten. Random numbers are drawn
 # chunk by chunk, so a log longer than one chunk changes with this number (its distribution does not).
 _SESSIONS_PER_CHUNK = 65_536
-BANDS = ("low", "middle", "high")
+_SAME_TOPIC_SHARE = 0.7  # of the non-relevant exposures, drawn from the relevant one's topic
+# P(click | examined) and P(satisfied | clicked) of the highest grade, lower grades in proportion; and the
+# latter of a non-relevant document.
+ATTRACTIVENESS, SATISFACTION, SATISFACTION_NOISE = 0.9, 0.8, 0.05
+# Median seconds on a document, and the spread: standard deviation of their natural logarithm. So 81 % of the
+# satisfied clicks and 8 % of the others last the customary 30 s (Fox et al. 2005).
+_SATISFIED_DWELL_S, _UNSATISFIED_DWELL_S, _DWELL_SIGMA = 60.0, 10.0, 0.8
+_START = np.datetime64("2024-01-01T00:00:00", "s")  # of the first session, UTC
+_SECONDS_BETWEEN_SESSIONS = 30
+# Users and documents -> the factor of a document's attraction to a user.
+Appeal = Callable[[Int[ndarray, "*#rows"], Int[ndarray, "*#rows"]], Float[ndarray, "..."]]
 
 
 @dataclass(frozen=True)
@@ -42,33 +48,23 @@ def browse(
     attraction: Float[ndarray, "sessions k"],
     satisfaction: Float[ndarray, "sessions k"],
     *,
-    config: AnyClickModel,
+    eta: float,
     rng: np.random.Generator,
-    second: np.random.Generator,
+    satisfaction_rng: np.random.Generator,
 ) -> UserResponse:
     """Simulate the clicks of one user per list.
 
     Args:
         attraction: P(click | examined) of each place.
         satisfaction: P(satisfied | clicked) of each place.
-        config: selects the click model by its class.
-        rng: every model takes the same number of draws from it, so that later draws (lists, users) do not
-            depend on the model.
-        second: generator for the draws that only some models make.
+        eta: position bias (:func:`examination_probabilities`).
+        rng: of clicks.
+        satisfaction_rng: of satisfaction.
     """
-    uniform = rng.random(attraction.shape)
-    satisfying = second.random(attraction.shape) < satisfaction
-    match config:
-        case configs.PositionClicks():
-            clicked = uniform < examination_probabilities(attraction.shape[1], eta=config.eta) * attraction
-        case configs.CascadeClicks():
-            attractive = uniform < attraction
-            clicked = attractive & _reached(~attractive)
-        case configs.DynamicBayesianClicks():
-            attractive = uniform < attraction
-            persevering = second.random(attraction.shape) < config.perseverance
-            clicked = attractive & _reached(~(attractive & satisfying) & persevering)
-    return UserResponse(clicked, clicked & satisfying)
+    examination = examination_probabilities(attraction.shape[1], eta=eta)
+    clicked = rng.random(attraction.shape) < examination * attraction
+    satisfied = clicked & (satisfaction_rng.random(attraction.shape) < satisfaction)
+    return UserResponse(clicked, satisfied)
 
 
 def examination_probabilities(positions: int, *, eta: float) -> Float[ndarray, " positions"]:
@@ -84,135 +80,17 @@ def probability_by_grade(
 
 
 def draw_dwell_times(
-    satisfied: Bool[ndarray, " clicks"], *, config: ClickModelConfig, rng: np.random.Generator
+    satisfied: Bool[ndarray, " clicks"], *, rng: np.random.Generator
 ) -> Float[ndarray, " clicks"]:
     """Seconds spent on each clicked document: lognormal, with the median of its kind of click."""
-    median = np.where(satisfied, config.satisfied_dwell_s, config.unsatisfied_dwell_s)
-    return median * np.exp(config.dwell_sigma * rng.standard_normal(satisfied.shape))
-
-
-def _reached(continues: Bool[ndarray, "sessions k"]) -> Bool[ndarray, "sessions k"]:
-    """Whether a user who reads from the top reaches each place; `continues` says where they would read on."""
-    reached = np.ones_like(continues)
-    np.logical_and.accumulate(continues[:, :-1], axis=1, out=reached[:, 1:])
-    return reached
-
-
-@dataclass(frozen=True)
-class Tastes:
-    """Preferences of all users for the documents whose features were given to :meth:`draw`.
-
-    A user likes some values of a text column (brands, drawn by frequency) and a range of a number column
-    (a price band). A document without a value is neither liked nor disliked.
-    """
-
-    config: Taste
-    likes: tuple["_LikedValues | _LikedRange", ...]
-    profile_columns: tuple[tuple[str, pa.Array], ...]
-    rows: Int[ndarray, " docs"]  # of each document among those given to `draw`
-
-    @classmethod
-    def draw(cls, config: Taste, documents: pa.Table, *, users: int, seed: int) -> "Tastes":
-        """Draw the tastes of `users` users; equal inputs give equal tastes.
-
-        Raises:
-            ConfigError: a column of `config` has no value in any document.
-        """
-        likes: list[_LikedValues | _LikedRange] = []
-        profiles: list[tuple[str, pa.Array]] = []
-        rng = np.random.default_rng([seed, 0x7A57E])
-        for name in config.columns:
-            column = documents[name].combine_chunks()
-            kind = _LikedValues if pa.types.is_string(column.type) else _LikedRange
-            like = kind.draw(column, config, users, rng)
-            if not like.any_value():
-                raise ConfigError(f"click_model.taste names {name!r}, which has no value in any document")
-            # As in real profiles, some users do not say what they like.
-            undisclosed = rng.random(users) >= config.told
-            likes.append(like)
-            profiles.append((f"liked_{name}", pa.array(like.favorites(), pa.string(), mask=undisclosed)))
-        return cls(config, tuple(likes), tuple(profiles), np.arange(len(documents)))
-
-    def factor(
-        self, users: Int[ndarray, "*#rows"], documents: Int[ndarray, "*#rows"]
-    ) -> Float[ndarray, "..."]:
-        """Multiplier of a document's attraction to a user: 1 if nothing about it is disliked."""
-        out = np.ones(np.broadcast_shapes(users.shape, documents.shape))
-        for like in self.likes:
-            out = np.where(like.disliked(users, self.rows[documents]), out * (1 - self.config.strength), out)
-        return out
-
-    def of_documents(self, rows: Sequence[int] | Int[ndarray, " rows"]) -> "Tastes":
-        """The same tastes for a subset of the documents, which are renumbered."""
-        return replace(self, rows=self.rows[np.asarray(rows, np.int64)])
-
-    def profiles(self) -> pa.Table:
-        """USERS with a column ``liked_{column}``: a value, or one of BANDS; null if the user does not say."""
-        users = len(self.profile_columns[0][1])
-        return pa.table({"user_id": numbered_ids("u-", np.arange(users)), **dict(self.profile_columns)})
+    median = np.where(satisfied, _SATISFIED_DWELL_S, _UNSATISFIED_DWELL_S)
+    return median * np.exp(_DWELL_SIGMA * rng.standard_normal(satisfied.shape))
 
 
 def numbered_ids(prefix: str, numbers: Int[ndarray, " rows"]) -> pa.Array:
     """Zero-padded ids, which sort in the order of their numbers."""
     text = pc.utf8_lpad(pa.array(numbers).cast(pa.string()), 8, "0")
     return pc.binary_join_element_wise(prefix, text, "")
-
-
-@dataclass(frozen=True)
-class _LikedValues:
-    names: list[str]
-    liked: Int[ndarray, "users liked"]  # indices into `names`, favorite first
-    value: Int[ndarray, " docs"]  # index into `names`; -1 for a document without a value
-
-    @classmethod
-    def draw(cls, column: pa.Array, config: Taste, users: int, rng: np.random.Generator) -> "_LikedValues":
-        coded = pc.dictionary_encode(pc.if_else(pc.equal(column, ""), None, column))
-        value = pc.fill_null(coded.indices, -1).to_numpy().astype(np.int64)
-        share = np.bincount(value[value >= 0], minlength=len(coded.dictionary)).astype(np.float64)
-        # The largest of log share + Gumbel noise are a draw without replacement, proportional to share.
-        keys = np.log(share) + rng.gumbel(size=(users, len(share)))
-        liked = np.argsort(-keys, axis=1, kind="stable")[:, : config.values]
-        return cls(coded.dictionary.to_pylist(), liked, value)
-
-    def any_value(self) -> bool:
-        return bool((self.value >= 0).any())
-
-    def favorites(self) -> list[str]:
-        return [self.names[row[0]] for row in self.liked]
-
-    def disliked(self, users: ndarray, documents: ndarray) -> ndarray:
-        liked = np.zeros((len(self.liked), len(self.names)), bool)
-        np.put_along_axis(liked, self.liked, True, axis=1)
-        value = self.value[documents]
-        return np.asarray((value >= 0) & ~liked[users, value])
-
-
-@dataclass(frozen=True)
-class _LikedRange:
-    low: Float[ndarray, " users"]  # ranks in [0, 1]
-    high: Float[ndarray, " users"]
-    rank: Float[ndarray, " docs"]  # NaN for a document without a number
-
-    @classmethod
-    def draw(cls, column: pa.Array, config: Taste, users: int, rng: np.random.Generator) -> "_LikedRange":
-        numbers = pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy()
-        finite = np.isfinite(numbers)
-        rank = np.full(len(numbers), np.nan)
-        order = np.sort(numbers[finite])
-        rank[finite] = np.searchsorted(order, numbers[finite], side="right") / max(len(order), 1)
-        low = rng.random(users) * (1 - config.band)
-        return cls(low, low + config.band, rank)
-
-    def any_value(self) -> bool:
-        return bool(np.isfinite(self.rank).any())
-
-    def favorites(self) -> list[str]:
-        span = np.maximum(1 - (self.high - self.low), 1e-9)
-        return [BANDS[min(int(3 * place), 2)] for place in (self.low / span).tolist()]
-
-    def disliked(self, users: ndarray, documents: ndarray) -> ndarray:
-        rank = self.rank[documents]
-        return np.asarray((rank < self.low[users]) | (rank > self.high[users]))
 
 
 @dataclass(frozen=True)
@@ -280,7 +158,7 @@ def draw_result_lists(
     judged: JudgedPairs,
     pool: TopicPool,
     *,
-    config: ClickModelConfig,
+    config: PositionClicks,
     rng: np.random.Generator,
 ) -> ResultLists:
     """Draw a list for each of `queries` (indices into `judged`).
@@ -301,7 +179,7 @@ def draw_result_lists(
     topic = pool.topic[chosen[:, 0]][:, None]
     same_topic = pool.order[pool.start[topic] + (rng.random(shape) * pool.count[topic]).astype(np.int64)]
     others = np.where(
-        rng.random(shape) < config.same_topic_share, same_topic, rng.integers(len(pool.topic), size=shape)
+        rng.random(shape) < _SAME_TOPIC_SHARE, same_topic, rng.integers(len(pool.topic), size=shape)
     )
     keys = queries[:, None] * len(pool.topic) + others
     at = np.minimum(np.searchsorted(judged.keys, keys), len(judged.keys) - 1)
@@ -335,8 +213,8 @@ def simulate(
     *,
     doc_ids: Sequence[str],
     topics: Sequence[str],
-    config: AnyClickModel,
-    tastes: Tastes | None = None,
+    config: PositionClicks,
+    appeal: Appeal | None = None,
 ) -> Iterator[pa.Table]:
     """Simulate a click log: IMPRESSIONS in chunks, in the order of time. Equal inputs give equal rows.
 
@@ -346,7 +224,8 @@ def simulate(
         doc_ids: the documents that training may see; no other document is shown.
         topics: the topic of each document of `doc_ids`.
         config: the click model and its parameters.
-        tastes: user preferences for the documents of `doc_ids`; None if all users are alike.
+        appeal: what users' preferences leave of a document's attraction (indices into `doc_ids`); None if
+            all users are alike.
     """
     names = pa.array(doc_ids, pa.string())
     judged = judged_pairs(qrels, names)
@@ -354,29 +233,29 @@ def simulate(
         yield IMPRESSIONS.empty_table()
         return
     rng = np.random.default_rng(config.seed)
-    # Generators of their own, so that lists and times depend neither on the click model nor on tastes.
-    behavior_rng, taste_rng = rng.spawn(2)
+    # Generators of their own, so that lists and times depend on neither satisfaction nor appeal.
+    behavior_rng, user_rng = rng.spawn(2)
     pool = pool_by_topic(topics)
     sessions = rng.permutation(np.repeat(np.arange(len(judged.query_ids)), config.sessions_per_query))
     for first in range(0, len(sessions), _SESSIONS_PER_CHUNK):
         queries = sessions[first : first + _SESSIONS_PER_CHUNK]
         shown = draw_result_lists(queries, judged, pool, config=config, rng=rng)
-        attraction = probability_by_grade(shown.grades, best=config.attractiveness, other=config.noise)
-        if tastes:
-            users = taste_rng.integers(config.users, size=len(queries))
-            attraction = attraction * tastes.factor(users[:, None], shown.docs)
+        attraction = probability_by_grade(shown.grades, best=ATTRACTIVENESS, other=config.noise)
+        if appeal:
+            users = user_rng.integers(config.users, size=len(queries))
+            attraction = attraction * appeal(users[:, None], shown.docs)
         response = browse(
             np.where(shown.filled, attraction, 0.0),
-            probability_by_grade(shown.grades, best=config.satisfaction, other=config.satisfaction_noise),
-            config=config,
+            probability_by_grade(shown.grades, best=SATISFACTION, other=SATISFACTION_NOISE),
+            eta=config.eta,
             rng=rng,
-            second=behavior_rng,
+            satisfaction_rng=behavior_rng,
         )
-        if not tastes:
+        if not appeal:
             users = rng.integers(config.users, size=len(queries))
         dwell_s = np.zeros(shown.filled.shape, np.float32)
         clicked = shown.filled & response.clicked
-        dwell_s[clicked] = draw_dwell_times(response.satisfied[clicked], config=config, rng=behavior_rng)
+        dwell_s[clicked] = draw_dwell_times(response.satisfied[clicked], rng=behavior_rng)
         yield _impressions(
             np.arange(first, first + len(queries)),
             judged.query_ids.take(pa.array(queries)),
@@ -385,7 +264,6 @@ def simulate(
             shown,
             clicked,
             dwell_s,
-            config=config,
         )
 
 
@@ -397,14 +275,11 @@ def _impressions(
     shown: ResultLists,
     clicked: Bool[ndarray, "sessions k"],
     dwell_s: Float[ndarray, "sessions k"],
-    *,
-    config: ClickModelConfig,
 ) -> pa.Table:
     """One row per filled place."""
     session, column = np.nonzero(shown.filled)
     row = pa.array(session)
     number = numbers[session]
-    epoch = np.datetime64(config.start, "s")
     columns = {
         "session_id": numbered_ids("s-", number),
         "user_id": user_ids.take(row),
@@ -412,7 +287,7 @@ def _impressions(
         "doc_id": doc_ids.take(pa.array(shown.docs[session, column])),
         "position": pa.array(column + 1, pa.int32()),
         "clicked": pa.array(clicked[shown.filled]),
-        "timestamp": pa.array(epoch + number * config.seconds_between_sessions, pa.timestamp("ms")),
+        "timestamp": pa.array(_START + number * _SECONDS_BETWEEN_SESSIONS, pa.timestamp("ms")),
         "dwell_s": pa.array(dwell_s[shown.filled], pa.float32(), mask=~clicked[shown.filled]),
     }
     return pa.table(columns, schema=IMPRESSIONS)

@@ -19,10 +19,10 @@ import pyarrow.compute as pc
 from jaxtyping import Bool
 from numpy import ndarray
 
+from scalingnote.core.errors import DataError
+from scalingnote.datasets.column_checks import normal_text
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.log_columns import normal_text
-from scalingnote.datasets.raw_rows import Row
-from scalingnote.errors import DataError
+from scalingnote.datasets.input_files import RawRow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QRELS, QUERIES
 from scalingnote.storage.shuffle import TaskRunner, hash_of
@@ -40,14 +40,19 @@ def uniform(key: str, *, seed: int) -> float:
 
 
 def subset(
-    rows: Iterable[Row], *, size: int, seed: int, rank: Callable[[Row], Any] | None = None, key: str = "group"
-) -> list[Row]:
+    rows: Iterable[RawRow],
+    *,
+    size: int,
+    seed: int,
+    rank: Callable[[RawRow], Any] | None = None,
+    key: str = "group",
+) -> list[RawRow]:
     """The `size` rows of lowest `rank`; ties, or rows without a rank, are ordered by a seeded hash of `key`.
 
     Rows keep their order. Only `size` rows are held in memory.
     """
 
-    def order(item: tuple[int, Row]) -> tuple[Any, float, int]:
+    def order(item: tuple[int, RawRow]) -> tuple[Any, float, int]:
         number, row = item
         return (rank(row) if rank else 0, uniform(row[key], seed=seed), number)
 
@@ -187,7 +192,7 @@ def _held_out_of_part(
 def _text_hashes(table: pa.Table) -> pa.Array:
     """A hash of each document's title and content; null where it has neither."""
     fields = (pc.fill_null(table[name], "") for name in ("title", "content"))
-    texts = normal_text(pc.binary_join_element_wise(*fields, " "), fold_case=True)
+    texts = normal_text(pc.binary_join_element_wise(*fields, " "))
     texts = pc.utf8_trim_whitespace(pc.replace_substring_regex(texts, r"\s+", " "))
     empty = pc.equal(texts, "").to_numpy()
     return pa.array(hash_of(texts), mask=empty)

@@ -1,215 +1,251 @@
-"""Queries, judgements, impressions and scores of a data set: checked, split, completed by simulated clicks.
+"""The tables beside the documents: rows go to the bucket of their query, where they are checked and written.
 
-    raw rows -> valid rows about known queries and documents -> split by groups -> simulated impressions
+    route    slices            -> rows about known documents, by bucket of their query or user
 
-:func:`write_tables` does it in one task for at most MAX_ROWS rows; `job` does it for more,
-bucket by bucket of their queries, with the functions of this module.
+A log is split by time, each bucket of queries for itself:
+
+    queries  buckets           -> parts of queries, qrels, impressions, scores
+
+Other sources are split by groups, which needs the ids of all positives at once:
+
+    judge    buckets           -> valid rows; groups of the documents that answer a query
+    split    one task          -> the split of every query, by bucket
+    queries  buckets           -> parts, also of users
+    clicks   one task          -> parts of simulated impressions
+
+A bucket task holds the ids of its bucket, the texts and counts that slices derived from them, and one part:
+impressions of a log are streamed file by file, so a frequent query makes more parts, not a larger task. Where
+queries are split by groups, it reads the ids and groups of all documents once; MAX_SPLIT_POSITIVES and
+MAX_SIMULATED_DOCUMENTS bound the single tasks to about 5 GB. A source of at most MAX_TASK_ROWS rows is one
+bucket, and each table one part.
 """
 
-import base64
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from decimal import Decimal
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalingnote.datasets import row_checks, simulate, splits
-from scalingnote.datasets.config import AnyClickModel, AnyDataset, Texts
-from scalingnote.datasets.document_tasks import above_zero, left_out_ids, write_part
-from scalingnote.datasets.raw_rows import (
-    Quarantine,
-    Row,
-    Rows,
-    SlicedRows,
-    Source,
-    UnreadableRow,
-    table_of,
-)
-from scalingnote.errors import DataError
-from scalingnote.log import get_logger
+from scalingnote.core.errors import DataError
+from scalingnote.core.log import get_logger
+from scalingnote.datasets import simulate, splits
+from scalingnote.datasets.config import Logs, PositionClicks, SampledDataset
+from scalingnote.datasets.documents import PrepareContext, write_part, write_parts
+from scalingnote.datasets.input_files import Quarantine
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import read_table
+from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
-from scalingnote.storage.shuffle import JsonRecord, stream
-from scalingnote.texts import is_valid_unicode
+from scalingnote.storage.shuffle import JsonRecord, gather, stream
 
 log = get_logger("datasets")
-MAX_ROWS = 5_000_000  # of all tables, in one task
-TABLES = {"queries": QUERIES, "qrels": QRELS, "impressions": IMPRESSIONS, "scores": SCORES}
-OUTPUTS = (*TABLES, "users")
-PAIRS = ("qrels", "impressions", "scores")
+MAX_TASK_ROWS = 5_000_000  # of all tables, in one bucket
+MAX_SPLIT_POSITIVES = 50_000_000  # that a split by groups is drawn from
+ROWS_PER_PART = 1 << 19  # of impressions and users
+PAIR_SCHEMAS = {"qrels": QRELS, "impressions": IMPRESSIONS, "scores": SCORES}
+_KEYS = {"users": "user_id"}  # of other tables: query_id
 _PARTS_PER_READ = 256
 _POSITIVES = pa.schema({"query_id": pa.string(), "group": pa.string()})
+_SPLIT = pa.schema({"query_id": pa.string(), "split": pa.string()})
 
 
-@dataclass(frozen=True)
-class Context:
-    """What every task needs; the same for all of them."""
+def route_slice(item: tuple[int, tuple[int, str]], *, context: PrepareContext) -> JsonRecord:
+    """Reject rows about unknown documents and send the others to the bucket of their query or user.
 
-    config: AnyDataset
-    profile: pa.Schema
-    parts: Sequence[str]  # of the documents
-    work: str
-    output: str
-    buckets: int
-    max_rows: int
-
-    def file(self, *names: str) -> str:
-        """A file of the work directory."""
-        return fs.join(self.work, "supervision", *names)
-
-
-class Supervision(NamedTuple):
-    """What the tasks wrote."""
-
-    parts: dict[str, dict[str, Any]]
-    counts: dict[str, int]
-    left_out: dict[str, int]  # valid rows that subsets have not
-    click_model: str | None  # that simulated the impressions
-
-
-def write_tables(item: tuple[int, Source], *, context: Context) -> JsonRecord:
-    """Write all tables, unless there are more than MAX_ROWS rows, which come from files."""
-    source, config, quarantine = item[1], context.config, Quarantine()
-    given: dict[str, Rows] = {}
-    left = context.max_rows
-    for table in OUTPUTS:
-        given[table] = rows = list(islice(getattr(source, table), left + 1))
-        left -= len(rows)
-        if left < 0 and all(isinstance(getattr(source, name), (SlicedRows, tuple)) for name in OUTPUTS):
-            return {"whole": False}
-        if left < 0:
-            raise DataError(
-                f"{config.name}: more than {context.max_rows:,} rows of {', '.join(OUTPUTS)}, which one task "
-                "holds: write them to files, and read these with dataset.name=columns"
-            )
-    named = {doc_id for name in PAIRS for row in given[name] if (doc_id := identifier(row, "doc_id"))}
-    checked = check(given, named, context, quarantine)
-    if not len(checked.queries) and not isinstance(config, Texts):
-        raise no_query(config, quarantine)
-    queries = decide(checked.queries, checked.positives, config)
-    tables = {"queries": queries} | {
-        name: of_queries(table, queries["query_id"]) for name, table in checked.pairs.items()
-    }
-    left_out = above_zero({name: count - len(tables[name]) for name, count in checked.valid.items()})
-    tables["users"] = valid_users(given["users"], context.profile, quarantine)
-    clicks = None if len(tables["impressions"]) else config.click_model
-    if clicks:
-        impressions, profiles = simulated(queries, tables["qrels"], context, clicks)
-        tables["impressions"] = pa.concat_tables(impressions)
-        tables["users"] = tables["users"] if profiles is None else profiles
-    counts = {name: len(table) for name, table in tables.items()} | count_splits(queries)
-    warn_of_one_side(config, counts, undecided=has_undecided(checked.queries))
-    parts: dict[str, dict[str, Any]] = {}
-    for name, table in tables.items():
-        if len(table) or name in ("queries", "qrels"):
-            parts |= write_part(table, f"{name}.parquet", output=context.output)
-    done = Supervision(parts, counts, left_out, clicks.kind if clicks else None)
-    return {"whole": True, "quarantine": quarantine.store(context.file("rejected.arrow")), **done._asdict()}
-
-
-class Checked(NamedTuple):
-    """The valid rows of some queries, before `max_queries`."""
-
-    queries: pa.Table  # QUERIES; `split` is empty where the source has none
-    pairs: dict[str, pa.Table]  # about documents of the data set
-    positives: pa.Table  # _POSITIVES
-    valid: dict[str, int]  # numbers of rows, also about documents that a subset left out
-
-
-def check(given: dict[str, Rows], named: set[str], context: Context, quarantine: Quarantine) -> Checked:
-    """Check rows against each other and against the documents that they name.
-
-    Rows are checked against all valid documents, so that rows about documents outside a subset are left out,
-    not rejected.
+    Impressions in a log's train window are sent as rows, those of the test window as counts of clicks.
     """
-    found = _read_documents(context, ["doc_id", "group"], named=named)
-    doc_ids = found["doc_id"].combine_chunks()
-    valid_ids = set(doc_ids.to_pylist())
-    if context.config.max_documents is not None:
-        valid_ids.update(read_table(left_out_ids(context.work))["doc_id"].to_pylist())
-    queries = {row["query_id"]: row for row in row_checks.queries(given["queries"], quarantine=quarantine)}
-    pairs = {}
-    for name in PAIRS:
-        rows = row_checks.pairs(
-            name, given[name], query_ids=queries, doc_ids=valid_ids, quarantine=quarantine
+    (_, (number, table)), quarantine = item, Quarantine()
+
+    def send(rows: pa.Table, target: str) -> None:
+        key = _KEYS.get(table, "query_id")
+        context.send(rows, key, target, number=number, buckets=context.query_buckets)
+
+    uri = context.checked(number)
+    if not fs.exists(uri):  # without valid rows
+        return context.store(quarantine, "route", number)
+    rows = read_table(uri)
+    if "doc_id" in rows.column_names:
+        ids = gather(context.file("unknown"), number, schema=pa.schema({"doc_id": pa.string()}))["doc_id"]
+        unknown = np.asarray(pc.is_in(rows["doc_id"], value_set=ids.combine_chunks()))
+        quarantine.reject_where(table, "unknown doc_id", rows, unknown)
+        rows = rows.filter(pa.array(~unknown))
+    if context.windows and isinstance(context.config, Logs) and table == "impressions":
+        train, test = (
+            rows.filter(splits.in_window(rows["timestamp"], window))
+            for window in (context.windows.train, context.windows.test)
         )
-        pairs[name] = _pair_table(rows, TABLES[name], given[name])
-    usable = _supervised(pairs)
-    for query_id in [query_id for query_id in queries if query_id not in usable]:
-        quarantine.reject("queries", queries.pop(query_id), "no relevant document and no impression")
-    valid = {"queries": len(queries), **{name: len(table) for name, table in pairs.items()}}
-    pairs = {
-        name: table.filter(pc.is_in(table["doc_id"], value_set=doc_ids)) for name, table in pairs.items()
-    }
-    usable = _supervised(pairs)
-    kept = [row for query_id, row in queries.items() if query_id in usable]
-    relevant = pairs["qrels"].filter(pc.greater(pairs["qrels"]["relevance"], 0))
-    clicked = pairs["impressions"].filter(pairs["impressions"]["clicked"])
-    positives = pa.concat_tables(table.select(["query_id", "doc_id"]) for table in (relevant, clicked))
-    group = found["group"].take(pc.index_in(positives["doc_id"], value_set=doc_ids))
+        send(train, "impressions")
+        send(splits.count_test_clicks(test, min_dwell_s=context.config.min_dwell_s), "test_clicks")
+        quarantine.counts["test_impressions"] += len(test)
+        quarantine.left_out["impressions outside both windows"] += len(rows) - len(train) - len(test)
+    else:
+        send(rows, table)
+    return context.store(quarantine, "route", number)
+
+
+# --- parts ------------------------------------------------------------------------------------------------
+
+
+def _write(
+    table: str, bucket: int | None, rows: Iterable[pa.Table], context: PrepareContext
+) -> dict[str, dict[str, Any]]:
+    """Write the rows of a bucket (None: of all) as one part, or as many as impressions and users fill."""
+    name = table if bucket is None else f"{table}/part-{bucket:05d}"
+    if table in ("impressions", "users") and bucket is not None:
+        return write_parts(rows, name, rows_per_part=ROWS_PER_PART, output=context.output)
+    whole = pa.concat_tables(rows)
+    if not len(whole) and table not in ("queries", "qrels"):
+        return {}
+    return write_part(whole, f"{name}.parquet", output=context.output)
+
+
+def _record(
+    parts: dict[str, dict[str, Any]], queries: pa.Table | None, quarantine: Quarantine
+) -> dict[str, Any]:
+    """Count what was written."""
+    for name, part in parts.items():
+        quarantine.counts[name.split("/")[0].removesuffix(".parquet")] += part["rows"]
+    if queries is not None:
+        for split in ("train", "test"):
+            found = pc.sum(pc.equal(queries["split"], split)).as_py() or 0
+            quarantine.counts[f"{split}_queries"] += found
+    return {"parts": parts}
+
+
+# --- a log: queries split by time -------------------------------------------------------------------------
+
+
+def write_log_queries(item: tuple[int, int], *, context: PrepareContext) -> JsonRecord:
+    """Split the queries of a bucket into training and test; write them and their rows of every table."""
+    bucket, quarantine, config = item[1], Quarantine(), context.config
+    assert isinstance(config, Logs)
+    test_clicks = splits.sum_equal_rows(
+        gather(context.file("test_clicks"), bucket, schema=splits.TEST_CLICKS)
+    )
+    texts = splits.sum_equal_rows(gather(context.file("texts"), bucket, schema=splits.QUERY_TEXTS))
+    impressions = context.file("impressions")
+    ids = [rows["query_id"].unique() for rows in stream(impressions, bucket, ["query_id"])]
+    train_ids = pa.concat_arrays([pa.array([], pa.string()), *ids]).unique()
+    known = texts["query_id"].combine_chunks()
+    if config.qrels:
+        judged = _valid_pairs("qrels", bucket, known, context, quarantine)
+    else:
+        judged = splits.judge_by_clicks(test_clicks, min_clicks=config.min_clicks)
+    split = splits.split_queries(train_ids, test_clicks=test_clicks, texts=texts, judged=judged)
+    scores = _valid_pairs("scores", bucket, known, context, quarantine)
+    useful = scores.filter(pc.is_in(scores["query_id"], value_set=train_ids))
+    quarantine.left_out["scores of queries that are not for training"] += len(scores) - len(useful)
+    quarantine.left_out.update(split.left_out)
+    if config.qrels:
+        left_out = len(judged) - len(split.qrels)
+        quarantine.left_out["judgements of queries that are not for test"] += left_out
+    parts: dict[str, dict[str, Any]] = {}
+    for table, rows in (("queries", split.queries), ("qrels", split.qrels), ("scores", useful)):
+        parts |= _write(table, bucket, [rows], context)
+    parts |= _write("impressions", bucket, stream(impressions, bucket), context)
+    record = _record(parts, split.queries, quarantine)
+    return record | {"quarantine": context.store(quarantine, "queries", bucket)}
+
+
+def _valid_pairs(
+    table: str, bucket: int, query_ids: pa.Array, context: PrepareContext, quarantine: Quarantine
+) -> pa.Table:
+    """Rows of known queries; of qrels and scores only the first one of each query and document."""
+    rows = gather(context.file(table), bucket, schema=PAIR_SCHEMAS[table])
+    known = np.asarray(pc.is_in(rows["query_id"], value_set=query_ids))
+    quarantine.reject_where(table, "unknown query_id", rows, ~known)
+    rows = rows.filter(pa.array(known))
+    if table == "impressions":
+        return rows
+    return _first_rows(rows, table, ["query_id", "doc_id"], "duplicate query and document", quarantine)
+
+
+def _first_rows(rows: pa.Table, table: str, keys: list[str], reason: str, quarantine: Quarantine) -> pa.Table:
+    first = splits.first_rows(rows, keys)
+    quarantine.reject_where(table, reason, rows, ~first)
+    return rows.filter(pa.array(first))
+
+
+# --- other sources: queries split by groups of documents --------------------------------------------------
+
+
+def judge_queries(item: tuple[int, int], *, context: PrepareContext, documents: Sequence[str]) -> JsonRecord:
+    """Check the rows of a bucket of queries against each other and store the valid ones.
+
+    `documents` has the parts of documents. Rows about documents that a subset left out are valid, and left
+    out, too.
+    """
+    bucket, quarantine = item[1], Quarantine()
+    queries = _first_rows(
+        gather(context.file("queries"), bucket, schema=QUERIES),
+        "queries",
+        ["query_id"],
+        "duplicate query_id",
+        quarantine,
+    )
+    query_ids = queries["query_id"].combine_chunks()
+    pairs = {table: _valid_pairs(table, bucket, query_ids, context, quarantine) for table in PAIR_SCHEMAS}
+    usable = np.asarray(pc.is_in(query_ids, value_set=_supervised(pairs)))
+    quarantine.reject_where("queries", "no relevant document and no impression", queries, ~usable)
+    valid = {"queries": int(usable.sum()), **{table: len(rows) for table, rows in pairs.items()}}
+    named = pa.concat_tables(rows.select(["doc_id"]) for rows in pairs.values())["doc_id"].unique()
+    groups = _read_documents(context, documents, ["doc_id", "group"], doc_ids=named)
+    doc_ids = groups["doc_id"].combine_chunks()
+    pairs = {table: rows.filter(pc.is_in(rows["doc_id"], value_set=doc_ids)) for table, rows in pairs.items()}
+    queries = queries.filter(pc.is_in(query_ids, value_set=_supervised(pairs)))
+    positives = pa.concat_tables([_relevant(pairs["qrels"]), _clicked(pairs["impressions"])])
+    group = groups["group"].take(pc.index_in(positives["doc_id"], value_set=doc_ids))
     positives = pa.table([positives["query_id"], group], schema=_POSITIVES)
     distinct = positives.group_by(_POSITIVES.names, use_threads=False).aggregate([])
-    return Checked(pa.Table.from_pylist(kept, schema=QUERIES), pairs, distinct, valid)
+    for table, rows in (pairs | {"queries": queries, "positives": distinct}).items():
+        write_table(_judged(context, bucket, table), rows)
+    undecided = has_undecided(queries)
+    stored = context.store(quarantine, "judge", bucket)
+    return {"queries": len(queries), "undecided": undecided, "valid": valid, "quarantine": stored}
 
 
-def _pair_table(rows: Iterator[Row], schema: pa.Schema, raw: Rows) -> pa.Table:
-    """Rows as a table; those of a bucket with their number in the input."""
-    if not isinstance(raw, BucketRows):
-        return table_of(rows, schema)
-    numbered = ({**row, "_number": raw.number} for row in rows)
-    return table_of(numbered, schema.append(pa.field("_number", pa.int64())))
-
-
-def _supervised(pairs: dict[str, pa.Table]) -> set[str]:
+def _supervised(pairs: dict[str, pa.Table]) -> pa.Array:
     """Queries with a relevant document or an impression."""
-    relevant = pairs["qrels"].filter(pc.greater(pairs["qrels"]["relevance"], 0))["query_id"].unique()
-    return {*relevant.to_pylist(), *pairs["impressions"]["query_id"].unique().to_pylist()}
+    ids = (_relevant(pairs["qrels"])["query_id"], pairs["impressions"]["query_id"])
+    return pa.concat_arrays(each.combine_chunks() for each in ids)
 
 
-def identifier(row: Row | UnreadableRow, name: str) -> str | None:
-    """An id of a row, as `row_checks` reads it; also an invalid one, unless Arrow cannot hold it."""
-    value = str(row.get(name)).strip() if isinstance(row, dict) else ""
-    return value if value and is_valid_unicode(value) else None
+def _relevant(qrels: pa.Table) -> pa.Table:
+    return qrels.filter(pc.greater(qrels["relevance"], 0)).select(["query_id", "doc_id"])
 
 
-def _read_documents(context: Context, columns: list[str], *, named: set[str] | None = None) -> pa.Table:
-    """Columns of all documents, or of those whose id is in `named`, in order."""
-    value_set = pa.array(sorted(named), pa.string()) if named is not None else None
+def _clicked(impressions: pa.Table) -> pa.Table:
+    return impressions.filter(impressions["clicked"]).select(["query_id", "doc_id"])
+
+
+def _judged(context: PrepareContext, bucket: int, table: str) -> str:
+    return context.file("judged", table, f"{bucket:05d}.arrow")
+
+
+def _all_judged(context: PrepareContext, table: str, columns: list[str]) -> pa.Table:
+    buckets = range(context.query_buckets)
+    return pa.concat_tables(fs.map_files(lambda b: read_table(_judged(context, b, table), columns), buckets))
+
+
+def _read_documents(
+    context: PrepareContext, parts: Sequence[str], columns: list[str], *, doc_ids: pa.Array | None = None
+) -> pa.Table:
+    """Columns of all documents, or of some, in order."""
+    divided = context.config.passages is not None
 
     def read(part: str) -> pa.Table:
-        return read_table(fs.join(context.output, part), columns)
+        if not divided:
+            return read_table(fs.join(context.output, part), columns)
+        stored = ["document_id" if name == "doc_id" else name for name in columns]
+        rows = read_table(fs.join(context.output, part), [*stored, "passage"])
+        whole = rows.filter(pc.equal(rows["passage"], 1)).select(stored)  # a row of each document
+        return whole.rename_columns(columns)
 
     found = []
-    for start in range(0, len(context.parts), _PARTS_PER_READ):
-        rows = pa.concat_tables(fs.map_files(read, context.parts[start : start + _PARTS_PER_READ]))
-        found.append(rows if named is None else rows.filter(pc.is_in(rows["doc_id"], value_set=value_set)))
+    for start in range(0, len(parts), _PARTS_PER_READ):
+        rows = pa.concat_tables(fs.map_files(read, parts[start : start + _PARTS_PER_READ]))
+        found.append(rows if doc_ids is None else rows.filter(pc.is_in(rows["doc_id"], value_set=doc_ids)))
     return pa.concat_tables(found)
-
-
-def decide(queries: pa.Table, positives: pa.Table, config: AnyDataset) -> pa.Table:
-    """The queries of a subset, with a split where the source has none."""
-    if config.max_queries is not None:
-        order = np.argsort(
-            [splits.uniform(query_id, seed=config.seed) for query_id in queries["query_id"].to_pylist()],
-            kind="stable",
-        )
-        queries = queries.take(pa.array(np.sort(order[: config.max_queries])))
-        positives = of_queries(positives, queries["query_id"])
-    if not has_undecided(queries):
-        return queries
-    test = splits.held_out(
-        queries["query_id"].combine_chunks(), positives, fraction=config.test_fraction, seed=config.seed
-    )
-    drawn = pc.if_else(pa.array(test), "test", "train")
-    split = pc.if_else(pc.equal(queries["split"], ""), drawn, queries["split"])
-    return queries.set_column(queries.schema.get_field_index("split"), "split", split)
 
 
 def has_undecided(queries: pa.Table) -> bool:
@@ -217,118 +253,71 @@ def has_undecided(queries: pa.Table) -> bool:
     return bool(pc.any(pc.equal(queries["split"], "")).as_py())
 
 
-def of_queries(table: pa.Table, query_ids: pa.ChunkedArray) -> pa.Table:
-    """The rows of a table that are about these queries."""
-    return table.filter(pc.is_in(table["query_id"], value_set=query_ids.combine_chunks()))
+def split_queries(item: tuple[int, SampledDataset], *, context: PrepareContext) -> int:
+    """Draw a split where the source has none, by groups; returns the number of queries."""
+    config = item[1]
+    queries = _all_judged(context, "queries", _SPLIT.names)
+    if has_undecided(queries):
+        positives = _all_judged(context, "positives", _POSITIVES.names)
+        if len(positives) > MAX_SPLIT_POSITIVES:
+            raise DataError(
+                f"{context.config.name}: {len(positives):,} answers, but a split by groups is drawn from "
+                f"{MAX_SPLIT_POSITIVES:,} at most: give every query a split, or use dataset.name=logs"
+            )
+        ids = queries["query_id"].combine_chunks()
+        test = splits.held_out(ids, positives, fraction=config.test_fraction, seed=config.seed)
+        drawn = pc.if_else(pa.array(test), "test", "train")
+        split = pc.if_else(pc.equal(queries["split"], ""), drawn, queries["split"])
+        queries = pa.table([ids, split], schema=_SPLIT)
+    context.send(queries, "query_id", "split", number=0, buckets=context.query_buckets)
+    return len(queries)
 
 
-def count_splits(queries: pa.Table) -> dict[str, int]:
-    """The numbers of queries of either split."""
-    return {f"{s}_queries": pc.sum(pc.equal(queries["split"], s)).as_py() or 0 for s in ("train", "test")}
+def write_queries(item: tuple[int, int], *, context: PrepareContext) -> JsonRecord:
+    """Write the queries of a bucket with their split, their rows of every table, and the bucket's users."""
+    bucket, quarantine = item[1], Quarantine()
+    split = gather(context.file("split"), bucket, schema=_SPLIT)
+    rows = read_table(_judged(context, bucket, "queries"))
+    queries = pa.table([rows["query_id"], rows["query"], split["split"]], schema=QUERIES)
+    tables = {table: read_table(_judged(context, bucket, table)) for table in PAIR_SCHEMAS}
+    # Valid rows about queries that only documents outside the subset answer.
+    tables = {"queries": queries} | {
+        table: rows.filter(pc.is_in(rows["query_id"], value_set=queries["query_id"].combine_chunks()))
+        for table, rows in tables.items()
+    }
+    users = gather(context.file("users"), bucket, schema=pa.schema([*USERS, *context.profile]))
+    tables["users"] = _first_rows(users, "users", ["user_id"], "duplicate user_id", quarantine)
+    number = None if context.query_buckets == 1 else bucket
+    parts: dict[str, dict[str, Any]] = {}
+    for table, rows in tables.items():
+        parts |= _write(table, number, [rows], context)
+    record = _record(parts, queries, quarantine)
+    return record | {"quarantine": context.store(quarantine, "queries", bucket)}
 
 
-def valid_users(rows: Rows, profile: pa.Schema, quarantine: Quarantine) -> pa.Table:
-    """Distinct users, with the columns of USERS and `profile`."""
-    valid = list(row_checks.users(rows, profile=profile, quarantine=quarantine))
-    return pa.Table.from_pylist(valid, schema=pa.schema([*USERS, *profile]))
-
-
-def no_query(config: AnyDataset, quarantine: Quarantine) -> DataError:
-    """The error of a source without usable supervision."""
-    return DataError(f"{config.name}: no query with a relevant document remains{quarantine.reasons()}")
-
-
-def warn_of_one_side(config: AnyDataset, counts: dict[str, int], *, undecided: bool) -> None:
-    """Warn if a split that was drawn has no query on one side."""
-    train, test = counts["train_queries"], counts["test_queries"]
-    if undecided and 0 < config.test_fraction < 1 and not (train and test):
-        log.warning(
-            "all %d queries are for %s: they share too many documents, or are too few, for test_fraction=%g",
-            counts["queries"],
-            "train" if train else "test",
-            config.test_fraction,
-        )
-
-
-def simulated(
-    queries: pa.Table, qrels: pa.Table, context: Context, config: AnyClickModel
-) -> tuple[Iterator[pa.Table], pa.Table | None]:
-    """Impressions of training queries, and the profiles of users who have tastes.
+def simulate_clicks(
+    item: tuple[int, PositionClicks], *, context: PrepareContext, documents: Sequence[str]
+) -> JsonRecord:
+    """Simulate impressions of training queries, and write them.
 
     Documents of a group that a test query is judged on are not shown.
     """
-    taste = config.taste
-    columns = ["doc_id", "group", "topic", *(taste.columns if taste else ())]
-    documents = _read_documents(context, columns)
-    test = queries.filter(pc.equal(queries["split"], "test"))["query_id"]
+    buckets, quarantine = range(context.query_buckets), Quarantine()
+    split = pa.concat_tables(gather(context.file("split"), b, schema=_SPLIT) for b in buckets)
+    qrels = _all_judged(context, "qrels", QRELS.names)
+    qrels = qrels.filter(pc.is_in(qrels["query_id"], value_set=split["query_id"].combine_chunks()))
+    shown = _read_documents(context, documents, ["doc_id", "group", "topic"])
+    test = split.filter(pc.equal(split["split"], "test"))["query_id"]
     is_test = pc.is_in(qrels["query_id"], value_set=test.combine_chunks())
     relevant = qrels.filter(pc.and_(is_test, pc.greater(qrels["relevance"], 0)))["doc_id"].unique()
-    hidden = documents.filter(pc.is_in(documents["doc_id"], value_set=relevant))["group"].unique()
-    rows = np.flatnonzero(~np.asarray(pc.is_in(documents["group"], value_set=hidden)))
-    seen = documents.select(["doc_id", "topic"]).take(rows)
-    tastes = simulate.Tastes.draw(taste, documents, users=config.users, seed=config.seed) if taste else None
+    hidden = shown.filter(pc.is_in(shown["doc_id"], value_set=relevant))["group"].unique()
+    shown = shown.filter(pc.invert(pc.is_in(shown["group"], value_set=hidden)))
     impressions = simulate.simulate(
-        qrels.filter(pc.invert(is_test)).select(QRELS.names),
-        doc_ids=seen["doc_id"].to_pylist(),
-        topics=seen["topic"].to_pylist(),
-        config=config,
-        tastes=tastes.of_documents(rows) if tastes else None,
+        qrels.filter(pc.invert(is_test)),
+        doc_ids=shown["doc_id"].to_pylist(),
+        topics=shown["topic"].to_pylist(),
+        config=item[1],
     )
-    return impressions, tastes.profiles() if tastes else None
-
-
-# --- raw rows in buckets: as JSON, also those of Parquet files --------------------------------------------
-
-
-def encode_row(row: Row | UnreadableRow) -> str:
-    """A raw row as JSON, which :class:`BucketRows` decodes."""
-    return json.dumps([row.row, row.reason] if isinstance(row, UnreadableRow) else row, default=_tagged)
-
-
-def _tagged(value: Any) -> dict[str, str] | str:
-    match value:
-        case bytes():
-            return {"__bytes__": base64.b64encode(value).decode()}
-        case datetime():
-            return {"__datetime__": value.isoformat()}
-        case Decimal():
-            return {"__decimal__": str(value)}
-    return str(value)
-
-
-def _decode(text: str) -> Row | UnreadableRow:
-    row = json.loads(text, object_hook=_untagged)
-    return row if isinstance(row, dict) else UnreadableRow(*row)
-
-
-def _untagged(value: dict[str, Any]) -> Any:
-    match value:
-        case {"__bytes__": text}:
-            return base64.b64decode(text)
-        case {"__datetime__": text}:
-            return datetime.fromisoformat(text)
-        case {"__decimal__": text}:
-            return Decimal(text)
-    return value
-
-
-class BucketRows:
-    """The raw rows of a table in a bucket, in the order of the input."""
-
-    def __init__(self, context: Context, table: str, bucket: int) -> None:
-        self._target, self._bucket = context.file("scattered", table), bucket
-        self.number = -1  # in the input, of the row that was read last
-
-    def __iter__(self) -> Iterator[Row | UnreadableRow]:
-        for rows in stream(self._target, self._bucket, ["number", "row"]):
-            for self.number, text in zip(
-                *(rows[name].to_pylist() for name in ("number", "row")), strict=True
-            ):
-                yield _decode(text)
-
-    def named_documents(self) -> set[str]:
-        """The doc_ids that the rows name."""
-        named = [
-            rows["doc_id"].unique().drop_null() for rows in stream(self._target, self._bucket, ["doc_id"])
-        ]
-        return set(pa.concat_arrays([pa.array([], pa.string()), *named]).to_pylist())
+    number = None if context.query_buckets == 1 else 0
+    record = _record(_write("impressions", number, impressions, context), None, quarantine)
+    return record | {"quarantine": context.store(quarantine, "clicks", 0)}

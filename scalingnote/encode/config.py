@@ -1,10 +1,11 @@
-"""Settings of encoding: documents, new ones, the teacher's queries, and exports of query towers."""
+"""Settings of encoding: documents, the teacher's queries, BM25 terms, and exports of query towers."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from scalingnote.config import Config, ElasticResources
+from scalingnote.core.config import Config, ElasticResources
+from scalingnote.core.languages import Language
 
 View = Literal["title", "content", "summary"]
 EngineName = Literal["own", "sentence-transformers", "vllm"]
@@ -12,7 +13,7 @@ Form = Literal["auto", "torch", "compiled", "onnx", "onnx_int8", "lookup"]
 
 
 class Fleet(ElasticResources):
-    """Workers that encode, and their price."""
+    """Workers that encode."""
 
     min_workers: int | None = Field(
         None,
@@ -31,9 +32,6 @@ class Fleet(ElasticResources):
         ge=0,
         description="tasks of one CPU that read and tokenise ahead of the workers, and as many that write "
         "behind them, so that GPUs do not wait; 0: workers do it themselves, which is best on CPUs",
-    )
-    price_per_hour: float = Field(
-        0.0, ge=0, description="of a worker, in any currency; progress lines show the cost"
     )
 
 
@@ -72,19 +70,14 @@ class EncodeConfig(Config):
 class IngestConfig(Config):
     """How new documents are encoded."""
 
-    token_budget: int = Field(8192, ge=16, description="padded tokens per forward pass")
     resources: Fleet = Fleet()
 
 
 class TeacherConfig(Config):
     """Encoding of training queries and pseudo-queries by the teacher, which distillation does not load."""
 
-    rows_per_part: int = Field(8192, ge=1, description="queries per part")
     token_budget: int = Field(
         8192, ge=16, description="maximum tokens of a forward pass; at most 1,024 on a CPU"
-    )
-    beside: Literal["positive", "nothing"] = Field(
-        "positive", description="text that a cross-encoder reads with a query; other teachers read it alone"
     )
     tokens: bool = Field(
         True,
@@ -92,6 +85,74 @@ class TeacherConfig(Config):
         "that pass where the student is none",
     )
     resources: Fleet = Fleet()
+
+
+class BM25Config(Config):
+    """Term weights of documents by BM25 (Lucene's variant), for hybrid search with embeddings."""
+
+    k1: float = Field(1.2, ge=0, description="term saturation; Lucene's default")
+    b: float = Field(0.75, ge=0, le=1, description="length normalisation; Lucene's default")
+    max_vocabulary: int = Field(
+        1_000_000,
+        ge=1,
+        le=1 << 24,
+        description="number of words to index, the most frequent ones; each takes about 100 bytes of memory "
+        "in every query encoder; rarer words are not found",
+    )
+    language: Language | Literal["auto"] = Field(
+        "auto",
+        description="of the documents' and the queries' words: they become stems (Snowball) without stop "
+        "words; none: as they are written; auto: the language of which at least 15 stop words are among the "
+        "50 most frequent words of a sample, else none",
+    )
+    analyzer: Literal[3] = Field(
+        3, description="version of the rule that splits texts into words; another one is another artifact"
+    )
+
+
+class EndpointConfig(Config):
+    """An embedding model behind HTTP, as the teacher and as the encoder of documents."""
+
+    url: str = Field(
+        description="base URL (https://api.openai.com/v1), that of /v1/embeddings, or of TEI's /embed"
+    )
+    model: str = Field(description="its name there; TEI serves one and reads no name")
+    query_prefix: str = Field("", description="text before every query")
+    document_prefix: str = Field("", description="text before every document")
+    query_fields: dict[str, Any] = Field(
+        {}, description="added to the body of requests for queries, as {input_type: query, dimensions: 512}"
+    )
+    document_fields: dict[str, Any] = Field({}, description="the same for documents")
+    batch_texts: int | None = Field(
+        None, ge=1, le=2048, description="maximum texts of a request; null: 256, of TEI 32"
+    )
+    batch_tokens: int = Field(
+        50_000, ge=1, description="tokens of a request, estimated; a longer text goes by itself"
+    )
+    concurrency: int = Field(8, ge=1, le=256, description="requests at once")
+    max_requests: int | None = Field(
+        None, ge=1, description="requests of a run; more are refused before the first, null: no limit"
+    )
+    timeout_s: float = Field(60.0, gt=0, description="seconds until a request is sent again")
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no http(s) URL: give http://HOST:PORT/v1 or https://HOST/v1")
+        return url.rstrip("/")
+
+    @property
+    def is_tei(self) -> bool:
+        """Whether requests and answers have TEI's form; else OpenAI's."""
+        return self.url.endswith("/embed")
+
+    @property
+    def address(self) -> str:
+        """The URL of requests."""
+        if self.is_tei or self.url.endswith("/embeddings"):
+            return self.url
+        return f"{self.url}/embeddings" if self.url.endswith("/v1") else f"{self.url}/v1/embeddings"
 
 
 class ExportConfig(Config):

@@ -25,24 +25,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from scalingnote import cluster
-from scalingnote.config import dump
+from scalingnote.core import cluster
+from scalingnote.core.config import dump
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.log import get_logger
 from scalingnote.encode import engines
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.encode.encodings import Engine
+from scalingnote.encode.encodings import Cost, EncoderEngine
 from scalingnote.encode.engines import LoadEngine
 from scalingnote.encode.parts import (
     EncodedPart,
     PartRecord,
-    Rejected,
+    Rejections,
     Steps,
-    reader_cpus,
+    cut_counts,
+    cut_summary,
     sized_for,
+    totals,
     write_parts,
 )
-from scalingnote.encode.tally import totals
-from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.log import get_logger
 from scalingnote.models.prompt import DocumentPrompt, document_fields, from_columns, token_columns
 from scalingnote.models.published_model import Similarity
 from scalingnote.storage import arrow, schema, shuffle
@@ -55,14 +56,11 @@ from scalingnote.storage.artifact import (
     read_table,
     write_table,
 )
+from scalingnote.storage.schema import DOCUMENT_COLUMNS, TEXT_COLUMNS
 from scalingnote.storage.shuffle import NumberedSlice, run_slices, slices
 
 log = get_logger("encode")
-COLUMNS = ["doc_id", "title", "topic", "content"]
-TEXTS = COLUMNS[1:]
 LoadPrompt = Callable[[Artifact], DocumentPrompt]
-MAX_PAYLOAD_BYTES = 2_000_000_000  # of a part on its way to the writing task: Arrow holds 2 GiB in a row
-TERM_BYTES = 6  # a number and its impact
 
 
 def load_document_prompt(towers: Artifact) -> DocumentPrompt:
@@ -93,7 +91,7 @@ def encode_documents(
         load_prompt: loads what makes token rows of texts.
 
     Raises:
-        ConfigError: the towers lack a view, the engine cannot encode with them, or a part gives too much.
+        ConfigError: the towers lack a view, or the engine cannot encode with them.
         ArtifactError: other towers or settings made the base.
         DataError: no document can be encoded.
     """
@@ -110,13 +108,12 @@ def encode_documents(
             f"it gives {list(views)}"
         )
     resources = sized_for(config.resources, towers, "document")
-    cluster.check_resources_early(resources, knob="encode.resources", task_cpus=reader_cpus(resources))
+    cluster.check_resources_early(resources, knob="encode.resources", task_cpus=resources.readers)
     engines.check_installed(config)
     load_encoder = load_encoder or engines.engine_loader(config)
     source, base = parents["dataset"], parents.get("base")
     parts = source.names("documents/", ".parquet")
     rows = {embeddings_part(name): count for name, count in source.rows_of(parts).items()}
-    _require_payloads(config, towers, max(rows.values(), default=0))
     counts = {} if base is None else compare_with_base(source, base, draft)
     read = partial(read_documents, source=source, towers=towers, load_prompt=load_prompt)
     steps = Steps(
@@ -130,13 +127,15 @@ def encode_documents(
         "documents": sum(record["part"]["rows"] for record in records),
         "rejected": len(rejected),
         "tokens": sum(record["tokens"] for record in records),
-    }
+    } | cut_counts(records)
+    if counts["cut_texts"]:
+        log.warning("%s", cut_summary(counts))
     if not counts["documents"]:
         raise DataError(f"none of {sum(rows.values())} documents could be encoded: {rejected[:1]}")
     return draft.commit(counts=counts, encoding=totals(records), similarity=tower_similarity(towers))
 
 
-def _left_out(record: PartRecord, source: Artifact) -> Rejected:
+def _left_out(record: PartRecord, source: Artifact) -> Rejections:
     """The documents of a part that could not be encoded."""
     if "set_aside" not in record:
         return []
@@ -145,26 +144,10 @@ def _left_out(record: PartRecord, source: Artifact) -> Rejected:
     return [{"table": "documents", "row": doc_id, "reason": reason} for doc_id in doc_ids.to_pylist()]
 
 
-def _require_payloads(config: EncodeConfig, towers: Artifact, rows: int) -> None:
-    """ConfigError if the largest part, of so many rows, may not fit between a worker and a writing task."""
-    if not config.resources.readers or not towers.names("document/"):
-        return
-    facts = towers.read_json("document/tower.json")
-    terms = 0 if facts["sparse"] is None else config.top_k * TERM_BYTES
-    each = terms + len(config.views) * facts["dim"] * np.dtype(config.dtype).itemsize
-    if rows * each > MAX_PAYLOAD_BYTES:
-        raise ConfigError(
-            f"a part of {rows:,} documents gives up to {rows * each / 1e9:.1f} GB, and "
-            f"{MAX_PAYLOAD_BYTES / 1e9:g} GB pass from a worker to the task that writes it: set "
-            "encode.resources.readers=0, or dataset.documents_per_part to "
-            f"{MAX_PAYLOAD_BYTES // each:,} or less"
-        )
-
-
 def tower_similarity(towers: Artifact) -> Similarity:
     """How search compares the embeddings of an artifact's document tower, or of a cross-encoder's proxies."""
     if towers.manifest.kind == "cross_encoder":
-        return "cosine" if towers.manifest.config.get("score") == "cosine" else "dot"
+        return "dot" if towers.manifest.config["temperature"] is None else "cosine"
     named = "document/config_sentence_transformers.json"
     facts = towers.read_json(named) if named in towers.names("document/") else {}
     return "dot" if facts.get("similarity_fn_name") == "dot" else "cosine"
@@ -195,9 +178,9 @@ def read_documents(
     load_prompt: LoadPrompt,
     base: Artifact | None,
     folder: str,
-) -> tuple[pa.Table, pa.Table | None, Rejected]:
+) -> tuple[pa.Table, pa.Table | None, Rejections]:
     """Input of a part: token rows to encode, embeddings to copy, and documents that cannot be encoded."""
-    documents = source.table(name.replace("embeddings/", "documents/", 1), COLUMNS)
+    documents = source.table(name.replace("embeddings/", "documents/", 1), DOCUMENT_COLUMNS)
     documents = documents.append_column(schema.CONTENT_HASH, content_hashes(documents))
     documents = documents.append_column("row", pa.array(np.arange(len(documents), dtype=np.int32)))
     copies = None
@@ -222,7 +205,7 @@ def _prompt(load: LoadPrompt, uri: str, kind: str) -> DocumentPrompt:
     return load(open_artifact(uri, kind=kind))
 
 
-def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rejected]:
+def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rejections]:
     """Token rows of documents.
 
     Args:
@@ -230,8 +213,8 @@ def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rej
         prompt: of the document tower.
 
     Returns:
-        The documents that can be encoded, in order, with ``ids`` and ``positions`` in place of the texts; and
-        the others with the reason.
+        The documents that can be encoded, in order, with ``ids`` and ``positions`` in place of the texts, and
+        how many tokens are ``lost`` because the model does not read them; and the others with the reason.
     """
     rows, encodable, rejected = [], [], []
     results = prompt.rows(*document_fields(documents))
@@ -241,10 +224,10 @@ def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rej
             rejected.append({"table": "documents", "row": doc_id, "reason": str(row)})
         else:
             rows.append(row)
-    table = documents.drop_columns(TEXTS).filter(pa.array(encodable, pa.bool_()))
+    table = documents.drop_columns(TEXT_COLUMNS).filter(pa.array(encodable, pa.bool_()))
     for name, column in token_columns([rows], views=prompt.width).items():
         table = table.append_column(name, column)
-    return table, rejected
+    return table.append_column("lost", pa.array([row.lost for row in rows], pa.int64())), rejected
 
 
 class DocumentPartEncoder:
@@ -252,11 +235,11 @@ class DocumentPartEncoder:
 
     def __init__(self, *, config: EncodeConfig, towers: Artifact, load_encoder: LoadEngine) -> None:
         self._config = config
-        self._encoder: Engine = load_encoder(towers, config.token_budget)
+        self._encoder: EncoderEngine = load_encoder(towers, config.token_budget)
         self._similarity = tower_similarity(towers)
         self.peak = self._encoder.peak()
 
-    def __call__(self, _: str, part: tuple[pa.Table, pa.Table | None, Rejected]) -> EncodedPart:
+    def __call__(self, _: str, part: tuple[pa.Table, pa.Table | None, Rejections]) -> EncodedPart:
         """Embeddings of a part, with the copied ones in their rows."""
         tokens, copies, rejected = part
         views: list[str] = list(self._config.views)
@@ -273,7 +256,9 @@ class DocumentPartEncoder:
             fresh = table.append_column("row", tokens["row"])
             table = pa.concat_tables([fresh, copies.select(fresh.column_names)]).sort_by("row")
             table = table.drop_columns("row").cast(layout)
-        return EncodedPart(table, encoding.cost, rejected)
+        lost = tokens["lost"].to_numpy()
+        cut = Cost(cut_texts=int(np.count_nonzero(lost)), lost_tokens=int(lost.sum()))
+        return EncodedPart(table, encoding.cost + cut, rejected)
 
 
 def embeddings_part(part: str) -> str:
@@ -283,7 +268,7 @@ def embeddings_part(part: str) -> str:
 
 # --- changes since earlier embeddings ---------------------------------------------------------------
 
-MAX_ROWS = 1 << 22  # of a slice and of a bucket; about 50 bytes each, since no text is kept
+MAX_SLICE_ROWS = 1 << 22  # of a slice and of a bucket; about 50 bytes each, since no text is kept
 PARTS_PER_GROUP = 64
 HASHED = pa.schema([("doc_id", pa.string()), schema.CONTENT_HASH])
 LOCATED = pa.schema([*HASHED, ("part", pa.int32()), ("row", pa.int32())])
@@ -292,7 +277,7 @@ COPY = pa.schema({name: pa.int32() for name in ("part", "row", "base_part", "bas
 
 def content_hashes(documents: pa.Table) -> pa.Array:
     """A hash of each document's title, topic and content: equal as long as none of them changed."""
-    texts = zip(*(documents[name].to_pylist() for name in TEXTS), strict=True)
+    texts = zip(*(documents[name].to_pylist() for name in TEXT_COLUMNS), strict=True)
     return pa.array(
         # Lengths come first, so that moving text from one field to the next changes the hash.
         [
@@ -319,10 +304,10 @@ def compare_with_base(source: Artifact, base: Artifact, draft: Draft) -> dict[st
     folder = draft.work("base")
     run = partial(run_slices, folder=folder, each=cluster.map_tasks, section="encode", unit="tasks")
     sides = ((base, "embeddings"), (source, "documents"))
-    buckets = max(-(-sum(artifact.counts["documents"] for artifact, _ in sides) // MAX_ROWS), 1)
+    buckets = max(-(-sum(artifact.counts["documents"] for artifact, _ in sides) // MAX_SLICE_ROWS), 1)
     for artifact, table in sides:
         task = partial(scatter_hashes, artifact=artifact, table=table, folder=folder, buckets=buckets)
-        run(f"scatter-{table}", task, slices(artifact, table, rows=MAX_ROWS))
+        run(f"scatter-{table}", task, slices(artifact, table, rows=MAX_SLICE_ROWS))
     compared = run("compare", partial(compare_bucket, folder=folder, output=draft.uri), range(buckets))
     groups = range(-(-len(source.table_parts("documents")) // PARTS_PER_GROUP))
     copied = run("copies", partial(write_copies, folder=folder), groups)
@@ -340,7 +325,7 @@ def scatter_hashes(item: NumberedSlice, *, artifact: Artifact, table: str, folde
     part_number = {name: i for i, name in enumerate(artifact.table_parts(table))}
     tables = []
     for part in parts:
-        rows = artifact.table(part, COLUMNS if table == "documents" else HASHED.names)
+        rows = artifact.table(part, DOCUMENT_COLUMNS if table == "documents" else HASHED.names)
         hashes = content_hashes(rows) if table == "documents" else rows["content_hash"]
         place = np.full(len(rows), part_number[part], np.int32)
         columns = [rows["doc_id"], hashes, pa.array(place), pa.array(np.arange(len(rows), dtype=np.int32))]

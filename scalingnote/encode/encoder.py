@@ -11,21 +11,21 @@ import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.log import get_logger
+from scalingnote.core.words import checked_texts
 from scalingnote.encode.encodings import Cost, RowEncoding, TopTerms
-from scalingnote.errors import ConfigError, DataError
-from scalingnote.log import get_logger
 from scalingnote.models import flops
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.flops import model_shape
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, document_fields
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, document_fields
 from scalingnote.models.published_model import Role
 from scalingnote.models.published_tower import with_prefix
 from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, default_device, matmul_peak
 from scalingnote.storage import usage
-from scalingnote.texts import checked_texts
 
 # More tokens at once exceed a CPU's cache: with 8,192, all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a
 # second (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are equal.
@@ -87,7 +87,7 @@ class Encoder:
         made.tower = with_prefix(self.tower, prefix)
         return made
 
-    def query_rows(self, queries: Sequence[str]) -> list[Row]:
+    def query_rows(self, queries: Sequence[str]) -> list[TokenRow]:
         """Token rows of queries. An empty query has its end token alone.
 
         Raises:
@@ -143,21 +143,21 @@ class Encoder:
     ) -> tuple[dict[str, Float[ndarray, "docs dim"]], dict[int, str]]:
         """View -> embeddings of the documents that can be encoded, in order; row -> reason for the others."""
         rows = self.document_rows(documents)
-        problems = {i: str(row) for i, row in enumerate(rows) if not isinstance(row, Row)}
-        encoded = self.encode([row for row in rows if isinstance(row, Row)])
+        problems = {i: str(row) for i, row in enumerate(rows) if not isinstance(row, TokenRow)}
+        encoded = self.encode([row for row in rows if isinstance(row, TokenRow)])
         return {view: encoded[:, i] for i, view in enumerate(self.views)}, problems
 
-    def document_rows(self, documents: pa.Table) -> list[Row | DataError]:
+    def document_rows(self, documents: pa.Table) -> list[TokenRow | DataError]:
         """Token rows of documents, and errors in place of those that cannot be encoded."""
         if not isinstance(self.tower.prompt, DocumentPrompt):
             raise ConfigError("this is a query tower: it cannot encode documents")
         return self.tower.prompt.rows(*document_fields(documents))
 
-    def encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
+    def encode(self, rows: Sequence[TokenRow]) -> Float[ndarray, "rows views dim"]:
         """Embeddings of token rows, not normalised."""
         return self._forward(rows, None)[0]
 
-    def encode_with_cost(self, rows: Sequence[Row], *, top_k: int = 256) -> RowEncoding:
+    def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
         """Embeddings of token rows, with a sparse head their `top_k` terms of largest weight, and cost."""
         terms = TopTerms.empty(len(rows), top_k) if self.tower.sparse else None
         embeddings, padded = self._forward(rows, terms, count=usage.count_rows)
@@ -166,7 +166,7 @@ class Encoder:
 
     @torch.inference_mode()
     def _forward(
-        self, rows: Sequence[Row], terms: TopTerms | None, *, count: Callable[[int], None] | None = None
+        self, rows: Sequence[TokenRow], terms: TopTerms | None, *, count: Callable[[int], None] | None = None
     ) -> tuple[Float[ndarray, "rows views dim"], int]:
         """Embeddings and computed tokens, padding included; fills `terms` if given, `count`s rows of a batch.
 

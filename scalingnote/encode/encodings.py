@@ -1,7 +1,7 @@
 """What an engine gives for the token rows of documents: embeddings, terms of a sparse head, and cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -9,7 +9,7 @@ import pyarrow as pa
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,11 @@ class Cost:
     tokens: int = 0  # without padding
     padded: int = 0  # with padding
     flops: float = 0.0  # 0 if the shape of the architecture is unknown
+    cut_texts: int = 0  # that are longer than the model reads
+    lost_tokens: int = 0  # of these, which are not read
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.tokens + other.tokens, self.padded + other.padded, self.flops + other.flops)
+        return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,13 @@ class RowEncoding(NamedTuple):
 
 
 @runtime_checkable
-class Engine(Protocol):
+class EncoderEngine(Protocol):
     """An encoder of token rows, which a worker loads once."""
 
     dim: int
     views: tuple[str, ...]  # of the embeddings of a row, in order
 
-    def encode_with_cost(self, rows: Sequence[Row], *, top_k: int = 256) -> RowEncoding:
+    def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
         """Embeddings of token rows, with a sparse head their `top_k` terms of largest weight, and cost."""
 
     def peak(self) -> float:

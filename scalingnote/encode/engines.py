@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scalingnote.encode.encodings import Cost, Engine, RowEncoding
-from scalingnote.errors import ConfigError
-from scalingnote.models.prompt import Row
+from scalingnote.core.errors import ConfigError
+from scalingnote.encode.encodings import Cost, EncoderEngine, RowEncoding
+from scalingnote.models.prompt import TokenRow, indexed_view
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import EncodeConfig
@@ -34,7 +34,7 @@ VLLM_POOLING = {"cls": "CLS", "mean": "MEAN", "last": "LAST"}  # our names of vL
 _TOWER = "document/tower.json"
 
 
-LoadEngine = Callable[["Artifact", int], Any]  # of an artifact and a token budget; an Engine
+LoadEngine = Callable[["Artifact", int], Any]  # of an artifact and a token budget; an EncoderEngine
 
 
 def engine_loader(config: "EncodeConfig") -> LoadEngine:
@@ -59,9 +59,9 @@ def check_installed(config: "EncodeConfig") -> None:
     module = MODULES.get(config.engine)
     if module is None or _is_installed(module):
         return
-    from scalingnote import cluster  # late: encoders and tasks that tokenise need none of Ray
+    from scalingnote.core import cluster  # late: encoders and tasks that tokenise need none of Ray
 
-    if not all(cluster.map_tasks_in_order(_is_installed, [module], config.resources)):
+    if not all(cluster.map_tasks(_is_installed, [module], config.resources)):
         raise ConfigError(
             f"encode.engine is {config.engine}, and the workers have no package {module}: install it in "
             "their image, or set encode.engine to own"
@@ -92,12 +92,9 @@ def check_tower(config: "EncodeConfig", towers: "Artifact") -> tuple[str, ...]:
         settings = [name for name in towers.names("document/") if name.endswith(".json")]
         folder = fs.download(towers.uri, settings, version=towers.digest) / "document"
         model = published_model.read(folder, "document")
-        if model.unknown or len(model.pooling) != 1 or model.pooling[0] not in VLLM_POOLING:
-            found = model.unknown or f"pooling {' and '.join(model.pooling)}"
-            raise _refusal(config, towers, f"vLLM has no {found}")
-        if model.prefix and not model.include_prompt:
-            raise _refusal(config, towers, "vLLM pools the prefix, too, and this model leaves it out")
-    return (_indexed_view(facts["views"]),)
+        if model.unknown:
+            raise _refusal(config, towers, f"vLLM has no {model.unknown}")
+    return (indexed_view(facts["views"]),)
 
 
 def _refusal(config: "EncodeConfig", towers: "Artifact", reason: str) -> ConfigError:
@@ -145,14 +142,14 @@ def load_vllm(towers: "Artifact", token_budget: int, *, gpus: int) -> "OneView":
 class OneView:
     """An engine that pools one position of a row: rows are cut behind that of the indexed view."""
 
-    def __init__(self, engine: Engine, facts: dict[str, Any]) -> None:
+    def __init__(self, engine: EncoderEngine, facts: dict[str, Any]) -> None:
         """Wrap an engine; `facts` are the tower.json of the tower that it runs."""
-        self.dim, self.views, self.peak = engine.dim, (_indexed_view(facts["views"]),), engine.peak
+        self.dim, self.views, self.peak = engine.dim, (indexed_view(facts["views"]),), engine.peak
         self._engine = engine
         # Of a causal prompt, tokens behind the view have no effect on it; other prompts are read to the end.
         self._at = facts["views"].index(self.views[0]) if facts.get("causal") and "special" in facts else None
 
-    def encode_with_cost(self, rows: Sequence[Row], *, top_k: int = 256) -> RowEncoding:
+    def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
         """Embeddings of token rows, and cost; no terms."""
         if self._at is not None:
             rows = [replace(row, ids=row.ids[: row.positions[self._at] + 1]) for row in rows]
@@ -196,11 +193,11 @@ class VllmEngine:
                 # Ray placed this process; vLLM's own workers are its children, not further actors.
                 distributed_executor_backend="mp" if gpus > 1 else None,
                 pooler_config=vllm.config.PoolerConfig(
-                    pooling_type=VLLM_POOLING[model.pooling[0]], use_activation=False
+                    pooling_type=VLLM_POOLING[model.pooling], use_activation=False
                 ),
             )
 
-    def encode_with_cost(self, rows: Sequence[Row], *, top_k: int = 256) -> RowEncoding:
+    def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
         """Embeddings of token rows, and cost; no terms."""
         import torch
 
@@ -228,8 +225,3 @@ def _transformer_alone(folder: Path) -> "TemporaryDirectory[str]":
         if file.is_file() and file.name != "modules.json":
             Path(alone.name, file.name).symlink_to(file.resolve())
     return alone
-
-
-def _indexed_view(views: Sequence[str]) -> str:
-    """The view that a tower's files for sentence-transformers give: the summary, else the last."""
-    return "summary" if "summary" in views else views[-1]

@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalingnote import cluster
+from scalingnote.core import cluster
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents, tower_similarity
 from scalingnote.encode.encodings import Cost, RowEncoding
-from scalingnote.encode.parts import EncodedPart, Steps, reader_cpus, sized_for, write_parts
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.encode.parts import EncodedPart, Steps, sized_for, write_parts
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import (
@@ -33,11 +33,13 @@ from scalingnote.storage.artifact import (
 )
 from scalingnote.storage.shuffle import NumberedSlice, run_slices
 
-MAX_BUCKET_ROWS = 1 << 20
-QUERY = pa.schema({"query_id": pa.string(), "query": pa.string(), "split": pa.string()})
-GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
-TABLES = {"triplets": QUERY, "generated": GENERATED}
-Piece = dict[str, Any]  # "name" of a file of queries, and its "rows"
+QUERIES_PER_BUCKET = 1 << 20
+QUERIES_PER_PART = 8192
+QUERY_TABLES = {
+    "triplets": schema.QUERIES,
+    "generated": pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()}),
+}
+QueryFile = dict[str, Any]  # "name" of a file of queries, and its "rows"
 _PSEUDO = "pseudo-"  # prefix of the names of parts with pseudo-queries
 
 
@@ -65,7 +67,7 @@ def run_queries(
     its embedding of each token.
 
     Args:
-        config: parts and resources.
+        config: resources, and what is encoded.
         dual_encoder: URI of the teacher.
         triplets: URI of triplets whose queries are encoded, generated ones too.
         pseudo_queries: URI of pseudo-queries to encode.
@@ -83,11 +85,10 @@ def run_queries(
     if draft.finished:
         return draft.existing()
     resources, knob = sized_for(config.resources, parents["dual_encoder"], "query"), "teacher.resources"
-    cluster.check_resources_early(resources, knob=knob, task_cpus=reader_cpus(resources))
+    cluster.check_resources_early(resources, knob=knob, task_cpus=resources.readers)
     pieces = []
     if triplets is not None:
-        rows_per_piece = config.rows_per_part
-        pieces = write_distinct_queries(parents["triplets"], draft.work(), rows_per_piece=rows_per_piece)
+        pieces = write_distinct_queries(parents["triplets"], draft.work())
     pseudo = parents.get("pseudo_queries")
     rows = embedding_parts(pieces, pseudo)
     if not rows:
@@ -109,29 +110,29 @@ def run_queries(
 # --- distinct queries of triplets ----------------------------------------------------------------------
 
 
-def write_distinct_queries(triplets: Artifact, folder: str, *, rows_per_piece: int) -> list[Piece]:
+def write_distinct_queries(triplets: Artifact, folder: str) -> list[QueryFile]:
     """Write the distinct queries of triplets as pieces, in tasks; a killed run's finished tasks are kept."""
     buckets = bucket_count(triplets)
     run = partial(run_slices, folder=folder, each=cluster.map_tasks, section="encode", unit="tasks")
     scatter = partial(scatter_queries, triplets=triplets, folder=folder, buckets=buckets)
-    run("scatter", scatter, shuffle.slices(triplets, *TABLES))
-    merge = partial(merge_bucket, folder=folder, rows_per_piece=rows_per_piece)
-    merged: list[list[Piece]] = run("merge", merge, range(buckets))
+    run("scatter", scatter, shuffle.slices(triplets, *QUERY_TABLES))
+    merge = partial(merge_bucket, folder=folder)
+    merged: list[list[QueryFile]] = run("merge", merge, range(buckets))
     return [piece for pieces in merged for piece in pieces]
 
 
 def bucket_count(triplets: Artifact) -> int:
-    """The number of buckets of about MAX_BUCKET_ROWS rows."""
-    names = [name for table in TABLES for name in triplets.table_parts(table)]
+    """The number of buckets of about QUERIES_PER_BUCKET rows."""
+    names = [name for table in QUERY_TABLES for name in triplets.table_parts(table)]
     rows = sum(triplets.manifest.parts[name].rows or shuffle.ROWS_PER_SLICE for name in names)
-    return max(-(-rows // MAX_BUCKET_ROWS), 1)
+    return max(-(-rows // QUERIES_PER_BUCKET), 1)
 
 
 def scatter_queries(item: NumberedSlice, *, triplets: Artifact, folder: str, buckets: int) -> int:
     """Scatter the distinct queries of a slice; returns their number."""
     number, parts = item
     rows = 0
-    for table, layout in TABLES.items():
+    for table, layout in QUERY_TABLES.items():
         distinct = [
             _distinct(triplets.table(part, layout.names))
             for part in parts
@@ -147,7 +148,7 @@ def scatter_queries(item: NumberedSlice, *, triplets: Artifact, folder: str, buc
     return rows
 
 
-def merge_bucket(item: tuple[int, int], *, folder: str, rows_per_piece: int) -> list[Piece]:
+def merge_bucket(item: tuple[int, int], *, folder: str) -> list[QueryFile]:
     """Write the distinct queries of a bucket: those of triplets by id, then generated ones.
 
     Generated queries near a validation query are left out: training on them would bias its measure.
@@ -155,18 +156,18 @@ def merge_bucket(item: tuple[int, int], *, folder: str, rows_per_piece: int) -> 
     bucket = item[1]
     queries, generated = (
         _distinct(shuffle.gather(fs.join(folder, "scattered", table), bucket, schema=layout))
-        for table, layout in TABLES.items()
+        for table, layout in QUERY_TABLES.items()
     )
-    queries = queries.sort_by("query_id").select(QUERY.names)
+    queries = queries.sort_by("query_id").select(schema.QUERIES.names)
     validation = queries.filter(pc.equal(queries["split"], "validation"))["query_id"].combine_chunks()
     generated = generated.filter(pc.invert(pc.is_in(generated["source_query_id"], value_set=validation)))
     split = pa.array(["train"] * len(generated), pa.string())
     generated = generated.select(["query_id", "query"]).append_column("split", split)
     queries = pa.concat_tables([queries, generated])
     pieces = []
-    for number, start in enumerate(range(0, len(queries), rows_per_piece)):
+    for number, start in enumerate(range(0, len(queries), QUERIES_PER_PART)):
         name = f"{bucket:05d}-{number:05d}"
-        piece = queries.slice(start, rows_per_piece)
+        piece = queries.slice(start, QUERIES_PER_PART)
         write_table(piece_uri(folder, name), piece)
         pieces.append({"name": name, "rows": len(piece)})
     return pieces
@@ -187,7 +188,7 @@ def _distinct(table: pa.Table) -> pa.Table:
 # --- parts of embeddings -------------------------------------------------------------------------------
 
 
-def embedding_parts(pieces: Sequence[Piece], pseudo: Artifact | None) -> dict[str, int]:
+def embedding_parts(pieces: Sequence[QueryFile], pseudo: Artifact | None) -> dict[str, int]:
     """Parts of embeddings and their rows: one for each piece, and one for each part of pseudo-queries."""
     rows = {f"embeddings/part-{piece['name']}.parquet": int(piece["rows"]) for piece in pieces}
     for name in [] if pseudo is None else pseudo.table_parts("queries"):

@@ -20,8 +20,8 @@ import numpy as np
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.array_types import Float32, Int16, Int64
-from scalingnote.models.lookup_table import Table, read_published
+from scalingnote.core.array_types import Float32, Int16, Int64
+from scalingnote.models.lookup_table import read_table
 from scalingnote.models.prompt import cut_characters, tokenize, without_limits
 
 _BATCH_QUERIES = 16  # their rows fit in a core's cache (18 tokens of 384 dimensions: 440 KB)
@@ -43,8 +43,7 @@ class LookupEncoder:
             ArtifactError: `folder` holds no table.
             ConfigError: its table cannot be read alone (:func:`lookup_table.read_published`).
         """
-        published = None if (folder / "tower.json").exists() else read_published(folder)
-        self._table = table = published or Table.read(folder)
+        self._table = table = read_table(folder)
         self._tokenizer = WordTokenizer(without_limits(Tokenizer.from_str(table.tokenizer_json)))
         self.dim, self.max_tokens = table.values.shape[1], table.max_length
         # The plain array behind the memory map: every slice of np.memmap creates another np.memmap.
@@ -179,7 +178,7 @@ def _attended(
     return mean
 
 
-MAX_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
+MAX_CACHED_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
 MAX_WORD_CHARACTERS = 40  # longer words are rare and rarely repeated
 MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
 _NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
@@ -248,7 +247,7 @@ class WordTokenizer:
         """Tokenize a word after `space` and cache it in `words`."""
         ids: list[int] = self._tokenizer.encode(space + word, add_special_tokens=False).ids
         if len(word) <= MAX_WORD_CHARACTERS:
-            if len(words) >= MAX_WORDS:
+            if len(words) >= MAX_CACHED_WORDS:
                 words.clear()
             words[word] = ids
         return ids

@@ -19,25 +19,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
-from scalingnote.array_types import Float, Float32
+from scalingnote.core.array_types import Float, Float32
+from scalingnote.core.errors import ArtifactError, ConfigError, explained_imports
+from scalingnote.core.model_files import local_folder
+from scalingnote.core.words import checked_texts
 from scalingnote.encode.lookup import LookupEncoder
-from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import published_model
-from scalingnote.texts import checked_texts
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
     from scalingnote.models.weights import Precision
 
-PUBLISHED = ("native", "sentence_transformers")  # kinds of towers that keep their own head
-Encode = Callable[[Sequence[str]], Float32[ndarray, "queries dim"]]
+PUBLISHED_KINDS = ("native", "sentence_transformers")  # kinds of towers that keep their own head
+EncodeQueries = Callable[[Sequence[str]], Float32[ndarray, "queries dim"]]
 EncodeIds = Callable[[Sequence[Sequence[int]]], Float32[ndarray, "queries dim"]]
 
 
 class QueryCache:
     """The embeddings of the last `size` queries (LRU): a few queries make up much of the traffic."""
 
-    def __init__(self, encode: Encode, size: int) -> None:
+    def __init__(self, encode: EncodeQueries, size: int) -> None:
         self._encode, self._size = encode, size
         self._entries: OrderedDict[str, ndarray] = OrderedDict()
         self._lock = threading.Lock()
@@ -64,81 +65,115 @@ class QueryCache:
 
 
 class QueryEncoder:
-    """A query tower, ready to encode."""
+    """Strings in, embeddings of the teacher's space out: a query tower in one of its forms.
+
+    Args:
+        path: a folder that :func:`scalingnote.distill` wrote, or the query tower of a run.
+        form: the form to load; auto takes the fastest, see :func:`choose`.
+        threads: of a transformer, by default OMP_NUM_THREADS; with torch they hold for the whole process.
+        precision: of the forms torch and compiled.
+        token_budget: maximum tokens of a forward pass, of the forms torch and compiled.
+        cache: number of embeddings of texts to cache; 0 for none.
+
+    Attributes:
+        folder: that it was loaded from.
+        dim: width of the embeddings.
+        form: the form that was loaded.
+        max_tokens: tokens of a query that are read, special ones not counted.
+        encode_ids: embeddings of queries given by token ids, without special tokens, of the tower's
+            tokenizer, never from the cache; None: the tower reads a query only as text.
+        cache: None without one.
+
+    Raises:
+        ArtifactError: the folder holds no query tower, or not in this form.
+        ConfigError: the folder cannot encode queries.
+        MissingPackageError: a tower that is a model needs the extra `train` or `serve`; a table does not.
+    """
 
     def __init__(
         self,
-        encode: Encode,
-        encode_ids: EncodeIds | None,
-        *,
-        max_tokens: int,
-        dim: int,
-        form: str,
-        cache: int = 0,
-    ) -> None:
-        """Wrap the functions of a tower; with `cache` > 0, that many embeddings of texts are cached.
-
-        Args:
-            encode: embeddings of queries.
-            encode_ids: embeddings of queries given by token ids, without special tokens, of the tower's
-                tokenizer, never from the cache; None: the tower reads a query only as text.
-            max_tokens: tokens of a query that are read, special ones not counted.
-            dim: width of the embeddings.
-            form: of the tower.
-            cache: number of embeddings to cache.
-        """
-        self.dim, self.form, self.max_tokens = dim, form, max_tokens
-        self.encode_ids = encode_ids
-        self.cache = QueryCache(encode, cache) if cache else None
-        self._encode = self.cache.encode if self.cache else encode
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
+        path: str | Path,
         form: "Form" = "auto",
         *,
         threads: int | None = None,
         precision: "Precision" = "auto",
         token_budget: int = 8192,
         cache: int = 0,
+    ) -> None:
+        self.folder = folder = Path(path)
+        with explained_imports():
+            available = forms(folder)
+            self.form = choose(available) if form == "auto" else form
+            if self.form not in available:
+                held = ", ".join(available)
+                raise ArtifactError(f"{folder} holds no query tower as {form!r}, it holds {held}")
+            if self.form == "lookup":
+                tower: Any = LookupEncoder(folder)
+            elif self.form in ("onnx", "onnx_int8"):
+                from scalingnote.models.onnx import OnnxTower
+
+                tower = OnnxTower.load(folder, self.form, threads=threads)
+            else:
+                tower = _TorchTower(
+                    folder, self.form, threads=threads, precision=precision, token_budget=token_budget
+                )
+        self.dim: int = tower.dim
+        self.max_tokens: int = tower.max_tokens
+        self.encode_ids: EncodeIds | None = tower.encode_token_ids
+        self.cache = QueryCache(tower.encode, cache) if cache else None
+        self._encode: EncodeQueries = self.cache.encode if self.cache else tower.encode
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str | Path, *, revision: str | None = None, **settings: Any
     ) -> "QueryEncoder":
-        """The query tower of a folder.
+        """Load a query encoder from a folder or from the hub, without the model that encodes documents.
 
         Args:
-            folder: holds the tower in one or more forms, see :func:`forms`.
-            form: the form to load; auto takes the fastest, see :func:`choose`.
-            threads: of a transformer, by default OMP_NUM_THREADS; with torch they hold for the whole process.
-            precision: of the forms torch and compiled.
-            token_budget: maximum tokens of a forward pass, of the forms torch and compiled.
-            cache: number of query embeddings to cache; 0 for none.
+            model: folder or hub id.
+            revision: branch, tag or commit on the hub.
+            **settings: as the class takes them.
 
         Raises:
-            ArtifactError: the folder does not hold the form.
-            ConfigError: the folder cannot encode queries, or a package is missing.
+            ConfigError: it is neither a folder nor a model that the hub gives.
         """
-        available = forms(folder)
-        form = choose(available) if form == "auto" else form
-        if form not in available:
-            raise ArtifactError(f"{folder} holds no query tower as {form!r}, it holds {', '.join(available)}")
-        if form == "lookup":
-            tower: Any = LookupEncoder(folder)
-        else:
-            from scalingnote.models.onnx import FILES, OnnxTower
+        return cls(local_folder(model, revision=revision, role="query"), **settings)
 
-            if form not in FILES:
-                return _torch(
-                    folder, form, threads=threads, precision=precision, token_budget=token_budget, cache=cache
-                )
-            tower = OnnxTower.load(folder, form, threads=threads)
-        return cls(
-            tower.encode,
-            tower.encode_token_ids,
-            max_tokens=tower.max_tokens,
-            dim=tower.dim,
-            form=form,
-            cache=cache,
+    def push_to_hub(self, repo_id: str, *, private: bool = False) -> str:
+        """Upload the folder, with the model that encodes documents if it is there; returns the commit's URL.
+
+        The repository is made if there is none. The token is that of ``hf auth login`` or HF_TOKEN.
+        """
+        from huggingface_hub import HfApi
+
+        hub = HfApi()
+        hub.create_repo(repo_id, private=private, exist_ok=True)
+        done = hub.upload_folder(
+            repo_id=repo_id, folder_path=self.folder, commit_message="Upload a query encoder"
         )
+        return str(done.commit_url)
+
+    def encode(
+        self, queries: str | Sequence[str], *, normalize: bool = True
+    ) -> Float32[ndarray, "queries dim"]:
+        """Embeddings of queries, in their order.
+
+        Args:
+            queries: one text or several; an empty text has an embedding, too. Half of a surrogate pair is
+                read as U+FFFD, as in documents.
+            normalize: make every embedding of length 1, as documents are searched by cosine.
+
+        Returns:
+            float32, a row per query; one row for a single text.
+
+        Raises:
+            DataError: a query is no text (None, NaN, a number); names its position and value.
+        """
+        texts = [queries] if isinstance(queries, str) else queries
+        embeddings = np.asarray(self.encode_queries(texts), np.float32)
+        if normalize:
+            embeddings = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
+        return embeddings
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
         """Query embeddings [queries, dim], not normalised; of any number of queries, also none.
@@ -147,6 +182,34 @@ class QueryEncoder:
         """
         texts = checked_texts(queries, name="query")
         return self._encode(texts) if texts else np.empty((0, self.dim), np.float32)
+
+
+class _TorchTower:
+    """A tower of the forms torch and compiled."""
+
+    def __init__(
+        self, folder: Path, form: str, *, threads: int | None, precision: "Precision", token_budget: int
+    ) -> None:
+        import torch
+
+        from scalingnote.encode.encoder import Encoder
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        encoder = Encoder.load(folder, "query", token_budget=token_budget, precision=precision)
+        if form == "compiled":
+            # Padded, because packed batches almost never repeat a shape, and each new shape is compiled.
+            encoder.tower.packs = False
+            compiled: Any = torch.compile(encoder.tower.backbone, dynamic=True)
+            encoder.tower.backbone = compiled
+        prompt = encoder.tower.prompt
+        self.dim, self.max_tokens = encoder.dim, prompt.max_tokens
+        self.encode = encoder.encode_queries
+        self.encode_token_ids = self._encode_ids if prompt.takes_ids else None
+        self._encoder = encoder
+
+    def _encode_ids(self, queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
+        return np.asarray(self._encoder.encode_token_ids(queries)[:, 0], np.float32)
 
 
 def forms(folder: Path) -> "list[Form]":
@@ -162,10 +225,10 @@ def forms(folder: Path) -> "list[Form]":
         raise ConfigError(f"{folder} holds a {facts['role']} tower: it cannot encode queries")
     if facts.get("kind") == "lookup":
         return ["lookup"]
-    from scalingnote.models.onnx import FILES
+    from scalingnote.models.onnx import ONNX_FILES
 
-    available: list[Form] = [form for form, name in FILES.items() if (folder / name).exists()]
-    if (folder / "projection.safetensors").exists() or facts.get("kind") in PUBLISHED:
+    available: list[Form] = [form for form, name in ONNX_FILES.items() if (folder / name).exists()]
+    if (folder / "projection.safetensors").exists() or facts.get("kind") in PUBLISHED_KINDS:
         available += ["torch", "compiled"]
     return available
 
@@ -191,32 +254,3 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _torch(
-    folder: Path, form: str, *, threads: int | None, precision: "Precision", token_budget: int, cache: int
-) -> QueryEncoder:
-    import torch
-
-    from scalingnote.encode.encoder import Encoder
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    encoder = Encoder.load(folder, "query", token_budget=token_budget, precision=precision)
-    if form == "compiled":
-        # Padded, because packed batches almost never repeat a shape, and each new shape is compiled.
-        encoder.tower.packs = False
-        compiled: Any = torch.compile(encoder.tower.backbone, dynamic=True)
-        encoder.tower.backbone = compiled
-
-    def encode_ids(queries: Sequence[Sequence[int]]) -> Float32[ndarray, "queries dim"]:
-        return np.asarray(encoder.encode_token_ids(queries)[:, 0], np.float32)
-
-    return QueryEncoder(
-        encoder.encode_queries,
-        encode_ids if encoder.tower.prompt.takes_ids else None,
-        max_tokens=encoder.tower.prompt.max_tokens,
-        dim=encoder.dim,
-        form=form,
-        cache=cache,
-    )

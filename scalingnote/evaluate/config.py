@@ -1,11 +1,11 @@
-"""Settings of the report: measures and their depths, methods and their names, files of the user."""
+"""Settings of the report: depths of R@K, methods and their names, files of the user."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from scalingnote.config import Config, Resources
+from scalingnote.core.config import Config, Resources
 from scalingnote.datasets.config import TableFile
 
 # Behind the name of a query tower, in the name of a method that searches by it.
@@ -32,16 +32,15 @@ class MethodNames(Config):
 
 
 class Hybrid(Config):
-    """Combination of dense and sparse retrieval, if documents have term weights."""
+    """Interpolation of dense and sparse scores, if documents have term weights."""
 
-    kind: Literal["interpolation", "reciprocal_rank"] = Field(
-        "interpolation",
-        description="of scores, each mapped to [0, 1] over a query's whole pool; or of ranks (RRF)",
-    )
     dense_weight: float = Field(
-        0.5, ge=0, le=1, description="weight of dense scores; sparse scores have the rest"
+        0.5,
+        ge=0,
+        le=1,
+        description="weight of dense scores, each mapped to [0, 1] over a query's whole pool; sparse scores, "
+        "mapped too, have the rest",
     )
-    k: int = Field(60, ge=0, description="constant of reciprocal ranks: 1 / (k + rank)")
     raw: bool = Field(
         True,
         description="with a sparse head also a row of the sum of the scores as they are, cosines and inner "
@@ -67,12 +66,6 @@ class EvaluateConfig(Config):
     recall_at: tuple[Depth, ...] = Field(
         (1, 10, 50, 100), min_length=1, description="K of R@K; the paper shows 50, 100, 500 and 1000"
     )
-    mrr_at: int = Field(10, ge=1, le=1000, description="depth of MRR")
-    map_at: int = Field(100, ge=1, le=1000, description="depth of MAP")
-    ndcg_at: int = Field(10, ge=1, le=1000, description="depth of nDCG")
-    run_depth: int = Field(
-        100, ge=1, le=1000, description="results kept per query and method, in runs/*.trec"
-    )
     names: MethodNames = MethodNames()
     hybrid: Hybrid = Hybrid()
     max_exact_documents: int = Field(
@@ -82,31 +75,18 @@ class EvaluateConfig(Config):
         "about this many documents, and all judged ones. The index is always searched as a whole",
     )
     bm25: bool = Field(True, description="compare with BM25 over the same documents")
-    bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")
-    bm25_b: float = Field(0.75, ge=0, le=1, description="BM25's length normalisation")
     baseline: str | None = Field(
         None,
         description="method that all others are compared with; null: the first one, stage I's query tower",
     )
-    alpha: float = Field(
-        0.05, gt=0, lt=1, description="corrected p-values below it are marked as significant"
-    )
-    bootstrap: int = Field(1000, ge=100, description="bootstrap resamples of an interval")
     typos: float = Field(
         0.2,
         ge=0,
         le=1,
         description="share of mistyped words in a second pass over all queries; 0: no second pass",
     )
-    topics: int = Field(10, ge=0, description="number of most frequent topics with their own slice")
-    entropy_negatives: int = Field(
-        256,
-        ge=0,
-        le=10_000,
-        description="sampled documents of contrastive entropy; 0: do not measure it",
-    )
-    distances: int = Field(
-        1000, ge=0, le=5000, description="queries of each split on which student and teacher are compared"
+    tower_measures: bool = Field(
+        True, description="contrastive entropy of query towers, and the student's distance from the teacher"
     )
     qrels: str | None = Field(
         None, description="a TREC file with judgements of test queries that replaces the dataset's own"
@@ -122,10 +102,4 @@ class EvaluateConfig(Config):
         None,
         description="query_id, answers: documents that contain an answer count as relevant (relaxed R@K)",
     )
-    examples: int = Field(
-        8,
-        ge=0,
-        description="test queries to show, those with the largest differences from the baseline",
-    )
-    seed: int = Field(0, description="of samples, resamples, typos, and of examples with equal differences")
     resources: Resources = Resources()

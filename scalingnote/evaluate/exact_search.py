@@ -8,7 +8,7 @@ joined. Only the results (queries times k) pass through the caller, for any size
 not depend on the order of tasks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,14 +20,16 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from scipy.sparse import csr_array
 
-from scalingnote import hybrid, topk
-from scalingnote.errors import ArtifactError
-from scalingnote.evaluate.pool import INDEXED_VIEW, Pool, PoolPart, places
-from scalingnote.lexical import weights
-from scalingnote.log import Progress
+from scalingnote.core import topk
+from scalingnote.core.errors import ArtifactError
+from scalingnote.core.log import Progress
+from scalingnote.encode.lexical import weights
+from scalingnote.evaluate.pool import Pool, PoolPart, places
+from scalingnote.index import hybrid
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.storage import arrow
-from scalingnote.storage.artifact import Artifact, read_table
+from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.storage.shuffle import TaskRunner
 
 _PAIRS_PER_BLOCK = 65_536
@@ -70,7 +72,7 @@ class DenseScores:
 
 
 @dataclass(frozen=True)
-class TermScores:
+class SparseScores:
     """Inner products of sparse vectors."""
 
     queries: Any  # csr_array [queries, vocabulary]
@@ -92,7 +94,7 @@ class TermScores:
         return np.asarray(self.queries[queries].multiply(documents[rows]).sum(axis=1))
 
 
-Scores = DenseScores | TermScores
+PoolScores = DenseScores | SparseScores
 
 
 @dataclass(frozen=True)
@@ -124,47 +126,41 @@ class JoinedScores:
         return hybrid.interpolated(dense, sparse, dense_weight=self.dense_weight)
 
 
-@dataclass(frozen=True)
-class PairTable:
-    """Pairs of a `query` (its text) and a `doc_id`, with further columns: a table, or the URI of one."""
-
-    source: pa.Table | str
-    rows: int
-
-    def read(self, columns: list[str]) -> pa.Table:
-        """Some of the columns."""
-        source = self.source
-        return read_table(source, columns) if isinstance(source, str) else source.select(columns)
-
-
 # --- terms -------------------------------------------------------------------------------------------------
 
 
-def own_terms(towers: Artifact, queries: Sequence[str]) -> TermScores:
+def own_terms(towers: Artifact, queries: Sequence[str]) -> SparseScores:
     """Scores by terms of documents that were encoded by `towers`."""
-    matrix = _query_terms(towers, queries)
-    return TermScores(matrix, partial(_own_terms, vocabulary=matrix.shape[1]), ("terms", "impacts"))
+    return _term_scores(towers, queries, _own_terms, ("terms", "impacts"))
 
 
-def bm25_terms(words: Artifact, queries: Sequence[str]) -> TermScores:
+def bm25_terms(words: Artifact, queries: Sequence[str]) -> SparseScores:
     """Scores by the words of documents that have weights in `words`, a `bm25_terms` artifact."""
-    matrix = _query_terms(words, queries)
-    read = partial(_weighted_words, words=words, vocabulary=matrix.shape[1])
-    return TermScores(matrix, read, ("doc_id",))
+    return _term_scores(words, queries, partial(_weighted_words, words=words), ("doc_id",))
 
 
-def _query_terms(source: Artifact, queries: Sequence[str]) -> Any:
+def _term_scores(
+    source: Artifact,
+    queries: Sequence[str],
+    read: Callable[[PoolPart], pa.Table],
+    columns: Sequence[str],
+) -> SparseScores:
     sparse = SparseQuery.load(source.directory("sparse_query"))
-    return query_matrix(sparse.encode(queries), vocabulary=sparse.vocabulary)
+    matrix = query_matrix(sparse.encode(queries), vocabulary=sparse.vocabulary)
+    return SparseScores(matrix, partial(_part_matrix, read=read, vocabulary=sparse.vocabulary), columns)
 
 
-def _own_terms(part: PoolPart, *, vocabulary: int) -> Any:
-    return document_matrix(part.table["terms"], part.table["impacts"], vocabulary=vocabulary)
-
-
-def _weighted_words(part: PoolPart, *, words: Artifact, vocabulary: int) -> Any:
-    rows = weights.read_columns(words, part.name, part.table["doc_id"])
+def _part_matrix(part: PoolPart, *, read: Callable[[PoolPart], pa.Table], vocabulary: int) -> Any:
+    rows = read(part)
     return document_matrix(rows["terms"], rows["impacts"], vocabulary=vocabulary)
+
+
+def _own_terms(part: PoolPart) -> pa.Table:
+    return part.table
+
+
+def _weighted_words(part: PoolPart, *, words: Artifact) -> pa.Table:
+    return weights.read_columns(words, part.name, part.table["doc_id"])
 
 
 def query_matrix(rows: SparseRows, *, vocabulary: int) -> Any:
@@ -195,11 +191,20 @@ class TopDocuments(topk.Best):
         self.documents = 0
 
     def score(
-        self, queries: slice, scores: Float[ndarray, "queries docs"], rows: Int[ndarray, " docs"]
+        self,
+        queries: slice,
+        scores: Float[ndarray, "queries rows"],
+        rows: Int[ndarray, " rows"],
+        firsts: Int[ndarray, " docs"],
     ) -> None:
-        """Add the scores of some documents, at least one, for some queries."""
-        self.add_block(queries, scores, rows)
+        """Add the scores of some documents, at least one, for some queries.
+
+        `firsts` are the first places of each document's rows, of which the best one counts.
+        """
         self._extend(queries, scores.min(1), scores.max(1))
+        if len(firsts) < len(rows):
+            scores, rows = np.maximum.reduceat(scores, firsts, axis=1), rows[firsts]
+        self.add_block(queries, scores, rows)
 
     def table(self) -> pa.Table:
         """The result as a row per query."""
@@ -225,7 +230,7 @@ class TopDocuments(topk.Best):
 
 def search(
     pool: Pool,
-    scores: Mapping[str, Scores],
+    scores: Mapping[str, PoolScores],
     *,
     k: int,
     joined: Mapping[str, JoinedScores] | None = None,
@@ -251,7 +256,7 @@ def _search_group(
     group: list[str],
     *,
     pool: Pool,
-    scores: Mapping[str, Scores],
+    scores: Mapping[str, PoolScores],
     k: int,
     joined: Mapping[str, JoinedScores] | None,
 ) -> pa.Table:
@@ -260,15 +265,14 @@ def _search_group(
     best = {name: TopDocuments(queries, k) for name in joined or scores}
     for part in pool.read(group, {column for one in scores.values() for column in one.columns}):
         matrices = {name: one.documents(part) for name, one in scores.items()}
-        for start in range(0, len(part), topk.DOCUMENT_BLOCK):
-            chosen = slice(start, start + topk.DOCUMENT_BLOCK)
+        for chosen, firsts in _blocks(part):
             block = {name: matrix[chosen] for name, matrix in matrices.items()}
             for rows in topk.query_blocks(queries):
                 found = {name: one.block(block[name], rows) for name, one in scores.items()}
                 if joined:
                     found = {name: one.block(found, rows) for name, one in joined.items()}
                 for name, values in found.items():
-                    best[name].score(rows, values, part.rows[chosen])
+                    best[name].score(rows, values, part.rows[chosen], firsts)
         for result in best.values():
             result.documents += len(part)
     table = pa.concat_tables(result.table() for result in best.values())
@@ -276,31 +280,45 @@ def _search_group(
     return table.append_column("read", pa.array(np.full(len(table), read)))
 
 
+def _blocks(part: PoolPart) -> Iterator[tuple[slice, Int[ndarray, " docs"]]]:
+    """Blocks of about DOCUMENT_BLOCK rows, each with the first places of its documents, which are whole."""
+    firsts = part.first_rows()
+    start = 0
+    while start < len(firsts):
+        stop = max(int(np.searchsorted(firsts, firsts[start] + topk.DOCUMENT_BLOCK)), start + 1)
+        end = int(firsts[stop]) if stop < len(firsts) else len(part)
+        yield slice(int(firsts[start]), end), firsts[start:stop] - firsts[start]
+        start = stop
+
+
 def score_pairs(
     pool: Pool,
-    scores: Mapping[str, Scores],
+    scores: Mapping[str, PoolScores],
     queries: Sequence[str],
-    pairs: Sequence[PairTable],
+    pairs: pa.Table,
     *,
     each: TaskRunner = map,
 ) -> dict[str, Float[ndarray, " pairs"]]:
-    """Scores of pairs of a query and a document, in the order of `pairs`; NaN where the pool lacks it.
+    """Scores of pairs of a query (its text) and a document in the order of `pairs`; NaN if the pool lacks it.
 
-    `scores` are of `queries`, distinct texts. Pairs in files are read in the tasks alone: only a number for
-    each reaches the caller.
+    Args:
+        pool: the documents.
+        scores: by name, of `queries`.
+        queries: distinct texts.
+        pairs: a table of `query` and `doc_id`.
+        each: runs the tasks.
     """
-    starts = np.cumsum([0, *(table.rows for table in pairs)])
-    total = {name: np.full(starts[-1], np.nan) for name in scores}
-    task = partial(_score_group, pool=pool, scores=scores, queries=pa.array(queries), pairs=pairs)
+    total = {name: np.full(len(pairs), np.nan) for name in scores}
+    own = pairs.select(["query", "doc_id"]).combine_chunks()
+    task = partial(_score_group, pool=pool, scores=scores, queries=pa.array(queries), pairs=own)
     for found in each(task, pool.groups()):
-        rows = starts[found["table"].to_numpy()] + found["pair"].to_numpy()
         for name, values in total.items():
-            values[rows] = found[_score_column(name)].to_numpy()
+            values[found["pair"].to_numpy()] = found[_score_column(name)].to_numpy()
     return total
 
 
 def _score_column(name: str) -> str:
-    """Of a query side's scores beside the numbers of pairs: a side may be called `table`."""
+    """Of a query side's scores beside the numbers of pairs: a side may be called `pair`."""
     return f"score of {name}"
 
 
@@ -308,27 +326,23 @@ def _score_group(
     group: list[str],
     *,
     pool: Pool,
-    scores: Mapping[str, Scores],
+    scores: Mapping[str, PoolScores],
     queries: pa.Array,
-    pairs: Sequence[PairTable],
+    pairs: pa.Table,
 ) -> pa.Table:
     """Numbers and scores of the pairs whose document is in a group of parts."""
-    numbers = {"table": pa.int64(), "pair": pa.int64()}
-    layout = pa.schema(numbers | {_score_column(name): pa.float64() for name in scores})
+    layout = pa.schema({"pair": pa.int64()} | {_score_column(name): pa.float64() for name in scores})
     found = [layout.empty_table()]
     columns = {"doc_id", *(column for one in scores.values() for column in one.columns)}
+    query_of = pc.index_in(pairs["query"], value_set=queries).to_numpy()
     for part in pool.read(group, columns):
         documents = {name: one.documents(part) for name, one in scores.items()}
-        for number, table in enumerate(pairs):
-            own = table.read(["query", "doc_id"])
-            place, present = places(own["doc_id"], part)
-            for start in range(0, len(present), _PAIRS_PER_BLOCK):
-                rows = present[start : start + _PAIRS_PER_BLOCK]
-                query_rows = pc.index_in(own["query"].take(pa.array(rows)), value_set=queries).to_numpy()
-                values = {
-                    _score_column(name): one.pairs(documents[name], query_rows, place[rows])
-                    for name, one in scores.items()
-                }
-                block = pa.table({"table": np.full(len(rows), number), "pair": rows, **values})
-                found.append(block.cast(layout))
+        place, present = places(pairs["doc_id"], part)
+        for start in range(0, len(present), _PAIRS_PER_BLOCK):
+            rows = present[start : start + _PAIRS_PER_BLOCK]
+            values = {
+                _score_column(name): one.pairs(documents[name], query_of[rows], place[rows])
+                for name, one in scores.items()
+            }
+            found.append(pa.table({"pair": rows, **values}).cast(layout))
     return pa.concat_tables(found)

@@ -7,15 +7,19 @@ Every task leaves a table in the work directory: a run after a kill repeats only
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray
 
-from scalingnote import cluster
+from scalingnote.core import cluster
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import Progress, environment, get_logger
+from scalingnote.core.parts import PartStage
+from scalingnote.core.reports import render
+from scalingnote.datasets.passages import settings
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate import tower_measures
 from scalingnote.evaluate.config import EvaluateConfig
@@ -28,11 +32,11 @@ from scalingnote.evaluate.measures import (
     rankings_of,
     significance_section,
 )
-from scalingnote.evaluate.page import markdown, page
-from scalingnote.evaluate.report import Ancestor, latest, lineage, seconds, usage
+from scalingnote.evaluate.report import Ancestor, latest, lineage, report_page, seconds, usage
 from scalingnote.evaluate.retrieval_methods import (
     INDEX_RECALL_AT,
-    QUERIES_PER_BLOCK,
+    QUERIES_PER_SEARCH,
+    RUN_DEPTH,
     Methods,
     count_bm25,
     pair_scorer,
@@ -41,22 +45,18 @@ from scalingnote.evaluate.retrieval_methods import (
 from scalingnote.evaluate.test_set import (
     QueryEmbeddings,
     TestSet,
-    choose_queries,
-    example_queries,
     load_test_set,
-    slice_queries,
     typo_slices,
 )
 from scalingnote.evaluate.tower_measures import Entropies
 from scalingnote.evaluate.user_files import (
-    PairScorer,
+    PairScoreFunction,
     UserFiles,
     auc_section,
     read_user_files,
     relaxed_recall,
     reranking_section,
 )
-from scalingnote.log import Progress, environment, get_logger
 from scalingnote.storage import arrow, trec
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table, write_table
@@ -82,7 +82,7 @@ def run(
     Each query tower is searched in the document embeddings it was trained with.
 
     Args:
-        config: measures, their depths, and optional files with judgements, candidates and answers.
+        config: depths, methods, and optional files with judgements, candidates and answers.
         dataset: URI of queries, judgements and documents.
         embeddings: URI of the indexed document embeddings.
         index: URI of the index that the served query tower is searched through.
@@ -113,13 +113,13 @@ def run(
 def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Draft) -> dict[str, int]:
     """Retrieve, measure and write all files; returns the artifact's counts."""
     # Everything a user can get wrong is checked before the first query is encoded.
+    divided = _is_divided(config, parents["dataset"])
     each = RecordedTasks(draft.work("passes"), cluster.map_tasks)
     methods = Methods(config, parents, each)
     baseline = methods.baseline
     test = load_test_set(parents["dataset"], judgements=config.qrels, each=each)
-    pairs = draft.work("pairs")
-    files = read_user_files(config, parents["dataset"], test=test, folder=pairs, each=each)
-    with_typos = test.with_typos(share=config.typos, seed=config.seed) if config.typos else None
+    files = read_user_files(config, parents["dataset"], test=test, each=each)
+    with_typos = test.with_typos(share=config.typos) if config.typos else None
     queries = test.together_with(with_typos) if with_typos else test
     ancestors = lineage(parents.values())
     texts = [*queries.queries, *files.queries]
@@ -128,10 +128,9 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     bm25 = count_bm25(methods, texts, test=queries)
     runs, searched = retrieve(methods, encoded, bm25, test=queries)
     rankings = rankings_of(runs, test.query_ids)
-    values = measure_methods(config, rankings, qrels=test.qrels)
-    slices = slice_queries(config, parents["dataset"], values, test=test, each=each)
-    if with_typos:
-        slices["typos"] = typo_slices(config, runs, values, with_typos=with_typos)
+    recall_at = config.recall_at
+    values = measure_methods(rankings, qrels=test.qrels, recall_at=recall_at)
+    typos = typo_slices(runs, values, with_typos=with_typos, recall_at=recall_at) if with_typos else None
     report: dict[str, Any] = {
         **_about(parents, searched, test=test),
         "methods": means(values),
@@ -139,8 +138,8 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
             name: 1 / one.core_seconds for name, one in encoded.items() if one.core_seconds
         },
         "index": _index_section(methods, rankings, test=test, searched=searched),
-        "significance": significance_section(config, values, baseline=baseline),
-        "slices": slices,
+        "significance": significance_section(values, baseline=baseline),
+        "slices": {"typos": typos} if typos else {},
         "seconds": seconds(ancestors),
         "usage": usage(ancestors),
         "environment": environment(),
@@ -151,23 +150,31 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     if entropy:
         report["contrastive_entropy"] = entropy.section()
     score = pair_scorer(methods, encoded, bm25)
-    report |= _user_file_sections(methods, files, score, rankings, draft=draft)
+    if not divided:
+        report |= _user_file_sections(methods, files, score, rankings, draft=draft)
 
-    ndcg = {name: row[f"nDCG@{config.ndcg_at}"] for name, row in values.items()}
-    chosen = choose_queries(ndcg, baseline=baseline, number=config.examples, seed=config.seed)
-    examples = example_queries(parents["dataset"], rankings, chosen, test=test, each=each)
-    draft.write_bytes("report.html", page(report, examples=examples, ancestors=ancestors).encode())
-    draft.write_bytes("report.md", markdown(report).encode())
+    page = report_page(report, ancestors)
+    for name in ("report.html", "report.md"):
+        draft.write_bytes(name, render(name, page=page).encode())
     draft.write_json("report.json", report)
     entropy_values = entropy.values if entropy else {}
     draft.write_table("per_query.parquet", per_query_table(values, entropy_values, query_ids=test.query_ids))
-    _write_runs(draft, runs, qrels=test.qrels, depth=config.run_depth)
+    _write_runs(draft, runs, qrels=test.qrels)
     return {
         "documents": report["num_documents"],
         "queries": len(test.query_ids),
         "methods": len(runs),
         "queries_without_relevant": test.without_relevant,
     }
+
+
+def _is_divided(config: EvaluateConfig, dataset: Artifact) -> bool:
+    """Whether rows are passages; ConfigError where a file of the config is about whole documents then."""
+    divided = settings(dataset) is not None
+    given = [name for name in ("judgements", "candidates", "answers") if getattr(config, name) is not None]
+    if divided and given:
+        raise ConfigError(f"evaluate.{given[0]} is of whole documents, the index of passages: leave it out")
+    return divided
 
 
 def _encode(
@@ -183,17 +190,17 @@ def _encode(
     towers = {name: parents[kind] for name, kind in methods.towers.items()}
     texts = {name: list(queries) for name in towers}
     teacher = {}
-    if "student" in parents:
-        stored = latest(ancestors, "query_embeddings")
-        teacher = tower_measures.sample_teacher_queries(stored, queries=config.distances, seed=config.seed)
+    compares = config.tower_measures and "student" in parents
+    if compares:
+        teacher = tower_measures.sample_teacher_queries(latest(ancestors, "query_embeddings"))
     for sample in teacher.values():
         texts[config.names.student] += sample.queries
     encoded = encode_queries(towers, texts, config=config, keep=keep)
-    if "student" in parents and "dual_encoder" in parents and config.distances:
-        # A sample, because all pairs of its queries are compared.
-        chosen = np.random.default_rng(config.seed).permutation(len(test.queries))[: config.distances]
-        compared = [test.queries[row] for row in np.sort(chosen)]
-        teacher["test"] = encoded[config.names.dual_encoder].subset(compared)
+    if compares and "dual_encoder" in parents:
+        order = np.random.default_rng(0).permutation(len(test.queries))
+        chosen = np.sort(order[: tower_measures.DISTANCE_QUERIES])
+        own = encoded[config.names.dual_encoder]
+        teacher["test"] = own.subset([test.queries[row] for row in chosen])
     return encoded, teacher
 
 
@@ -205,51 +212,59 @@ def _entropy(
     test: TestSet,
 ) -> Entropies | None:
     """Contrastive entropy of every query tower; None if it is switched off."""
-    if not methods.config.entropy_negatives:
+    # It compares a query with its relevant documents; which of their passages is relevant is not judged.
+    if not methods.config.tower_measures or settings(methods.parents["dataset"]) is not None:
         return None
     return tower_measures.entropies(
         {name: methods.parents[methods.pool_of(kind)] for name, kind in methods.towers.items()},
         encoded,
         test=test,
-        negatives=methods.config.entropy_negatives,
         temperature=tower_measures.temperature_of(latest(ancestors, "dual_encoder")),
-        seed=methods.config.seed,
         each=methods.each,
     )
 
 
 def _user_file_sections(
-    methods: Methods, files: UserFiles, score: PairScorer, rankings: Mapping[str, Rankings], *, draft: Draft
+    methods: Methods,
+    files: UserFiles,
+    score: PairScoreFunction,
+    rankings: Mapping[str, Rankings],
+    *,
+    draft: Draft,
 ) -> dict[str, Any]:
     """The report's sections on judged pairs, candidates and answers, as far as there are such files."""
     sections: dict[str, Any] = {}
     if files.pairs:
         sections["auc"] = auc_section(files.pairs, score)
+    recall_at = methods.config.recall_at
     if files.candidates:
-        sections["reranking"], runs = reranking_section(methods.config, *files.candidates, score)
+        sections["reranking"], runs = reranking_section(*files.candidates, score, recall_at=recall_at)
         for name, run in runs.items():
             trec.write_run(draft.path(f"reranked/{name}.trec"), run, tag=f"{name}-reranked")
     if files.answers:
-        dataset, recall_at = methods.parents["dataset"], methods.config.recall_at
         sections["relaxed"] = relaxed_recall(
-            dataset, rankings, answers=files.answers, recall_at=recall_at, each=methods.each
+            methods.parents["dataset"],
+            rankings,
+            answers=files.answers,
+            recall_at=recall_at,
+            each=methods.each,
         )
     return sections
 
 
-def _write_runs(draft: Draft, runs: Mapping[str, trec.Run], *, qrels: trec.Qrels, depth: int) -> None:
+def _write_runs(draft: Draft, runs: Mapping[str, trec.Run], *, qrels: trec.Qrels) -> None:
     """Write the judgements, and every method's results for the judged queries, in TREC's formats."""
     trec.write_qrels(draft.path("qrels.trec"), qrels)
     for name, run in runs.items():
         tag = re.sub(r"[ (+]+", "-", name.replace(")", ""))
-        best = {query_id: run[query_id][:depth] for query_id in qrels}
+        best = {query_id: run[query_id][:RUN_DEPTH] for query_id in qrels}
         trec.write_run(draft.path(f"runs/{tag}.trec"), best, tag=tag)
 
 
 def _about(parents: Mapping[str, Artifact], searched: int, *, test: TestSet) -> dict[str, Any]:
     """What was evaluated; with the number of documents of exact search where these are a sample."""
     dataset, documents = parents["dataset"], parents["embeddings"].counts["documents"]
-    about = {
+    about: dict[str, Any] = {
         "dataset": str(dataset.manifest.config.get("name", dataset.uri.rstrip("/").rsplit("/", 1)[-1])),
         "num_documents": documents,
         "num_queries": len(test.query_ids),
@@ -280,7 +295,11 @@ class RecordedTasks:
         self._folder, self._each, self._passes = folder, each, count()
 
     def __call__(
-        self, task: Callable[[Any], pa.Table], items: Iterable[Any], *, each: TaskRunner | None = None
+        self,
+        task: PartStage | Callable[[Any], pa.Table],
+        items: Iterable[Any],
+        *,
+        each: TaskRunner | None = None,
     ) -> Iterator[pa.Table]:
         """The tables of all items, in any order; `each` runs the tasks that have none yet."""
         folder = fs.join(self._folder, f"{next(self._passes):03d}")
@@ -289,8 +308,13 @@ class RecordedTasks:
         todo = [(fs.join(folder, name), item) for name, item in named.items() if name not in done]
         if done:
             log.info("resuming: %d of %d tasks of a pass are done", len(done), len(named))
-        new = (each or self._each)(partial(_kept, task=task), todo) if todo else ()
+        kept = PartStage(partial(_load, task)) if isinstance(task, PartStage) else partial(_kept, task=task)
+        new = (each or self._each)(kept, todo) if todo else ()
         return map(read_table, chain((fs.join(folder, name) for name in done), new))
+
+
+def _load(stage: PartStage) -> Callable[[tuple[str, Any]], str]:
+    return partial(_kept, task=stage.start())
 
 
 def _kept(item: tuple[str, Any], *, task: Callable[[Any], pa.Table]) -> str:
@@ -307,21 +331,21 @@ def encode_queries(
     config: EvaluateConfig,
     keep: Callable[..., Iterable[pa.Table]],
 ) -> dict[str, QueryEmbeddings]:
-    """Each query tower's embeddings of its queries, computed by one Ray actor; `keep` keeps them.
+    """Each query tower's embeddings of its queries, computed by an actor; `keep` keeps them.
 
     The driver does not encode, because on a cluster it often runs on a head node without GPU.
     """
-    cluster.check_resources(config.resources.model_copy(update={"workers": 1}), knob="evaluate.resources")
+    resources = config.resources.model_copy(update={"workers": 1})
+    cluster.check_resources(resources, knob="evaluate.resources")
     encoded: dict[str, QueryEmbeddings] = {}
-    options = cluster.actor_options(config.resources) | {"max_restarts": 3, "max_task_retries": 3}
-    on_actor = _ActorTasks(options)
     for name, tower in towers.items():
         texts = list(dict.fromkeys(queries[name]))
-        starts = range(0, len(texts), QUERIES_PER_BLOCK)
-        blocks = [texts[start : start + QUERIES_PER_BLOCK] for start in starts]
+        starts = range(0, len(texts), QUERIES_PER_SEARCH)
+        blocks = [texts[start : start + QUERIES_PER_SEARCH] for start in starts]
+        on_actor = partial(cluster.map_loaded, resources=resources)
         tables = []
         with Progress("evaluate", total=len(texts), unit=f"queries encoded by {name}") as progress:
-            for table in keep(partial(_encode_block, tower=tower), blocks, each=on_actor):
+            for table in keep(PartStage(partial(_BlockEncoder, tower)), blocks, each=on_actor):
                 tables.append(table)
                 progress.advance(len(table))
         found = pa.concat_tables(tables)
@@ -332,30 +356,14 @@ def encode_queries(
     return encoded
 
 
-class _ActorTasks:
-    """Runs tasks in one Ray actor, which starts with the first and keeps the query tower that it loaded."""
+class _BlockEncoder:
+    """Encodes blocks of queries, in an actor."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self._actor: Any = None
+    def __init__(self, tower: Artifact) -> None:
+        self._encoder = QueryEncoder(tower.directory("query"))
 
-    def __call__(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        self._actor = self._actor or ray.remote(**self._options)(_Actor).remote()
-        yield from map(ray.get, [self._actor.run.remote(work, item) for item in items])
-
-
-class _Actor:
-    def run(self, work: Callable[[Any], Any], item: Any) -> Any:
-        return work(item)
-
-
-@lru_cache(maxsize=1)
-def _query_encoder(uri: str, kind: str) -> QueryEncoder:
-    return QueryEncoder.load(open_artifact(uri, kind=kind).directory("query"))
-
-
-def _encode_block(queries: list[str], *, tower: Artifact) -> pa.Table:
-    encoder, start = _query_encoder(tower.uri, tower.manifest.kind), time.perf_counter()
-    embeddings = arrow.to_arrow(encoder.encode_queries(queries))
-    seconds = np.full(len(queries), (time.perf_counter() - start) / len(queries))
-    return pa.table({"query": queries, "embedding": embeddings, "seconds": seconds})
+    def __call__(self, queries: list[str]) -> pa.Table:
+        start = time.perf_counter()
+        embeddings = arrow.to_arrow(self._encoder.encode_queries(queries))
+        seconds = np.full(len(queries), (time.perf_counter() - start) / len(queries))
+        return pa.table({"query": queries, "embedding": embeddings, "seconds": seconds})

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import ir_measures
@@ -13,9 +12,6 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy import stats
 
-from scalingnote.errors import ConfigError
-from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.experiment.report import holm, resampled_sums
 from scalingnote.storage import trec
 
 Rankings = Mapping[str, Sequence[str]]  # query_id -> doc_ids, best first
@@ -23,6 +19,11 @@ Grades = Mapping[str, Mapping[str, int]]  # query_id -> doc_id -> grade
 MeasureValues = Mapping[str, Float[ndarray, " queries"]]  # measure -> value of each query
 FAMILIES = ("R", "Recall", "MRR", "MAP", "nDCG")  # in the order of reports
 ENTROPY = "contrastive_entropy"
+MRR_DEPTH, MAP_DEPTH, NDCG_DEPTH = 10, 100, 10
+RECALL_DEPTHS = (1, 10, 50, 100)  # by default
+SIGNIFICANCE_LEVEL = 0.05  # corrected p-values below it are marked, and intervals are of 1 less it
+RESAMPLES = 1000  # of a bootstrap
+MAX_DRAWS = 4_000_000  # numbers of a bootstrap in memory at once: 32 MB
 
 
 def rankings_of(runs: Mapping[str, trec.Run], query_ids: Sequence[str]) -> dict[str, Rankings]:
@@ -30,21 +31,18 @@ def rankings_of(runs: Mapping[str, trec.Run], query_ids: Sequence[str]) -> dict[
     return {name: {q: [doc for doc, _ in run[q]] for q in query_ids} for name, run in runs.items()}
 
 
-def measure(rankings: Rankings, qrels: Grades, **depths: Any) -> dict[str, float]:
+def measure(
+    rankings: Rankings, qrels: Grades, *, recall_at: Sequence[int] = RECALL_DEPTHS
+) -> dict[str, float]:
     """Means of :func:`per_query` over all queries of `qrels`."""
-    return {name: float(values.mean()) for name, values in per_query(rankings, qrels, **depths).items()}
+    values = per_query(rankings, qrels, recall_at=recall_at)
+    return {name: float(value.mean()) for name, value in values.items()}
 
 
 def per_query(
-    rankings: Rankings,
-    qrels: Grades,
-    *,
-    recall_at: Sequence[int] = (1, 10, 50, 100),
-    mrr_at: int = 10,
-    map_at: int = 100,
-    ndcg_at: int = 10,
+    rankings: Rankings, qrels: Grades, *, recall_at: Sequence[int] = RECALL_DEPTHS
 ) -> dict[str, Float[ndarray, " queries"]]:
-    """``R@K``, ``MRR@K``, ``MAP@K`` and ``nDCG@K`` of each query of `qrels`, in their order.
+    """``R@K``, ``MRR@10``, ``MAP@100`` and ``nDCG@10`` of each query of `qrels`, in their order.
 
     R@K is 1 if a relevant document is among the first K (ScalingNote, section 4.1.2); ir-measures calls it
     Success@K. If queries have several relevant documents, ``Recall@K`` is added, the share of them among the
@@ -55,9 +53,9 @@ def per_query(
     if any(sum(grade > 0 for grade in judged.values()) > 1 for judged in qrels.values()):
         measures |= {f"Recall@{k}": R @ k for k in recall_at}
     measures |= {
-        f"MRR@{mrr_at}": RR @ mrr_at,
-        f"MAP@{map_at}": AP @ map_at,
-        f"nDCG@{ndcg_at}": nDCG @ ndcg_at,
+        f"MRR@{MRR_DEPTH}": RR @ MRR_DEPTH,
+        f"MAP@{MAP_DEPTH}": AP @ MAP_DEPTH,
+        f"nDCG@{NDCG_DEPTH}": nDCG @ NDCG_DEPTH,
     }
     names = {value: name for name, value in measures.items()}
     # Ranks are passed as scores, because trec_eval orders equal scores by document id.
@@ -117,90 +115,96 @@ def auc(scores: Float[ndarray, " pairs"], labels: Float[ndarray, " pairs"]) -> f
     return right / total if total else math.nan
 
 
-@dataclass(frozen=True)
-class BaselineDifference:
-    """A method minus the baseline in one measure; p is NaN for fewer than two queries."""
+def significance_section(
+    methods: Mapping[str, MeasureValues], *, baseline: str, seed: int = 0
+) -> dict[str, Any]:
+    """The section of report.json: each method minus the baseline in each measure.
 
-    difference: float
-    low: float  # of the bootstrap interval, corrected for the number of compared methods
-    high: float
-    p: float  # of the t-test, two-sided
-    p_holm: float  # with Holm's correction for the number of compared methods
+    All methods have values of the same queries. Corrections are over the methods in each measure, so the
+    level bounds the probability of at least one false mark, and of at least one interval without the true
+    value, in each column of a table. A p-value is None for fewer than two queries.
 
-
-def differences_from_baseline(
-    baseline: str, methods: Mapping[str, MeasureValues], *, alpha: float, resamples: int, seed: int
-) -> dict[str, dict[str, BaselineDifference]]:
-    """Method -> measure -> difference from the baseline, for every method except the baseline itself.
-
-    All methods have values of the same queries. Corrections are over the methods in each measure, so `alpha`
-    bounds the probability of at least one false mark, and of at least one interval without the true value, in
-    each column of a table.
-
-    Raises:
-        ConfigError: there is no such baseline.
+    Args:
+        methods: method -> measure -> value of each query.
+        baseline: one of the methods.
+        seed: of the bootstrap.
     """
-    if baseline not in methods:
-        raise ConfigError(f"evaluate.baseline={baseline!r} is none of the methods: {', '.join(methods)}")
     keys = [(name, measure) for name, row in methods.items() if name != baseline for measure in row]
-    if not keys:
-        return {}
-    differences = np.stack([methods[n][m] - methods[baseline][m] for n, m in keys], axis=1)
-    p = dict(zip(keys, paired_t_test(differences).tolist(), strict=True))
-    families = [measure for _, measure in keys]
-    p_holm = {
-        measure: holm({name: value for (name, m), value in p.items() if m == measure})
-        for measure in dict.fromkeys(families)
+    found: dict[str, dict[str, dict[str, float | None]]] = {}
+    if keys:
+        families = [measure for _, measure in keys]
+        differences = np.stack([methods[name][m] - methods[baseline][m] for name, m in keys], axis=1)
+        low, high = bootstrap(differences, families=families, seed=seed)
+        p_values = paired_t_test(differences)
+        p_holm = {
+            measure: holm(
+                {name: float(p) for (name, m), p in zip(keys, p_values, strict=True) if m == measure}
+            )
+            for measure in dict.fromkeys(families)
+        }
+        columns = zip(keys, differences.mean(0), low, high, p_values, strict=True)
+        for (name, measure), *numbers in columns:
+            values = (*numbers, p_holm[measure][name])
+            found.setdefault(name, {})[measure] = {
+                key: None if math.isnan(value) else float(value)
+                for key, value in zip(("difference", "low", "high", "p", "p_holm"), values, strict=True)
+            }
+    return {
+        "baseline": baseline,
+        "alpha": SIGNIFICANCE_LEVEL,
+        "resamples": RESAMPLES,
+        "differences": found,
     }
-    ends = bootstrap(differences, families=families, alpha=alpha, resamples=resamples, seed=seed)
-    low, high = ends.tolist()
-    result: dict[str, dict[str, BaselineDifference]] = {}
-    for i, (name, measure) in enumerate(keys):
-        result.setdefault(name, {})[measure] = BaselineDifference(
-            float(differences[:, i].mean()), low[i], high[i], p[name, measure], p_holm[measure][name]
-        )
-    return result
+
+
+def holm(p: Mapping[str, float]) -> dict[str, float]:
+    """p-values with Holm's correction for several tests (Holm, 1979); NaN is no test and stays."""
+    tests = sorted((value, name) for name, value in p.items() if not math.isnan(value))
+    adjusted, highest = dict(p), 0.0
+    for rank, (value, name) in enumerate(tests):
+        highest = max(highest, min((len(tests) - rank) * value, 1.0))
+        adjusted[name] = highest
+    return adjusted
 
 
 def paired_t_test(differences: Float[ndarray, "queries columns"]) -> Float[ndarray, " columns"]:
     """Two-sided p-values of Student's t-test that the mean of each column is 0.
 
-    t is undefined for a constant column. Then p is 1 if all differences are 0, otherwise that of Fisher's
-    randomization test: the share of sign assignments in which all signs are equal. NaN for fewer than two
-    queries.
+    Of a constant column t is undefined: it gets the p-value of an exact sign-flip test, 1 if it is 0. NaN for
+    fewer than two queries.
     """
     queries, columns = differences.shape
     if queries < 2:
         return np.full(columns, math.nan)
+    p_values = np.full(columns, 2.0 ** (1 - queries))  # of 2**queries signs two are as extreme
     varies = differences.std(0, ddof=1) > _rounding(differences)
-    p_values = np.where(differences.mean(0) == 0, 1.0, 2.0 ** (1 - queries))
     p_values[varies] = stats.ttest_1samp(differences[:, varies], 0.0).pvalue
+    p_values[(differences == 0).all(0)] = 1.0
     return p_values
 
 
 def bootstrap(
-    differences: Float[ndarray, "queries columns"],
-    *,
-    families: Sequence[str] | None = None,
-    alpha: float,
-    resamples: int,
-    seed: int,
+    differences: Float[ndarray, "queries columns"], *, families: Sequence[Any], seed: int
 ) -> Float[ndarray, "2 columns"]:
-    """Bounds of each mean over resampled queries; those of a family hold jointly at level 1 - `alpha`.
+    """Bounds of each mean over resampled queries; those of a family hold jointly.
 
-    Their half-width in standard errors is the 1 - `alpha` quantile of the largest deviation within the family
-    (max-t; Westfall and Young, 1993). All columns are resampled together, so that one draw serves them all.
-    `families` has a name per column, equal within a family; None: every column is a family.
+    Their half-width in standard errors is the quantile of 1 - SIGNIFICANCE_LEVEL of the largest deviation
+    within the family (max-t; Westfall and Young, 1993). All columns are resampled together, so that
+    one draw serves them all.
+    `families` has a name per column, equal within a family.
     """
-    rng = np.random.default_rng(seed)
-    means = resampled_sums(differences, replicates=resamples, rng=rng) / len(differences)
+    rng, queries = np.random.default_rng(seed), len(differences)
+    at_once = max(1, MAX_DRAWS // queries)
+    sizes = [min(at_once, RESAMPLES - start) for start in range(0, RESAMPLES, at_once)]
+    draws = (rng.multinomial(queries, np.full(queries, 1 / queries), size=size) for size in sizes)
+    means = np.concatenate([drawn @ differences for drawn in draws]) / queries
     mean, error = differences.mean(0), means.std(0)
     deviations = np.abs(means - mean) / np.where(error > _rounding(differences), error, np.inf)
     half_width = np.empty(len(mean))
-    family_of = np.array(range(len(mean)) if families is None else families)
+    family_of = np.array(families)
     for family in np.unique(family_of):
         mine = family_of == family
-        half_width[mine] = np.quantile(deviations[:, mine].max(1), 1 - alpha)
+        half_width[mine] = np.quantile(deviations[:, mine].max(1), 1 - SIGNIFICANCE_LEVEL)
     return np.stack([mean - half_width * error, mean + half_width * error])
 
 
@@ -210,34 +214,15 @@ def _rounding(differences: Float[ndarray, "queries columns"]) -> Float[ndarray, 
 
 
 def measure_methods(
-    config: EvaluateConfig, rankings: Mapping[str, Rankings], *, qrels: Grades
+    rankings: Mapping[str, Rankings], *, qrels: Grades, recall_at: Sequence[int]
 ) -> dict[str, MeasureValues]:
-    """Method -> measure -> value per query in the order of `qrels`, at the depths of the config."""
-    depths = {name: getattr(config, name) for name in ("recall_at", "mrr_at", "map_at", "ndcg_at")}
-    return {name: per_query(ranking, qrels, **depths) for name, ranking in rankings.items()}
+    """Method -> measure -> value per query in the order of `qrels`."""
+    return {name: per_query(ranking, qrels, recall_at=recall_at) for name, ranking in rankings.items()}
 
 
 def means(methods: Mapping[str, MeasureValues]) -> dict[str, dict[str, float]]:
     """Method -> measure -> mean over queries."""
     return {name: {m: float(value.mean()) for m, value in row.items()} for name, row in methods.items()}
-
-
-def significance_section(
-    config: EvaluateConfig, methods: Mapping[str, MeasureValues], *, baseline: str
-) -> dict[str, Any]:
-    """The section of report.json: how every method differs from the baseline."""
-    alpha, resamples = config.alpha, config.bootstrap
-    by_method = differences_from_baseline(
-        baseline, methods, alpha=alpha, resamples=resamples, seed=config.seed
-    )
-    differences = {
-        name: {
-            measure: {key: None if math.isnan(value) else value for key, value in asdict(difference).items()}
-            for measure, difference in row.items()
-        }
-        for name, row in by_method.items()
-    }
-    return {"baseline": baseline, "alpha": alpha, "resamples": resamples, "differences": differences}
 
 
 def per_query_table(

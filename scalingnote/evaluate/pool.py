@@ -18,13 +18,13 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
-from scalingnote.bm25 import document_texts
-from scalingnote.errors import ArtifactError
+from scalingnote.core.bm25 import document_texts
+from scalingnote.core.errors import ArtifactError
+from scalingnote.datasets.passages import settings
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.schema import INDEXED_VIEW, document_of
 from scalingnote.storage.shuffle import TaskRunner
-
-INDEXED_VIEW = "summary"
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,14 @@ class Sample:
     """A share of the documents by a seeded hash of their ids, and some documents in any case."""
 
     share: float
-    seed: int
     always: pa.Array
+    seed: int = 0
+    passages: bool = False  # of documents, which are drawn whole
 
     def holds(self, doc_ids: pa.ChunkedArray) -> Bool[ndarray, " docs"]:
         """Whether each document is in the sample."""
+        if self.passages:
+            doc_ids = document_ids_of(doc_ids)
         mixed = shuffle.hash_of(doc_ids) ^ np.uint64(self.seed)
         drawn = shuffle.hash_of(pa.array(mixed)) < self.share * 2.0**64
         held: ndarray = drawn | np.asarray(pc.is_in(doc_ids, value_set=self.always))
@@ -52,6 +55,11 @@ class Pool:
     sample: Sample | None = None
 
     @property
+    def passages(self) -> bool:
+        """Whether the rows are passages of documents."""
+        return self.dataset is not None and settings(self.dataset) is not None
+
+    @property
     def parts(self) -> dict[str, int]:
         """Name of each part -> the row of its first document."""
         return self.embeddings.first_rows("embeddings")
@@ -63,7 +71,7 @@ class Pool:
     def read(self, names: Iterable[str], columns: Iterable[str]) -> Iterator["PoolPart"]:
         """Parts with these columns of the embeddings artifact."""
         first = self.parts
-        wanted = sorted({*columns, *(["doc_id"] if self.sample else [])})
+        wanted = sorted({*columns, *(["doc_id"] if self.sample or self.passages else [])})
         for name in names:
             table = self.embeddings.table(name, columns=wanted)
             rows = np.arange(len(table))
@@ -89,6 +97,14 @@ class PoolPart:
         """Embeddings of the indexed view."""
         return arrow.to_numpy(self.table[INDEXED_VIEW])
 
+    def first_rows(self) -> Int[ndarray, " documents"]:
+        """The first of the rows of each document: all rows, unless they are passages."""
+        if not self.pool.passages:
+            return np.arange(len(self))
+        documents = document_ids_of(self.table["doc_id"])
+        changes = pc.not_equal(documents[1:], documents[:-1]).to_numpy(zero_copy_only=False)
+        return np.flatnonzero(np.concatenate([np.ones(min(len(self), 1), bool), changes]))
+
     def texts(self) -> list[str]:
         """Texts of the documents, for BM25."""
         dataset = self.pool.dataset
@@ -101,6 +117,11 @@ class PoolPart:
                 "these were encoded from another dataset"
             )
         return document_texts(documents.take(rows))
+
+
+def document_ids_of(passage_ids: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """The ids of the documents of passages."""
+    return pa.array(map(document_of, passage_ids.to_pylist()), pa.string())
 
 
 def document_ids(

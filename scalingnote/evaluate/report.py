@@ -1,4 +1,4 @@
-"""Reports: the shape of report.json, its main table, several reports merged into one, and the lineage of one.
+"""Reports: the shape of report.json, what report.md and report.html show of it, and the lineage of artifacts.
 
 {"dataset", "num_documents", "num_queries", "simulated_clicks", "sample": {"documents"},
  "methods": {NAME: {"R@1": ..., "MRR@10": ..., "nDCG@10": ...}},
@@ -6,13 +6,12 @@
  "index": {"recall@10", "recall@100", "bytes_per_vector"},
  "significance": {"baseline", "alpha", "resamples",
                   "differences": {METHOD: {MEASURE: {"difference", "low", "high", "p", "p_holm"}}}},
- "slices": {SLICING: [{"label", "queries", "methods": as above}]},
+ "slices": {"typos": [{"label", "queries", "methods": as above}]},
  "contrastive_entropy": {"queries", "negatives", "temperature", "methods": {NAME: ...}},
  "auc": {"pairs", "not_in_pool", "unusable", "methods": {NAME: {"AUC-LABEL": ...}}},
  "reranking": {"queries", "candidates", "not_in_pool", "methods": as above},
  "relaxed": {"queries", "methods": {NAME: {"R@1": ...}}},
- "distance": {"splits": {SPLIT: {"queries", "mean", "bound", "cosine", "mean_as_given"}},
-              "discrepancy": {"split", "pairs", "mean", "deviation", "counts", "edges"}},
+ "distance": {"splits": {SPLIT: {"queries", "mean", "bound", "cosine", "mean_as_given"}}},
  "seeds": N, "spread": {NAME: {"R@1": standard deviation over seeds}},
  "seconds": {STAGE: s}, "environment": {...},
  "usage": {STAGE: {"requests", "bytes_read", "bytes_written", "driver_peak_bytes", "worker_peak_bytes"}}}
@@ -22,38 +21,208 @@ An undefined number is null. Only dataset, methods, index, seconds and environme
 where several trainings were pooled.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from scalingnote import reports
-from scalingnote.config import validate
-from scalingnote.errors import ArtifactError, DataError
-from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.measures import (
-    MeasureValues,
-    is_recall,
-    means,
-    measure_names,
-    significance_section,
+from scalingnote.core.errors import ArtifactError
+from scalingnote.core.reports import (
+    CodeCell,
+    ReportPage,
+    ReportSection,
+    ReportTable,
+    StrongCell,
+    environment_line,
 )
-from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.evaluate.config import METHOD_SUFFIX
+from scalingnote.evaluate.measures import FAMILIES, is_recall, measure_names
+from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.manifest import read_manifest
 from scalingnote.train.config import MIXED
 
 Report = dict[str, Any]
 BETTER, WORSE = "▲", "▼"
-PER_INDEX = ("index", "seconds")  # parts of a report that belong to the tower behind its index
-# Equal in reports that are merged.
-SHARED = ("dataset", "num_documents", "num_queries", "simulated_clicks", "sample")
+THROUGH_INDEX = " (index)"  # behind the name of the served query tower
 SIMULATED = "Training clicks were simulated from judged data (dataset.click_model)."
+METHODS_NOTE = (
+    "R@K is the share of queries with a relevant document among their first K of the whole pool "
+    "(Success@K where a query has several). Methods are searched exactly; “(index)” is the same query "
+    "tower searched through the compressed index."
+)
+
+_ENTROPY = (
+    "Mean of -log softmax of a query's best document against others drawn from the pool, the same for all "
+    "methods: {negatives:,} of them, cosines over a temperature of {temperature:g}, {queries:,} queries. "
+    "Smaller is better; guessing gives {guess:.3f}."
+)
+_BY_METHOD = {
+    "auc": (
+        "Judged pairs",
+        "Over {pairs:,} judged pairs of a query and a document, ranked together: how often the better of two "
+        "has the higher score. Not in the pool: {not_in_pool:,}; unusable rows: {unusable:,}.",
+    ),
+    "relaxed": (
+        "Answers found",
+        "Relaxed R@K: the share of {queries:,} queries with one of their answers, word by word, in one of "
+        "the first K documents.",
+    ),
+    "reranking": (
+        "Re-ranking",
+        "{candidates:,} given candidates of {queries:,} queries in the order of each method's scores; "
+        "{not_in_pool:,} are not in the pool and come last.",
+    ),
+}
 
 
-def stage_table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: time, storage and memory of each stage."""
+def report_page(report: Report, ancestors: Iterable["Ancestor"]) -> ReportPage:
+    """All sections of a report in reading order, for Markdown and HTML alike."""
+    parts = (_quality_and_cost, _methods, _significance, _by_method, _typos, _distance)
+    index = index_table({served_tower(report): report["index"]}, {served_tower(report): report["seconds"]})
+    sections = [
+        *(section for part in parts for section in part(report)),
+        ReportSection("Index", "Recall against exact search with the same query embeddings.", [index]),
+        ReportSection("Stages", tables=[stage_table(report)]),
+        _lineage_section(ancestors),
+        ReportSection("Environment", environment_line(report["environment"])),
+    ]
+    title = f"Retrieval report: {report['dataset']}"
+    return ReportPage(title, sections, summary=size_line(report), notes=notes(report))
+
+
+def _quality_and_cost(report: Report) -> Iterator[ReportSection]:
+    """A picture: a measure of each method against the queries that a core encodes."""
+    rates: Mapping[str, float] = report.get("queries_per_core_second", {})
+    if not rates:  # of an earlier release, or not measured
+        return
+    measure = measures_of(report["methods"])[-1]
+    rows = [
+        (method, rates.get(METHOD_SUFFIX.sub("", method)), report["methods"][method][measure])
+        for method in best_first(report)
+    ]
+    text = (
+        f"{measure} against the queries that one core encodes per second, in blocks. Methods of one query "
+        "tower encode alike; their search is not counted. Dashed: a method without an encoder."
+    )
+    table = ReportTable(
+        ["method", "queries/s and core", measure],
+        [[method, f"{rate:,.0f}" if rate else "–", f"{value:.3f}"] for method, rate, value in rows],
+    )
+    from scalingnote.evaluate import pictures  # late: matplotlib takes seconds
+
+    points = {method: (rate, value) for method, rate, value in rows}
+    draw = partial(pictures.draw_quality_and_cost, points=points, measure=measure)
+    picture = pictures.svg("quality and cost of the methods", draw)
+    yield ReportSection("Quality and cost", text, [table], [picture])
+
+
+def _methods(report: Report) -> Iterator[ReportSection]:
+    order = best_first(report)
+    from scalingnote.evaluate import pictures  # late, as above
+
+    cutoffs = [name for name in measures_of(report["methods"]) if name.startswith("R@")]
+    groups = {name: [report["methods"][method][name] for method in order] for name in cutoffs}
+    picture = pictures.svg("recall of the methods", partial(pictures.draw_groups, groups=groups, names=order))
+    yield ReportSection("Methods", METHODS_NOTE, [main_table(report)], [picture])
+
+
+def _significance(report: Report) -> Iterator[ReportSection]:
+    part = report.get("significance")
+    if not part or not part["differences"]:
+        return
+    baseline = part["baseline"]
+    text = (
+        f"Mean difference over queries, its {100 * (1 - part['alpha']):g} % interval "
+        f"({part['resamples']:,} bootstrap resamples of "
+        "the queries; those of a row hold all at once) and p (paired two-sided t-test, Holm's correction "
+        f"over the methods). {BETTER} and {WORSE}: better and worse than {baseline}, p < {part['alpha']:g}."
+    )
+    yield ReportSection(f"Against {baseline}", text, [differences_table(report)])
+
+
+def _by_method(report: Report) -> Iterator[ReportSection]:
+    """Sections that are a table of methods and measures."""
+    recalls = [name for name in measure_names(report["methods"]) if is_recall(name)]
+    if recalls:
+        text = "The share of a query's relevant documents among its first K: here some queries have several."
+        rows = {method: {name: row[name] for name in recalls} for method, row in report["methods"].items()}
+        yield _method_section("Recall", text, rows)
+    if part := report.get("contrastive_entropy"):
+        guess = math.log(part["negatives"] + 1)
+        rows = {method: {"contrastive entropy": value} for method, value in part["methods"].items()}
+        yield _method_section("Contrastive entropy", _ENTROPY.format(guess=guess, **part), rows)
+    for name, (title, text) in _BY_METHOD.items():
+        if part := report.get(name):
+            yield _method_section(title, text.format(**part), part["methods"])
+
+
+def _typos(report: Report) -> Iterator[ReportSection]:
+    slices = report.get("slices", {}).get("typos")
+    if not slices:
+        return
+    methods = slices[0]["methods"]
+    measure = measure_names(methods)[-1]
+    text = (
+        f"{measure}. The same queries, asked again with a letter swapped, dropped or doubled in a share of "
+        "their words (evaluate.typos)."
+    )
+    rows = [
+        [one["label"], f"{one['queries']:,}", *(f"{row[measure]:.3f}" for row in one["methods"].values())]
+        for one in slices
+    ]
+    yield ReportSection("With typos", text, [ReportTable(["slice", "queries", *methods], rows)])
+
+
+def _distance(report: Report) -> Iterator[ReportSection]:
+    part = report.get("distance")
+    if not part:
+        return
+    text = (
+        "Of the student's query embeddings from the teacher's, both of length 1; 2K/n Σ is what the papers' "
+        "bound on the student's loss grows by, K being 1. As given: of what the towers put out."
+    )
+    columns = {"mean": "mean distance", "bound": "2K/n Σ", "cosine": "cosine", "mean_as_given": "as given"}
+    rows = [
+        [split, f"{row['queries']:,}", *(f"{row[name]:.3f}" for name in columns)]
+        for split, row in part["splits"].items()
+    ]
+    table = ReportTable(["queries of", "number", *columns.values()], rows)
+    yield ReportSection("Distance from the teacher", text, [table])
+
+
+def _method_section(
+    title: str, text: str, methods: Mapping[str, Mapping[str, float | None]]
+) -> ReportSection:
+    """A section with a row per method and a column per measure."""
+    names = list(dict.fromkeys(name for row in methods.values() for name in row))
+    if all(name.split("@")[0] in FAMILIES for name in names):
+        names = measure_names(methods)
+    rows = [
+        [method, *("–" if row[name] is None else f"{row[name]:.3f}" for name in names)]
+        for method, row in methods.items()
+    ]
+    return ReportSection(title, text, [ReportTable(["method", *names], rows)])
+
+
+def _lineage_section(ancestors: Iterable["Ancestor"]) -> ReportSection:
+    rows: list[Sequence[str]] = []
+    for ancestor in ancestors:
+        counts = ancestor.artifact.counts if ancestor.artifact else {}
+        known = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items())
+        known = known if ancestor.artifact else "no longer there"
+        digest, uri = CodeCell(ancestor.digest[:12]), CodeCell(ancestor.uri)
+        rows.append([ancestor.stage, ancestor.kind, digest, known, uri])
+    head = ["stage", "artifact", "digest", "counts", "where"]
+    text = "Every artifact these numbers rest on. A digest covers settings, inputs and bytes."
+    return ReportSection("Lineage", text, [ReportTable(head, rows, text=5)])
+
+
+# --- tables and lines, also of several reports --------------------------------------------------------------
+
+
+def stage_table(report: Report) -> ReportTable:
+    """Time, storage and memory of each stage."""
     head = ["stage", "seconds", "requests", "MB/s read", "MB/s written", "GB of driver", "GB of a worker"]
     rows = []
     for stage, seconds in report["seconds"].items():
@@ -63,13 +232,11 @@ def stage_table(report: Report) -> tuple[list[str], list[list[str]]]:
             peaks = [used[name] / 1e9 for name in ("driver_peak_bytes", "worker_peak_bytes")]
             row += [f"{used['requests']:,}", *(f"{v:,.1f}" for v in speeds), *(f"{v:.2f}" for v in peaks)]
         rows.append(row + ["–"] * (len(head) - len(row)))
-    return head, rows
+    return ReportTable(head, rows)
 
 
-def main_table(
-    report: Report, methods: Sequence[str], *, best: Callable[[str], str]
-) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the main table; `best` marks the best value of a column, as text with its mark."""
+def main_table(report: Report) -> ReportTable:
+    """Measures of each method, best first by the last one: nDCG, which considers both grades and ranks."""
     rows: dict[str, dict[str, float]] = report["methods"]
     names, sample = measures_of(rows), report.get("sample")
     highest = {name: max(row[name] for row in rows.values() if name in row) for name in names}
@@ -78,8 +245,9 @@ def main_table(
         if (value := rows[method].get(name)) is None:
             return "–"
         spread = report.get("spread", {}).get(method, {}).get(name)
-        mark = ("" if spread is None else f" ± {spread:.3f}") + significance_mark(report, method, name)
-        return best(f"{value:.3f}") + mark if value == highest[name] else f"{value:.3f}{mark}"
+        text = f"{value:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
+        text += significance_mark(report, method, name)
+        return StrongCell(text) if value == highest[name] else text
 
     def documents(method: str) -> list[str]:
         """The number that a method searched, where not all methods searched all."""
@@ -88,56 +256,60 @@ def main_table(
         return [f"{report['num_documents'] if '(index)' in method else sample['documents']:,}"]
 
     head = ["method", *(["documents"] if sample else []), *names]
-    return head, [[m, *documents(m), *(cell(m, name) for name in names)] for m in methods]
+    cells = [[m, *documents(m), *(cell(m, name) for name in names)] for m in best_first(report)]
+    return ReportTable(head, cells)
 
 
-def differences_table(report: Report, methods: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of differences from the baseline, with corrected p-values."""
-    differences = report.get("significance", {}).get("differences", {})
-    names = measures_of(differences)
-
-    def cell(difference: Mapping[str, float | None]) -> str:
-        p = difference["p_holm"]
-        shown = "" if p is None else " (p < 0.001)" if p < 0.001 else f" (p {p:.3f})"
-        return f"{difference['difference']:+.3f}{shown}"
-
-    rows = [[m, *(cell(differences[m][name]) for name in names)] for m in methods if m in differences]
-    return ["method", *names], rows
-
-
-def comparison_table(merged: Report, *, differences: bool = True) -> str:
-    """Markdown tables: a line per method, a line per index, and the methods' differences from the baseline.
-
-    Args:
-        merged: one report or several, as :func:`merge_reports` returns them.
-        differences: whether to add the last table.
-    """
-    methods: dict[str, dict[str, float]] = merged["methods"]
-    # Best first by the last measure, nDCG, which considers both grades and ranks.
+def best_first(report: Report) -> list[str]:
+    """Methods in the order of the main table."""
+    methods: dict[str, dict[str, float]] = report["methods"]
     last = measures_of(methods)[-1]
-    order = sorted(methods, key=lambda method: (-methods[method].get(last, 0.0), method))
-    indexes = [
+    return sorted(methods, key=lambda method: (-methods[method].get(last, 0.0), method))
+
+
+def index_table(
+    indexes: Mapping[str, Mapping[str, int | float]], seconds: Mapping[str, Mapping[str, float]]
+) -> ReportTable:
+    """Recall, size and time of each index, by the tower behind it."""
+    rows = [
         [
             method,
             *(f"{index[name]:.3f}" if name in index else "–" for name in ("recall@10", "recall@100")),
             f"{index['bytes_per_vector']:g}",
-            f"{sum(merged['seconds'][method].values()):,.0f}s",
+            f"{sum(seconds[method].values()):,.0f}s",
         ]
-        for method, index in merged["index"].items()
+        for method, index in indexes.items()
     ]
-    lines = [
-        f"{merged['dataset']}: {merged['num_documents']:,} documents, {merged['num_queries']:,} queries",
-        "",
-        reports.markdown(*main_table(merged, order, best="**{}**".format)),
-        "",
-        reports.markdown(["index of", "recall@10", "recall@100", "bytes per vector", "pipeline"], indexes),
-    ]
-    head, rows = differences_table(merged, order)
-    if rows and differences:
-        baseline = merged["significance"]["baseline"]
-        about = f"Less {baseline}; p of a paired t-test over queries, by Holm's correction over the methods:"
-        lines += ["", about, "", reports.markdown(head, rows)]
-    return "\n".join([*lines, *(line for note in notes(merged) for line in ("", note))])
+    return ReportTable(["index of", "recall@10", "recall@100", "bytes per vector", "pipeline"], rows)
+
+
+def served_tower(report: Report) -> str:
+    """The query tower behind the index; without such a row the first method."""
+    names = list(report["methods"])
+    through = [name for name in names if name.endswith(THROUGH_INDEX)]
+    return str((through or names)[0]).removesuffix(THROUGH_INDEX)
+
+
+def differences_table(report: Report, *, intervals: bool = True) -> ReportTable:
+    """Differences of the methods from the baseline with corrected p-values: a row for each measure."""
+    differences = report.get("significance", {}).get("differences", {})
+
+    def cell(method: str, measure: str) -> str:
+        found = differences[method][measure]
+        p, text = found["p_holm"], f"{found['difference']:+.3f}"
+        if intervals:
+            text += f" [{found['low']:+.3f}, {found['high']:+.3f}]"
+        text += "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.3f}"
+        return f"{text} {significance_mark(report, method, measure)}".rstrip()
+
+    order = [method for method in best_first(report) if method in differences]
+    rows = [[name, *(cell(method, name) for method in order)] for name in measure_names(differences)]
+    return ReportTable(["measure", *order], rows)
+
+
+def size_line(report: Report) -> str:
+    """One line: the data set, and the numbers of documents and queries."""
+    return f"{report['dataset']}: {report['num_documents']:,} documents, {report['num_queries']:,} queries"
 
 
 def notes(report: Report) -> list[str]:
@@ -172,201 +344,29 @@ def significance_mark(report: Report, method: str, measure: str) -> str:
     return BETTER if difference["difference"] > 0 else WORSE
 
 
-def merge_artifacts(methods: Sequence[Sequence[Artifact]]) -> Report:
-    """:func:`merge_reports` of report artifacts, with the significance of differences from one baseline.
-
-    Baseline, level and resamples are those of the first report. The measures that all reports have are
-    tested.
-
-    Args:
-        methods: the reports of each method, one for each seed that it was trained with.
-
-    Raises:
-        DataError: the reports have different documents or queries, or those of a method different rows.
-    """
-    pooled = [pool_seeds(reports) for reports in methods]
-    single = [one.report for one in pooled]
-    merged = merge_reports(single)
-    if len(methods) == len(methods[0]) == 1:
-        return merged
-    first = methods[0][0]
-    values: dict[str, MeasureValues] = {}
-    for one, names, (artifact, *_) in zip(pooled, _merged_names(single), methods, strict=True):
-        if not one.query_ids.equals(pooled[0].query_ids):
-            raise DataError(f"{first.uri} and {artifact.uri} are of different test queries")
-        values |= {new_name: one.values[name] for name, new_name in names.items()}
-    common = set.intersection(*(set(row) for row in values.values()))
-    values = {name: {m: row[m] for m in row if m in common} for name, row in values.items()}
-    stored = first.manifest.config  # of this release or an earlier one
-    known = {name: value for name, value in stored.items() if name in EvaluateConfig.model_fields}
-    config = validate(EvaluateConfig, known, source=first.uri)
-    baseline = single[0]["significance"]["baseline"]
-    merged["significance"] = significance_section(config, values, baseline=baseline)
-    return merged
-
-
-@dataclass(frozen=True)
-class PooledReport:
-    """A report of a method over its seeds, and the values behind its means."""
-
-    report: Report
-    query_ids: pa.Array
-    values: dict[str, MeasureValues]  # of each query, the mean over seeds
-
-
-def pool_seeds(artifacts: Sequence[Artifact]) -> PooledReport:
-    """Pool reports of one method that was trained with several seeds.
-
-    The value of a query is its mean over the seeds, so that a paired test over queries (Smucker et al., CIKM
-    2007; the t-test as Urbano et al., SIGIR 2019, recommend) has one value of each query and method: seeds of
-    one query are no independent observations. Between seeds, `spread` is the standard deviation of a mean.
-
-    Raises:
-        DataError: the reports have different rows, documents or queries.
-    """
-    single = [artifact.read_json("report.json") for artifact in artifacts]
-    tables = [artifact.table("per_query.parquet") for artifact in artifacts]
-    first, query_ids = single[0], tables[0]["query_id"].unique()
-    stacked: dict[str, dict[str, np.ndarray]] = {}
-    for name, row in first["methods"].items():
-        of_seeds = [table.filter(pc.equal(table["method"], name)) for table in tables]
-        if any(not rows["query_id"].equals(of_seeds[0]["query_id"]) for rows in of_seeds):
-            raise DataError(
-                f"the reports of {artifacts[0].uri} and its other seeds differ in rows of {name!r}"
-            )
-        stacked[name] = {m: np.stack([rows[m].to_numpy() for rows in of_seeds]) for m in row}
-    for report in single[1:]:
-        _require_same_data(first, report)
-    values: dict[str, MeasureValues] = {
-        name: {m: v.mean(0) for m, v in row.items()} for name, row in stacked.items()
-    }
-    if len(single) == 1:
-        return PooledReport(first, query_ids, values)
-    spread = {
-        name: {m: float(v.mean(1).std(ddof=1)) for m, v in row.items()} for name, row in stacked.items()
-    }
-    pooled = first | {"methods": means(values), "spread": spread, "seeds": len(single)}
-    for part in PER_INDEX:
-        pooled[part] = {name: float(np.mean([one[part][name] for one in single])) for name in first[part]}
-    return PooledReport(pooled, query_ids, values)
-
-
-def _require_same_data(first: Report, other: Report) -> None:
-    for name in SHARED:
-        if other.get(name) != first.get(name):
-            raise DataError(
-                f"reports differ in {name}: {first.get(name)!r} and {other.get(name)!r}; "
-                "compare methods that were run on one dataset"
-            )
-
-
-def merge_reports(single: Sequence[Report]) -> Report:
-    """One report of several methods over one dataset; without significance, unless it is of one report.
-
-    `methods` is the union; `index` and `seconds` become {METHOD: ...}, under the name of the tower behind the
-    index. A name with different numbers in two reports gets the suffix `` #2``, `` #3``...
-
-    Raises:
-        DataError: there are no reports, or they have different documents or queries.
-    """
-    if not single:
-        raise DataError("no reports to compare: run at least one method")
-    first = single[0]
-    for report in single[1:]:
-        _require_same_data(first, report)
-    merged: Report = {name: first[name] for name in SHARED if name in first}
-    merged |= {"methods": {}, "environment": first["environment"]}
-    if len(single) == 1:
-        merged["significance"] = first.get("significance", {})
-    per_index: dict[str, Any] = {}
-    for report, names in zip(single, _merged_names(single), strict=True):
-        merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
-        if "spread" in report:
-            merged["seeds"] = max(merged.get("seeds", 1), report["seeds"])
-            spread = {names[name]: row for name, row in report["spread"].items()}
-            merged["spread"] = merged.get("spread", {}) | spread
-        through_index = [name for name in report["methods"] if name.endswith(" (index)")]
-        served = names[(through_index or list(report["methods"]))[0]].removesuffix(" (index)")
-        row = {name: report[name] for name in PER_INDEX}
-        # Two indexes may have equal results and differ in size.
-        per_index[_free_name(per_index, served, row)] = row
-    return merged | {name: {served: row[name] for served, row in per_index.items()} for name in PER_INDEX}
-
-
-def _merged_names(single: Sequence[Report]) -> list[dict[str, str]]:
-    """For each report, the names of its methods in the merged one."""
-    taken: dict[str, Mapping[str, float]] = {}
-    merged = []
-    for report in single:
-        names = {name: _free_name(taken, name, row) for name, row in report["methods"].items()}
-        taken |= {names[name]: row for name, row in report["methods"].items()}
-        merged.append(names)
-    return merged
-
-
-def _free_name(taken: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> str:
-    """The first name that is free, or that has the same numbers already."""
-    base, index, free, number = name.removesuffix(" (index)"), name.endswith(" (index)"), name, 1
-    while free in taken and taken[free] != row:
-        number += 1
-        free = f"{base} #{number}{' (index)' if index else ''}"
-    return free
-
-
 # --- lineage: all artifacts behind an artifact, by the parents in manifests --------------------------------
-
-STAGE_OF = {
-    "dataset": "prepare",
-    "planner": "planner",
-    "triplets": "collect",
-    "dual_encoder": "train",
-    "cross_encoder": "cross_encoder",
-    "query_embeddings": "teacher",
-    "student": "distill",
-    "embeddings": "encode",
-    "semantic_ids": "quantize",
-    "index": "index",
-    "report": "evaluate",
-}
-# Names of parents that differ from their kind, because a stage reads two artifacts of that kind.
-KIND_OF = {"teacher_embeddings": "embeddings", "codebooks": "semantic_ids"}
 
 
 @dataclass(frozen=True)
 class Ancestor:
     """One artifact of a lineage; `artifact` is None if it was deleted or replaced since."""
 
-    kind: str
+    kind: str  # as its child calls it where it is gone
     uri: str
     digest: str
     artifact: Artifact | None
 
     @property
     def stage(self) -> str:
-        """The stage that built the artifact, by its kind and its parents."""
-        parents = self.artifact.manifest.parents if self.artifact else {}
-        # Adopted dual encoders record the checksum of the published weights.
-        if self.kind == "dual_encoder" and self.artifact and "weights_sha256" in self.artifact.manifest.info:
-            return "adopt"
-        if self.kind == "triplets" and "dual_encoder" in parents:
-            return "mine"
-        if self.kind == "embeddings" and "semantic_ids" in parents:
-            return "fuse"
-        if self.kind == "embeddings" and "student" in parents:
-            return "encode_student"
-        return STAGE_OF.get(self.kind, self.kind)
-
-    @property
-    def seconds(self) -> float | None:
-        """Time of the last attempt of its stage."""
-        return self.artifact.manifest.info.get("seconds") if self.artifact else None
+        """The stage that built the artifact, over all of its rounds: the folder in the run's directory."""
+        return self.uri.rstrip("/").split("/")[-2].partition("@")[0]
 
 
 def lineage(artifacts: Iterable[Artifact]) -> list[Ancestor]:
     """The artifacts and all their ancestors in topological order: parents come first."""
     ancestors: dict[str, Ancestor] = {}
-    for ancestor in _in_order(Ancestor(a.manifest.kind, a.uri, a.digest, a) for a in artifacts):
-        _add(ancestor, ancestors)
+    for artifact in artifacts:
+        _add(Ancestor(artifact.manifest.kind, artifact.uri, artifact.digest, artifact), ancestors)
     return list(ancestors.values())
 
 
@@ -374,20 +374,20 @@ def _add(ancestor: Ancestor, known: dict[str, Ancestor]) -> None:
     if ancestor.digest in known:
         return
     recorded = ancestor.artifact.manifest.parents if ancestor.artifact else {}
-    parents = [
-        _open(KIND_OF.get(name, name), parent["uri"], parent["digest"])
-        for name, parent in recorded.items()
-        if parent["digest"] not in known and not name.startswith(MIXED)
-    ]
-    for parent in _in_order(parents):
-        _add(parent, known)
+    for name, parent in sorted(recorded.items()):
+        if not name.startswith(MIXED):
+            _add(_open(name, parent["uri"], parent["digest"]), known)
     known[ancestor.digest] = ancestor
 
 
-def _in_order(ancestors: Iterable[Ancestor]) -> list[Ancestor]:
-    """Sorted by the order of the stages."""
-    order = {kind: i for i, kind in enumerate(STAGE_OF)}
-    return sorted(ancestors, key=lambda a: (order.get(a.kind, len(order)), a.kind, a.digest))
+def _open(name: str, uri: str, digest: str) -> Ancestor:
+    try:
+        manifest = read_manifest(uri)
+    except ArtifactError:  # of another release
+        manifest = None
+    if manifest is None or manifest.digest != digest:
+        return Ancestor(name, uri, digest, None)
+    return Ancestor(manifest.kind, uri, digest, Artifact(uri, manifest))
 
 
 def latest(ancestors: Iterable[Ancestor], kind: str) -> Artifact | None:
@@ -397,11 +397,12 @@ def latest(ancestors: Iterable[Ancestor], kind: str) -> Artifact | None:
 
 
 def seconds(ancestors: Iterable[Ancestor]) -> dict[str, float]:
-    """Stage -> seconds over all its rounds, of the artifacts that still exist."""
+    """Stage -> seconds of the last attempts of all its rounds, of the artifacts that still exist."""
     by_stage: dict[str, float] = {}
-    for ancestor in ancestors:
-        if ancestor.seconds is not None:
-            by_stage[ancestor.stage] = round(by_stage.get(ancestor.stage, 0.0) + ancestor.seconds, 3)
+    for one in ancestors:
+        taken = one.artifact.manifest.info.get("seconds") if one.artifact else None
+        if taken is not None:
+            by_stage[one.stage] = round(by_stage.get(one.stage, 0.0) + taken, 3)
     return by_stage
 
 
@@ -415,11 +416,3 @@ def usage(ancestors: Iterable[Ancestor]) -> dict[str, dict[str, int]]:
             before = total.get(name, 0)
             total[name] = max(before, value) if name.endswith("peak_bytes") else before + value
     return by_stage
-
-
-def _open(kind: str, uri: str, digest: str) -> Ancestor:
-    try:
-        artifact = open_artifact(uri, kind=kind)
-    except ArtifactError:
-        return Ancestor(kind, uri, digest, None)
-    return Ancestor(kind, uri, digest, artifact if artifact.digest == digest else None)

@@ -23,26 +23,32 @@ from jaxtyping import Float, Float64, Int, Int64
 from numpy import ndarray
 from scipy.sparse import csr_array
 
-from scalingnote import hybrid
-from scalingnote.bm25 import terms
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.core.bm25 import terms
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.languages import Language
+from scalingnote.core.log import Progress
+from scalingnote.datasets.passages import settings
+from scalingnote.encode.config import BM25Config
+from scalingnote.encode.lexical.language import language_of
+from scalingnote.encode.lexical.weights import COLLECTION
 from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, PairTable, Scores, TermScores
+from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, PoolScores, SparseScores
 from scalingnote.evaluate.pool import Pool, PoolPart, Sample
 from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet
-from scalingnote.evaluate.user_files import PairScorer
+from scalingnote.evaluate.user_files import PairScoreFunction
+from scalingnote.index import hybrid
 from scalingnote.index import shard as shards
-from scalingnote.log import Progress
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import TaskRunner
 
 INDEX_RECALL_AT = (10, 100)
-QUERIES_PER_BLOCK = 256
-TERMS, WORDS = "(terms)", "(words)"  # scores that are no method of their own name
+RUN_DEPTH = 100  # results kept per query and method: the deepest measure beside R@K
+QUERIES_PER_SEARCH = 256
+TERM_SCORES, WORD_SCORES = "(terms)", "(words)"  # scores that are no method of their own name
 Ranked = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]  # scores and rows; a row of -1 is none
 _NUMBERS = {name: pa.int64() for name in ("query", "shard", "rank")}
 _HITS = pa.schema(_NUMBERS | {"score": pa.float64(), "doc_id": pa.string()})
@@ -59,23 +65,24 @@ class Bm25Pool:
     vocabulary: Mapping[str, int]
     idf: Float64[ndarray, " words"]
     mean_length: float
-    k1: float
-    b: float
+    language: Language = "none"
+    k1: float = BM25Config().k1
+    b: float = BM25Config().b
 
     @classmethod
     def count(
-        cls, pool: Pool, queries: Sequence[str], *, k1: float = 1.2, b: float = 0.75, each: TaskRunner = map
+        cls, pool: Pool, queries: Sequence[str], *, language: Language = "none", each: TaskRunner = map
     ) -> "Bm25Pool":
         """Count the words of `queries`, all that will be searched or scored, in the pool's documents.
 
         Raises:
             DataError: no document has a word.
         """
-        words = dict.fromkeys(word for query in queries for word in terms(query))
+        words = dict.fromkeys(word for query in queries for word in terms(query, language))
         vocabulary = {word: number for number, word in enumerate(words)}
         documents = length = 0
         frequency = np.zeros(len(vocabulary), np.int64)
-        task = partial(_count_group, pool=pool, vocabulary=vocabulary)
+        task = partial(_count_group, pool=pool, vocabulary=vocabulary, language=language)
         total = pool.embeddings.counts["documents"]
         with Progress("evaluate", total=total, unit="documents counted for BM25") as progress:
             for found in each(task, pool.groups()):
@@ -89,15 +96,15 @@ class Bm25Pool:
                 "topic and content, or set evaluate.bm25=false"
             )
         idf = np.log1p((documents - frequency + 0.5) / (frequency + 0.5))
-        return cls(vocabulary, idf, length / documents, k1, b)
+        return cls(vocabulary, idf, length / documents, language)
 
-    def scores(self, queries: Sequence[str]) -> TermScores:
+    def scores(self, queries: Sequence[str]) -> SparseScores:
         """Scores by BM25; words outside of the counted queries are ignored."""
-        counts, _ = word_counts(queries, self.vocabulary)
-        return TermScores(counts.astype(np.float32), self._impacts, ("doc_id",))
+        counts, _ = word_counts(queries, self.vocabulary, self.language)
+        return SparseScores(counts.astype(np.float32), self._impacts, ("doc_id",))
 
     def _impacts(self, part: PoolPart) -> Any:
-        counts, lengths = word_counts(part.texts(), self.vocabulary)
+        counts, lengths = word_counts(part.texts(), self.vocabulary, self.language)
         rows = np.repeat(np.arange(len(lengths)), np.diff(counts.indptr))
         relative = lengths[rows] / self.mean_length
         saturated = counts.data / (counts.data + self.k1 * (1 - self.b + self.b * relative))
@@ -105,12 +112,14 @@ class Bm25Pool:
         return csr_array((impacts, counts.indices, counts.indptr), shape=counts.shape)
 
 
-def word_counts(texts: Sequence[str], vocabulary: Mapping[str, int]) -> tuple[Any, Int64[ndarray, " texts"]]:
+def word_counts(
+    texts: Sequence[str], vocabulary: Mapping[str, int], language: Language
+) -> tuple[Any, Int64[ndarray, " texts"]]:
     """How often each text has each word, as a csr_array [texts, words], and the lengths of texts in words."""
     numbers: list[int] = []
     offsets, lengths = [0], []
     for text in texts:
-        words = terms(text)
+        words = terms(text, language)
         numbers += [number for word in words if (number := vocabulary.get(word)) is not None]
         offsets.append(len(numbers))
         lengths.append(len(words))
@@ -120,12 +129,14 @@ def word_counts(texts: Sequence[str], vocabulary: Mapping[str, int]) -> tuple[An
     return counts, np.array(lengths, np.int64)
 
 
-def _count_group(group: list[str], *, pool: Pool, vocabulary: Mapping[str, int]) -> pa.Table:
+def _count_group(
+    group: list[str], *, pool: Pool, vocabulary: Mapping[str, int], language: Language
+) -> pa.Table:
     """Documents read and counted, their length in words, and the document frequency of each word: a row."""
     documents = length = 0
     frequency = np.zeros(len(vocabulary), np.int64)
     for part in pool.read(group, ["doc_id"]):
-        counts, lengths = word_counts(part.texts(), vocabulary)
+        counts, lengths = word_counts(part.texts(), vocabulary, language)
         documents, length = documents + len(part), length + int(lengths.sum())
         frequency += np.bincount(counts.indices, minlength=len(vocabulary))
     read = sum(pool.embeddings.rows_of(group).values())
@@ -182,6 +193,13 @@ class Methods:
             )
         return chosen or names[0]
 
+    def language(self) -> Language:
+        """The language of BM25: that of the documents' words in the index, else as it is detected."""
+        if (words := self.parents.get("bm25_terms")) is not None:
+            language: Language = words.read_json(COLLECTION).get("language", "none")
+            return language
+        return language_of(self.parents["dataset"], section="evaluate")
+
     def has_terms(self, pool: str) -> bool:
         """Whether the documents of a parent artifact have terms, by towers with a sparse head."""
         if "dual_encoder" not in self.parents or "dual_encoder" not in self.parents[pool].manifest.parents:
@@ -199,17 +217,17 @@ class Methods:
         total = self.parents["embeddings"].counts["documents"]
         if total > most:
             judged = pa.array(sorted({doc for judged in test.qrels.values() for doc in judged}), pa.string())
-            sample = Sample(most / total, self.config.seed, judged)
+            divided = settings(self.parents["dataset"]) is not None
+            sample = Sample(most / total, judged, passages=divided)
         return Pool(self.parents[name], self.parents["dataset"], sample)
 
 
 def count_bm25(methods: Methods, queries: Sequence[str], *, test: TestSet) -> Bm25Pool | None:
     """BM25 for these queries over the documents that are searched exactly; None if it is switched off."""
-    config = methods.config
-    if not config.bm25:
+    if not methods.config.bm25:
         return None
     pool = methods.pool("embeddings", test=test)
-    return Bm25Pool.count(pool, queries, k1=config.bm25_k1, b=config.bm25_b, each=methods.each)
+    return Bm25Pool.count(pool, queries, language=methods.language(), each=methods.each)
 
 
 def retrieve(
@@ -220,10 +238,8 @@ def retrieve(
     Returns:
         Method -> run, and the number of documents that were searched exactly.
     """
-    config, parents, towers = methods.config, methods.parents, methods.towers
-    depth = max(
-        config.run_depth, config.mrr_at, config.map_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT
-    )
+    parents, towers = methods.parents, methods.towers
+    depth = max(RUN_DEPTH, *methods.config.recall_at)
     runs: dict[str, trec.Run] = {}
     documents = 0
     for name in dict.fromkeys([*map(methods.pool_of, towers.values()), "embeddings"]):
@@ -238,7 +254,17 @@ def retrieve(
         runs[f"{methods.served} (index)"] = _through_index(
             parents["index"], queries, test=test, k=depth, each=methods.each
         )
-    return {name: runs[name] for name in methods.names if name in runs}, documents
+    return {name: _once(runs[name]) for name in methods.names if name in runs}, documents
+
+
+def _once(run: trec.Run) -> trec.Run:
+    """A run that names each document once: passages of a document may be in two shards of an index."""
+    best: dict[str, dict[str, float]] = {}
+    for query_id, hits in run.items():
+        own = best[query_id] = {}
+        for doc_id, score in hits:
+            own.setdefault(doc_id, score)
+    return {query_id: [*own.items()] for query_id, own in best.items()}
 
 
 def _search_pool(
@@ -256,31 +282,27 @@ def _search_pool(
     """
     parents, queries, pool = methods.parents, test.queries, methods.pool(name, test=test)
     search = partial(exact_search.search, pool, k=k, each=methods.each)
-    sides: dict[str, Scores] = {tower: DenseScores(one.unit(queries)) for tower, one in encoded.items()}
+    sides: dict[str, PoolScores] = {tower: DenseScores(one.unit(queries)) for tower, one in encoded.items()}
     hybrids: dict[str, tuple[str, str]] = {}
     if methods.has_terms(name):
-        sides[TERMS] = exact_search.own_terms(parents["dual_encoder"], queries)
-        hybrids |= {f"{tower} (hybrid)": (tower, TERMS) for tower in encoded}
+        sides[TERM_SCORES] = exact_search.own_terms(parents["dual_encoder"], queries)
+        hybrids |= {f"{tower} (hybrid)": (tower, TERM_SCORES) for tower in encoded}
     if "bm25_terms" in parents:
-        sides[WORDS] = exact_search.bm25_terms(parents["bm25_terms"], queries)
-        hybrids |= {f"{tower} + bm25": (tower, WORDS) for tower in encoded}
+        sides[WORD_SCORES] = exact_search.bm25_terms(parents["bm25_terms"], queries)
+        hybrids |= {f"{tower} + bm25": (tower, WORD_SCORES) for tower in encoded}
     if bm25 is not None:
         sides["bm25"] = bm25.scores(queries)
     single = search(sides)
     ranked = {name: (one.scores, one.ids) for name, one in single.items()}
-    for lexical in {TERMS, WORDS, "bm25"} & sides.keys():
+    for lexical in {TERM_SCORES, WORD_SCORES, "bm25"} & sides.keys():
         # A document that shares no term with the query has no rank, as in service.
         scored, rows = ranked[lexical]
         ranked[lexical] = scored, np.where(scored > 0, rows, -1)
     found = {method: ranked[method] for method in [*encoded, "bm25"] if method in ranked}
-    if TERMS in sides and (dual := methods.config.names.dual_encoder) in encoded:
-        found[f"{dual} (sparse)"] = ranked[TERMS]
+    if TERM_SCORES in sides and (dual := methods.config.names.dual_encoder) in encoded:
+        found[f"{dual} (sparse)"] = ranked[TERM_SCORES]
     joining, joined = methods.config.hybrid, {}
-    if joining.kind == "reciprocal_rank":
-        for method, (dense, sparse) in hybrids.items():
-            both = ranked[dense][1], ranked[sparse][1]
-            found[method] = hybrid.reciprocal_ranks(*both, k=joining.k, depth=k)
-    elif joining.dense_weight == 0:  # terms alone, which find no document without a term of the query
+    if joining.dense_weight == 0:  # terms alone, which find no document without a term of the query
         for method, (_, sparse) in hybrids.items():
             (scored, rows), ranges = ranked[sparse], single[sparse].ranges
             shown = np.where(rows < 0, 0.0, scored)
@@ -290,8 +312,8 @@ def _search_pool(
             method: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)
             for method, both in hybrids.items()
         }
-    if joining.raw and TERMS in sides:
-        raw = {f"{tower} (raw hybrid)": (tower, TERMS) for tower in encoded}
+    if joining.raw and TERM_SCORES in sides:
+        raw = {f"{tower} (raw hybrid)": (tower, TERM_SCORES) for tower in encoded}
         joined |= {method: JoinedScores(both, None, dense_weight=0.5) for method, both in raw.items()}
     if joined:
         needed = {side: sides[side] for one in joined.values() for side in one.names}
@@ -303,6 +325,8 @@ def _runs(pool: Pool, found: Mapping[str, Ranked], *, test: TestSet, each: TaskR
     """Runs of rows as runs of document ids."""
     everything = np.concatenate([rows for _, rows in found.values()], axis=1)
     distinct, doc_ids = pools.document_ids(pool, everything, each=each)
+    if pool.passages:
+        doc_ids = pools.document_ids_of(doc_ids)
 
     def hits(values: Float[ndarray, " k"], rows: Int[ndarray, " k"]) -> list[tuple[str, float]]:
         found = rows >= 0
@@ -317,11 +341,11 @@ def _runs(pool: Pool, found: Mapping[str, Ranked], *, test: TestSet, each: TaskR
 
 def pair_scorer(
     methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: Bm25Pool | None
-) -> PairScorer:
+) -> PairScoreFunction:
     """Scores of any pairs of query and document by the methods that have some: query towers and BM25."""
 
-    def score(queries: Sequence[str], pairs: Sequence[PairTable]) -> dict[str, Float[ndarray, " pairs"]]:
-        sides: dict[str, dict[str, Scores]] = {}
+    def score(queries: Sequence[str], pairs: pa.Table) -> dict[str, Float[ndarray, " pairs"]]:
+        sides: dict[str, dict[str, PoolScores]] = {}
         for name, kind in methods.towers.items():
             sides.setdefault(methods.pool_of(kind), {})[name] = DenseScores(encoded[name].unit(queries))
         if bm25 is not None:
@@ -364,8 +388,8 @@ def _search_shard(number: int, *, index: str, queries: Float[ndarray, "queries d
     searcher = Searcher.open(index, shards=[number], mapped=True)
     rows = [
         (query, number, rank, float(hit.score), hit.doc_id)
-        for start in range(0, len(queries), QUERIES_PER_BLOCK)
-        for query, hits in enumerate(searcher.search(queries[start : start + QUERIES_PER_BLOCK], k=k), start)
+        for start in range(0, len(queries), QUERIES_PER_SEARCH)
+        for query, hits in enumerate(searcher.search(queries[start : start + QUERIES_PER_SEARCH], k=k), start)
         for rank, hit in enumerate(hits)
     ]
     columns = zip(*rows, strict=True) if rows else [()] * len(_HITS)

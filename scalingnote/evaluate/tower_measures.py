@@ -29,7 +29,8 @@ from scalingnote.storage.shuffle import TaskRunner
 from scalingnote.train.config import Losses
 
 EMBEDDING_BOUND = 1.0
-HISTOGRAM_BINS = 60
+ENTROPY_NEGATIVES = 256  # documents that a query is compared with
+DISTANCE_QUERIES = 1000  # of each split
 SPLITS = ("train", "validation")
 
 
@@ -64,9 +65,9 @@ def entropies(
     encoded: Mapping[str, QueryEmbeddings],
     *,
     test: TestSet,
-    negatives: int,
     temperature: float,
-    seed: int,
+    negatives: int = ENTROPY_NEGATIVES,
+    seed: int = 0,
     each: TaskRunner = map,
 ) -> Entropies | None:
     """Contrastive entropy of every test query and tower.
@@ -79,8 +80,8 @@ def entropies(
         embeddings: tower -> the document embeddings it is searched in.
         encoded: tower -> the test queries' embeddings.
         test: test queries and judgements.
-        negatives: per query.
         temperature: of the softmax.
+        negatives: per query.
         seed: of the sample.
         each: runs the tasks.
     """
@@ -157,33 +158,9 @@ def distances(
     }
 
 
-def discrepancy(
-    student: Float[ndarray, "queries own"], teacher: Float[ndarray, "queries dim"]
-) -> dict[str, Any]:
-    """Histogram over pairs of queries of the teacher's distance minus the student's (EmbedDistill, Fig. 3).
-
-    It is centred at 0 if the student keeps the teacher's geometry up to rotation and reflection, so the two
-    may have different dimensions. Embeddings have length 1, so values are in [-2, 2].
-    """
-    differences = _pair_distances(teacher) - _pair_distances(student)
-    end = max(float(np.abs(differences).max(initial=0.0)), 1e-6)
-    counts, edges = np.histogram(differences, bins=HISTOGRAM_BINS, range=(-end, end))
-    return {
-        "pairs": len(differences),
-        "mean": float(differences.mean()),
-        "deviation": float(differences.std()),
-        "counts": counts.tolist(),
-        "edges": edges.tolist(),
-    }
-
-
-def _pair_distances(embeddings: Float[ndarray, "queries dim"]) -> Float[ndarray, " pairs"]:
-    units = arrow.l2_normalize(embeddings).astype(np.float64)
-    squared = 2 - 2 * (units @ units.T)[np.triu_indices(len(units), k=1)]
-    return np.sqrt(np.maximum(squared, 0))
-
-
-def sample_teacher_queries(stored: Artifact | None, *, queries: int, seed: int) -> dict[str, QueryEmbeddings]:
+def sample_teacher_queries(
+    stored: Artifact | None, *, queries: int = DISTANCE_QUERIES, seed: int = 0
+) -> dict[str, QueryEmbeddings]:
     """Split -> a sample of the queries of a student's training or validation, with the teacher's embeddings.
 
     Parts hold queries by the hash of their ids, so a few parts are a fair sample of all.
@@ -193,7 +170,7 @@ def sample_teacher_queries(stored: Artifact | None, *, queries: int, seed: int) 
         queries: maximum number per split.
         seed: of the sample.
     """
-    if stored is None or not queries:
+    if stored is None:
         return {}
     rng = np.random.default_rng(seed)
     samples: dict[str, list[pa.Table]] = {split: [] for split in SPLITS}
@@ -214,13 +191,11 @@ def sample_teacher_queries(stored: Artifact | None, *, queries: int, seed: int) 
 
 
 def distance_section(teacher: Mapping[str, QueryEmbeddings], student: QueryEmbeddings) -> dict[str, Any]:
-    """The section of report.json: distances per split, and the discrepancy of the last split with pairs."""
+    """The section of report.json: distances per split; of towers with different dimensions there are none."""
     student_of = {split: student.of(sample.queries) for split, sample in teacher.items()}
     splits = {
         split: distances(student_of[split], sample.embeddings)
         for split, sample in teacher.items()
         if student_of[split].shape[1] == sample.embeddings.shape[1]
     }
-    last = next((split for split in reversed([*teacher]) if len(student_of[split]) > 1), None)
-    pairs = last and {"split": last, **discrepancy(student_of[last], teacher[last].embeddings)}
-    return {"splits": splits, "discrepancy": pairs}
+    return {"splits": splits}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,50 +12,50 @@ import pyarrow as pa
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote import words
-from scalingnote.bm25 import document_texts
+from scalingnote.core import words
+from scalingnote.core.bm25 import document_texts
+from scalingnote.core.errors import DataError
 from scalingnote.datasets.config import TableFile
-from scalingnote.datasets.file_formats import RUN_ROWS, find_trec_slices, read_run_slice, table_rows
-from scalingnote.datasets.raw_rows import FileRows
-from scalingnote.errors import DataError
+from scalingnote.datasets.readers import RUN_ROWS, find_trec_slices, read_run_slice, table_rows
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
-from scalingnote.evaluate.exact_search import PairTable
 from scalingnote.evaluate.measures import Rankings, auc
 from scalingnote.evaluate.pool import find_documents, find_rows, values_by_id
 from scalingnote.evaluate.test_set import TestSet
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage import trec
-from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import TaskRunner
 
-# Distinct texts of queries, and pairs of them -> method -> a score per pair; NaN if a document is not in the
-# pool.
-PairScorer = Callable[[Sequence[str], Sequence[PairTable]], Mapping[str, Float[ndarray, " pairs"]]]
-_SLICE = pa.schema(  # of a file of judged pairs: a table of them, their distinct queries, and rows left out
-    {"uri": pa.string(), "rows": pa.int64(), "queries": pa.list_(pa.string()), "unusable": pa.int64()}
-)
+# Distinct texts of queries, and pairs of `query` and `doc_id` -> method -> a score per pair; NaN if a
+# document is not in the pool.
+PairScoreFunction = Callable[[Sequence[str], pa.Table], Mapping[str, Float[ndarray, " pairs"]]]
 
 
 @dataclass(frozen=True)
-class JudgedPairs:
-    """Pairs of a query and a document, with a column of numbers for each label."""
+class PairLabels:
+    """Pairs: a table of `query` (its text), `doc_id` and a column of numbers for each label."""
 
-    queries: list[str]  # distinct texts
-    pairs: Sequence[PairTable]
+    pairs: pa.Table
     labels: Sequence[str]  # names of the columns
     unusable: int = 0  # rows of the file that were skipped
 
+    @property
+    def queries(self) -> list[str]:
+        """Distinct texts."""
+        queries: list[str] = self.pairs["query"].unique().to_pylist()
+        return queries
+
     def values(self, label: str) -> Float[ndarray, " pairs"]:
         """A label of each pair."""
-        return np.concatenate([table.read([label])[label].to_numpy() for table in self.pairs])
+        values: ndarray = self.pairs[label].to_numpy()
+        return values
 
 
 @dataclass(frozen=True)
 class UserFiles:
     """Everything to measure beside retrieval on the test set."""
 
-    pairs: JudgedPairs | None
+    pairs: PairLabels | None
     candidates: tuple[trec.Run, TestSet] | None
     answers: dict[str, list[str]] | None
 
@@ -65,78 +66,56 @@ class UserFiles:
 
 
 def read_user_files(
-    config: EvaluateConfig, dataset: Artifact, *, test: TestSet, folder: str, each: TaskRunner = map
+    config: EvaluateConfig, dataset: Artifact, *, test: TestSet, each: TaskRunner = map
 ) -> UserFiles:
-    """Read and check all files that the config names, in tasks that `each` runs; pairs go to `folder`.
+    """Read and check all files that the config names.
 
     Without a file of judgements, pairs are the test set's own judgements.
     """
     judged = config.judgements
     return UserFiles(
-        read_judgements(judged, dataset, folder=folder, each=each) if judged else test_set_pairs(test),
+        read_judgements(judged, dataset, each=each) if judged else test_set_pairs(test),
         read_candidates(config.candidates, test=test, each=each) if config.candidates else None,
         read_answers(config.answers, test=test) if config.answers else None,
     )
 
 
-def read_judgements(
-    config: Judgements, dataset: Artifact, *, folder: str, each: TaskRunner = map
-) -> JudgedPairs:
+def read_judgements(config: Judgements, dataset: Artifact, *, each: TaskRunner = map) -> PairLabels:
     """Judged pairs of a file. Rows without a document, a query or one of the labels are skipped and counted.
 
-    A task reads a slice of the file and writes its pairs to `folder`: the caller holds the distinct queries
-    alone. The dataset has the texts of queries that rows name by id.
+    The dataset has the texts of queries that rows name by id; `each` runs the tasks that look them up.
 
     Raises:
         DataError: no row is usable, or a label has the same value everywhere.
     """
     names = ["query_id", "query", "doc_id", *config.labels]
-    rows = table_rows(TableFile(path=config.path, columns=config.columns), names, needs=["doc_id"])
-    items = [(fs.join(folder, f"{number:05d}.parquet"), one) for number, one in enumerate(rows.slices)]
-    task = partial(_pairs_of_slice, labels=config.labels, dataset=dataset)
-    found = pa.concat_tables(each(task, items)).sort_by("uri").to_pylist()
-    queries = list(dict.fromkeys(query for one in found for query in one["queries"]))
-    unusable = sum(one["unusable"] for one in found)
-    if not queries:
-        raise DataError(
-            f"{config.path}: none of {unusable:,} rows has a doc_id, a query or a known query_id, and "
-            f"{', '.join(config.labels)}: map its columns with evaluate.judgements.columns"
-        )
-    pairs = JudgedPairs(
-        queries, [PairTable(one["uri"], one["rows"]) for one in found], config.labels, unusable
-    )
-    for name in config.labels:
-        if len(values := np.unique(pairs.values(name))) < 2:
-            raise DataError(f"{config.path}: {name} is {values[0]:g} in all rows: AUC needs two labels")
-    return pairs
-
-
-def _pairs_of_slice(item: tuple[str, FileRows], *, labels: Sequence[str], dataset: Artifact) -> pa.Table:
-    """Write the pairs of a slice; returns their place and number, their queries, and the rows left out."""
-    uri, slice_rows = item
-    rows = list(slice_rows)
+    files = TableFile(path=config.path, columns=config.columns)
+    rows = [row for one in table_rows(files, names, needs=["doc_id"]) for row in one]
     readable = [row for row in rows if isinstance(row, dict)]
     by_id = {str(row.get("query_id")) for row in readable if not _text(row.get("query"))}
     known = {}
     if by_id:
-        known = values_by_id(
-            find_rows(dataset, "queries", "query_id", pa.array(by_id, pa.string()), ["query_id", "query"])
-        )
+        ids = pa.array(sorted(by_id), pa.string())
+        known = values_by_id(find_rows(dataset, "queries", "query_id", ids, ["query_id", "query"], each=each))
     pairs = []
     for row in readable:
-        if row.get("doc_id") not in (None, ""):
-            query = _text(row.get("query")) or known.get(str(row.get("query_id")))
-            values = {name: _number(row.get(name)) for name in labels}
-            if query and not any(map(math.isnan, values.values())):
-                pairs.append({"query": query, "doc_id": str(row["doc_id"]), **values})
-    layout = {"query": pa.string(), "doc_id": pa.string()} | {name: pa.float64() for name in labels}
-    write_table(uri, pa.Table.from_pylist(pairs, schema=pa.schema(layout)))
-    queries = list(dict.fromkeys(pair["query"] for pair in pairs))
-    summary = {"uri": uri, "rows": len(pairs), "queries": queries, "unusable": len(rows) - len(pairs)}
-    return pa.Table.from_pylist([summary], schema=_SLICE)
+        query = _text(row.get("query")) or known.get(str(row.get("query_id")))
+        values = {name: _number(row.get(name)) for name in config.labels}
+        if row.get("doc_id") not in (None, "") and query and not any(map(math.isnan, values.values())):
+            pairs.append({"query": query, "doc_id": str(row["doc_id"]), **values})
+    if not pairs:
+        raise DataError(
+            f"{config.path}: none of {len(rows):,} rows has a doc_id, a query or a known query_id, and "
+            f"{', '.join(config.labels)}: map its columns with evaluate.judgements.columns"
+        )
+    found = PairLabels(pa.Table.from_pylist(pairs), config.labels, len(rows) - len(pairs))
+    for name in config.labels:
+        if len(grades := np.unique(found.values(name))) < 2:
+            raise DataError(f"{config.path}: {name} is {grades[0]:g} in all rows: AUC needs two labels")
+    return found
 
 
-def test_set_pairs(test: TestSet) -> JudgedPairs | None:
+def test_set_pairs(test: TestSet) -> PairLabels | None:
     """The test set's own judgements as pairs; None if all grades are equal."""
     judged = [
         (query, doc_id, float(grade))
@@ -146,15 +125,15 @@ def test_set_pairs(test: TestSet) -> JudgedPairs | None:
     queries, doc_ids, grades = map(list, zip(*judged, strict=True))
     if len(set(grades)) < 2:
         return None
-    table = pa.table({"query": queries, "doc_id": doc_ids, "relevance": grades})
-    return JudgedPairs(list(dict.fromkeys(queries)), [PairTable(table, len(table))], ["relevance"])
+    return PairLabels(pa.table({"query": queries, "doc_id": doc_ids, "relevance": grades}), ["relevance"])
 
 
 def read_answers(file: TableFile, *, test: TestSet) -> dict[str, list[str]]:
     """Query id -> its answers, for test queries that have some. A query may have several rows."""
     answers_of: dict[str, list[str]] = {}
     query_ids = set(test.query_ids)
-    for row in table_rows(file, ["query_id", "answers"], needs=["query_id", "answers"]):
+    slices = table_rows(file, ["query_id", "answers"], needs=["query_id", "answers"])
+    for row in chain.from_iterable(slices):
         if isinstance(row, dict) and str(row.get("query_id")) in query_ids:
             value = row.get("answers")
             texts = map(_text, value if isinstance(value, list) else [value])
@@ -195,7 +174,7 @@ def _number(value: object) -> float:
         return math.nan
 
 
-def auc_section(pairs: JudgedPairs, score: PairScorer) -> dict[str, Any]:
+def auc_section(pairs: PairLabels, score: PairScoreFunction) -> dict[str, Any]:
     """The section of report.json on AUC, over the pairs that every method can score."""
     scores = score(pairs.queries, pairs.pairs)
     values = {name: pairs.values(name) for name in pairs.labels}
@@ -215,7 +194,7 @@ def auc_section(pairs: JudgedPairs, score: PairScorer) -> dict[str, Any]:
 
 
 def reranking_section(
-    config: EvaluateConfig, candidates: trec.Run, test: TestSet, score: PairScorer
+    candidates: trec.Run, test: TestSet, score: PairScoreFunction, *, recall_at: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, trec.Run]]:
     """The section of report.json on re-ranking, and the re-ranked runs by method.
 
@@ -226,7 +205,7 @@ def reranking_section(
     columns = {"query": [text[query_id] for query_id, _ in pairs], "doc_id": [doc for _, doc in pairs]}
     runs: dict[str, trec.Run] = {}
     absent = 0
-    found = score(list(dict.fromkeys(test.queries)), [PairTable(pa.table(columns), len(pairs))])
+    found = score(list(dict.fromkeys(test.queries)), pa.table(columns))
     for name, scores in found.items():
         unknown = np.isnan(scores)
         absent = max(absent, int(unknown.sum()))
@@ -240,13 +219,13 @@ def reranking_section(
         "queries": len(test.query_ids),
         "candidates": len(pairs),
         "not_in_pool": absent,
-        "methods": measures.means(measures.measure_methods(config, rankings, qrels=test.qrels)),
+        "methods": measures.means(measures.measure_methods(rankings, qrels=test.qrels, recall_at=recall_at)),
     }
     return section, runs
 
 
 def normalised_words(text: str) -> str:
-    """Words of a text (:mod:`scalingnote.words`), each between blanks.
+    """Words of a text (:mod:`scalingnote.core.words`), each between blanks.
 
     In scripts without blanks each letter is one, because an answer may begin anywhere.
     """

@@ -16,14 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scalingnote.errors import ConfigError, DataError
-from scalingnote.export.vectors import Database, Layout, Rows
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.export.vectors import Database, ExportLayout, ExportRows
 from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.manifest import write_table
 
 DENSE, TERMS = "dense", "terms"
-UNFILTERED = ("title", "content")
 MAX_ID_BYTES = 512  # of a doc_id in Milvus
 NO_TERM = (1 << 32) - 2  # Milvus refuses a sparse vector without an entry; no vocabulary has so many terms
 NO_TERM_WEIGHT = 1e-6
@@ -51,7 +50,7 @@ class Qdrant(Database):
         size = have.vectors[DENSE].size if isinstance(have.vectors, dict) and DENSE in have.vectors else None
         return size, TERMS in (have.sparse_vectors or {})
 
-    def open(self, layout: Layout) -> None:
+    def open(self, layout: ExportLayout) -> None:
         """Create the collection if it is not there."""
         models = self._models
         if (have := self.described()) is not None:
@@ -72,7 +71,7 @@ class Qdrant(Database):
         """Points of the collection."""
         return int(self._client.count(self._collection, exact=True).count)
 
-    def write(self, rows: Rows, *, known: bool) -> None:
+    def write(self, rows: ExportRows, *, known: bool) -> None:
         """Upsert points; Qdrant answers when they are written."""
         models, vectors = self._models, dict[str, Any]()
         vectors[DENSE] = rows.dense.tolist()
@@ -88,7 +87,7 @@ class Qdrant(Database):
 
 def _payload_kind(field: pa.Field) -> str | None:
     """How Qdrant indexes a column of documents; None of texts that nobody filters by."""
-    if field.name in UNFILTERED:
+    if field.name in ("title", "content"):
         return None
     if pa.types.is_string(field.type):
         return "keyword"
@@ -123,7 +122,7 @@ class Milvus(Database):
         fields = {field["name"]: field for field in described["fields"]}
         return int(fields[DENSE]["params"]["dim"]) if DENSE in fields else None, TERMS in fields
 
-    def open(self, layout: Layout) -> None:
+    def open(self, layout: ExportLayout) -> None:
         """Create the collection if it is not there, and load it."""
         client, types = self._client, self._types
         if (have := self.described()) is not None:
@@ -147,7 +146,7 @@ class Milvus(Database):
         )
         return int(found[0]["count(*)"])
 
-    def write(self, rows: Rows, *, known: bool) -> None:
+    def write(self, rows: ExportRows, *, known: bool) -> None:
         """Upsert rows; the columns of documents are dynamic fields."""
         if long := [doc_id for doc_id in rows.ids if len(doc_id.encode()) > MAX_ID_BYTES]:
             raise DataError(
@@ -176,7 +175,7 @@ class LanceDB(Database):
         self._database, self._collection = _client("lancedb", "lancedb").connect(url), collection
         self._table: Any = None
 
-    def open(self, layout: Layout) -> None:
+    def open(self, layout: ExportLayout) -> None:
         """Create the table if it is not there."""
         fields = [pa.field("doc_id", pa.string()), pa.field(DENSE, pa.list_(pa.float32(), layout.dim))]
         if layout.sparse:
@@ -194,7 +193,7 @@ class LanceDB(Database):
         """Rows of the table."""
         return int(self._table.count_rows())
 
-    def write(self, rows: Rows, *, known: bool) -> None:
+    def write(self, rows: ExportRows, *, known: bool) -> None:
         """Merge rows by doc_id where some may be there, which reads the table; else append them."""
         table = to_table(rows).cast(self._schema)
         if known:
@@ -220,7 +219,7 @@ class OpenSearch(Database):
         login = (user, password) if user else None
         self._client, self._collection = client.OpenSearch(url, http_auth=login, timeout=60), collection
 
-    def open(self, layout: Layout) -> None:
+    def open(self, layout: ExportLayout) -> None:
         """Create the index if it is not there."""
         if self._client.indices.exists(index=self._collection):
             found = self._client.indices.get_mapping(index=self._collection)
@@ -242,7 +241,7 @@ class OpenSearch(Database):
         self._client.indices.refresh(index=self._collection)
         return int(self._client.count(index=self._collection)["count"])
 
-    def write(self, rows: Rows, *, known: bool) -> None:
+    def write(self, rows: ExportRows, *, known: bool) -> None:
         """Index documents by their ids in one request; DataError names the first that was refused."""
         lines: list[dict[str, Any]] = []
         for doc_id, vector, terms, payload in zip(
@@ -270,7 +269,7 @@ class Parquet(Database):
     def __init__(self, url: str, collection: str) -> None:
         self._folder = fs.join(url, collection)
 
-    def open(self, layout: Layout) -> None:
+    def open(self, layout: ExportLayout) -> None:
         """Nothing is to be created."""
 
     def count(self) -> int:
@@ -281,7 +280,7 @@ class Parquet(Database):
         with fs.open_input(fs.join(self._folder, name)) as file:
             return int(pq.ParquetFile(file).metadata.num_rows)
 
-    def write(self, rows: Rows, *, known: bool) -> None:
+    def write(self, rows: ExportRows, *, known: bool) -> None:
         """Write a file named by its first row; an export from the beginning replaces an earlier one."""
         if known and rows.first == 0:
             for name in fs.list_files(self._folder):
@@ -314,7 +313,7 @@ def connected(to: str, url: str | None, make: Callable[[], C]) -> C:
         raise ConfigError(f"no {to} at {url}: {error}") from error
 
 
-def to_table(rows: Rows) -> pa.Table:
+def to_table(rows: ExportRows) -> pa.Table:
     """Rows as a table."""
     columns = {"doc_id": pa.array(rows.ids, pa.string()), DENSE: arrow.to_arrow(rows.dense)}
     if rows.sparse is not None:
@@ -329,7 +328,7 @@ def to_table(rows: Rows) -> pa.Table:
     return table
 
 
-def _require(collection: str, layout: Layout, *, dim: int | None, sparse: bool) -> None:
+def _require(collection: str, layout: ExportLayout, *, dim: int | None, sparse: bool) -> None:
     """ConfigError where a collection cannot take the rows of a layout."""
     if dim != layout.dim or sparse < layout.sparse:
         have = f"{dim or 'no'} dimensions of {DENSE!r}{'' if sparse else f', no {TERMS!r}'}"

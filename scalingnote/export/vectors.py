@@ -20,21 +20,20 @@ import pyarrow.parquet as pq
 from jaxtyping import Float32
 from numpy import ndarray
 
-from scalingnote.errors import ConfigError, DataError
-from scalingnote.lexical import weights
-from scalingnote.log import Progress, get_logger
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.log import Progress, get_logger
+from scalingnote.encode.lexical import weights
 from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
-from scalingnote.storage.schema import SPARSE
+from scalingnote.storage.schema import INDEXED_VIEW, SPARSE
 
-VIEW = "summary"  # the embedding that an index searches
 RESERVED = ("dense", "terms", "impacts")  # names of the vectors
 log = get_logger("export")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExportLayout:
     """What the rows of an export have."""
 
     dim: int  # of the dense vectors, which are compared by inner product
@@ -43,7 +42,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExportRows:
     """A batch of rows."""
 
     first: int  # number of the first one
@@ -80,7 +79,7 @@ class Database(ABC):
     batch_rows: int  # of one request
 
     @abstractmethod
-    def open(self, layout: Layout) -> None:
+    def open(self, layout: ExportLayout) -> None:
         """Create the collection, or use one that is there; ConfigError where it has another layout."""
 
     @abstractmethod
@@ -88,7 +87,7 @@ class Database(ABC):
         """Rows that the collection holds."""
 
     @abstractmethod
-    def write(self, rows: Rows, *, known: bool) -> None:
+    def write(self, rows: ExportRows, *, known: bool) -> None:
         """Write rows by their ids and return when they are durable; `known`: some may be there already."""
 
     def finish(self) -> None:  # noqa: B027
@@ -96,7 +95,7 @@ class Database(ABC):
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """What is exported: embeddings, and what other artifacts have about the same documents.
 
     Attributes:
@@ -111,7 +110,7 @@ class Source:
     terms: Artifact | None = None
     columns: tuple[str, ...] = ()
 
-    def layout(self) -> Layout:
+    def layout(self) -> ExportLayout:
         """Read what the rows have; ConfigError for a column that documents have not."""
         parts = self.embeddings.table_parts("embeddings")
         if not parts:
@@ -130,7 +129,7 @@ class Source:
                 )
             documents = pa.schema([found.field(name) for name in self.columns])
         sparse = self.terms is not None or "terms" in encoded.names
-        return Layout(encoded.field(VIEW).type.list_size, sparse, documents)
+        return ExportLayout(encoded.field(INDEXED_VIEW).type.list_size, sparse, documents)
 
     def rows(self) -> int:
         """The number of rows."""
@@ -141,7 +140,7 @@ class Source:
         artifacts = [each and each.digest for each in (self.embeddings, self.dataset, self.terms)]
         return hashlib.sha256(json.dumps([artifacts, self.columns]).encode()).hexdigest()
 
-    def batches(self, *, start: int, stop: int, size: int) -> Iterator[Rows]:
+    def batches(self, *, start: int, stop: int, size: int) -> Iterator[ExportRows]:
         """Rows from `start` to before `stop`, at most `size` at a time."""
         own = SPARSE.names if self.terms is None and self.layout().sparse else []
         firsts = self.embeddings.first_rows("embeddings")
@@ -153,13 +152,13 @@ class Source:
             for row in range(max(start, first), min(stop, first + count), size):
                 piece = table.slice(row - first, min(size, stop - row, first + count - row))
                 terms = piece.select(SPARSE.names) if "terms" in piece.schema.names else None
-                vectors = arrow.to_numpy(piece[VIEW])
-                yield Rows(row, piece["doc_id"].to_pylist(), vectors, terms, piece.select(self.columns))
+                vectors = arrow.to_numpy(piece[INDEXED_VIEW])
+                yield ExportRows(row, piece["doc_id"].to_pylist(), vectors, terms, piece.select(self.columns))
 
     def _part(self, part: str, own: list[str]) -> pa.Table:
         """A part of the embeddings with terms and columns of its documents; DataError for a bad vector."""
-        table = self.embeddings.table(part, ["doc_id", VIEW, *own])
-        if not np.isfinite(arrow.to_numpy(table[VIEW])).all():
+        table = self.embeddings.table(part, ["doc_id", INDEXED_VIEW, *own])
+        if not np.isfinite(arrow.to_numpy(table[INDEXED_VIEW])).all():
             raise DataError(f"{self.embeddings.uri}/{part} has a vector that is not finite: run encode again")
         base = part.removeprefix("embeddings/")
         if self.terms is not None:
@@ -175,12 +174,12 @@ class Source:
         return table
 
 
-def of_embeddings(uri: str, *, columns: Sequence[str] | None) -> Source:
+def of_embeddings(uri: str, *, columns: Sequence[str] | None) -> ExportSource:
     """The source of an `embeddings` artifact alone; its dataset is the one that it was made of."""
     embeddings = open_artifact(uri, kind="embeddings")
     parent = embeddings.manifest.parents.get("dataset")
     dataset = open_artifact(parent["uri"], kind="dataset") if parent and columns else None
-    return Source(embeddings, dataset, None, tuple(columns or ()))
+    return ExportSource(embeddings, dataset, None, tuple(columns or ()))
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class Summary:
 
 
 def export(
-    source: Source,
+    source: ExportSource,
     database: Database,
     *,
     checkpoint: str,
@@ -274,7 +273,7 @@ def _schema(artifact: Artifact, part: str) -> pa.Schema:
         return pq.read_schema(file)
 
 
-def checkpoint_name(source: Source, *, to: str, url: str, collection: str) -> str:
+def checkpoint_name(source: ExportSource, *, to: str, url: str, collection: str) -> str:
     """The name of the checkpoint's file of a source and a collection."""
     where: Sequence[str] = (to, fs.absolute(url), collection, source.digest())
     return f"{to}-{hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]}.json"

@@ -24,10 +24,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from scalingnote.config import Config
-from scalingnote.errors import ConfigError, DataError
-from scalingnote.log import Progress
-from scalingnote.texts import is_valid_unicode
+from scalingnote.core.config import Config
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.log import Progress
+from scalingnote.core.units import DAY_S
+from scalingnote.core.words import is_valid_unicode
 
 Clock = Callable[[], float]  # seconds since 1970
 EVENTS_PER_WRITE = 512
@@ -41,10 +42,10 @@ class StoreConfig(Config):
     )
     history: int = Field(100, ge=1, description="documents kept of a user, the latest by time")
     ttl_s: float = Field(
-        90 * 86_400.0, gt=0, description="seconds without an event after which a user is forgotten"
+        90 * DAY_S, gt=0, description="seconds without an event after which a user is forgotten"
     )
     remember_s: float = Field(
-        7 * 86_400.0,
+        7 * DAY_S,
         gt=0,
         description="seconds for which the id of an event is known, so that it is not applied twice",
     )

@@ -21,17 +21,34 @@ from jaxtyping import Float, Float32, Int, Int64, Integer, UInt64
 from numpy import ndarray
 from safetensors import torch as safetensors
 
-from scalingnote.config import Config, dump, validate
-from scalingnote.errors import ArtifactError
+from scalingnote.core.config import Config, dump, validate
+from scalingnote.core.errors import ArtifactError
 from scalingnote.fuse.config import DocumentSide, QuerySide
-from scalingnote.fuse.feature_encoding import MISSING, EncodedFeatures, Encoding, encode, encode_mappings
+from scalingnote.fuse.feature_encoding import (
+    MISSING_INDEX,
+    EncodedFeatures,
+    Encoding,
+    columns_of,
+    encode,
+    encode_mappings,
+)
 from scalingnote.fuse.feature_store import User
-from scalingnote.fuse.networks import NO_WORD, DocumentNetwork, Documents, Queries, QueryNetwork, SemanticIds
-from scalingnote.planner.planner import TermScores
+from scalingnote.fuse.networks import (
+    CROSS_BUCKETS,
+    NO_WORD,
+    WORD_BUCKETS,
+    DocumentInputs,
+    DocumentNetwork,
+    QueryInputs,
+    QueryNetwork,
+    SemanticIdEmbedding,
+)
 from scalingnote.storage.shuffle import hash_of
+from scalingnote.triplets.planner.planner import TermScores
 
 WEIGHTS_FILE, FACTS_FILE = "network.safetensors", "fusion.json"
 DOCUMENTS_PER_PASS = 4096
+QUERY_WORDS = 8  # most important words that are read of a query
 F = TypeVar("F", bound="_Fusion")
 
 
@@ -54,10 +71,9 @@ class _Fusion:
             )
         facts = json.loads(file.read_text(encoding="utf-8"))
         config = validate(cls._config_type, facts["config"], source=str(file))
-        # Earlier versions named the features of a query side `profile`.
-        features = facts["features"] if "features" in facts else facts["profile"]
-        encodings = [Encoding.model_validate(values) for values in features]
-        ids = None if facts["semantic_ids"] is None else SemanticIds(torch.zeros(facts["semantic_ids"]))
+        encodings = [Encoding.model_validate(values) for values in facts["features"]]
+        shape = facts["semantic_ids"]
+        ids = None if shape is None else SemanticIdEmbedding(torch.zeros(shape))
         network = cls._network_type(config, encodings, dim=facts["dim"], semantic_ids=ids)
         network.load_state_dict(safetensors.load((folder / WEIGHTS_FILE).read_bytes()))
         return cls(network, config, encodings)
@@ -90,7 +106,7 @@ class DocumentFusion(_Fusion):
     @property
     def columns(self) -> list[str]:
         """Columns of the documents table that are read, each once."""
-        return list(dict.fromkeys(encoding.feature.column for encoding in self._encodings))
+        return columns_of(self._encodings)
 
     def fuse(
         self,
@@ -130,7 +146,9 @@ class DocumentFusion(_Fusion):
         with torch.no_grad():
             for start in range(0, len(embeddings), DOCUMENTS_PER_PASS):
                 rows = slice(start, start + DOCUMENTS_PER_PASS)
-                fused.append(self._network(Documents(**{n: part[rows] for n, part in vars(inputs).items()})))
+                fused.append(
+                    self._network(DocumentInputs(**{n: part[rows] for n, part in vars(inputs).items()}))
+                )
         return torch.cat(fused).numpy()
 
 
@@ -141,9 +159,9 @@ def document_inputs(
     features: EncodedFeatures,
     *,
     config: DocumentSide,
-) -> Documents:
+) -> DocumentInputs:
     """Inputs of the network, in training and in use; `hashes` are those of the documents' ids."""
-    return Documents(
+    return DocumentInputs(
         embeddings=torch.from_numpy(embeddings),
         codes=torch.from_numpy(codes.astype(np.int64)),
         buckets=torch.from_numpy(id_buckets(hashes, config)),
@@ -154,8 +172,7 @@ def document_inputs(
 
 def id_buckets(hashes: UInt64[ndarray, " docs"], config: DocumentSide) -> Int[ndarray, " docs"]:
     """The row of each document in the table of hashed ids; 0 where the side has no such table."""
-    size = config.ids.buckets if config.ids else 1
-    return np.asarray(hashes % np.uint64(size), dtype=np.int64)
+    return np.asarray(hashes % np.uint64(config.id_buckets or 1), dtype=np.int64)
 
 
 # --- queries ----------------------------------------------------------------------------------------------
@@ -191,12 +208,10 @@ class QueryFusion(_Fusion):
         """
         rows = len(embeddings)
         known = [user or User() for user in (users or [None] * rows)]
-        words = important_words(terms, rows, most=self._config.planner.words if self._config.planner else 0)
-        profile = encode_mappings(self._encodings, [user.profile for user in known])
         queries = query_inputs(
             np.array(embeddings, np.float32),
-            words,
-            profile,
+            important_words(terms if self._config.planner else None, rows),
+            encode_mappings(self._encodings, [user.profile for user in known]),
             self._histories([user.history for user in known]),
             config=self._config,
             encodings=self._encodings,
@@ -206,24 +221,27 @@ class QueryFusion(_Fusion):
         return fused
 
     def _histories(self, histories: Sequence[Sequence[str]]) -> Int64[ndarray, "queries last levels"]:
-        if self._config.history is None or self._network.semantic_ids is None:
+        if not self._config.history:
             return np.zeros((len(histories), 0, 0), np.int64)
         tables = self._network.semantic_ids
         parsed = [[codes_of(name, tables.levels, tables.codes) for name in history] for history in histories]
         known = [[codes for codes in history if codes is not None] for history in parsed]
-        return last_codes(known, last=self._config.history.last, levels=tables.levels)
+        return last_codes(known, last=self._config.history, levels=tables.levels)
 
 
-def important_words(terms: TermScores | None, rows: int, *, most: int) -> ImportantWords:
-    """The `most` important words of each query; of equal ones the first of the query."""
-    hashes, importances = np.zeros((rows, most), np.uint64), np.full((rows, most), NO_WORD, np.float32)
-    if terms is not None and most:
+def important_words(terms: TermScores | None, rows: int) -> ImportantWords:
+    """The QUERY_WORDS most important words of each query; of equal ones the first of the query."""
+    hashes, importances = (
+        np.zeros((rows, QUERY_WORDS), np.uint64),
+        np.full((rows, QUERY_WORDS), NO_WORD, np.float32),
+    )
+    if terms is not None:
         query = np.repeat(np.arange(rows), np.diff(terms.offsets))
         order = np.lexsort((-terms.scores, query))
         place = np.arange(len(query)) - terms.offsets[query]
-        kept = place < most
-        hashes[query[kept], place[kept]] = terms.terms[order][kept]
-        importances[query[kept], place[kept]] = terms.scores[order][kept]
+        first = place < QUERY_WORDS
+        hashes[query[first], place[first]] = terms.terms[order][first]
+        importances[query[first], place[first]] = terms.scores[order][first]
     return ImportantWords(hashes, importances)
 
 
@@ -235,18 +253,17 @@ def query_inputs(
     *,
     config: QuerySide,
     encodings: Sequence[Encoding],
-) -> Queries:
+) -> QueryInputs:
     """Inputs of the network, in training and in serving."""
-    size = np.uint64(config.planner.buckets if config.planner else 1)
     discrete = [encoding.feature.column for encoding in encodings if encoding.size]
     places = [discrete.index(column) for column in config.crosses]
-    return Queries(
+    return QueryInputs(
         embeddings=torch.from_numpy(embeddings),
-        words=torch.from_numpy((words.hashes % size).astype(np.int64)),
+        words=torch.from_numpy((words.hashes % np.uint64(WORD_BUCKETS)).astype(np.int64)),
         importances=torch.from_numpy(words.importances),
         indices=torch.from_numpy(profile.indices),
         numbers=torch.from_numpy(profile.numbers),
-        crosses=torch.from_numpy(_cross_buckets(words, profile.indices[:, places], config.cross_buckets)),
+        crosses=torch.from_numpy(_cross_buckets(words, profile.indices[:, places])),
         history=torch.from_numpy(history),
     )
 
@@ -271,9 +288,7 @@ def codes_of(semantic_id: str, levels: int, size: int) -> Int64[ndarray, " level
     return codes if (codes < size).all() else None
 
 
-def _cross_buckets(
-    words: ImportantWords, indices: ndarray, buckets: int
-) -> Int64[ndarray, "queries crosses"]:
+def _cross_buckets(words: ImportantWords, indices: ndarray) -> Int64[ndarray, "queries crosses"]:
     """A bucket for each pair of a query's most important word and a profile value; -1: one is missing."""
     if not indices.shape[1]:
         return np.zeros(indices.shape, np.int64)
@@ -283,5 +298,5 @@ def _cross_buckets(
         * np.uint64(0x9E3779B97F4A7C15)
     )
     mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
-    valid = (words.importances[:, :1] != NO_WORD) & (indices != MISSING)
-    return np.where(valid, (mixed >> np.uint64(20)) % np.uint64(buckets), -1).astype(np.int64)
+    valid = (words.importances[:, :1] != NO_WORD) & (indices != MISSING_INDEX)
+    return np.where(valid, (mixed >> np.uint64(20)) % np.uint64(CROSS_BUCKETS), -1).astype(np.int64)

@@ -1,38 +1,59 @@
 """The fuse stage on Ray: it trains both networks on clicks, and writes final embeddings of all documents.
 
-    impressions, users, features ─prepare─► store ─Ray Train─► both networks ─Ray Data─► final embeddings
+    impressions, users, features ─prepare─► store ─Ray Train─► both networks ─parts─► final embeddings
 
 The output is an artifact of the kind `embeddings` with the same parts as the input, so every reader of
 embeddings can read it. It also has ``document_fusion/`` and ``query_fusion/``, which fuse new documents and
 queries.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from jaxtyping import Int64
+from numpy import ndarray
 from safetensors import torch as safetensors
 
-from scalingnote import cluster
-from scalingnote.encode.parts import EncodedPart, Steps, encode_parts, read_nothing, reader_cpus, write_parts
-from scalingnote.errors import ConfigError
+from scalingnote.core import cluster
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
+from scalingnote.encode.parts import EncodedPart, Steps, encode_parts, read_nothing, write_parts
 from scalingnote.fuse import prepare
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.fuse.fusion import DocumentFusion, QueryFusion, important_words
-from scalingnote.fuse.impressions import read_clicks
-from scalingnote.fuse.networks import DocumentNetwork, FusionStage, QueryNetwork, SemanticIds
-from scalingnote.fuse.prepare import VIEW, ClickBatches, FusedCorpus, read_part
-from scalingnote.log import get_logger
+from scalingnote.fuse.feature_encoding import EncodedFeatures, Encoding, no_values
+from scalingnote.fuse.fusion import (
+    DocumentFusion,
+    ImportantWords,
+    QueryFusion,
+    document_inputs,
+    important_words,
+    last_codes,
+    query_inputs,
+)
+from scalingnote.fuse.networks import (
+    Clicks,
+    DocumentInputs,
+    DocumentNetwork,
+    FusionStage,
+    QueryInputs,
+    QueryNetwork,
+    SemanticIdEmbedding,
+)
+from scalingnote.fuse.prepare import FusedCorpus, read_part
 from scalingnote.quantize.semantic_id import require_origin
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.storage.shuffle import slices
 from scalingnote.train.config import prefix_lengths
-from scalingnote.train.data import Order, Store, one_chunk
+from scalingnote.train.data import Order, RowTable, Store, one_chunk
 from scalingnote.train.job import Settings, launch, start_rank, train_rank
 from scalingnote.train.prepare import read_array
 from scalingnote.train.tokens import in_sorted
@@ -79,12 +100,12 @@ def run(
             "leave fuse out, or set adopt.similarity to cosine"
         )
     prepare.require_columns(config, parents["dataset"])
-    cluster.check_resources_early(config.writers, task_cpus=reader_cpus(config.writers), knob=WRITERS)
+    cluster.check_resources_early(config.writers, task_cpus=config.writers.readers, knob=WRITERS)
     cluster.check_resources_early(config.resources, knob="fuse.resources")
     corpus = FusedCorpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
     facts = _prepare(config, corpus, parents["planner"], tower, draft)
     steps = _order(config, facts).steps(config)
-    clicks = facts["sizes"][prepare.ROWS]
+    clicks = facts["sizes"]["rows"]
     if not fs.exists(trained := draft.work("trained")):
         log.info("%s clicks, %d steps", f"{clicks:,}", steps)
         settings = {
@@ -113,23 +134,28 @@ def _prepare(
 ) -> dict[str, Any]:
     """Write the store, unless it is finished; its facts."""
     folder = draft.work("store")
-    if Store.finished(folder):
-        return Store.facts_of(folder)
-    left_out = read_clicks(config, corpus.dataset, folder=folder, each=cluster.map_tasks)
-    prepare.fit_features(config, corpus.dataset, folder=folder, each=cluster.map_tasks)
     query_slices = slices(corpus.dataset, "queries")
     rows = {
-        f"{prepare.QUERIES}/{number:05d}.arrow": sum(corpus.dataset.rows_of(parts).values())
+        f"queries/{number:05d}.arrow": sum(corpus.dataset.rows_of(parts).values())
         for number, parts in enumerate(query_slices)
     }
     read = partial(read_queries, dataset=corpus.dataset, slices=query_slices, store=folder)
-    words = config.query.planner.words if config.query.planner else 0
-    steps = Steps(read, partial(QueryParts, tower=tower, planner=planner, words=words))
-    where = {"output": folder, "work": draft.work("queries")}
-    records = encode_parts(steps, **where, rows=rows, resources=config.writers, unit="queries", knob=WRITERS)
-    files = [(record["name"], record["part"]) for record in records if record["part"]["rows"]]
-    return prepare.finish(
-        config, corpus, queries=files, folder=folder, each=cluster.map_tasks, left_out=left_out
+    steps = Steps(read, partial(QueryParts, tower=tower, planner=planner if config.query.planner else None))
+
+    def encode_queries() -> list[Any]:
+        records = encode_parts(
+            steps,
+            output=folder,
+            work=draft.work("queries"),
+            rows=rows,
+            resources=config.writers,
+            unit="queries",
+            knob=WRITERS,
+        )
+        return [(record["name"], record["part"]) for record in records if record["part"]["rows"]]
+
+    return prepare.write_store(
+        config, corpus, folder=folder, each=cluster.map_tasks, encode_queries=encode_queries
     )
 
 
@@ -155,28 +181,27 @@ def read_queries(
     queries = pa.concat_tables(dataset.table(part) for part in slices[int(Path(name).stem)])
     queries = queries.filter(pc.equal(queries["split"], "train"))
     hashes = shuffle.hash_of(queries["query_id"])
-    kept = pa.array(in_sorted(hashes, read_array(fs.join(store, "asked.arrow"))))
-    return pa.array(hashes).filter(kept), queries["query"].filter(kept).to_pylist()
+    clicked = pa.array(in_sorted(hashes, read_array(fs.join(store, "asked.arrow"))))
+    return pa.array(hashes).filter(clicked), queries["query"].filter(clicked).to_pylist()
 
 
 class QueryParts:
-    """Encodes queries by the query tower and the planner, in a worker."""
+    """Encodes queries by the query tower and the planner, in a worker; without one they have no words."""
 
-    def __init__(self, *, tower: Artifact, planner: Artifact, words: int) -> None:
+    def __init__(self, *, tower: Artifact, planner: Artifact | None) -> None:
         from scalingnote.encode.query_encoder import QueryEncoder
-        from scalingnote.planner.planner import load
+        from scalingnote.triplets.planner.planner import load
 
-        self._encoder = QueryEncoder.load(tower.directory("query"))
-        self._planner, self._words = load(planner), words
+        self._encoder = QueryEncoder(tower.directory("query"))
+        self._planner = None if planner is None else load(planner)
 
     def __call__(self, _: str, hashes_and_queries: tuple[pa.Array, list[str]]) -> EncodedPart:
         """A part of the store."""
         hashes, queries = hashes_and_queries
         embeddings = arrow.l2_normalize(self._encoder.encode_queries(queries))
         columns = {"hash": hashes, "embedding": arrow.to_arrow(embeddings)}
-        if self._words:
-            terms = self._planner.term_scores(queries)
-            words = important_words(terms, len(queries), most=self._words)
+        if self._planner is not None:
+            words = important_words(self._planner.term_scores(queries), len(queries))
             columns["words"] = arrow.to_arrow(words.hashes)
             columns["importances"] = arrow.to_arrow(words.importances)
         return EncodedPart(one_chunk(columns))
@@ -197,23 +222,108 @@ class FusedParts:
         fused = self._fusion.fuse(documents.table, documents.embeddings, documents.codes)
         # The other columns (term weights) stay as they are.
         plain = self._corpus.embeddings.table(name)
-        place = plain.schema.get_field_index(VIEW)
-        column = arrow.to_arrow(fused, dtype=arrow.dtype_of(plain.schema.field(VIEW)))
-        return EncodedPart(plain.set_column(place, plain.schema.field(VIEW), column))
+        place = plain.schema.get_field_index(INDEXED_VIEW)
+        column = arrow.to_arrow(fused, dtype=arrow.dtype_of(plain.schema.field(INDEXED_VIEW)))
+        return EncodedPart(plain.set_column(place, plain.schema.field(INDEXED_VIEW), column))
+
+
+class ClickBatches:
+    """Reads one rank's clicks of any step from a finished store; `order` decides which rows a step has.
+
+    A step's rows follow from its number alone, as those of stage I do, so training resumes at any step.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        order: Order,
+        config: FuseConfig,
+        encodings: dict[str, list[Encoding]],
+        *,
+        rank: int,
+        world: int,
+    ) -> None:
+        self._rows, self._documents, self._queries = store["rows"], store["documents"], store["queries"]
+        self._users = store.tables.get("users")
+        self._order, self._config, self._rank, self._world = order, config, rank, world
+        self._encodings = encodings
+
+    def __call__(self, step: int) -> Clicks:
+        """This rank's rows of a step."""
+        rows = self._order.batch(step)[self._rank :: self._world]
+        group = self._rows.values("group", rows)
+        return Clicks(
+            queries=self._query_rows(rows),
+            documents=self._document_rows(np.maximum(group, 0).reshape(-1)),
+            group=torch.from_numpy(group),
+            log_q=torch.from_numpy(self._rows.values("log_q", rows)),
+        )
+
+    def _query_rows(self, rows: Int64[ndarray, " rows"]) -> QueryInputs:
+        queries, users = self._rows.values("query", rows), self._rows.values("user", rows)
+        side = self._config.query
+        words = important_words(None, len(rows))
+        if side.planner:
+            hashes, importances = (self._queries.values(name, queries) for name in ("words", "importances"))
+            words = ImportantWords(hashes, importances)
+        return query_inputs(
+            self._queries.values("embedding", queries),
+            words,
+            self._profiles(users),
+            self._histories(rows),
+            config=side,
+            encodings=self._encodings["users"],
+        )
+
+    def _document_rows(self, documents: Int64[ndarray, " docs"]) -> DocumentInputs:
+        return document_inputs(
+            self._documents.values("embedding", documents),
+            self._documents.values("codes", documents),
+            self._documents.values("hash", documents),
+            _read_features(self._documents, documents, self._encodings["documents"]),
+            config=self._config.document,
+        )
+
+    def _profiles(self, users: Int64[ndarray, " rows"]) -> EncodedFeatures:
+        profiles = no_values(self._encodings["users"], len(users))
+        known = users >= 0
+        if self._users is not None and known.any():
+            read = _read_features(self._users, users[known], self._encodings["users"])
+            profiles.indices[known], profiles.numbers[known] = read.indices, read.numbers
+        return profiles
+
+    def _histories(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, "rows last levels"]:
+        last = self._config.query.history
+        if not last:
+            return np.zeros((len(rows), 0, 0), np.int64)
+        histories = self._rows.lists("history", rows)
+        documents = np.concatenate([np.empty(0, np.int64), *histories])
+        levels = self._documents.values("codes", np.zeros(1, np.int64)).shape[1]
+        codes = self._documents.values("codes", documents).reshape(-1, levels)
+        ends = np.cumsum([len(each) for each in histories])
+        return last_codes(np.split(codes, ends[:-1]), last=last, levels=levels)
+
+
+def _read_features(
+    table: RowTable, rows: Int64[ndarray, " rows"], encodings: Sequence[Encoding]
+) -> EncodedFeatures:
+    """The encoded features of some rows; a table lacks a column of width 0."""
+    empty = no_values(encodings, len(rows))
+    return EncodedFeatures(
+        table.values("indices", rows) if empty.indices.shape[1] else empty.indices,
+        table.values("numbers", rows) if empty.numbers.shape[1] else empty.numbers,
+    )
 
 
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank."""
     config, rank, world = start_rank(FuseConfig, settings)
-    store = Store.open(settings["store"])
-    encodings = prepare.encodings(settings["store"])
-    build_stage = partial(_stage, config, settings)
-    batches = ClickBatches(
-        store, _order(config, dict(store.facts)), config, **encodings, rank=rank, world=world
-    )
+    store, encodings = Store.open(settings["store"]), prepare.encodings(settings["store"])
+    build_stage = partial(_stage, config, settings, encodings)
+    order = _order(config, dict(store.facts))
     return train_rank(
         build_stage(),
-        batches,
+        ClickBatches(store, order, config, encodings, rank=rank, world=world),
         build_stage=build_stage,
         schedule=config,
         settings=settings,
@@ -221,21 +331,19 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     )
 
 
-def _stage(config: FuseConfig, settings: Settings) -> FusionStage:
+def _stage(config: FuseConfig, settings: Settings, encodings: dict[str, list[Encoding]]) -> FusionStage:
     """Both networks with their initial weights."""
     ids = open_artifact(settings["semantic_ids"], kind="semantic_ids")
     codebooks = safetensors.load(ids.read_bytes("codebooks.safetensors"))["codebooks"].float()
-    encodings = prepare.encodings(settings["store"])
     seen = torch.from_numpy(read_array(fs.join(settings["store"], prepare.SEEN)).copy())
-    return build(config, codebooks, **encodings, seen=seen)
+    return build(config, codebooks, encodings, seen=seen)
 
 
 def build(
     config: FuseConfig,
     codebooks: torch.Tensor,
+    encodings: dict[str, list[Encoding]],
     *,
-    documents: list[Any],
-    users: list[Any],
     seen: torch.Tensor | None = None,
 ) -> FusionStage:
     """Both networks and their losses, with initial weights that follow from ``config.seed``.
@@ -243,24 +351,25 @@ def build(
     Args:
         config: of the stage.
         codebooks: [levels, codes, dim], the initial tables of semantic IDs.
-        documents, users: encodings of their features.
+        encodings: of the features of ``documents`` and ``users``.
         seen: buckets of the document ids in training; None: all.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        used = config.document.semantic_ids or config.query.history
         # Both sides share the tables, so that histories and documents are in the same space.
-        ids = SemanticIds(codebooks) if used else None
-        dim = codebooks.shape[2]
+        shared = config.document.semantic_ids or config.query.history
+        ids, dim = SemanticIdEmbedding(codebooks) if shared else None, codebooks.shape[2]
         knobs: dict[str, Any] = {"dim": dim, "semantic_ids": ids, "dropout": config.hide}
         prefixes = prefix_lengths(config.losses.matryoshka, dim=dim)
         return FusionStage(
-            DocumentNetwork(config.document, documents, seen=seen, **knobs),
-            QueryNetwork(config.query, users, **knobs),
+            DocumentNetwork(config.document, encodings["documents"], seen=seen, **knobs),
+            QueryNetwork(config.query, encodings["users"], **knobs),
             config.losses.model_copy(update={"matryoshka": prefixes}),
         )
 
 
-def _save(stage: FusionStage, folder: Path, *, config: FuseConfig, encodings: dict[str, Any]) -> None:
+def _save(
+    stage: FusionStage, folder: Path, *, config: FuseConfig, encodings: dict[str, list[Encoding]]
+) -> None:
     DocumentFusion(stage.documents, config.document, encodings["documents"]).save(folder / DOCUMENT_SIDE)
     QueryFusion(stage.queries, config.query, encodings["users"]).save(folder / QUERY_SIDE)

@@ -20,16 +20,18 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 
-from scalingnote.fuse.config import DocumentSide, FusionLosses, History, Mlp, Network, QuerySide
-from scalingnote.fuse.feature_encoding import MISSING, Encoding
-from scalingnote.losses import cross_entropy, prefixes
-from scalingnote.train.collectives import gather, rank
+from scalingnote.fuse.config import DocumentSide, FusionLosses, QuerySide
+from scalingnote.fuse.feature_encoding import EMBEDDING_WIDTH, MISSING_INDEX, Encoding
+from scalingnote.train.engine import gather, rank
+from scalingnote.train.losses import cross_entropy, prefixes
 
 R = TypeVar("R", bound="_TensorRecord")
 # The values of a feature, and which rows have one.
-Slot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
+FeatureSlot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
 NO_WORD = -1.0  # importance in a place where a query has no further word
 WORD_STATISTICS = 4  # numbers beside the mean of a query's words, see _word_slot
+WORD_BUCKETS, CROSS_BUCKETS = 16_384, 65_536  # rows of the tables of hashed words, and of hashed crosses
+HIDDEN_WIDTH = 256  # of the layer between inputs and outputs
 
 
 # --- inputs -----------------------------------------------------------------------------------------------
@@ -45,7 +47,7 @@ class _TensorRecord:
 
 
 @dataclass(frozen=True)
-class Documents(_TensorRecord):
+class DocumentInputs(_TensorRecord):
     """Inputs of :class:`DocumentNetwork`."""
 
     embeddings: Float[Tensor, "docs dim"]  # of unit length
@@ -56,7 +58,7 @@ class Documents(_TensorRecord):
 
 
 @dataclass(frozen=True)
-class Queries(_TensorRecord):
+class QueryInputs(_TensorRecord):
     """Inputs of :class:`QueryNetwork`."""
 
     embeddings: Float[Tensor, "queries dim"]  # of unit length
@@ -78,15 +80,20 @@ class ResidualFusion(nn.Module):
     a row as if it were missing.
     """
 
-    def __init__(self, config: Network, *, dim: int, widths: Sequence[int], dropout: float = 0.0) -> None:
+    def __init__(self, dim: int, widths: Sequence[int], *, dropout: float = 0.0) -> None:
         super().__init__()
         self._dropout = dropout
         self.missing = nn.ParameterList([nn.Parameter(torch.zeros(width)) for width in widths])
-        self.network = _network(config, width=dim + sum(widths), dim=dim) if widths else None
+        self.network = None
+        if widths:
+            width = dim + sum(widths)
+            self.network = nn.Sequential(
+                nn.Linear(width, HIDDEN_WIDTH), nn.ReLU(), nn.Linear(HIDDEN_WIDTH, dim)
+            )
         self.gate = nn.Parameter(torch.zeros(dim)) if widths else None
 
     def forward(
-        self, embeddings: Float[Tensor, "rows dim"], features: Sequence[Slot]
+        self, embeddings: Float[Tensor, "rows dim"], features: Sequence[FeatureSlot]
     ) -> Float[Tensor, "rows dim"]:
         """Fused embeddings of unit length; `features` in the order of `widths`."""
         if self.network is None or self.gate is None:
@@ -104,37 +111,7 @@ class ResidualFusion(nn.Module):
         return torch.where(present.any(dim=1, keepdim=True), fused, embeddings)
 
 
-def _network(config: Network, *, width: int, dim: int) -> nn.Module:
-    """A network from `width` inputs to `dim` outputs."""
-    if isinstance(config, Mlp):
-        return _layers(width, config.hidden, dim)
-    return nn.Sequential(_CrossLayers(width, config.layers, config.rank), _layers(width, config.hidden, dim))
-
-
-def _layers(width: int, hidden: Sequence[int], dim: int) -> nn.Sequential:
-    parts: list[nn.Module] = []
-    for size in hidden:
-        parts += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    return nn.Sequential(*parts, nn.Linear(width, dim))
-
-
-class _CrossLayers(nn.Module):
-    """x' = x0 * (U V x + b) + x, the low-rank cross layer (Wang et al. 2021, Eq. 2)."""
-
-    def __init__(self, width: int, layers: int, rank: int) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Linear(width, rank, bias=False) for _ in range(layers)])
-        self.up = nn.ModuleList([nn.Linear(rank, width) for _ in range(layers)])
-
-    def forward(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        start = x
-        for down, up in zip(self.down, self.up, strict=True):
-            x = start * up(down(x)) + x
-        return x
-
-
-class SemanticIds(nn.Module):
+class SemanticIdEmbedding(nn.Module):
     """Embeddings of semantic IDs: the sum of a row per level, from tables that start as the codebooks."""
 
     def __init__(self, codebooks: Float[Tensor, "levels codes dim"]) -> None:
@@ -152,10 +129,9 @@ class SemanticIds(nn.Module):
 class HashTable(nn.Module):
     """An embedding per bucket; bucket -1 is a missing value."""
 
-    def __init__(self, buckets: int, width: int) -> None:
+    def __init__(self, buckets: int) -> None:
         super().__init__()
-        self.width = width
-        self.rows = nn.Parameter(torch.randn(buckets, width) * width**-0.5)
+        self.rows = nn.Parameter(torch.randn(buckets, EMBEDDING_WIDTH) * EMBEDDING_WIDTH**-0.5)
 
     def forward(self, bucket: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows width"]:
         """The embedding of each bucket."""
@@ -168,15 +144,15 @@ class FeatureColumns(nn.Module):
     def __init__(self, encodings: Sequence[Encoding]) -> None:
         super().__init__()
         self._sizes = [encoding.width for encoding in encodings if not encoding.size]
-        self.tables = nn.ModuleList([HashTable(e.size, e.width) for e in encodings if e.size])
-        self.widths = [e.width for e in encodings if e.size] + self._sizes
+        self.tables = nn.ModuleList([HashTable(e.size) for e in encodings if e.size])
+        self.widths = [EMBEDDING_WIDTH] * len(self.tables) + self._sizes
 
     def forward(
         self, indices: Int[Tensor, "rows indices"], numbers: Float[Tensor, "rows numbers"]
-    ) -> list[Slot]:
+    ) -> list[FeatureSlot]:
         """First the features with a table, then the others, both in the order of declaration."""
         slots = [
-            (table(index), index != MISSING)
+            (table(index), index != MISSING_INDEX)
             for table, index in zip(self.tables, indices.unbind(1), strict=True)
         ]
         for values in numbers.split(self._sizes, dim=1) if self._sizes else ():
@@ -202,7 +178,7 @@ class DocumentNetwork(nn.Module):
         encodings: Sequence[Encoding],
         *,
         dim: int,
-        semantic_ids: SemanticIds | None,
+        semantic_ids: SemanticIdEmbedding | None,
         seen: Bool[Tensor, " buckets"] | None = None,
         dropout: float = 0.0,
     ) -> None:
@@ -210,18 +186,18 @@ class DocumentNetwork(nn.Module):
         self.semantic_ids = semantic_ids if config.semantic_ids else None
         self.dim, widths = dim, [dim] * config.semantic_ids
         self.ids = None
-        if config.ids:
-            self.ids = HashTable(config.ids.buckets, config.ids.width)
-            seen = torch.ones(config.ids.buckets, dtype=torch.bool) if seen is None else seen
-            widths.append(config.ids.width)
-        self.register_buffer("seen", seen if config.ids else None)
+        if config.id_buckets:
+            self.ids = HashTable(config.id_buckets)
+            seen = torch.ones(config.id_buckets, dtype=torch.bool) if seen is None else seen
+            widths.append(EMBEDDING_WIDTH)
+        self.register_buffer("seen", seen if config.id_buckets else None)
         self.columns = FeatureColumns(encodings)
         widths += self.columns.widths
-        self.fusion = ResidualFusion(config.network, dim=dim, widths=widths, dropout=dropout)
+        self.fusion = ResidualFusion(dim, widths, dropout=dropout)
 
-    def forward(self, documents: Documents) -> Float[Tensor, "docs dim"]:
+    def forward(self, documents: DocumentInputs) -> Float[Tensor, "docs dim"]:
         """Rows without any feature keep their embedding, bit for bit."""
-        slots: list[Slot] = []
+        slots: list[FeatureSlot] = []
         if self.semantic_ids is not None:
             slots.append((self.semantic_ids(documents.codes), (documents.codes >= 0).all(dim=1)))
         if self.ids is not None:
@@ -243,29 +219,29 @@ class QueryNetwork(nn.Module):
         encodings: Sequence[Encoding],
         *,
         dim: int,
-        semantic_ids: SemanticIds | None,
+        semantic_ids: SemanticIdEmbedding | None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.dim, widths = dim, list[int]()
         self.words = self.semantic_ids = self.pool = self.crosses = None
         if config.planner:
-            self.words = HashTable(config.planner.buckets, config.planner.width)
-            widths.append(config.planner.width + WORD_STATISTICS)
+            self.words = HashTable(WORD_BUCKETS)
+            widths.append(EMBEDDING_WIDTH + WORD_STATISTICS)
         self.columns = FeatureColumns(encodings)
         widths += self.columns.widths
         if config.crosses:
-            self.crosses = HashTable(config.cross_buckets, config.cross_width)
-            widths += [config.cross_width] * len(config.crosses)
+            self.crosses = HashTable(CROSS_BUCKETS)
+            widths += [EMBEDDING_WIDTH] * len(config.crosses)
         if config.history:
             assert semantic_ids is not None, "a history needs the tables of semantic IDs"
             self.semantic_ids, self.pool = semantic_ids, _HistoryPool(config.history, dim)
             widths += [dim, dim]
-        self.fusion = ResidualFusion(config.network, dim=dim, widths=widths, dropout=dropout)
+        self.fusion = ResidualFusion(dim, widths, dropout=dropout)
 
-    def forward(self, queries: Queries) -> Float[Tensor, "queries dim"]:
+    def forward(self, queries: QueryInputs) -> Float[Tensor, "queries dim"]:
         """Rows without any feature keep their embedding, bit for bit."""
-        slots: list[Slot] = []
+        slots: list[FeatureSlot] = []
         if self.words is not None:
             slots.append(_word_slot(self.words(queries.words), queries.importances))
         slots += self.columns(queries.indices, queries.numbers)
@@ -282,7 +258,7 @@ class QueryNetwork(nn.Module):
 
 def _word_slot(
     words: Float[Tensor, "queries words width"], importances: Float[Tensor, "queries words"]
-) -> Slot:
+) -> FeatureSlot:
     """The words' mean, weighted by importance; their number, highest and mean importance, and its ratio."""
     valid = importances != NO_WORD
     weights = importances * valid
@@ -294,16 +270,14 @@ def _word_slot(
 
 
 class _HistoryPool(nn.Module):
-    """Pools the documents of a history to one vector: their mean, or attention by the query."""
+    """Pools the documents of a history to one vector, by the attention of the query."""
 
-    def __init__(self, config: History, dim: int) -> None:
+    def __init__(self, last: int, dim: int) -> None:
         super().__init__()
-        self.ask = self.recent = None
-        if config.pool == "attention":
-            # Starts as the cosine of query and document: tables of semantic IDs start as the centroids.
-            self.ask = nn.Linear(dim, dim, bias=False)
-            nn.init.eye_(self.ask.weight)
-            self.recent = nn.Parameter(torch.zeros(config.last))
+        # Starts as the cosine of query and document: tables of semantic IDs start as the centroids.
+        self.ask = nn.Linear(dim, dim, bias=False)
+        nn.init.eye_(self.ask.weight)
+        self.recent = nn.Parameter(torch.zeros(last))
 
     def forward(
         self,
@@ -311,12 +285,9 @@ class _HistoryPool(nn.Module):
         documents: Float[Tensor, "queries last dim"],
         valid: Bool[Tensor, "queries last"],
     ) -> Float[Tensor, "queries dim"]:
-        if self.ask is None or self.recent is None:
-            weights = valid / valid.sum(dim=1, keepdim=True).clamp(min=1)
-        else:
-            scores = torch.einsum("qd,qld->ql", self.ask(queries), documents) + self.recent
-            # Not -inf, whose softmax is NaN for a user without history.
-            weights = scores.masked_fill(~valid, -1e9).softmax(dim=1) * valid
+        scores = torch.einsum("qd,qld->ql", self.ask(queries), documents) + self.recent
+        # Not -inf, whose softmax is NaN for a user without history.
+        weights = scores.masked_fill(~valid, -1e9).softmax(dim=1) * valid
         return torch.einsum("ql,qld->qd", weights.float(), documents)
 
 
@@ -327,8 +298,8 @@ class _HistoryPool(nn.Module):
 class Clicks(_TensorRecord):
     """One rank's rows of a step: each query's clicked document, and those skipped in the same session."""
 
-    queries: Queries
-    documents: Documents  # row by row of `group`
+    queries: QueryInputs
+    documents: DocumentInputs  # row by row of `group`
     group: Int[Tensor, "queries group"]  # row numbers of the corpus, the clicked first; -1 is no document
     log_q: Float[Tensor, " queries"]  # log of the share of clicks that the clicked document has
 
@@ -356,48 +327,26 @@ def fusion_loss(
     clicks: Clicks,
     losses: FusionLosses,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """Both losses, summed over Matryoshka prefixes; the batch is that of all ranks."""
-    all_clicked_rows = gather(clicks.group[:, 0])
-    log_q = gather(clicks.log_q if losses.log_q else torch.zeros_like(clicks.log_q))
-    clicked = gather(documents[:, 0])
-    positives = torch.arange(len(queries), device=queries.device) + rank() * len(queries)
-    parts = {"batch": queries.new_zeros(()), "skipped": queries.new_zeros(())}
-    for _, (query, all_clicked, own) in prefixes(queries, clicked, documents, dims=losses.matryoshka):
-        parts["batch"] += corrected_softmax(
-            query @ all_clicked.T / losses.temperature,
-            log_q=log_q,
-            positives=positives,
-            same=clicks.group[:, :1] == all_clicked_rows,
-        )
-        if losses.group > 1:
-            scores = torch.einsum("qd,qgd->qg", query, own) / losses.temperature
-            first = torch.zeros(len(queries), dtype=torch.long, device=queries.device)
-            parts["skipped"] += cross_entropy(scores, positives=first, ignore=clicks.group < 0)
-    return parts["batch"] + losses.skipped_weight * parts["skipped"], parts
-
-
-def corrected_softmax(
-    scores: Float[Tensor, "queries docs"],
-    *,
-    log_q: Float[Tensor, " docs"],
-    positives: Int[Tensor, " queries"],
-    same: Bool[Tensor, "queries docs"],
-) -> Float[Tensor, ""]:
-    """Mean cross entropy of a query's clicked document against those of the batch, corrected for popularity.
+    """Both losses, summed over Matryoshka prefixes; the batch is that of all ranks.
 
         s_c(x_i, y_j) = s(x_i, y_j) - log p_j
-        loss = -mean_i log( exp s_c(x_i, y_i) / sum_j exp s_c(x_i, y_j) )
+        batch = -mean_i log( exp s_c(x_i, y_i) / sum_j exp s_c(x_i, y_j) )
 
     (Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations",
     section 3: s^c, and the batch softmax of it). p_j is the probability that a row of a batch has document j:
     its share of all clicks in training, counted rather than estimated from a stream. A factor common to all
-    p, such as the batch size, cancels.
-
-    Args:
-        scores: cosines over the temperature.
-        log_q: log p_j of each document of the batch.
-        positives: column of each query's clicked document.
-        same: marks a query's own document where other rows clicked it too; it is ignored, except for the
-            positive itself.
+    p, such as the batch size, cancels. A query's own document in other rows is ignored.
     """
-    return cross_entropy(scores - log_q, positives=positives, ignore=same)
+    all_clicked_rows = gather(clicks.group[:, 0])
+    log_q, clicked = gather(clicks.log_q), gather(documents[:, 0])
+    positives = torch.arange(len(queries), device=queries.device) + rank() * len(queries)
+    same = clicks.group[:, :1] == all_clicked_rows
+    parts = {"batch": queries.new_zeros(()), "skipped": queries.new_zeros(())}
+    for query, all_clicked, own in prefixes(queries, clicked, documents, dims=losses.matryoshka):
+        scores = query @ all_clicked.T / losses.temperature - log_q
+        parts["batch"] += cross_entropy(scores, positives=positives, ignore=same)
+        if losses.skipped:
+            scores = torch.einsum("qd,qgd->qg", query, own) / losses.temperature
+            first = torch.zeros(len(queries), dtype=torch.long, device=queries.device)
+            parts["skipped"] += cross_entropy(scores, positives=first, ignore=clicks.group < 0)
+    return parts["batch"] + parts["skipped"], parts

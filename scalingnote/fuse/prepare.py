@@ -1,74 +1,71 @@
 """Preparation of fusion: impressions, documents, queries and users become a store that ranks read by row.
 
-    impressions            ─► clicks           see :mod:`scalingnote.fuse.impressions`
+    impressions ─by user─► bucket ─► clicks    hashes: query, user, clicked, skipped, history
     documents, users       ─► encodings        vocabularies and normalisers
     embeddings and codes   ─► documents        those that clicks refer to
     queries                ─► queries          by the query tower and the planner (actors, in the job)
     users                  ─► users            their profiles
     clicks                 ─► rows             clicks by row numbers, and log of each document's share
 
-Work is done in slices, as in the preparation of stage I: a killed run repeats the slices without a record.
+Work is done in slices, as in the preparation of stage I: a killed run repeats the slices without a record. A
+bucket has all impressions of its users. Ids are 64-bit hashes; the sorted hashes of everything that clicks
+refer to are in files:
+
+    named.arrow         documents that were clicked or skipped; histories hold clicked ones
+    asked.arrow         queries
+    known.arrow         users
+    popularity.arrow    clicked documents, with their share of all clicks
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from jaxtyping import Float32, Int32, Int64, UInt64
 from numpy import ndarray
 
-from scalingnote.config import dump
-from scalingnote.errors import ConfigError
+from scalingnote.core.config import dump
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.log import get_logger
+from scalingnote.datasets.splits import held_out_documents
+from scalingnote.datasets.splits import queries as queries_of_split
 from scalingnote.fuse.config import Feature, FuseConfig
-from scalingnote.fuse.feature_encoding import (
-    EncodedFeatures,
-    Encoding,
-    encode,
-    fit,
-    no_values,
-    observe,
-)
-from scalingnote.fuse.fusion import (
-    ImportantWords,
-    document_inputs,
-    id_buckets,
-    important_words,
-    last_codes,
-    query_inputs,
-)
-from scalingnote.fuse.impressions import CLICKS, flat
-from scalingnote.fuse.networks import Clicks, Documents, Queries
-from scalingnote.log import get_logger
+from scalingnote.fuse.feature_encoding import Encoding, columns_of, encode, fit
+from scalingnote.fuse.fusion import id_buckets
 from scalingnote.models.prompt import list_column
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, read_table, write_table
+from scalingnote.storage.schema import IMPRESSIONS, INDEXED_VIEW
 from scalingnote.storage.shuffle import (
     JsonRecord,
     NumberedSlice,
     TaskRunner,
+    hash_of,
     named_parts,
     run_slices,
     slices,
     write_tables,
 )
-from scalingnote.train.data import Order, Rows, Store, one_chunk
-from scalingnote.train.prepare import number_documents, read_array
+from scalingnote.train.data import Store, one_chunk
+from scalingnote.train.prepare import merge_hashes, number_documents, read_array
 from scalingnote.train.tokens import in_sorted, row_numbers
 
 log = get_logger("fuse")
-VIEW = "summary"  # the embedding that is searched
-DOCUMENTS, QUERIES, USERS, ROWS = "documents", "queries", "users", "rows"
 ENCODINGS, SEEN = "encodings.json", "seen.arrow"
-
-
-# --- parts of the corpus ----------------------------------------------------------------------------------
+SCHEMA = pa.schema(
+    IMPRESSIONS.field(name)
+    for name in ("session_id", "user_id", "query_id", "doc_id", "position", "clicked", "timestamp")
+)
+FEATURE_SAMPLE_ROWS = 1 << 20  # that features are fitted to
+NO_HASH = 0  # in place of a hash: an unknown user, no further document
+_CLICKS, _EXCHANGE = "clicks", "impressions"  # folders of the store
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def read_part(corpus: FusedCorpus, part: str, columns: Sequence[str]) -> Documen
     ArtifactError if an embedding has no document or no semantic ID: the artifacts are of different runs.
     """
     name = part.removeprefix("embeddings/")
-    embeddings = corpus.embeddings.table(part, ["doc_id", VIEW])
+    embeddings = corpus.embeddings.table(part, ["doc_id", INDEXED_VIEW])
     doc_ids = embeddings["doc_id"]
     documents = corpus.dataset.table(f"documents/{name}", ["doc_id", *columns])
     codes = corpus.semantic_ids.table(f"codes/{name}", ["doc_id", "codes"])
@@ -103,12 +100,9 @@ def read_part(corpus: FusedCorpus, part: str, columns: Sequence[str]) -> Documen
     codes = arrow.take_documents(codes, doc_ids, missing=f"semantic ID: {remedy}")
     return DocumentRows(
         arrow.take_documents(documents, doc_ids, missing=f"row in the dataset: {remedy}"),
-        arrow.to_numpy(embeddings[VIEW]),
+        arrow.to_numpy(embeddings[INDEXED_VIEW]),
         arrow.to_matrix(codes["codes"]).astype(np.int32),
     )
-
-
-# --- the store --------------------------------------------------------------------------------------------
 
 
 def require_columns(config: FuseConfig, dataset: Artifact) -> None:
@@ -129,66 +123,45 @@ def _features(config: FuseConfig) -> dict[str, Sequence[Feature]]:
     return {"documents": config.document.features, "users": config.query.profile}
 
 
-def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: TaskRunner) -> None:
-    """Fit the features of documents and users, and mark the buckets of ids that training sees."""
-    fitted: dict[str, list[dict[str, Any]]] = {}
-    for table, features in _features(config).items():
-        records: list[JsonRecord] = []
-        if features:
-            task = partial(_observe, dataset=dataset, features=features)
-            parts = slices(dataset, table)
-            records = run_slices(f"fit-{table}", task, parts, folder=folder, each=each, section="fuse")
-        observed = [record["observed"] for record in records]
-        fitted[table] = [dump(encoding) for encoding in fit(features, observed)]
-    fs.write_bytes(fs.join(folder, ENCODINGS), json.dumps(fitted).encode())
-    ids = config.document.ids
-    seen = np.zeros(ids.buckets if ids else 1, bool)
-    seen[id_buckets(read_array(fs.join(folder, "shown.arrow")), config.document)] = True
-    write_table(fs.join(folder, SEEN), pa.table({"seen": seen}))
-
-
-def encodings(folder: str) -> dict[str, list[Encoding]]:
-    """The encodings that :func:`fit_features` fitted, by table."""
-    values = json.loads(fs.read_bytes(fs.join(folder, ENCODINGS)))
-    return {table: [Encoding.model_validate(each) for each in all_] for table, all_ in values.items()}
-
-
-def finish(
+def write_store(
     config: FuseConfig,
     corpus: FusedCorpus,
     *,
-    queries: Sequence[Any],
     folder: str,
     each: TaskRunner,
-    left_out: int = 0,
+    encode_queries: Callable[[], Sequence[Any]],
 ) -> dict[str, Any]:
-    """Write the rest of the store: documents, users and rows; returns its facts.
+    """Write the store into `folder`, or find it there; returns its facts.
 
-    `queries` are the files that the query tower has encoded, as :func:`write_tables` names them, `left_out`
-    the number of clicks that :func:`read_clicks` left out; more may be left out here.
+    `each` runs the tasks. `encode_queries` is called when ``asked.arrow`` exists; it writes the queries, with
+    their embeddings and words, and returns the files as :func:`write_tables` does. DataError if the dataset
+    has no clicks to learn from.
     """
+    if Store.finished(folder):
+        return Store.facts_of(folder)
     run = partial(run_slices, folder=folder, each=each, section="fuse")
-    known = encodings(folder)
-    task = partial(_documents, corpus=corpus, encodings=known["documents"], folder=folder)
-    documents = run(DOCUMENTS, task, slices(corpus.embeddings, "embeddings"))
+    test_clicks = _write_clicks(config, corpus.dataset, folder=folder, each=each)
+    fitted = _fit_features(config, corpus.dataset, folder=folder)
+    encoded: list[JsonRecord] = [{"files": encode_queries(), "problems": {}}]
+    task = partial(_documents, corpus=corpus, encodings=fitted["documents"], folder=folder)
+    documents = run("documents", task, slices(corpus.embeddings, "embeddings"))
     users: list[JsonRecord] = []
     if config.query.profile:
-        task = partial(_users, dataset=corpus.dataset, encodings=known["users"], folder=folder)
-        users = run(USERS, task, slices(corpus.dataset, USERS))
-    encoded: list[JsonRecord] = [{"files": queries, "problems": {}}]
+        task = partial(_users, dataset=corpus.dataset, encodings=fitted["users"], folder=folder)
+        users = run("users", task, slices(corpus.dataset, "users"))
     for name, records in (("named", documents), ("known", users), ("asked", encoded)):
         place = number_documents(read_array(fs.join(folder, f"{name}.arrow")), records, folder)
         write_table(fs.join(folder, f"{name}-place.arrow"), pa.table({"row": place}))
-    rows = run(ROWS, partial(_rows, folder=folder), range(config.parts))
-    written = {DOCUMENTS: documents, QUERIES: encoded, USERS: users, ROWS: rows}
+    rows = run("rows", partial(_rows, folder=folder), range(config.parts))
+    written = {"documents": documents, "queries": encoded, "users": users, "rows": rows}
     files = {
         name: [file for record in records for file in named_parts(record["files"])]
         for name, records in written.items()
     }
-    sizes = {name: sum(part.rows or 0 for _, part in found) for name, found in files.items()}
-    left_out += sum(record["left_out"] for record in rows)
-    facts = {"sizes": {ROWS: sizes.pop(ROWS)}, "left_out": left_out, **sizes}
-    Store.finish(folder, {name: found for name, found in files.items() if found}, facts)
+    sizes = {name: sum(part.rows or 0 for _, part in parts) for name, parts in files.items()}
+    left_out = test_clicks + sum(record["left_out"] for record in rows)
+    facts = {"sizes": {"rows": sizes.pop("rows")}, "left_out": left_out, **sizes}
+    Store.finish(folder, {name: parts for name, parts in files.items() if parts}, facts)
     if left_out:
         log.warning(
             "%s clicks left out: of documents without an embedding, or of queries that are not for training",
@@ -197,53 +170,237 @@ def finish(
     return facts
 
 
-# --- tasks ------------------------------------------------------------------------------------------------
+def encodings(folder: str) -> dict[str, list[Encoding]]:
+    """The fitted features of a store, by table: ``documents`` and ``users``."""
+    values = json.loads(fs.read_bytes(fs.join(folder, ENCODINGS)))
+    return {table: [Encoding.model_validate(each) for each in all_] for table, all_ in values.items()}
 
 
-def _observe(item: NumberedSlice, *, dataset: Artifact, features: Sequence[Feature]) -> JsonRecord:
-    columns = list(dict.fromkeys(feature.column for feature in features))
-    table = pa.concat_tables(dataset.table(part, columns) for part in item[1])
-    return {"observed": observe(features, table)}
+def _fit_features(config: FuseConfig, dataset: Artifact, *, folder: str) -> dict[str, list[Encoding]]:
+    """Fit the features of documents and users, and mark the buckets of ids that training sees."""
+    fitted = {
+        table: fit(features, _sample(dataset, table, sorted({feature.column for feature in features})))
+        for table, features in _features(config).items()
+    }
+    values = {table: [dump(encoding) for encoding in all_] for table, all_ in fitted.items()}
+    fs.write_bytes(fs.join(folder, ENCODINGS), json.dumps(values).encode())
+    seen = np.zeros(config.document.id_buckets or 1, bool)
+    seen[id_buckets(read_array(fs.join(folder, "named.arrow")), config.document)] = True
+    write_table(fs.join(folder, SEEN), pa.table({"seen": seen}))
+    return fitted
+
+
+def _sample(dataset: Artifact, table: str, columns: list[str]) -> pa.Table:
+    """About FEATURE_SAMPLE_ROWS rows of a table, or all: parts at equal distances."""
+    if not columns:
+        return pa.table({})
+    parts = dataset.table_parts(table)
+    step = -(-sum(dataset.rows_of(parts).values()) // FEATURE_SAMPLE_ROWS)
+    return pa.concat_tables(dataset.table(part, columns) for part in parts[:: max(step, 1)])
+
+
+# --- clicks -----------------------------------------------------------------------------------------------
+
+
+def _write_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: TaskRunner) -> int:
+    """Write clicks by bucket, and the sorted hashes of the documents, queries and users in them.
+
+    Returns the number of clicks that are left out, as they are of test queries.
+    """
+    run = partial(run_slices, folder=folder, each=each, section="fuse")
+    if not dataset.table_parts("impressions"):
+        raise DataError(
+            f"{dataset.uri} has no impressions, which fusion learns from: "
+            "set dataset.click_model, or fuse to null"
+        )
+    scatter = partial(
+        _scatter,
+        dataset=dataset,
+        folder=folder,
+        parts=config.parts,
+        held_out=held_out_documents(dataset),
+        test_queries=queries_of_split(dataset, "test")["query_id"].combine_chunks(),
+    )
+    scattered = run("scatter", scatter, slices(dataset, "impressions"))
+    clicks = run("clicks", partial(_clicks, config=config, folder=folder), range(config.parts))
+    if not any(record["clicks"] for record in clicks):
+        raise DataError(
+            f"{dataset.uri} has no clicks outside the test split: fusion has nothing to learn from"
+        )
+    for name in ("named", "asked", "known"):
+        merge_hashes(folder, name, files=config.parts)
+    counts = pa.concat_tables(
+        read_table(fs.join(folder, f"counts/{bucket:05d}.arrow")) for bucket in range(config.parts)
+    )
+    counts = counts.group_by("hash").aggregate([("count", "sum")]).sort_by("hash")
+    share = np.asarray(counts["count_sum"]) / pc.sum(counts["count_sum"]).as_py()
+    popularity = pa.table({"hash": counts["hash"], "share": share})
+    write_table(fs.join(folder, "popularity.arrow"), popularity.combine_chunks())
+    return sum(record["test_clicks"] for record in scattered)
+
+
+def _scatter(
+    item: NumberedSlice,
+    *,
+    dataset: Artifact,
+    folder: str,
+    parts: int,
+    held_out: pa.Array,
+    test_queries: pa.Array,
+) -> JsonRecord:
+    """Impressions by user, without those of test queries, which must not be in histories either."""
+    table = pa.concat_tables(dataset.table(part, SCHEMA.names) for part in item[1])
+    table = table.filter(pc.invert(pc.is_in(table["doc_id"], value_set=held_out)))
+    test = pc.is_in(table["query_id"], value_set=test_queries)
+    test_clicks = pc.sum(pc.and_(test, table["clicked"])).as_py() or 0
+    table = table.filter(pc.invert(test))
+    bucket = shuffle.bucket_of(shuffle_keys(table), parts)
+    shuffle.scatter(table, bucket, target=fs.join(folder, _EXCHANGE), name=f"{item[0]:05d}")
+    return {"rows": len(table), "test_clicks": test_clicks}
+
+
+def _clicks(item: tuple[int, int], *, config: FuseConfig, folder: str) -> JsonRecord:
+    bucket = item[1]
+    table = training_rows(
+        shuffle.gather(fs.join(folder, _EXCHANGE), bucket, schema=SCHEMA),
+        last=config.query.history,
+        skipped=config.losses.skipped,
+    )
+    clicked, counts = np.unique(np.asarray(table["clicked"]), return_counts=True)
+    skipped = _flat(table["skipped"]) if "skipped" in table.column_names else clicked
+    tables = {
+        "named": pa.table({"hash": _distinct(np.concatenate([clicked, skipped]))}),
+        "asked": pa.table({"hash": _distinct(np.asarray(table["query"]))}),
+        "known": pa.table({"hash": _distinct(np.asarray(table["user"]))}),
+        "counts": pa.table({"hash": clicked, "count": counts}),
+        _CLICKS: one_chunk({name: table[name].combine_chunks() for name in table.column_names}),
+    }
+    for name, part in tables.items():
+        write_table(fs.join(folder, f"{name}/{bucket:05d}.arrow"), part.combine_chunks())
+    return {"clicks": len(table)}
+
+
+def shuffle_keys(impressions: pa.Table) -> pa.ChunkedArray:
+    """The key by which impressions are shuffled: the user, or the session of an unknown one."""
+    return pc.coalesce(impressions["user_id"], impressions["session_id"])
+
+
+def training_rows(impressions: pa.Table, *, last: int, skipped: int) -> pa.Table:
+    """A row per click, ordered by user, start of the session, session and position.
+
+    Args:
+        impressions: of whole users, with the columns of SCHEMA.
+        last: maximum length of a history.
+        skipped: width of the column ``skipped``; 0: there is no such column.
+
+    Returns:
+        Columns of hashes: ``query``; ``user``, NO_HASH where unknown; ``clicked``; ``skipped``, documents
+        shown for the same query in the same session and never clicked for it there, each once, first those
+        above the click, the nearest first, padded with NO_HASH; ``history``, the last documents that the user
+        clicked in sessions that started before this one, oldest first.
+    """
+    rows = pd.DataFrame(
+        {
+            "user": hash_of(shuffle_keys(impressions)),
+            "known": np.asarray(pc.is_valid(impressions["user_id"])),
+            "session": hash_of(impressions["session_id"]),
+            "query": hash_of(impressions["query_id"]),
+            "doc": hash_of(impressions["doc_id"]),
+            "time": impressions["timestamp"].cast(pa.int64()).to_numpy(),
+            "position": impressions["position"].to_numpy().astype(np.int64),
+            "clicked": impressions["clicked"].to_numpy(zero_copy_only=False).astype(bool),
+        }
+    )
+    rows["start"] = rows.groupby(["user", "session"])["time"].transform("min")
+    rows = rows.sort_values(["user", "start", "session", "position"], ignore_index=True)
+    clicks = rows[rows["clicked"]].reset_index(drop=True)
+    user = np.where(clicks["known"], clicks["user"], np.uint64(NO_HASH))
+    table = {
+        "query": pa.array(clicks["query"].to_numpy()),
+        "user": pa.array(user),
+        "clicked": pa.array(clicks["doc"].to_numpy()),
+        "history": _histories(clicks, last=last),
+    }
+    if skipped:
+        documents = pa.array(_skipped(rows, clicks, most=skipped).reshape(-1))
+        table["skipped"] = pa.FixedSizeListArray.from_arrays(documents, skipped)
+    return pa.table(table)
+
+
+def _histories(clicks: pd.DataFrame, *, last: int) -> pa.Array:
+    """The history of each click."""
+    # Clicks are sorted by user and session start: a history is the clicks just before the session's first.
+    clicks = clicks.assign(number=np.arange(len(clicks)))
+    of_user = clicks.groupby("user")["number"].transform("min").to_numpy(np.int64)
+    of_session = clicks.groupby(["user", "start"])["number"].transform("min").to_numpy(np.int64)
+    lengths = np.where(clicks["known"], np.minimum(of_session - of_user, last), 0)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    within = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    docs = clicks["doc"].to_numpy()[np.repeat(of_session - lengths, lengths) + within]
+    return pa.LargeListArray.from_arrays(pa.array(ends), pa.array(docs))
+
+
+def _skipped(rows: pd.DataFrame, clicks: pd.DataFrame, *, most: int) -> UInt64[ndarray, "clicks most"]:
+    """Skipped documents of each click."""
+    search = ["user", "session", "query"]
+    # Some logs have one row for a document that was shown, and another for the click on it.
+    was_clicked = rows.groupby([*search, "doc"])["clicked"].transform("any")
+    others = rows.loc[~was_clicked, [*search, "doc", "position"]]
+    pairs = clicks[[*search, "position"]].reset_index(names="click").merge(others, on=search)
+    distance = pairs["position_y"] - pairs["position_x"]
+    pairs = pairs.assign(below=distance > 0, distance=distance.abs())
+    pairs = pairs.sort_values(["click", "below", "distance"]).drop_duplicates(["click", "doc"])
+    place = pairs.groupby("click").cumcount().to_numpy()
+    out = np.full((len(clicks), most), NO_HASH, np.uint64)
+    first = place < most
+    out[pairs["click"].to_numpy()[first], place[first]] = pairs["doc"].to_numpy()[first]
+    return out
+
+
+# --- documents, users and rows ----------------------------------------------------------------------------
 
 
 def _documents(
     item: NumberedSlice, *, corpus: FusedCorpus, encodings: Sequence[Encoding], folder: str
 ) -> JsonRecord:
-    wanted = read_array(fs.join(folder, "named.arrow"))
-    columns = list(dict.fromkeys(encoding.feature.column for encoding in encodings))
     pieces = []
     for part in item[1]:
-        documents = read_part(corpus, part, columns)
-        hashes = shuffle.hash_of(documents.table["doc_id"])
-        kept = np.flatnonzero(in_sorted(hashes, wanted))
-        pieces.append(
-            _matrices(
-                hashes[kept],
-                documents.table.take(pa.array(kept)),
-                encodings,
-                embedding=documents.embeddings[kept],
-                codes=documents.codes[kept],
-            )
-        )
-    table = pa.concat_tables(pieces).combine_chunks()
-    return {"files": write_tables(folder, {f"{DOCUMENTS}/{item[0]:05d}.arrow": table}), "problems": {}}
+        rows = read_part(corpus, part, columns_of(encodings))
+        more = {"embedding": rows.embeddings, "codes": rows.codes}
+        pieces.append(_encode_named(rows.table, "doc_id", encodings, fs.join(folder, "named.arrow"), **more))
+    table = pa.concat_tables(pieces)
+    return {"files": write_tables(folder, {f"documents/{item[0]:05d}.arrow": table}), "problems": {}}
 
 
 def _users(
     item: NumberedSlice, *, dataset: Artifact, encodings: Sequence[Encoding], folder: str
 ) -> JsonRecord:
-    columns = list(dict.fromkeys(encoding.feature.column for encoding in encodings))
-    table = pa.concat_tables(dataset.table(part, ["user_id", *columns]) for part in item[1])
-    hashes = shuffle.hash_of(table["user_id"])
-    kept = np.flatnonzero(in_sorted(hashes, read_array(fs.join(folder, "known.arrow"))))
-    users = _matrices(hashes[kept], table.take(pa.array(kept)), encodings)
-    return {"files": write_tables(folder, {f"{USERS}/{item[0]:05d}.arrow": users}), "problems": {}}
+    columns = ["user_id", *columns_of(encodings)]
+    table = pa.concat_tables(dataset.table(part, columns) for part in item[1])
+    users = _encode_named(table, "user_id", encodings, fs.join(folder, "known.arrow"))
+    return {"files": write_tables(folder, {f"users/{item[0]:05d}.arrow": users}), "problems": {}}
+
+
+def _encode_named(
+    table: pa.Table, key: str, encodings: Sequence[Encoding], named: str, **matrices: ndarray
+) -> pa.Table:
+    """Hashes, encoded features and further matrices of the rows whose hash is in the file `named`.
+
+    The result has no columns of width 0.
+    """
+    hashes = hash_of(table[key])
+    chosen = np.flatnonzero(in_sorted(hashes, read_array(named)))
+    encoded = encode(encodings, table.take(pa.array(chosen)))
+    columns = {"indices": encoded.indices, "numbers": encoded.numbers}
+    columns |= {name: matrix[chosen] for name, matrix in matrices.items()}
+    wide = {name: arrow.to_arrow(values) for name, values in columns.items() if values.shape[1]}
+    return one_chunk({"hash": pa.array(hashes[chosen]), **wide})
 
 
 def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
     """Clicks of a bucket by row numbers, without those whose query or document is not in the store."""
     bucket = item[1]
-    raw = read_table(fs.join(folder, f"{CLICKS}/{bucket:05d}.arrow"))
+    raw = read_table(fs.join(folder, f"{_CLICKS}/{bucket:05d}.arrow"))
     if not len(raw):
         return {"files": [], "left_out": 0}
     numbered = {
@@ -252,10 +409,10 @@ def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
     }
     group = numbered["clicked"][:, None]
     if "skipped" in raw.column_names:
-        passed = _numbers(flat(raw["skipped"]), "named", folder).reshape(len(raw), -1)
+        passed = _numbers(_flat(raw["skipped"]), "named", folder).reshape(len(raw), -1)
         group = np.concatenate([group, passed], axis=1)
     lengths = np.asarray(pc.list_value_length(raw["history"]))
-    history = _numbers(flat(raw["history"]), "named", folder)
+    history = _numbers(_flat(raw["history"]), "named", folder)
     of_row = np.repeat(np.arange(len(raw)), lengths)[history >= 0]
     ends = np.cumsum(np.bincount(of_row, minlength=len(raw)))
     popularity = read_table(fs.join(folder, "popularity.arrow"))
@@ -272,11 +429,8 @@ def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
     )
     usable = (numbered["query"] >= 0) & (group[:, 0] >= 0)
     table = table.filter(pa.array(usable)).combine_chunks()
-    files = write_tables(folder, {f"{ROWS}/{bucket:05d}.arrow": table})
+    files = write_tables(folder, {f"rows/{bucket:05d}.arrow": table})
     return {"files": files, "left_out": int((~usable).sum())}
-
-
-# --- pieces -----------------------------------------------------------------------------------------------
 
 
 def _numbers(hashes: UInt64[ndarray, " rows"], name: str, folder: str) -> Int64[ndarray, " rows"]:
@@ -285,106 +439,10 @@ def _numbers(hashes: UInt64[ndarray, " rows"], name: str, folder: str) -> Int64[
     return row_numbers(hashes, known, place)
 
 
-def _matrices(
-    hashes: UInt64[ndarray, " rows"],
-    table: pa.Table,
-    encodings: Sequence[Encoding],
-    **more: ndarray,
-) -> pa.Table:
-    """A table of hashes, encoded features and further matrices, without columns of width 0."""
-    encoded = encode(encodings, table)
-    columns = {"indices": encoded.indices, "numbers": encoded.numbers, **more}
-    wide = {name: arrow.to_arrow(values) for name, values in columns.items() if values.shape[1]}
-    return one_chunk({"hash": pa.array(hashes), **wide})
+def _distinct(hashes: UInt64[ndarray, " rows"]) -> UInt64[ndarray, " distinct"]:
+    return np.setdiff1d(hashes, np.array([NO_HASH], np.uint64))
 
 
-# --- batches ----------------------------------------------------------------------------------------------
-
-
-class ClickBatches:
-    """Reads one rank's clicks of any step from a finished store; `order` decides which rows a step has.
-
-    A step's rows follow from its number alone, as those of stage I do, so training resumes at any step.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        order: Order,
-        config: FuseConfig,
-        *,
-        documents: Sequence[Encoding],
-        users: Sequence[Encoding],
-        rank: int,
-        world: int,
-    ) -> None:
-        self._rows, self._documents, self._queries = store[ROWS], store[DOCUMENTS], store[QUERIES]
-        self._users = store.tables.get(USERS)
-        self._order, self._config, self._rank, self._world = order, config, rank, world
-        self._document_encodings, self._user_encodings = documents, users
-
-    def __call__(self, step: int) -> Clicks:
-        """This rank's rows of a step."""
-        rows = self._order.batch(step)[self._rank :: self._world]
-        group = self._rows.values("group", rows)
-        return Clicks(
-            queries=self._query_rows(rows),
-            documents=self._document_rows(np.maximum(group, 0).reshape(-1)),
-            group=torch.from_numpy(group),
-            log_q=torch.from_numpy(self._rows.values("log_q", rows)),
-        )
-
-    def _query_rows(self, rows: Int64[ndarray, " rows"]) -> Queries:
-        queries, users = self._rows.values("query", rows), self._rows.values("user", rows)
-        side = self._config.query
-        words = important_words(None, len(rows), most=0)
-        if side.planner:
-            hashes, importances = (self._queries.values(name, queries) for name in ("words", "importances"))
-            words = ImportantWords(hashes, importances)
-        return query_inputs(
-            self._queries.values("embedding", queries),
-            words,
-            self._profiles(users),
-            self._histories(rows),
-            config=side,
-            encodings=self._user_encodings,
-        )
-
-    def _document_rows(self, documents: Int64[ndarray, " docs"]) -> Documents:
-        return document_inputs(
-            self._documents.values("embedding", documents),
-            self._documents.values("codes", documents),
-            self._documents.values("hash", documents),
-            _read_features(self._documents, documents, self._document_encodings),
-            config=self._config.document,
-        )
-
-    def _profiles(self, users: Int64[ndarray, " rows"]) -> EncodedFeatures:
-        profiles = no_values(self._user_encodings, len(users))
-        known = users >= 0
-        if self._users is not None and known.any():
-            read = _read_features(self._users, users[known], self._user_encodings)
-            profiles.indices[known], profiles.numbers[known] = read.indices, read.numbers
-        return profiles
-
-    def _histories(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, "rows last levels"]:
-        history = self._config.query.history
-        if history is None:
-            return np.zeros((len(rows), 0, 0), np.int64)
-        histories = self._rows.lists("history", rows)
-        documents = np.concatenate([np.empty(0, np.int64), *histories])
-        levels = self._documents.values("codes", np.zeros(1, np.int64)).shape[1]
-        codes = self._documents.values("codes", documents).reshape(-1, levels)
-        ends = np.cumsum([len(history) for history in histories])
-        return last_codes(np.split(codes, ends[:-1]), last=history.last, levels=levels)
-
-
-def _read_features(
-    table: Rows, rows: Int64[ndarray, " rows"], encodings: Sequence[Encoding]
-) -> EncodedFeatures:
-    """The encoded features of some rows; a table lacks a column of width 0."""
-    empty = no_values(encodings, len(rows))
-    return EncodedFeatures(
-        table.values("indices", rows) if empty.indices.shape[1] else empty.indices,
-        table.values("numbers", rows) if empty.numbers.shape[1] else empty.numbers,
-    )
+def _flat(column: pa.ChunkedArray) -> ndarray:
+    """The values of a column of lists."""
+    return np.asarray(pc.list_flatten(column.combine_chunks()))

@@ -4,17 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from scalingnote.config import Config, Resources
+from scalingnote.core.config import Config, Resources
 
 MAX_LISTS = 1 << 20
 Refine = Literal["none", "sq8", "flat"]
-Coarse = Literal["flat", "hnsw"]
-KEPT = (
+REFINE_HELP = (
     "vectors kept to rescore candidates: codes alone cap recall@10 at about 0.8 at any nprobe; 8-bit "
     "scalars (dim bytes per document) lift it to 0.98, floats (4*dim) make scores exact"
 )
 # Content is kept as a snippet only; the others name columns of a shard's own, or of the log of a live index.
-UNFILTERED = ("content", "snippet", "semantic_id", "vector", "terms", "impacts")
+RESERVED_COLUMNS = ("content", "snippet", "semantic_id", "vector", "terms", "impacts")
 
 
 class FastScan(Config):
@@ -26,7 +25,7 @@ class FastScan(Config):
         ge=1,
         description="sub-quantizers, divides dim; None: one per 2 dimensions (64 at 128: 32 bytes)",
     )
-    refine: Refine = Field("sq8", description=KEPT)
+    refine: Refine = Field("sq8", description=REFINE_HELP)
 
 
 class IVFPQ(Config):
@@ -37,7 +36,7 @@ class IVFPQ(Config):
         None, ge=1, description="sub-quantizers, divides dim; None: one per 4 dimensions (32 at 128)"
     )
     nbits: int = Field(8, ge=1, le=8, description="bits per sub-quantizer: m*nbits/8 bytes per document")
-    refine: Refine = Field("sq8", description=KEPT)
+    refine: Refine = Field("sq8", description=REFINE_HELP)
 
 
 class ScalarQuantized(Config):
@@ -50,7 +49,7 @@ class RaBitQ(Config):
     """A bit per dimension around each centroid (Gao & Long, 2024): no codebook, for documents that drift."""
 
     kind: Literal["ivf_rabitq"] = "ivf_rabitq"
-    refine: Refine = Field("sq8", description=KEPT)
+    refine: Refine = Field("sq8", description=REFINE_HELP)
 
 
 class Flat(Config):
@@ -67,10 +66,6 @@ class Tuning(Config):
 
     recall: float = Field(0.95, gt=0, le=1, description="share of the exact k best documents to be found")
     k: int = Field(100, ge=1, description="results per query that the recall is measured on")
-    queries: int = Field(500, ge=1, description="test queries it is measured on, encoded by the query tower")
-    shards: int = Field(
-        8, ge=1, description="shards it is measured on, against their own exact answers; evenly spaced"
-    )
 
 
 class IndexConfig(Config):
@@ -88,11 +83,6 @@ class IndexConfig(Config):
         ge=1,
         le=MAX_LISTS,
         description="inverted lists; None: 4*sqrt(documents), at least 39 training documents each",
-    )
-    coarse: Coarse | None = Field(
-        None,
-        description="how the nearest lists are found: all centroids are compared, or a graph of them; None: "
-        "hnsw from 16,384 lists on",
     )
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: tuned")
     refine_factor: int | None = Field(
@@ -114,17 +104,15 @@ class IndexConfig(Config):
         description="most documents the quantizers are trained on, drawn evenly from the corpus: 39 a list, "
         "at least 200,000",
     )
-    iterations: int = Field(10, ge=1, description="K-means passes over the inverted lists' centroids")
     snippet_chars: int = Field(240, ge=0, description="opening of the content kept for the result list")
-    seed: int = Field(0, ge=0, description="of the sample and of the initial centroids")
     resources: Resources = Field(Resources(), description="tasks that fill the shards")
 
     @model_validator(mode="after")
     def _filters_are_of_the_documents(self) -> "IndexConfig":
-        if taken := [name for name in self.filters if name in UNFILTERED]:
+        if taken := [name for name in self.filters if name in RESERVED_COLUMNS]:
             raise ValueError(
                 f"filters name {taken[0]!r}, which an index does not keep or uses itself, as "
-                f"{', '.join(UNFILTERED)}: rename this column of the documents, or leave it out"
+                f"{', '.join(RESERVED_COLUMNS)}: rename this column of the documents, or leave it out"
             )
         return self
 
@@ -134,9 +122,6 @@ class LiveConfig(Config):
 
     merge_rows: int = Field(
         1024, ge=1, description="rows of a shard searched exactly before they are merged into lists"
-    )
-    segment_bytes: int = Field(
-        64 << 20, ge=1, description="size at which a file of a log is closed and the next begun"
     )
     compact_at: float | None = Field(
         None,

@@ -18,11 +18,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.index.config import (
     IVFPQ,
     MAX_LISTS,
-    Coarse,
     Family,
     FastScan,
     Flat,
@@ -31,7 +30,7 @@ from scalingnote.index.config import (
     Refine,
     ScalarQuantized,
 )
-from scalingnote.quantize.kmeans import blas_only
+from scalingnote.quantize.kmeans import ITERATIONS, blas_only
 
 # With fewer training points per centroid, K-means fits noise (faiss's own bound).
 POINTS_PER_CENTROID = 39
@@ -160,28 +159,25 @@ def train(
     family: Family,
     *,
     nlist: int,
-    iterations: int,
     seed: int,
-    kind: Coarse | None = None,
 ) -> Quantizer:
     """Fit a quantizer to a sample of vectors; centroids are fitted on GPUs where faiss sees some.
 
     Lists are chosen by direction. Of vectors that are longer or shorter than 1, centroids of product codes
     get the mean length, so that the difference from a centroid, which a code stands for, is small. RaBitQ
     scales each vector itself: with such centroids faiss 1.15 loses most of its recall.
-    ConfigError where the sample is too small for these settings; `kind` is of the coarse quantizer, see
-    :func:`coarse_of`.
+    ConfigError where the sample is too small for these settings.
     """
     dim = sample.shape[1]
     require_trainable(family, len(sample), dim=dim, nlist=nlist)
     sample = np.ascontiguousarray(sample, np.float32)
     with blas_only():
         fit = _two_levels if nlist >= TWO_LEVEL_LISTS else _kmeans
-        centroids = fit(sample, nlist, iterations=iterations, seed=seed)
+        centroids = fit(sample, nlist, seed=seed)
         length = float(np.linalg.norm(sample, axis=1).mean())
         if isinstance(family, FastScan | IVFPQ) and abs(length - 1) > UNIT_TOLERANCE:
             centroids = centroids * np.float32(length)
-        coarse = coarse_of(centroids, kind)
+        coarse = coarse_of(centroids)
         index = untrained_lists(family, coarse, dim=dim, nlist=nlist)
         if index is not None:
             index.train(sample)
@@ -199,8 +195,8 @@ def _kmeans(
     sample: Float[ndarray, "docs dim"],
     count: int,
     *,
-    iterations: int,
     seed: int,
+    iterations: int = ITERATIONS,
     start: Float[ndarray, "count dim"] | None = None,
 ) -> Float[ndarray, "count dim"]:
     """Spherical: centroids are kept on the sphere, or the longest would win every query."""
@@ -217,22 +213,20 @@ def _kmeans(
     return np.array(clustering.centroids, np.float32)
 
 
-def _two_levels(
-    sample: Float[ndarray, "docs dim"], count: int, *, iterations: int, seed: int
-) -> Float[ndarray, "count dim"]:
+def _two_levels(sample: Float[ndarray, "docs dim"], count: int, *, seed: int) -> Float[ndarray, "count dim"]:
     """Split sqrt(count) clusters, each into centroids in proportion to its size, then move all of them once.
 
     4,096 lists of 1 million synthetic vectors (32 dimensions, one thread): 0.8 s instead of 4.8 s, recall@100
     0.925 instead of 0.928 at nprobe 16 and 0.987 either way at 64; without the last pass 0.908 and 0.978.
     """
     clusters = faiss.IndexFlatIP(sample.shape[1])
-    clusters.add(_kmeans(sample, isqrt(count), iterations=iterations, seed=seed))
+    clusters.add(_kmeans(sample, isqrt(count), seed=seed))
     nearest = clusters.search(sample, 1)[1][:, 0]
     sizes = np.bincount(nearest, minlength=clusters.ntotal)
     members = np.split(sample[np.argsort(nearest, kind="stable")], np.cumsum(sizes)[:-1])
     pairs = zip(members, _shares(sizes, count).tolist(), strict=True)
-    split = [_kmeans(own, share, iterations=iterations, seed=seed) for own, share in pairs if share]
-    return _kmeans(sample, count, iterations=1, seed=seed, start=np.concatenate(split))
+    split = [_kmeans(own, share, seed=seed) for own, share in pairs if share]
+    return _kmeans(sample, count, seed=seed, iterations=1, start=np.concatenate(split))
 
 
 def _shares(sizes: Int[ndarray, " clusters"], count: int) -> Int[ndarray, " clusters"]:
@@ -247,15 +241,15 @@ def _shares(sizes: Int[ndarray, " clusters"], count: int) -> Int[ndarray, " clus
     return shares
 
 
-def coarse_of(centroids: Float[ndarray, "nlist dim"], kind: Coarse | None = None) -> Any:
-    """The coarse quantizer of these centroids: a flat faiss index, or a graph (HNSW); None: of many a graph.
+def coarse_of(centroids: Float[ndarray, "nlist dim"]) -> Any:
+    """The coarse quantizer of these centroids: a flat faiss index, or of GRAPH_LISTS and more a graph (HNSW).
 
     Of 16,384 and 65,536 centroids of 128 dimensions a graph finds the 32 nearest 47 and 26 times as fast on a
-    busy machine, and loses 0.005 and 0.006 of recall; of 4,096 it is slower: `benchmarks.searcher_memory`.
+    busy machine, and loses 0.005 and 0.006 of recall; of 4,096 it is slower.
     Of 65,536 it finds a vector's nearest as fast as BLAS compares all. It is built in 2 s and 8 s.
     """
     centroids = np.ascontiguousarray(centroids, np.float32)
-    if kind == "flat" or (kind is None and len(centroids) < GRAPH_LISTS):
+    if len(centroids) < GRAPH_LISTS:
         flat = faiss.IndexFlatIP(centroids.shape[1])
         flat.add(centroids)
         return flat

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from jaxtyping import Bool
 from numpy import ndarray
 
-from scalingnote.errors import ConfigError, SearchError
-from scalingnote.texts import is_valid_unicode
+from scalingnote.core.errors import ConfigError, SearchError
+from scalingnote.core.words import is_valid_unicode
 
 Filter = Mapping[str, Any]
 Condition = list[Any] | tuple[Any, Any]  # values, or both ends of a range, in the type of a field

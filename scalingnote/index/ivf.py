@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
 from numpy import ndarray
 
-from scalingnote import topk
+from scalingnote.core import topk
+from scalingnote.core.topk import compiled, heap_push, heap_replace, heap_sort
 from scalingnote.index.families import Quantizer, dump, dump_lists, parse
-from scalingnote.jit import compiled, heap_push, heap_replace, heap_sort
 from scalingnote.quantize.kmeans import blas_only
 
 Chosen = tuple[Float[ndarray, "queries probes"], Int[ndarray, "queries probes"]]

@@ -7,8 +7,7 @@ A shard is written file by file and recorded when it is complete: after a kill, 
 are built again. Everything trained or added is stored in faiss's own format.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,38 +15,39 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote import cluster
-from scalingnote.config import Resources
-from scalingnote.datasets import splits
+from scalingnote.core import cluster
+from scalingnote.core.config import Resources
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.log import get_logger
+from scalingnote.core.units import GIB
+from scalingnote.datasets import passages, splits
+from scalingnote.encode.lexical import weights
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import families, filters, ivf, postings, shard, tuning
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.tuning import ExactAnswers, IndexRun
-from scalingnote.lexical import weights
-from scalingnote.log import Progress, get_logger
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
-from scalingnote.quantize.job import VIEW, part_rows, read_vectors, sample, use_threads
+from scalingnote.quantize.job import part_rows, read_sample, read_vectors, store_sample, use_threads
+from scalingnote.quantize.kmeans import SAMPLE_SEED
 from scalingnote.quantize.semantic_id import require_origin
 from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file
-from scalingnote.storage.schema import SPARSE
+from scalingnote.storage.schema import INDEXED_VIEW, SPARSE
+from scalingnote.storage.shuffle import run_slices
 
 log = get_logger("index")
 # Without tuning: sufficient for tests; the layout's recall is None then.
 UNTUNED_NPROBE, UNTUNED_FACTOR = 16, 4
 SHARD_BYTES = 4 << 30  # of vectors, terms and documents, where the number of shards is not configured
 MIN_SHARDS = 2
-SAMPLE_ROWS = 4096  # whose documents and terms are measured
+SIZE_SAMPLE_ROWS = 4096  # whose documents and terms are measured
 # Beside the files of a shard lie what they are written from and a copy of the largest: a task grew by
 # 565 bytes a document (docs/results/scale.json), which has 211 in these files.
 FILL_COPIES = 3
-GIB = 1 << 30
 _READ = ("dataset", "embeddings", "semantic_ids", "bm25_terms")  # by the task of a shard
 
 
@@ -100,21 +100,21 @@ def run(
         layout=layout,
         parents=uris,
         output=output,
-        sampled=tuning.sampled_shards(sizes, config.tuning.shards),
+        sampled=tuning.sampled_shards(sizes, tuning.MAX_SHARDS),
         queries=_queries(config, parents, layout, drawn),
         terms=_terms(parents, layout, drawn),
         judged=tuple(sorted(set().union(*relevant))),
     )
-    counts = _counts(parents["dataset"], layout, _write(draft, slices, shared))
+    counts = _counts(parents["dataset"], layout, _write(draft, slices, sizes, shared))
     layout, tuned = tuning.tune_recall(shared, sizes)
     layout, by_weight = tuning.tune_weight(shared, layout, sizes, relevant)
-    draft.write_json(shard.LAYOUT, vars(layout))
+    draft.write_json(shard.LAYOUT_FILE, vars(layout))
     shown = f"{layout.documents:,}", layout.shards, layout.nlist, counts["bytes_per_vector"], output
     log.info("%s documents in %d shards, %d lists, %d bytes per vector: %s", *shown)
     return draft.commit(counts=counts, hybrid_tuning=by_weight, **tuned)
 
 
-def _counts(dataset: Artifact, layout: shard.Layout, searched_bytes: int) -> dict[str, int]:
+def _counts(dataset: Artifact, layout: shard.IndexLayout, searched_bytes: int) -> dict[str, int]:
     """Counts for the manifest."""
     documents = sum(part_rows(dataset, dataset.names("documents/", ".parquet")))
     return {
@@ -128,7 +128,7 @@ def _counts(dataset: Artifact, layout: shard.Layout, searched_bytes: int) -> dic
 
 def _planned(
     config: IndexConfig, parents: Mapping[str, Artifact]
-) -> tuple[shard.Layout, list[list[shard.EmbeddingSlice]], int]:
+) -> tuple[shard.IndexLayout, list[list[shard.EmbeddingSlice]], int]:
     """The layout, the embeddings of each shard, and the bytes of the files of one.
 
     An error where no index can be built of them.
@@ -145,8 +145,14 @@ def _planned(
         )
     encoded = _schema(source, parts[0])
     sparse = "bm25_terms" in parents or "terms" in encoded.names
-    layout = _layout(config, documents=sum(rows), dim=encoded.field(VIEW).type.list_size, sparse=sparse)
-    layout = replace(layout, similarity=source.manifest.info.get("similarity", "cosine"))
+    layout = _layout(
+        config, documents=sum(rows), dim=encoded.field(INDEXED_VIEW).type.list_size, sparse=sparse
+    )
+    layout = replace(
+        layout,
+        similarity=source.manifest.info.get("similarity", "cosine"),
+        passages=passages.settings(parents["dataset"]) is not None,
+    )
     first = next(part for part, count in zip(parts, rows, strict=True) if count)
     size = layout.documents * _bytes_per_document(config, layout, parents, first)
     shards = config.shards or max(MIN_SHARDS, -(-size // SHARD_BYTES))
@@ -154,10 +160,10 @@ def _planned(
 
 
 def _bytes_per_document(
-    config: IndexConfig, layout: shard.Layout, parents: Mapping[str, Artifact], part: str
+    config: IndexConfig, layout: shard.IndexLayout, parents: Mapping[str, Artifact], part: str
 ) -> int:
     """Bytes of a document in the files of a shard, by the first documents of a part of the embeddings."""
-    piece = shard.EmbeddingSlice(part, 0, SAMPLE_ROWS)
+    piece = shard.EmbeddingSlice(part, 0, SIZE_SAMPLE_ROWS)
     doc_ids = parents["embeddings"].table(part, ["doc_id"])["doc_id"]
     documents, terms = _part_rows(piece, doc_ids, parents, config, sparse=layout.sparse)
     columns = documents.select(shard.searched_columns(config.filters))
@@ -166,7 +172,7 @@ def _bytes_per_document(
     return int(ids + -(-sum(table.nbytes for table in tables) // len(documents)))
 
 
-def _resources_of_shards(resources: Resources, layout: shard.Layout, shard_bytes: int) -> Resources:
+def _resources_of_shards(resources: Resources, layout: shard.IndexLayout, shard_bytes: int) -> Resources:
     """What a task reserves that fills a shard, or opens one: memory as well, where it is more than a little.
 
     Raises:
@@ -186,17 +192,30 @@ def _resources_of_shards(resources: Resources, layout: shard.Layout, shard_bytes
     return filling
 
 
-def _write(draft: Draft, slices: Sequence[Sequence[shard.EmbeddingSlice]], shared: IndexRun) -> int:
+def _write(
+    draft: Draft,
+    slices: Sequence[Sequence[shard.EmbeddingSlice]],
+    sizes: Sequence[int],
+    shared: IndexRun,
+) -> int:
     """Write the files of every shard and the shared ones; the bytes of vectors and lists."""
     coarse = fs.read_bytes(shared.work(f"quantizer/{shard.COARSE}"))
-    written = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
-    with Progress("index", total=shared.layout.documents, unit="documents indexed") as progress:
-        for files in _fill_shards(slices, shared):
-            written |= files
-            progress.advance(sum(part.rows or 0 for part in files.values()))
-    for name, part in written.items():
-        draft.register(name, part)
-    return sum(part.bytes for name, part in written.items() if name.endswith(".faiss"))
+    files = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
+    records = run_slices(
+        "shards",
+        partial(_fill_shard, shared=shared),
+        slices,
+        folder=draft.work(),
+        each=partial(cluster.map_tasks, resources=shared.config.resources),
+        section="index",
+        unit="documents indexed",
+        rows=sizes,
+    )
+    for record in records:
+        files |= {name: Part(**part) for name, part in record.items()}
+    for name, file in files.items():
+        draft.register(name, file)
+    return sum(file.bytes for name, file in files.items() if name.endswith(".faiss"))
 
 
 def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
@@ -211,7 +230,7 @@ def _schema(artifact: Artifact, part: str) -> Any:
         return pq.read_schema(stream)
 
 
-def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> shard.Layout:
+def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> shard.IndexLayout:
     """Settings, with defaults that depend on the corpus; ConfigError if it cannot be trained."""
     family, trained = config.family, min(documents, config.train_documents)
     nlist = 1 if family.kind == "flat" else config.nlist
@@ -219,7 +238,7 @@ def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> s
     families.require_trainable(family, trained, dim=dim, nlist=nlist)
     refine = families.refine_of(family)
     factors = tuning.factors(family.kind, refine)
-    return shard.Layout(
+    return shard.IndexLayout(
         dim=dim,
         documents=documents,
         shards=config.shards or MIN_SHARDS,
@@ -234,22 +253,23 @@ def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> s
     )
 
 
-def _train_quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: Artifact) -> None:
+def _train_quantizer(config: IndexConfig, layout: shard.IndexLayout, draft: Draft, source: Artifact) -> None:
     """Train the quantizer in a task that stores it for the others, unless an earlier run did."""
     folder = draft.work("quantizer")
     if fs.exists(fs.join(folder, shard.COARSE)):  # written last
         return
     size = families.sample_size(config, layout.documents, nlist=layout.nlist)
-    matrices = sample(source, documents=size, seed=config.seed)
-    train = ray.remote(**cluster.actor_options(config.resources))(_train)
-    cluster.task_result(train.remote(config, layout.nlist, folder, *matrices))
+    sample = draft.work("sample")
+    files = store_sample(source, documents=size, seed=SAMPLE_SEED, folder=sample, section="index")
+    train = partial(_train, config=config, nlist=layout.nlist, sample=sample, folder=folder)
+    list(cluster.map_tasks(train, [files], config.resources))
 
 
 def _test_queries(config: IndexConfig, dataset: Artifact) -> tuple[pa.Table, list[dict[str, int]]]:
     """Test queries to tune with, and the judgements of each: doc_id -> grade."""
     table = splits.queries(dataset, "test").sort_by("query_id")
-    rng = np.random.default_rng(config.seed)
-    drawn = table.take(np.sort(rng.permutation(len(table))[: config.tuning.queries]))
+    rng = np.random.default_rng(SAMPLE_SEED)
+    drawn = table.take(np.sort(rng.permutation(len(table))[: tuning.TUNING_QUERIES]))
     judged: dict[str, dict[str, int]] = {query_id: {} for query_id in drawn["query_id"].to_pylist()}
     if judged:
         for row in splits.judgements(dataset, drawn["query_id"]).to_pylist():
@@ -258,7 +278,7 @@ def _test_queries(config: IndexConfig, dataset: Artifact) -> tuple[pa.Table, lis
 
 
 def _queries(
-    config: IndexConfig, parents: dict[str, Artifact], layout: shard.Layout, drawn: pa.Table
+    config: IndexConfig, parents: dict[str, Artifact], layout: shard.IndexLayout, drawn: pa.Table
 ) -> Float[ndarray, "queries dim"] | None:
     """Embeddings of the test queries; None where nothing is to be tuned, or there are no queries."""
     tower = parents.get("student") or parents.get("dual_encoder")
@@ -266,46 +286,31 @@ def _queries(
     if tower is None or fixed or not len(drawn):
         return None
     encode = partial(_encode_queries, queries=drawn["query"].to_pylist())
-    (found,) = cluster.map_tasks_in_order(encode, [tower], config.resources)
+    (found,) = cluster.map_tasks(encode, [tower], config.resources)
     if found.shape[1] != layout.dim:
         log.warning("not tuned: queries have dim %d, documents %d", found.shape[1], layout.dim)
         return None
     return found
 
 
-def _terms(parents: dict[str, Artifact], layout: shard.Layout, drawn: pa.Table) -> SparseRows | None:
-    """Terms of the test queries, by the vocabulary of the documents; None where these have no terms."""
+def _terms(parents: dict[str, Artifact], layout: shard.IndexLayout, drawn: pa.Table) -> SparseRows | None:
+    """Terms of the test queries, by the vocabulary of the documents; None where no weight is to be tuned."""
     source = parents.get("bm25_terms") or parents.get("dual_encoder")
     if not layout.sparse or source is None or not source.names("sparse_query/"):
+        return None
+    if layout.passages:  # the weight is tuned by judgements, which are of documents
         return None
     return SparseQuery.load(source.directory("sparse_query")).encode(drawn["query"].to_pylist())
 
 
-def _fill_shards(
-    slices: Sequence[Sequence[shard.EmbeddingSlice]], shared: IndexRun
-) -> Iterator[dict[str, Part]]:
-    """Files of every shard, in order; shards that an earlier run finished are not built again."""
-    finished = fs.list_files(shared.work("shards"))
-    waiting = [number for number in range(len(slices)) if f"{number:05d}.json" not in finished]
-    fill = partial(_fill_shard, shared=shared)
-    filled = cluster.map_tasks_in_order(fill, [(n, slices[n]) for n in waiting], shared.config.resources)
-    for number in range(len(slices)):
-        if number in waiting:
-            next(filled)
-        record = json.loads(fs.read_bytes(shared.work(f"shards/{number:05d}.json")))
-        yield {name: Part(**part) for name, part in record.items()}
-
-
-def _train(config: IndexConfig, nlist: int, folder: str, *matrices: Float[ndarray, "_ dim"]) -> None:
-    """Task: train on a sample given as several matrices, and store the quantizer."""
+def _train(files: int, *, config: IndexConfig, nlist: int, sample: str, folder: str) -> None:
+    """Task: train on a sample in so many files, and store the quantizer."""
     use_threads(config.resources)
     quantizer = families.train(
-        np.concatenate(matrices),
+        read_sample(sample, files),
         config.family,
         nlist=nlist,
-        iterations=config.iterations,
-        seed=config.seed,
-        kind=config.coarse,
+        seed=SAMPLE_SEED,
     )
     for name, data in families.dump_quantizer(quantizer).items():
         fs.write_bytes(fs.join(folder, name), data)
@@ -313,11 +318,11 @@ def _train(config: IndexConfig, nlist: int, folder: str, *matrices: Float[ndarra
 
 def _encode_queries(tower: Artifact, *, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
     """Task: unit embeddings of queries by the query tower of an artifact."""
-    return arrow.l2_normalize(QueryEncoder.load(tower.directory("query")).encode_queries(queries))
+    return arrow.l2_normalize(QueryEncoder(tower.directory("query")).encode_queries(queries))
 
 
-def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: IndexRun) -> None:
-    """Task: write a shard, its exact answers for the tuning queries, and finally its record."""
+def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: IndexRun) -> dict[str, Any]:
+    """Task: write a shard and its exact answers for the tuning queries; returns its files."""
     number, slices = item
     config, layout = shared.config, shared.layout
     use_threads(config.resources)
@@ -353,8 +358,7 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
     )
     if exact is not None:
         fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), exact.dump())
-    record = json.dumps({name: vars(part) for name, part in parts.items()})
-    fs.write_bytes(shared.work(f"shards/{number:05d}.json"), record.encode())
+    return {name: vars(part) for name, part in parts.items()}
 
 
 def _part_rows(
@@ -368,9 +372,11 @@ def _part_rows(
     """Rows of a shard's document table for a slice of a part with these ids; and their terms, if `sparse`."""
     base, rows = piece.part.removeprefix("embeddings/"), piece.stop - piece.start
     own = doc_ids.slice(piece.start, rows)
+    divided = passages.settings(parents["dataset"]) is not None
+    columns = shard.document_columns(config.filters, passages=divided)
     documents = shard.document_rows(
         own,
-        documents=parents["dataset"].table(f"documents/{base}", shard.document_columns(config.filters)),
+        documents=parents["dataset"].table(f"documents/{base}", columns),
         semantic_ids=parents["semantic_ids"].table(f"codes/{base}", ["doc_id", "semantic_id"]),
         snippet_chars=config.snippet_chars,
     )

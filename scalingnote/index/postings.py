@@ -20,11 +20,11 @@ from jaxtyping import Bool, Float16, Int32, Int64, UInt16
 from numpy import ndarray
 from scipy.sparse import csc_array, csr_array
 
-from scalingnote.errors import ArtifactError, DataError
+from scalingnote.core.errors import ArtifactError, DataError
 from scalingnote.storage.arrow import npy_bytes
 from scalingnote.storage.schema import SPARSE
 
-BLOCK = 1 << 16  # documents
+DOCUMENTS_PER_BLOCK = 1 << 16
 Column: TypeAlias = pa.Array | pa.ChunkedArray
 _DTYPES = {
     "blocks": np.int64,
@@ -33,7 +33,7 @@ _DTYPES = {
     "rows": np.uint16,
     "impacts": np.float16,
 }
-FILES = tuple(f"sparse.{name}.npy" for name in _DTYPES)
+POSTING_FILES = tuple(f"sparse.{name}.npy" for name in _DTYPES)
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -81,8 +81,15 @@ def build(terms: Column, impacts: Column, *, strongest: int | None = None) -> Po
             f"{len(terms)} documents have terms and {len(impacts)} have impacts: pass both of each"
         )
     return _joined(
-        _inverted(_documents(terms[start : start + BLOCK], impacts[start : start + BLOCK], start), strongest)
-        for start in range(0, len(terms), BLOCK)
+        _inverted(
+            _documents(
+                terms[start : start + DOCUMENTS_PER_BLOCK],
+                impacts[start : start + DOCUMENTS_PER_BLOCK],
+                start,
+            ),
+            strongest,
+        )
+        for start in range(0, len(terms), DOCUMENTS_PER_BLOCK)
     )
 
 
@@ -237,8 +244,8 @@ def _bounds(lengths: Int64[ndarray, " lists"]) -> Int64[ndarray, " bounds"]:
 
 
 def dump(postings: Postings) -> dict[str, bytes]:
-    """Contents of each of the FILES."""
-    columns = zip(FILES, fields(postings), strict=True)
+    """Contents of each of the POSTING_FILES."""
+    columns = zip(POSTING_FILES, fields(postings), strict=True)
     return {name: npy_bytes(getattr(postings, field.name)) for name, field in columns}
 
 
@@ -249,18 +256,18 @@ def load(files: Mapping[str, Any], *, documents: int | None = None) -> Postings:
     without bounds checks.
 
     Args:
-        files: contents of the FILES, by name.
+        files: contents of the POSTING_FILES, by name.
         documents: number of documents expected; None: any.
 
     Raises:
         ArtifactError: a file is missing, damaged, or inconsistent with the others.
     """
-    missing = [name for name in FILES if name not in files]
+    missing = [name for name in POSTING_FILES if name not in files]
     if missing:
         raise ArtifactError(f"{missing[0]} is missing: re-run index")
     arrays = {
         name: _parse_array(file, files[file], kind)
-        for file, (name, kind) in zip(FILES, _DTYPES.items(), strict=True)
+        for file, (name, kind) in zip(POSTING_FILES, _DTYPES.items(), strict=True)
     }
     wrong = _invalid_array(**arrays)
     if wrong:
@@ -295,7 +302,7 @@ def _invalid_array(blocks: ndarray, terms: ndarray, offsets: ndarray, rows: ndar
     if any(array.ndim != 1 for array in (terms, offsets, rows, impacts)):
         return "terms"
     sizes = np.diff(blocks, axis=0)
-    if (sizes < 0).any() or (sizes[:, 0] > BLOCK).any() or blocks[-1, 1] != len(terms):
+    if (sizes < 0).any() or (sizes[:, 0] > DOCUMENTS_PER_BLOCK).any() or blocks[-1, 1] != len(terms):
         return "blocks"
     if len(terms) and (terms.min() < 0 or not _ascends(terms, starts=blocks[:, 1])):
         return "terms"

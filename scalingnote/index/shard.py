@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError, DataError
+from scalingnote.core.errors import ArtifactError, DataError
 from scalingnote.index import families, ivf, postings
 from scalingnote.index.config import Refine
 from scalingnote.index.postings import Postings
@@ -36,16 +36,19 @@ from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.arrow import StoredRows
 from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
+from scalingnote.storage.schema import PASSAGE
 from scalingnote.storage.shuffle import hash_of
 
-DOCUMENTS = pa.schema({name: pa.string() for name in ("doc_id", "title", "topic", "snippet", "semantic_id")})
+SHARD_DOCUMENTS = pa.schema(
+    {name: pa.string() for name in ("doc_id", "title", "topic", "snippet", "semantic_id")}
+)
 COARSE = "coarse.faiss"  # the centroids all shards share
-LAYOUT = "index.json"
+LAYOUT_FILE = "index.json"
 ID_ROW_BYTES = 16  # of a document in the file of :func:`sorted_ids`
 
 
 @dataclass(frozen=True)
-class Layout:
+class IndexLayout:
     """Properties of an index that opening a shard requires; the contents of index.json."""
 
     dim: int
@@ -62,6 +65,7 @@ class Layout:
     background: float | None = None  # mean score of a query and a random document, if measured
     dense_weight: float | None = None  # of dense scores in hybrid search, if tuned
     similarity: Similarity = "cosine"  # dot: vectors of documents have their own length
+    passages: bool = False  # whether rows are passages of documents; `documents` counts them
 
     def fields(self, documents: pa.Schema) -> pa.Schema:
         """Columns of a shard's documents that a search may filter by."""
@@ -139,12 +143,13 @@ def vector_files(number: int, *, family: str, refine: Refine) -> list[str]:
 
 def term_files(number: int) -> dict[str, str]:
     """Files of a shard's postings: name in :data:`postings.FILES` -> part of the artifact."""
-    return {name: f"shard-{number:05d}/{name}" for name in postings.FILES}
+    return {name: f"shard-{number:05d}/{name}" for name in postings.POSTING_FILES}
 
 
-def document_columns(filters: Sequence[str]) -> list[str]:
+def document_columns(filters: Sequence[str], *, passages: bool = False) -> list[str]:
     """Columns of the dataset's documents that a shard reads."""
-    return [*dict.fromkeys(("doc_id", "title", "topic", "content", *filters))]
+    own = PASSAGE.names if passages else []
+    return [*dict.fromkeys(("doc_id", "title", "topic", "content", *filters, *own))]
 
 
 def searched_columns(filters: Sequence[str]) -> list[str]:
@@ -159,7 +164,7 @@ def document_rows(
 
     Args:
         doc_ids: of the rows, in order.
-        documents: with :func:`document_columns`; columns besides DOCUMENTS are appended.
+        documents: with :func:`document_columns`; columns besides SHARD_DOCUMENTS are appended.
         semantic_ids: `doc_id` and `semantic_id`.
         snippet_chars: length of the snippet.
 
@@ -174,15 +179,15 @@ def document_rows(
     snippet = pc.utf8_slice_codeunits(line, 0, snippet_chars)
     title, topic = (found[name].fill_null("") for name in ("title", "topic"))
     columns = [doc_ids, title, topic, snippet, named["semantic_id"]]
-    rows = pa.table(dict(zip(DOCUMENTS.names, columns, strict=True)), schema=DOCUMENTS)
+    rows = pa.table(dict(zip(SHARD_DOCUMENTS.names, columns, strict=True)), schema=SHARD_DOCUMENTS)
     for name in found.column_names:
-        if name not in {*DOCUMENTS.names, "content"}:
+        if name not in {*SHARD_DOCUMENTS.names, "content"}:
             rows = rows.append_column(found.schema.field(name), found[name])
     return rows
 
 
 def write_shard(
-    folder: str, number: int, *, layout: Layout, lists: ivf.Lists, documents: pa.Table, terms: Postings
+    folder: str, number: int, *, layout: IndexLayout, lists: ivf.Lists, documents: pa.Table, terms: Postings
 ) -> dict[str, Part]:
     """Write the files of a shard below `folder`; `terms` are ignored where the index holds none."""
     names = vector_files(number, family=layout.family, refine=layout.refine)
@@ -200,11 +205,11 @@ def write_shard(
     return parts | {columns_file(number): replace(parts[columns_file(number)], rows=None)}
 
 
-def open_layout(index: Artifact) -> Layout:
+def open_layout(index: Artifact) -> IndexLayout:
     """Read the layout of an index."""
-    values = index.read_json(LAYOUT)
+    values = index.read_json(LAYOUT_FILE)
     try:
-        return Layout(**values | {"filters": tuple(values["filters"])})
+        return IndexLayout(**values | {"filters": tuple(values["filters"])})
     except (TypeError, KeyError):
         raise ArtifactError(f"{index.uri} was built by another release: re-run index") from None
 
@@ -218,7 +223,7 @@ def open_shard(
     index: Artifact,
     number: int,
     *,
-    layout: Layout,
+    layout: IndexLayout,
     coarse: Any,
     mapped: bool = False,
     columns_only: bool = False,
@@ -330,8 +335,7 @@ class DocIds:
 class DocumentStore:
     """Documents of an index version by shard and row, and by id; they are not held in memory.
 
-    Arrow files mapped for random reads. Ten documents take 38 µs warm (LMDB 47, Lance 3,600, Parquet 10,500)
-    and 9 ms cold (Lance 8, LMDB 98, with read-ahead by the kernel 130): `benchmarks.document_store`.
+    Arrow files mapped for random reads: ten documents take tens of microseconds warm and about 10 ms cold.
     Threads may share one.
     """
 

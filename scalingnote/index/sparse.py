@@ -13,11 +13,11 @@ import pyarrow as pa
 from jaxtyping import Bool, Float, Float32, Int, Int64
 from numpy import ndarray
 
-from scalingnote import hybrid
-from scalingnote.errors import SearchError
-from scalingnote.hybrid import HybridCandidates
-from scalingnote.index.postings import BLOCK, Postings, Segments, build, frozen
-from scalingnote.jit import compiled, heap_push, heap_replace, heap_sort
+from scalingnote.core.errors import SearchError
+from scalingnote.core.topk import compiled, heap_push, heap_replace, heap_sort
+from scalingnote.index import hybrid
+from scalingnote.index.hybrid import HybridCandidates
+from scalingnote.index.postings import DOCUMENTS_PER_BLOCK, Postings, Segments, build, frozen
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage.schema import SPARSE
 
@@ -144,7 +144,7 @@ def _terms(queries: SparseRows) -> tuple[ndarray, ...]:
 def _scan(
     blocks, terms, offsets, rows, impacts, floats, bounds, sought, values, allowed, first, scores, found, kept
 ):
-    totals = np.zeros(BLOCK, np.float32)
+    totals = np.zeros(DOCUMENTS_PER_BLOCK, np.float32)
     for b in range(len(blocks) - 1):
         base = first + blocks[b, 0]
         block = totals[: blocks[b + 1, 0] - blocks[b, 0]]

@@ -29,12 +29,13 @@ import pyarrow.compute as pc
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote import cluster, hybrid, topk
-from scalingnote.hybrid import HybridCandidates
-from scalingnote.index import families, ivf, postings, shard
+from scalingnote.core import cluster, topk
+from scalingnote.core.log import get_logger
+from scalingnote.core.parts import in_order
+from scalingnote.index import families, hybrid, ivf, postings, shard
 from scalingnote.index.config import IndexConfig, Refine
+from scalingnote.index.hybrid import HybridCandidates
 from scalingnote.index.sparse import hybrid_candidates
-from scalingnote.log import get_logger
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.quantize.job import use_threads
 from scalingnote.storage import filesystem as fs
@@ -43,6 +44,8 @@ from scalingnote.storage.artifact import WORK, read_table
 REFINE_FACTORS = (1, 2, 4, 8, 16)
 MIN_RECALL_GAIN = 0.002  # of doubling nprobe, to be worth its time
 TIMED_QUERIES = 64
+TUNING_QUERIES = 500  # test queries to tune with
+MAX_SHARDS = 8  # evenly spaced, to tune on against their own exact answers
 log = get_logger("index")
 
 
@@ -51,7 +54,7 @@ class IndexRun:
     """Settings and inputs that all tasks of a run share."""
 
     config: IndexConfig
-    layout: shard.Layout
+    layout: shard.IndexLayout
     parents: dict[str, str]  # kind -> URI
     output: str
     sampled: tuple[int, ...]  # shards to tune on
@@ -194,7 +197,7 @@ def choose(points: Sequence[OperatingPoint], *, target: float) -> OperatingPoint
     return chosen
 
 
-def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict[str, Any]]:
+def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.IndexLayout, dict[str, Any]]:
     """Tune nprobe and refine_factor on the sampled shards, given the documents of each shard.
 
     Returns:
@@ -207,13 +210,13 @@ def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict
     tried = (config.nprobe,) if config.nprobe else probes(layout.nlist)
     tried_factors = (config.refine_factor,) if config.refine_factor else factors(layout.family, layout.refine)
     measuring = partial(_measure_shards, run=run, probes=tried, factors=tried_factors)
-    ((points, background),) = cluster.map_tasks_in_order(measuring, [sizes], config.resources)
+    ((points, background),) = cluster.map_tasks(measuring, [sizes], config.resources)
     documents = sum(sizes[number] for number in run.sampled)
     best = choose(points, target=config.tuning.recall)
     curve = [point for point in points if point.refine_factor == best.refine_factor]
     timing = partial(_time_searches, run=run, refine_factor=best.refine_factor, probes=tried)
     largest = max(run.sampled, key=sizes.__getitem__)
-    (timed,) = cluster.map_tasks_in_order(timing, [largest], config.resources)
+    (timed,) = cluster.map_tasks(timing, [largest], config.resources)
     log.info(
         "recall@%d of %.3f on %d queries by nprobe=%d of %d lists and refine_factor=%d",
         *(min(config.tuning.k, documents), best.recall, len(run.queries), best.nprobe, layout.nlist),
@@ -233,8 +236,8 @@ def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict
 
 
 def tune_weight(
-    run: IndexRun, layout: shard.Layout, sizes: Sequence[int], relevant: Sequence[dict[str, int]]
-) -> tuple[shard.Layout, dict[str, Any]]:
+    run: IndexRun, layout: shard.IndexLayout, sizes: Sequence[int], relevant: Sequence[dict[str, int]]
+) -> tuple[shard.IndexLayout, dict[str, Any]]:
     """Tune the weight of dense scores in hybrid search.
 
     Args:
@@ -251,7 +254,7 @@ def tune_weight(
         return layout, {}
     items = [*enumerate(accumulate(sizes[:-1], initial=0))]
     measured = partial(_measure_shard_hybrid, run=run, layout=layout)
-    shares = cluster.map_tasks_in_order(measured, items, run.config.resources)
+    shares = in_order(cluster.map_tasks(measured, items, run.config.resources))
     both, rows = next(shares)
     for found, judged_rows in shares:
         both = hybrid.merge([both, found], candidates=run.config.tuning.k)
@@ -302,9 +305,9 @@ def _measure_shards(
 
 
 def _measure_shard_hybrid(
-    item: tuple[int, int], *, run: IndexRun, layout: shard.Layout
-) -> tuple[HybridCandidates, Int[ndarray, " judged"]]:
-    """Task: hybrid candidates of a finished shard, and its rows of the judged documents, -1 for others.
+    item: tuple[int, int], *, run: IndexRun, layout: shard.IndexLayout
+) -> tuple[int, tuple[HybridCandidates, Int[ndarray, " judged"]]]:
+    """Task: the shard, its hybrid candidates, and its rows of the judged documents, -1 for others.
 
     The item is (shard, number of rows before it), from which rows are counted on.
     """
@@ -323,7 +326,8 @@ def _measure_shard_hybrid(
     found = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
     doc_ids = read_table(fs.join(run.output, shard.columns_file(number)))["doc_id"]
     judged = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
-    return replace(found, ids=_counted_from(first_row, found.ids)), _counted_from(first_row, judged)
+    found = replace(found, ids=_counted_from(first_row, found.ids))
+    return number, (found, _counted_from(first_row, judged))
 
 
 def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Sequence[int]) -> list[float]:

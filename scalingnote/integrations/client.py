@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import numpy as np
 from pydantic import AfterValidator, SecretStr
 
-from scalingnote.errors import SearchError
+from scalingnote.core.errors import SearchError
 
-MAX_TEXTS = 2048  # of one request, see serve.limits.max_texts
+MAX_REQUEST_TEXTS = 2048  # of one request, as scalingnote.serve.embeddings.MAX_TEXTS
 KEY_VARIABLE = "SCALINGNOTE_API_KEY"  # the name of the key where a framework asks for one
 
 
@@ -57,10 +57,10 @@ class Client:
     def embed(self, texts: Sequence[str], side: Literal["query", "document"]) -> list[list[float]]:
         """Unit embeddings of texts, read by one side of the model. SearchError when they are refused."""
         found: list[list[float]] = []
-        for first in range(0, len(texts), MAX_TEXTS):
+        for first in range(0, len(texts), MAX_REQUEST_TEXTS):
             body = {
                 "model": self._model or self._served_model(),
-                "input": list(texts[first : first + MAX_TEXTS]),
+                "input": list(texts[first : first + MAX_REQUEST_TEXTS]),
                 "input_type": side,
                 "encoding_format": "base64",
             }

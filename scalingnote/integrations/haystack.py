@@ -12,7 +12,7 @@ from haystack import Document, component, default_from_dict, default_to_dict
 from haystack.utils import Secret
 from pydantic import SecretStr
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.integrations.client import KEY_VARIABLE, Client, address, client, metadata_of, text_of
 
 

@@ -31,8 +31,8 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from scalingnote.errors import ConfigError
-from scalingnote.log import get_logger
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
 from scalingnote.models.batch import first_position
 from scalingnote.models.config import Pretrained, Reading, Scratch
 from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens, add_flagged_tokens

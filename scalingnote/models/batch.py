@@ -33,8 +33,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from scalingnote.errors import ConfigError
-from scalingnote.models.prompt import Row
+from scalingnote.core.errors import ConfigError
+from scalingnote.models.prompt import TokenRow
 
 # Whether torch's kernel reads fewer keys than queries, each for a group of heads: not in torch 2.11.
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -152,7 +152,7 @@ class Batch:
         return Batch(ids, mask, self.positions, instruction=self.instruction)
 
 
-def collate(rows: Sequence[Row], *, pad: int, packed: bool = False) -> Batch:
+def collate(rows: Sequence[TokenRow], *, pad: int, packed: bool = False) -> Batch:
     """Make a batch of at least one row.
 
     Args:

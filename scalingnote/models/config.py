@@ -1,10 +1,10 @@
-"""Configuration of towers: backbone, adapters, prompt, pooling, lengths and storage."""
+"""Settings of towers: backbone, adapters, prompt, pooling, lengths and storage; and of the stage adopt."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from scalingnote.config import Config
+from scalingnote.core.config import Config
 
 PAPER_PROMPT = (
     "Document: {{'title': {title}}}. Predict a query term: \"[TITLE_QUERY]\".\n"
@@ -38,30 +38,27 @@ class Scratch(Reading):
 
     kind: Literal["scratch"] = "scratch"
     architecture: Literal["qwen2", "bert"] = Field("qwen2", description="causal or bidirectional")
-    layers: int = Field(2, ge=1)
+    layers: int = Field(2, ge=1, description="transformer layers")
     hidden: int = Field(128, ge=8, description="hidden size; a multiple of heads")
-    heads: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1, description="attention heads")
     intermediate: int = Field(256, ge=8, description="width of the feed-forward part")
     vocabulary: int = Field(8192, ge=300, description="byte-level BPE tokens learnt from the corpus")
     max_positions: int = Field(512, ge=8, description="longest input in tokens")
 
 
-Backbone = Annotated[Pretrained | Scratch, Field(discriminator="kind")]
+BackboneConfig = Annotated[Pretrained | Scratch, Field(discriminator="kind")]
 
 
 Stored = Literal["full", "int8", "nf4"]  # formats of frozen weights
 
 
 class Lora(Config):
-    """Low-rank adapters on a frozen backbone, through peft."""
+    """Low-rank adapters on all linear layers of a frozen backbone, through peft."""
 
-    rank: int = Field(16, ge=1)
+    rank: int = Field(16, ge=1, description="of each adapter's two matrices")
     alpha: float = Field(32.0, gt=0, description="updates are scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="of an adapter's input, in training")
     dora: bool = Field(False, description="weight-decomposed: magnitude and direction apart")
-    targets: tuple[str, ...] | Literal["all-linear"] = Field(
-        "all-linear", description="names of the layers that get one"
-    )
     base: Stored = Field(
         "full",
         description="how the frozen linear layers are stored: full, in the format of products; int8, or nf4 "
@@ -76,14 +73,14 @@ class Lora(Config):
 
 
 Start = Literal["auto", "none", "random"]  # of a projection
-Pooling = Literal["auto", "cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_length"]
+Pooling = Literal["auto", "cls", "last", "mean"]
 
 
 class TowerConfig(Config):
     """One tower: text -> tokens -> hidden states -> pooled state -> projected embedding."""
 
     kind: Literal["transformer"] = "transformer"
-    backbone: Backbone = Scratch()
+    backbone: BackboneConfig = Scratch()
     lora: Lora | None = Field(None, description="None trains all weights")
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
         "auto", description="auto: the fastest that this machine has"
@@ -156,12 +153,9 @@ class LookupConfig(Config):
         8192, ge=300, description="tokens learnt from the queries, where none are inherited"
     )
     weighting: Literal["mean", "learned"] = Field(
-        "mean", description="learned: a weight per token in the mean, starting as `start_weights` says"
-    )
-    start_weights: Literal["equal", "inverse_frequency"] = Field(
-        "equal",
-        description="inverse_frequency: a / (a + share of a token among all), a = 0.0003 (Arora et al. 2017, "
-        "SIF); of a student, by the texts it learns from",
+        "mean",
+        description="learned: a weight per token in the mean; a student's start at a / (a + share of the "
+        "token among all of its texts), a = 0.0003 (Arora et al. 2017, SIF)",
     )
     bigrams: int = Field(
         0, ge=0, description="pairs of neighbouring tokens with rows of their own, the most frequent ones"
@@ -185,11 +179,10 @@ class TokenWiseConfig(Config):
     """
 
     kind: Literal["token_wise"] = "token_wise"
-    backbone: Backbone | None = Field(
+    backbone: BackboneConfig | None = Field(
         None, description="None: the document tower's own, the weights that learn and the adapter too"
     )
     lora: Lora | None = Field(None, description="of a backbone of its own; None trains all weights")
-    attention: Literal["auto", "eager", "sdpa"] = Field("auto", description="one that takes a mask of blocks")
     max_length: int = Field(64, ge=2, description="tokens of the query")
     projection: Start = Field(
         "auto", description="as of a transformer tower; without a backbone of its own, the document tower's"
@@ -233,6 +226,41 @@ class TokenWiseConfig(Config):
     def all_tasks(self) -> dict[str, str]:
         """Instructions that get a table: the first of each set of a mixture, and `tasks`."""
         return {name: texts[0] for name, texts in self.instructions.items() if texts} | self.tasks
+
+
+class AdoptConfig(Config):
+    """A published embedding model instead of training by stage I."""
+
+    path: str = Field(
+        description="hub id, folder or package:NAME, as BAAI/bge-small-en-v1.5; of a pair, that of documents"
+    )
+    weights_sha256: str | None = Field(
+        None, description="of model.safetensors at `path`; other weights are refused. null: any"
+    )
+    query_path: str | None = Field(
+        None, description="of a pair of models, that of queries; null: one model encodes both"
+    )
+    pooling: Pooling = Field(
+        "auto",
+        description="auto: from the model's files; of a plain transformer, which has none, the last token of "
+        "a decoder and the mean, or [CLS], of an encoder",
+    )
+    normalise: bool | None = Field(None, description="embeddings of length 1; null: from the model's files")
+    similarity: Literal["cosine", "dot"] | None = Field(
+        None,
+        description="of a query and a document in search: cosine, or dot, the inner product of documents of "
+        "their own length; null: the model's own (similarity_fn_name), which must be one that ranks as these",
+    )
+    query_prefix: str | None = Field(
+        None, description="text before every query; null: the model's own prompt"
+    )
+    document_prefix: str | None = Field(None, description="text before every document; null: the model's own")
+    query_max_length: int | None = Field(
+        None, ge=2, description="maximum tokens of a query; null: the model's maximum"
+    )
+    document_max_length: int | None = Field(
+        None, ge=2, description="maximum tokens of a document; null: as above"
+    )
 
 
 def _kind(value: Any) -> str:

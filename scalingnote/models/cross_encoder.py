@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Attention, Batch, attention_arguments, choose_attention
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, without_limits
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, without_limits
 from scalingnote.models.published_model import read_json, write_json
 from scalingnote.models.tower import Projection, draw_weights
 
 FACTS = "cross_encoder.json"
 _CHUNK_TOKENS = 2048  # of the logits [tokens, vocabulary] that are in memory at a time
-Pooling = Literal["special", "segments"]
+ProxyPooling = Literal["special", "segments"]
 
 
 class CrossEncoder(nn.Module):
@@ -44,7 +44,7 @@ class CrossEncoder(nn.Module):
         self,
         backbone: Backbone,
         *,
-        pooling: Pooling,
+        pooling: ProxyPooling,
         dim: int | None,
         query_length: int,
         document_length: int,
@@ -205,10 +205,10 @@ def with_placeholder(template: str) -> str:
     return f"{template}[EMB]"
 
 
-def pair(query: Row, document: Row) -> Row:
+def pair(query: TokenRow, document: TokenRow) -> TokenRow:
     """Join a query's row and a document's; the positions are those of [CLS] and the [SEP] between them."""
     body = [id for at, id in enumerate(document.ids) if at and at not in document.positions]
-    return Row([*query.ids, *body], [0, len(query.ids) - 1])
+    return TokenRow([*query.ids, *body], [0, len(query.ids) - 1])
 
 
 def scores(

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.log import get_logger
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models import lookup, published_tower, token_wise, tower
 from scalingnote.models.backbone import Backbone
@@ -303,7 +303,8 @@ def load_tower(folder: Path, role: Role | None = None, *, dtype: torch.dtype = t
     """
     facts = read_json(folder / "tower.json")
     if facts is None and role:
-        return published_tower.open_published(folder, role, dtype=dtype)
+        config = TowerConfig(backbone=Pretrained(path=str(folder)), pooling="auto")
+        return published_tower.open_published(config, role, dtype=dtype)
     if facts is None:
         raise ArtifactError(f"{folder} is not a tower: {folder / 'tower.json'} is missing")
     try:

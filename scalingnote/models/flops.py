@@ -17,7 +17,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.models.config import Lora, Pretrained, Scratch
 
 PLACEHOLDER_TOKENS = 3  # added to the vocabulary of a backbone from scratch
@@ -109,14 +109,10 @@ class Shape:
 
 
 def adapter_parameters(shape: Shape, lora: Lora) -> int:
-    """Return the LoRA parameters of one tower; ConfigError if `targets` names no layer."""
-    per_layer = 0
-    for name, (wide, out, _) in shape.matrices().items():
-        if lora.targets == "all-linear" or any(f".{name}".endswith(f".{end}") for end in lora.targets):
-            per_layer += lora.rank * (wide + out) + (out if lora.dora else 0)
-    if not per_layer:
-        names = ", ".join(name.rpartition(".")[2] for name in shape.matrices())
-        raise ConfigError(f"lora.targets {list(lora.targets)} names no layer; there are {names}")
+    """Return the LoRA parameters of one tower."""
+    per_layer = sum(
+        lora.rank * (wide + out) + (out if lora.dora else 0) for wide, out, _ in shape.matrices().values()
+    )
     return shape.layers * per_layer
 
 
@@ -124,7 +120,7 @@ def backbone_shape(backbone: Pretrained | Scratch) -> Shape:
     """Return the shape of a tower's backbone without downloading it.
 
     Of a pretrained one, config.json is looked for in its folder, then in Hugging Face's cache, then the shape
-    in :data:`PUBLISHED`. ConfigError if it is in none of them, or the architecture is not supported.
+    in :data:`PUBLISHED_SHAPES`. ConfigError if it is in none of them, or the architecture is not supported.
     """
     if isinstance(backbone, Scratch):
         size = (backbone.layers, backbone.hidden, backbone.heads, backbone.heads, backbone.intermediate)
@@ -190,9 +186,9 @@ def _pretrained(path: str) -> Shape:
             return settings_shape(json.loads(file.read_text(encoding="utf-8")), source=str(file))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{file} is not JSON: {error}") from None
-    if path in PUBLISHED:
-        return PUBLISHED[path]
-    known = ", ".join(sorted(name for name in PUBLISHED if not name.endswith("-Instruct")))
+    if path in PUBLISHED_SHAPES:
+        return PUBLISHED_SHAPES[path]
+    known = ", ".join(sorted(name for name in PUBLISHED_SHAPES if not name.endswith("-Instruct")))
     raise ConfigError(
         f"the shape of {path!r} is not known without its config.json: `hf download {path} config.json` once, "
         f"or give a folder that holds one (a dry run reads nothing else of it); known offline: {known}"
@@ -234,7 +230,7 @@ _QWEN2_5 = {
     "14B": (48, 5120, 40, 8, 13_824, 152_064),
     "32B": (64, 5120, 40, 8, 27_648, 152_064),
 }
-PUBLISHED: dict[str, Shape] = {
+PUBLISHED_SHAPES: dict[str, Shape] = {
     **{f"Qwen/Qwen2.5-{name}": _shape("qwen2", *size) for name, size in _QWEN2_5.items()},
     **{f"Qwen/Qwen2.5-{name}-Instruct": _shape("qwen2", *size) for name, size in _QWEN2_5.items()},
     "meta-llama/Llama-3.1-8B": Shape(32, 4096, 32, 8, 128, 14_336, 128_256),

@@ -17,65 +17,28 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalingnote.errors import ConfigError
-from scalingnote.models.published_model import Step
+from scalingnote.core.errors import ConfigError
+from scalingnote.models.published_model import HeadStep
 
 
 def pool(
-    states: Float[Tensor, "tokens hidden"],
-    lengths: Int[Tensor, " rows"],
-    modes: Sequence[str],
-    *,
-    skip: int = 0,
-) -> Float[Tensor, "rows width"]:
+    states: Float[Tensor, "tokens hidden"], lengths: Int[Tensor, " rows"], mode: str
+) -> Float[Tensor, "rows hidden"]:
     """Pool the states of each row, as sentence-transformers' Pooling does; sums are in float32.
 
-    Rows are end to end, without padding. Results of several `modes`, names of
-    :data:`scalingnote.models.published_model.MODES`, are concatenated: width = modes x hidden. All modes but
-    "last" ignore the first `skip` tokens of each row, those of its prefix.
+    Rows are end to end, without padding; `mode` is of :data:`scalingnote.models.published_model.MODES`.
     """
     ends = lengths.cumsum(0)
-    starts = ends - lengths
-    first, last = states[starts + torch.where(lengths > skip, skip, 0)].float(), states[ends - 1].float()
-    if set(modes) <= {"cls", "last"}:
-        return torch.cat([last if mode == "last" else first for mode in modes], dim=1)
-    row = torch.arange(len(lengths), device=states.device).repeat_interleave(lengths)
-    position = torch.arange(len(states), device=states.device) - starts[row]
-    states, counts = states.float(), lengths
-    if skip:
-        kept = position >= skip
-        states, row, position = states[kept], row[kept], position[kept]
-        counts = (lengths - skip).clamp(min=0)
-    divisors = counts.clamp(min=1)[:, None]
-    pooled = []
-    for mode in modes:
-        match mode:
-            case "last":
-                pooled.append(last)
-            case "cls":
-                pooled.append(first)
-            case "mean":
-                pooled.append(_row_sums(states, row, counts) / divisors)
-            case "mean_sqrt_length":
-                pooled.append(_row_sums(states, row, counts) / divisors.sqrt())
-            case "weighted_mean":  # weights are positions, counted from 1
-                weights = (position + 1).float()[:, None]
-                total = _row_sums(weights, row, counts).clamp(min=1e-9)
-                pooled.append(_row_sums(states * weights, row, counts) / total)
-            case "max":
-                pooled.append(torch.segment_reduce(states, "max", lengths=counts))
-            case _:
-                raise ValueError(f"unknown pooling mode {mode!r}")
-    return torch.cat(pooled, dim=1)
-
-
-def _row_sums(
-    values: Float[Tensor, "tokens width"], row: Int[Tensor, " tokens"], lengths: Int[Tensor, " rows"]
-) -> Float[Tensor, "rows width"]:
-    if values.is_cuda:  # index_add is not deterministic there
-        return torch.segment_reduce(values, "sum", lengths=lengths)
-    # Six times as fast as segment_reduce on a CPU (8,192 tokens of 384, one thread).
-    return torch.zeros(len(lengths), values.shape[1]).index_add(0, row, values)
+    if mode == "last":
+        return states[ends - 1].float()
+    if mode == "cls":
+        return states[ends - lengths].float()
+    if states.is_cuda:  # index_add is not deterministic there
+        total = torch.segment_reduce(states.float(), "sum", lengths=lengths)
+    else:  # six times as fast as segment_reduce (8,192 tokens of 384, one thread)
+        row = torch.arange(len(lengths)).repeat_interleave(lengths)
+        total = torch.zeros(len(lengths), states.shape[1]).index_add(0, row, states.float())
+    return total / lengths.clamp(min=1)[:, None]
 
 
 # Activations without parameters, by the last part of the dotted name in a Dense module's config.
@@ -85,9 +48,9 @@ _ACTIVATIONS = {
 
 
 class Dense(nn.Linear):
-    """A Dense module of sentence-transformers: a linear layer, an activation, an optional residual."""
+    """A Dense module of sentence-transformers: a linear layer and an activation."""
 
-    def __init__(self, settings: dict[str, Any], *, residual: bool = False) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         """`settings` is the module's config.json; ConfigError if the activation is not supported."""
         super().__init__(settings["in_features"], settings["out_features"], bias=settings.get("bias", True))
         name = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
@@ -97,20 +60,15 @@ class Dense(nn.Linear):
             )
         self.activation: nn.Module = _ACTIVATIONS[name.rpartition(".")[2]]()
         self.settings = settings
-        self.residual = nn.Linear(self.in_features, self.out_features, bias=False) if residual else None
 
     def forward(self, states: Float[Tensor, "... in"]) -> Float[Tensor, "... out"]:
         """Return float32 embeddings of pooled states."""
         bias = None if self.bias is None else self.bias.float()
-        out: Tensor = self.activation(F.linear(states.float(), self.weight.float(), bias))
-        if self.settings.get("use_residual"):
-            out = out + (states if self.residual is None else self.residual(states))
-        return out
+        return self.activation(F.linear(states.float(), self.weight.float(), bias))  # type: ignore[no-any-return]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights under the names of a Dense module's file."""
-        names = {"weight": "linear.weight", "bias": "linear.bias", "residual.weight": "residual.weight"}
-        return {names[name]: value.detach().contiguous() for name, value in self.state_dict().items()}
+        return {f"linear.{name}": value.detach().contiguous() for name, value in self.state_dict().items()}
 
 
 class Normalise(nn.Module):
@@ -146,12 +104,12 @@ class Head(nn.Sequential):
         return out if self.keep is None else out[..., : self.keep]
 
 
-def read_head(steps: Sequence[Step], *, hidden: int, keep: int | None = None) -> Head:
+def read_head(steps: Sequence[HeadStep], *, hidden: int, keep: int | None = None) -> Head:
     """Read the head of a published model; ConfigError if a dense layer's files are missing or mismatched."""
     return Head([_read_layer(step) for step in steps], hidden=hidden, keep=keep)
 
 
-def _read_layer(step: Step) -> nn.Module:
+def _read_layer(step: HeadStep) -> nn.Module:
     if step.folder is None:
         return Normalise()
     path = step.folder / "model.safetensors"
@@ -163,7 +121,7 @@ def _read_layer(step: Step) -> nn.Module:
             f"{step.folder} is a dense layer without {Path(error.filename or path).name}: weights are read "
             "from safetensors only, so fetch the model again, or convert it"
         ) from None
-    dense = Dense(settings, residual="residual.weight" in weights)
+    dense = Dense(settings)
     try:
         dense.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
     except RuntimeError as error:

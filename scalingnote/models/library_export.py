@@ -25,11 +25,12 @@ from transformers import PreTrainedTokenizerFast
 
 from scalingnote.models.heads import Dense, Head
 from scalingnote.models.prompt import (
-    FIELDS,
     PLACEHOLDERS,
+    TEXT_PLACEHOLDERS,
     DocumentPrompt,
-    Row,
     SpecialTokens,
+    TokenRow,
+    indexed_view,
     plain,
     split,
     template_of,
@@ -70,7 +71,10 @@ def document_layout(template: str, *, causal: bool) -> str:
     text = "".join(pieces[:1])
     for left, right in pairwise(pieces):
         # A placeholder is a special token, which tokenizers never join with its neighbours.
-        could_join = (left in FIELDS or right in FIELDS) and not {left, right} & PLACEHOLDERS.keys()
+        could_join = (left in TEXT_PLACEHOLDERS or right in TEXT_PLACEHOLDERS) and not {
+            left,
+            right,
+        } & PLACEHOLDERS.keys()
         text += (BOUNDARY if could_join else "") + right
     return text
 
@@ -84,9 +88,8 @@ def indexed_placeholder(template: str) -> str:
 def unread_tokens(prompt: DocumentPrompt) -> int:
     """Return how many tokens of a causal prompt follow the indexed view's position, without effect on it."""
     (row,) = prompt.rows([""], [""], [""])
-    assert isinstance(row, Row)
-    view = "summary" if "summary" in prompt.views else prompt.views[-1]
-    return len(row.ids) - 1 - row.positions[prompt.views.index(view)]
+    assert isinstance(row, TokenRow)
+    return len(row.ids) - 1 - row.positions[prompt.views.index(indexed_view(prompt.views))]
 
 
 def export_tokenizer(
@@ -131,7 +134,7 @@ def layout_agrees(
         for title, topic, content in zip(*fields, strict=True)
     ]
     for row, ids in zip(prompt.rows(*fields), tokenizer(texts, truncation=True).input_ids, strict=True):
-        if not isinstance(row, Row) or (row.ids[: len(ids)] if causal else row.ids) != ids:
+        if not isinstance(row, TokenRow) or (row.ids[: len(ids)] if causal else row.ids) != ids:
             return False
     return True
 
@@ -141,7 +144,7 @@ def _halves(template: str, *, causal: bool) -> tuple[list[str], list[str]]:
     pieces = split(template)
     if causal:
         pieces = pieces[: pieces.index(indexed_placeholder(template))]
-    end = max((i + 1 for i, piece in enumerate(pieces) if piece in FIELDS), default=0)
+    end = max((i + 1 for i, piece in enumerate(pieces) if piece in TEXT_PLACEHOLDERS), default=0)
     return pieces[:end], pieces[end:]
 
 
@@ -191,11 +194,10 @@ def write_published(
     They contain the model's own settings for this role. The prompt is stored for both roles, so that
     `encode`, `encode_query` and `encode_document` read a text in the same way.
     """
-    names = [MODES[mode] for mode in model.pooling]
     pooling = {
-        "embedding_dimension": layers.hidden // len(names),
-        "pooling_mode": names[0] if len(names) == 1 else names,
-        "include_prompt": model.include_prompt,
+        "embedding_dimension": layers.hidden,
+        "pooling_mode": MODES[model.pooling],
+        "include_prompt": True,
     }
     modules: list[_Module] = [(_POOLING, pooling, {})]
     for layer in layers:

@@ -24,11 +24,11 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup_table import LookupFeatures, Storage, Table, quantize_rows
-from scalingnote.models.prompt import Row, tokenize, without_limits
+from scalingnote.models.prompt import TokenRow, tokenize, without_limits
 
 # Learning rates under RowAdam relative to token rows (docs/guides/distil.md); pairs are many and rare.
 BIGRAM_RATE = 0.25
@@ -42,6 +42,7 @@ class LookupStart:
 
     feature_keys: Int64[ndarray, " features"]
     weights: Float32[ndarray, " rows"] | None = None  # of tokens, then of features
+    rows: Float32[ndarray, "tokens dim"] | None = None  # None: random, or a teacher's
 
 
 class LookupPrompt:
@@ -54,12 +55,12 @@ class LookupPrompt:
     ) -> None:
         self.tokenizer, self._max_length, self._features = tokenizer, max_length, features
 
-    def rows(self, queries: Sequence[str]) -> list[Row]:
+    def rows(self, queries: Sequence[str]) -> list[TokenRow]:
         """Return a row per query: at most `max_length` tokens, then features. Its position is not used."""
         rows = [ids[: self._max_length] for ids in tokenize(self.tokenizer, queries, self._max_length)]
         if self._features is not None:
             rows = [self._features.extend(ids) for ids in rows]
-        return [Row(ids, [0]) for ids in rows]
+        return [TokenRow(ids, [0]) for ids in rows]
 
 
 class RowAttention(nn.Module):
@@ -246,7 +247,7 @@ def build(
     seed: int,
     start: LookupStart | None = None,
 ) -> LookupTower:
-    """Build a tower that is ready to train; rows of tokens are random, those of features 0.
+    """Build a tower that is ready to train; rows of tokens are the start's or random, those of features 0.
 
     Without `start` it has no features and equal weights. ConfigError without a tokenizer.
     """
@@ -255,6 +256,8 @@ def build(
     tokenizer = Tokenizer.from_str(tokenizer_json)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(tokenizer.get_vocab_size(), dim, generator=generator) * dim**-0.5
+    if start is not None and start.rows is not None:
+        rows = torch.from_numpy(start.rows)
     features = None
     if start is not None and len(start.feature_keys):
         features = LookupFeatures(start.feature_keys, tokens=len(rows))

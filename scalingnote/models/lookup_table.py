@@ -43,8 +43,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from scalingnote.array_types import Float, Float32, Int, Int64, Shaped
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.core.array_types import Float, Float32, Int, Int64, Shaped
+from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.models.prompt import without_limits
 from scalingnote.models.published_model import (
     IDENTITY,
@@ -317,6 +317,15 @@ def write_published(table: Table, embedding: Path, dense: Path) -> None:
     write_json(dense / "config.json", dense_settings(dim, dim, bias=True))
     identity = np.eye(dim, dtype=np.float32)
     save_file({"linear.weight": identity, "linear.bias": empty}, dense / "model.safetensors")
+
+
+def read_table(folder: Path) -> Table:
+    """Return the table of a tower's folder, or the one that encodes queries in a published folder.
+
+    Raises what :meth:`Table.read` and :func:`read_published` do.
+    """
+    published = None if (folder / "tower.json").exists() else read_published(folder)
+    return published or Table.read(folder)
 
 
 def read_published(folder: Path) -> Table | None:

@@ -22,11 +22,12 @@ from jaxtyping import Float, Float32, Int
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models.prompt import QueryPrompt, Row, SpecialTokens, without_limits
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.models.prompt import QueryPrompt, SpecialTokens, TokenRow, without_limits
 
 OnnxForm = Literal["onnx", "onnx_int8"]
-FILES: dict[OnnxForm, str] = {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}
+ONNX_FILES: dict[OnnxForm, str] = {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}
+MAX_GRAPH_BYTES = 1 << 31  # the limit of a protobuf message
 MIN_COSINE = 0.999  # of a graph's embedding and the tower's own, for every golden query
 _GOLDEN_SINGLE = 16  # golden queries that are encoded one by one
 _GOLDEN_AT_LOAD = 64  # golden queries that are encoded when a graph is loaded
@@ -55,7 +56,7 @@ class OnnxTower:
             causal=facts["causal"],
         )
         self.max_tokens = self._prompt.max_tokens
-        self._session = _session(folder / FILES[form], threads)
+        self._session = _session(folder / ONNX_FILES[form], threads)
 
     @classmethod
     def load(cls, folder: Path, form: OnnxForm, *, threads: int | None = None) -> "OnnxTower":
@@ -68,7 +69,7 @@ class OnnxTower:
         least = tower.agreement(limit=_GOLDEN_AT_LOAD)
         if least < MIN_COSINE:
             raise ArtifactError(
-                f"{folder / FILES[form]} gives a golden query another embedding than its tower, cosine "
+                f"{folder / ONNX_FILES[form]} gives a golden query another embedding than its tower, cosine "
                 f"{least:.4f}, less than {MIN_COSINE}: its 8-bit products differ on this CPU from those "
                 "where it was exported, or a file is another's; export it here, or use another form"
             )
@@ -82,7 +83,7 @@ class OnnxTower:
         """Return the same of queries given by their token ids, of which the first `max_tokens` are read."""
         return self._encode([self._prompt.row(self._prompt.cut(ids)) for ids in queries])
 
-    def _encode(self, rows: Sequence[Row]) -> Float32[ndarray, "queries dim"]:
+    def _encode(self, rows: Sequence[TokenRow]) -> Float32[ndarray, "queries dim"]:
         if len(rows) == 1:
             return self.run(*_padded(rows, self._pad))
         out = np.empty((len(rows), self.dim), np.float32)
@@ -158,7 +159,9 @@ def _use_huge_pages(before: dict[int, int]) -> None:
                 advise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
 
-def _padded(rows: Sequence[Row], pad: int) -> tuple[Int[ndarray, "rows tokens"], Int[ndarray, "rows tokens"]]:
+def _padded(
+    rows: Sequence[TokenRow], pad: int
+) -> tuple[Int[ndarray, "rows tokens"], Int[ndarray, "rows tokens"]]:
     longest = max(len(row.ids) for row in rows)
     ids = np.full((len(rows), longest), pad, np.int64)
     mask = np.zeros_like(ids)

@@ -21,16 +21,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from scalingnote.errors import ConfigError
-from scalingnote.log import get_logger
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
 from scalingnote.models.batch import collate, first_position
 from scalingnote.models.dual_encoder import load_tower
-from scalingnote.models.onnx import FILES, MIN_COSINE, OnnxForm, OnnxTower, require
+from scalingnote.models.onnx import MAX_GRAPH_BYTES, MIN_COSINE, ONNX_FILES, OnnxForm, OnnxTower, require
 from scalingnote.models.prompt import QueryPrompt
 from scalingnote.models.published_model import write_json
 from scalingnote.models.tower import Tower
 
-_MAX_GRAPH_BYTES = 1 << 31  # the limit of a protobuf message
 # Tried in this order until the golden queries agree; each is slower or larger than the previous one. Signed
 # weights need VNNI: without it, products are accumulated in 16 bits and may overflow. The table of token
 # embeddings has one scale for all tokens, so that an outlier reduces the precision of all.
@@ -58,7 +57,7 @@ def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: Onnx
         )
     tower = load_tower(folder)
     size = sum(parameter.nbytes for parameter in tower.parameters())
-    if size >= _MAX_GRAPH_BYTES:
+    if size >= MAX_GRAPH_BYTES:
         raise ConfigError(
             f"{folder} has {size / 2**30:.1f} GiB of weights, an ONNX file takes 2: distil it first"
         )
@@ -69,7 +68,7 @@ def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: Onnx
         _write_references(tower, temporary, queries)
         for name in ("tokenizer.json", "tower.json"):
             shutil.copyfile(folder / name, temporary / name)
-        _write_float32_graph(tower, temporary / FILES["onnx"])
+        _write_float32_graph(tower, temporary / ONNX_FILES["onnx"])
         least = _check(temporary, form) if form == "onnx" else _quantize_exactly(temporary)
         for path in sorted(temporary.iterdir()):
             path.replace(into / path.name)
@@ -88,7 +87,7 @@ def _quantize_exactly(folder: Path) -> float:
             log.info("8-bit %s of %s are not exact enough here", weights, " and ".join(operators))
             too_low = error
         else:
-            (folder / FILES["onnx"]).unlink()
+            (folder / ONNX_FILES["onnx"]).unlink()
             return least
     raise too_low
 
@@ -113,8 +112,8 @@ def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
 
     with _without_warnings():
         quantize_dynamic(
-            folder / FILES["onnx"],
-            folder / FILES["onnx_int8"],
+            folder / ONNX_FILES["onnx"],
+            folder / ONNX_FILES["onnx_int8"],
             op_types_to_quantize=list(operators),
             per_channel=True,
             weight_type=QuantType[weights],

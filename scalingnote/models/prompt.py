@@ -7,24 +7,23 @@ model fills a placeholder in place: the state *at* it is pooled (ScalingNote, se
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Encoding, Tokenizer, processors
 
-from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.texts import checked_texts
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.words import checked_texts
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from numpy import ndarray
 
-    from scalingnote.array_types import Shaped
+    from scalingnote.core.array_types import Shaped
 
 PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
-FIELDS = ("{title}", "{topic}", "{content}")
-VIEWS = tuple(PLACEHOLDERS.values())
+TEXT_PLACEHOLDERS = ("{title}", "{topic}", "{content}")
 _PIECE = re.compile(r"(\{title\}|\{topic\}|\{content\}|\[TITLE_QUERY\]|\[CONTENT_QUERY\]|\[EMB\])")
 # Long texts are cut before they are tokenized: no tokenizer averages more characters per token.
 _MAX_CHARACTERS_PER_TOKEN = 16
@@ -33,7 +32,7 @@ _USUAL_CHARACTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """Token ids of one input and the positions whose hidden states are pooled, one per view.
 
     A document prompt with `spans` adds six positions: start and stop of title, topic and content.
@@ -41,6 +40,7 @@ class Row:
 
     ids: list[int]
     positions: list[int]
+    lost: int = field(default=0, compare=False)  # tokens of the text that are not read, about
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class QueryPrompt:
         self.max_tokens = max_length - len(self._head) - len(self._tail)  # tokens of a query that are read
         self._causal = causal
 
-    def rows(self, queries: Sequence[str]) -> list[Row]:
+    def rows(self, queries: Sequence[str]) -> list[TokenRow]:
         """Return one row per query; a long query is truncated before its end token."""
         return [self.row(self.cut(ids)) for ids in tokenize(self.tokenizer, queries, self.max_tokens)]
 
@@ -80,10 +80,10 @@ class QueryPrompt:
         """Return the tokens of a query that are read."""
         return ids[: self.max_tokens]
 
-    def row(self, ids: Sequence[int]) -> Row:
+    def row(self, ids: Sequence[int]) -> TokenRow:
         """Return the row of a query with these tokens."""
         row = [*self._head, *ids, *self._tail]
-        return Row(row, [len(row) - 1 if self._causal else 0])
+        return TokenRow(row, [len(row) - 1 if self._causal else 0])
 
 
 class DocumentPrompt:
@@ -127,7 +127,7 @@ class DocumentPrompt:
             pieces = pieces[: last + 1]
         self._pieces: list[str | list[int]] = []
         for piece in pieces:
-            if piece in FIELDS:
+            if piece in TEXT_PLACEHOLDERS:
                 self._pieces.append(piece[1:-1])
             elif piece in PLACEHOLDERS:
                 number = tokenizer.token_to_id(piece)
@@ -175,39 +175,45 @@ class DocumentPrompt:
     @property
     def width(self) -> int:
         """Number of positions of a row."""
-        return len(self.views) + 2 * len(FIELDS) * self._spans
+        return len(self.views) + 2 * len(TEXT_PLACEHOLDERS) * self._spans
 
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
-    ) -> list[Row | DataError]:
+    ) -> list[TokenRow | DataError]:
         """Return one row per document, and a DataError for one that exceeds the model's positions.
 
         Content is truncated first, then topic, but neither title nor placeholders.
         """
         max_tokens = self._max_length
         fields = {"title": titles, "topic": topics, "content": contents}
-        columns = [
-            # A field that is not in the template takes no tokens from the others.
-            tokenize(self.tokenizer, texts if name in self._pieces else [""] * len(texts), max_tokens)
-            for name, texts in fields.items()
+        # A field that is not in the template takes no tokens from the others.
+        read = [texts if name in self._pieces else [""] * len(texts) for name, texts in fields.items()]
+        columns = [tokenize(self.tokenizer, texts, max_tokens) for texts in read]
+        unseen = [
+            sum(_unseen(text, ids, max_tokens) for text, ids in zip(texts, each, strict=True))
+            for texts, each in zip(zip(*read, strict=True), zip(*columns, strict=True), strict=True)
         ]
-        return [self._row(*ids) for ids in zip(*columns, strict=True)]
+        title, topic, content = columns
+        return [self._row(*row) for row in zip(title, topic, content, unseen, strict=True)]
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens of a content without title and topic that are read."""
         return ids[: self.max_tokens]
 
-    def row(self, ids: Sequence[int]) -> Row | DataError:
+    def row(self, ids: Sequence[int]) -> TokenRow | DataError:
         """Return the row of a document without title and topic whose content has these tokens."""
         return self._row([], [], list(ids))
 
-    def _row(self, title: list[int], topic: list[int], content: list[int]) -> Row | DataError:
+    def _row(
+        self, title: list[int], topic: list[int], content: list[int], lost: int = 0
+    ) -> TokenRow | DataError:
         spare = max(self._max_length - self._fixed - len(title), 0)
+        lost += max(len(topic) + len(content) - spare, 0)
         topic = topic[:spare]
         fields = {"title": title, "topic": topic, "content": content[: spare - len(topic)]}
         ids: list[int] = list(self._head)
         positions = []
-        spans = {name[1:-1]: (0, 0) for name in FIELDS}
+        spans = {name[1:-1]: (0, 0) for name in TEXT_PLACEHOLDERS}
         for piece, placeholder in zip(self._pieces, self._placeholders, strict=True):
             if placeholder:
                 positions.append(max(len(ids) - 1, 0) if self._causal else len(ids))
@@ -221,7 +227,7 @@ class DocumentPrompt:
             return DataError(
                 f"title takes {len(title)} tokens, the model reads {self._max_positions}: shorten the title"
             )
-        return Row(ids, positions + [at for span in spans.values() for at in span] * self._spans)
+        return TokenRow(ids, positions + [at for span in spans.values() for at in span] * self._spans, lost)
 
 
 class TokenDocuments(DocumentPrompt):
@@ -234,11 +240,15 @@ class TokenDocuments(DocumentPrompt):
 
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
-    ) -> list[Row | DataError]:
+    ) -> list[TokenRow | DataError]:
         """Return one row per document; long ones are cut. Its position is not used."""
         texts = [" ".join(filter(None, fields)) for fields in zip(titles, topics, contents, strict=True)]
         rows = tokenize(self.tokenizer, texts, self._max_length)
-        return [Row(ids[: self._max_length], [0]) for ids in rows]
+        most = self._max_length
+        return [
+            TokenRow(ids[:most], [0], max(len(ids) - most, 0) + _unseen(text, ids, most))
+            for text, ids in zip(texts, rows, strict=True)
+        ]
 
 
 class TextPrompt:
@@ -271,25 +281,35 @@ class TextPrompt:
         direction = "right" if keeps == "left" else "left"
         self.tokenizer.enable_truncation(max_length, direction=direction)
 
-    def texts(self, texts: Sequence[str]) -> list[Row]:
+    def texts(self, texts: Sequence[str]) -> list[TokenRow]:
         """Return one row per text. Its position is not used: pooling reads all states of a row."""
         whole = [self._prefix + text for text in texts]
-        cut = [self._shorten(text) for text in whole]
-        rows = _encode(self.tokenizer, cut, special=True)
+        pieces = [self._shorten(text) for text in whole]
+        encodings = _encodings(self.tokenizer, pieces, special=True)
         for i, text in enumerate(whole):
             # A cut text of long words may have fewer than `max_tokens` tokens: it is tokenized as a whole.
-            if len(cut[i]) < len(text) and len(rows[i]) < self._max_length:
-                rows[i] = self.tokenizer.encode(text).ids
-        return [Row(ids or [self._empty], [0]) for ids in rows]
+            if len(pieces[i]) < len(text) and len(encodings[i].ids) < self._max_length:
+                pieces[i], encodings[i] = text, self.tokenizer.encode(text)
+        lost = map(self._lost, whole, pieces, encodings)
+        return [
+            TokenRow(encoding.ids or [self._empty], [0], unread)
+            for encoding, unread in zip(encodings, lost, strict=True)
+        ]
+
+    def _lost(self, text: str, piece: str, encoding: Encoding) -> int:
+        """Tokens of a text that are not read, of which `piece` was tokenized."""
+        special = len(self._head) + len(self._tail)
+        more = sum(len(rest.ids) - special for rest in encoding.overflowing)
+        return more + round((len(encoding.ids) - special + more) * (len(text) / max(len(piece), 1) - 1))
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens of a text that are read."""
         return ids[: self.max_tokens] if self._keeps == "left" else ids[max(len(ids) - self.max_tokens, 0) :]
 
-    def row(self, ids: Sequence[int]) -> Row:
+    def row(self, ids: Sequence[int]) -> TokenRow:
         """Return the row of a text with these tokens."""
         prefix = self.tokenizer.encode(self._prefix, add_special_tokens=False).ids
-        return Row([*self._head, *prefix, *ids, *self._tail] or [self._empty], [0])
+        return TokenRow([*self._head, *prefix, *ids, *self._tail] or [self._empty], [0])
 
     def _shorten(self, text: str) -> str:
         """Cut a long text at a space, since a row cannot hold all of its tokens."""
@@ -310,7 +330,7 @@ class TextPrompt:
 class TextQueries(TextPrompt, QueryPrompt):
     """Queries of a published model."""
 
-    def rows(self, queries: Sequence[str]) -> list[Row]:
+    def rows(self, queries: Sequence[str]) -> list[TokenRow]:
         """Return one row per query."""
         return self.texts(queries)
 
@@ -325,7 +345,7 @@ class TextDocuments(TextPrompt, DocumentPrompt):
 
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
-    ) -> list[Row | DataError]:
+    ) -> list[TokenRow | DataError]:
         """Return one row per document; long documents are truncated, so there are no errors."""
         texts = [" ".join(filter(None, fields)) for fields in zip(titles, contents, strict=True)]
         return [*self.texts(texts)]
@@ -422,14 +442,21 @@ def without_limits(tokenizer: Tokenizer) -> Tokenizer:
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
     """Return the tokens of each text, at least the first `max_tokens`, without special tokens."""
-    return _encode(tokenizer, [cut_characters(text, max_tokens) for text in texts], special=False)
+    pieces = [cut_characters(text, max_tokens) for text in texts]
+    return [encoding.ids for encoding in _encodings(tokenizer, pieces, special=False)]
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list[list[int]]:
+def _encodings(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list[Encoding]:
     if len(texts) == 1:
         # A batch releases the GIL: beside a thread that searches, a single query would wait to get it back.
-        return [tokenizer.encode(texts[0], add_special_tokens=special).ids]
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
+        return [tokenizer.encode(texts[0], add_special_tokens=special)]
+    return list(tokenizer.encode_batch_fast(texts, add_special_tokens=special))
+
+
+def _unseen(text: str, ids: Sequence[int], max_tokens: int) -> int:
+    """Tokens of a text behind :func:`cut_characters`, if it has as many per character there as before."""
+    read = max_tokens * _MAX_CHARACTERS_PER_TOKEN
+    return round(len(ids) * max(len(text) - read, 0) / read)
 
 
 def cut_characters(text: str, max_tokens: int) -> str:
@@ -440,7 +467,7 @@ def cut_characters(text: str, max_tokens: int) -> str:
 # --- token rows as Arrow columns: pyarrow and numpy are loaded late, the query path does without them -------
 
 
-def token_columns(rows: Iterable[Sequence[Row]], *, views: int) -> "dict[str, pa.Array]":
+def token_columns(rows: Iterable[Sequence[TokenRow]], *, views: int) -> "dict[str, pa.Array]":
     """Return columns ``ids`` and ``positions`` of blocks of token rows with `views` positions each."""
     import numpy as np
     import pyarrow as pa
@@ -466,7 +493,7 @@ def list_column(values: "Shaped[ndarray, ' values']", offsets: Sequence[int]) ->
     return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
 
 
-def from_columns(table: "pa.Table") -> list[Row]:
+def from_columns(table: "pa.Table") -> list[TokenRow]:
     """Return the rows of columns ``ids`` and ``positions`` from :func:`token_columns`."""
     if not len(table):
         return []
@@ -475,4 +502,12 @@ def from_columns(table: "pa.Table") -> list[Row]:
     tokens, width = ids.values.to_numpy(), positions.type.list_size
     places = positions.flatten().to_numpy().reshape(-1, width).tolist()
     spans = pairwise(ids.offsets.to_numpy().tolist())
-    return [Row(tokens[start:stop].tolist(), at) for (start, stop), at in zip(spans, places, strict=True)]
+    return [
+        TokenRow(tokens[start:stop].tolist(), at) for (start, stop), at in zip(spans, places, strict=True)
+    ]
+
+
+def indexed_view(views: Sequence[str]) -> str:
+    """The view that a tower gives where it gives one: that of [EMB], which is indexed, else the last."""
+    view = PLACEHOLDERS["[EMB]"]
+    return view if view in views else views[-1]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.models import library_export, published_model
 from scalingnote.models.card import CardFacts, router_card, tower_card
 from scalingnote.models.lookup_table import Table, is_static, write_published
@@ -51,7 +51,7 @@ class _Side:
 
 def write_router(
     query: Path,
-    document: Path,
+    document: Path | None,
     folder: Path,
     *,
     document_reference: str | None = None,
@@ -62,7 +62,7 @@ def write_router(
     Args:
         query: the student's folder, `query/` of an artifact: a lookup table, or a transformer whose folder
             sentence-transformers reads.
-        document: the teacher's folder: `document/` of an artifact, or a published model's.
+        document: the teacher's folder: `document/` of an artifact, or a published model's; None: no route.
         folder: where to write. Route folders of an earlier call are replaced, other files are kept.
         document_reference: a hub id, "id@revision", or a folder. Documents are then encoded by the model of
             this name, loaded where the router is loaded; nothing of `document` is copied.
@@ -73,7 +73,9 @@ def write_router(
             module needs code of its own, documents are compared neither by cosine nor by dot, or `folder`
             holds another model.
     """
-    sides: dict[Role, _Side] = {"query": _side(query, "query"), "document": _side(document, "document")}
+    sides: dict[Role, _Side] = {"query": _side(query, "query")}
+    if document is not None:
+        sides["document"] = _side(document, "document")
     dims = {role: side.dim for role, side in sides.items() if side.dim is not None}
     if len(set(dims.values())) > 1:
         raise ConfigError(
@@ -83,27 +85,25 @@ def write_router(
     # All checks come before the first file is removed or written.
     is_table = _tower_settings(query).get("kind") == "lookup"
     query_modules = [] if is_table else _modules(query, "query")
-    document_modules = _modules(document, "document")
-    similarity = published_model.similarity_of(document)
-    if document_reference is not None:
+    document_modules = [] if document is None else _modules(document, "document")
+    similarity: Similarity = "cosine" if document is None else published_model.similarity_of(document)
+    if document is not None and document_reference is not None:
         _check_reference(document_reference, document)
     _clear(folder)
-    if is_table:
-        query_types = _write_table(query, folder)
-    else:
-        query_types = _copy(query, query_modules, folder, "query")
-    if document_reference is None:
-        document_types = _copy(document, document_modules, folder, "document")
-    else:
-        document_types = _write_reference(document_reference, document, folder)
+    query_types = _write_table(query, folder) if is_table else _copy(query, query_modules, folder, "query")
+    types = {"query": query_types}
+    if document is not None and document_reference is not None:
+        types["document"] = _write_reference(document_reference, document, folder)
+    elif document is not None:
+        types["document"] = _copy(document, document_modules, folder, "document")
     if similarity == "dot" and not (query_modules and query_modules[-1].name == "Normalize"):
         query_types[_write_normalise(folder / f"query_{len(query_types)}_Normalize")] = _NORMALIZE
-    _write_lists(folder, {"query": query_types, "document": document_types}, similarity)
+    _write_lists(folder, types, similarity)
     dim = next(iter(dims.values()), None)
     library_export.write_settings(
         folder,
         {role: side.prompt for role, side in sides.items()},
-        default="document" if sides["document"].prompt else None,
+        default="document" if document is not None and sides["document"].prompt else None,
         truncate_dim=dim if any(side.truncated for side in sides.values()) else None,
         similarity=similarity,
     )
@@ -263,9 +263,9 @@ def _write_lists(folder: Path, types: dict[str, dict[str, str]], similarity: Sim
     published_model.write_json(
         folder / "router_config.json",
         {
-            "types": {**types["query"], **types["document"]},
+            "types": {name: kind for route in types.values() for name, kind in route.items()},
             "structure": {role: [*route] for role, route in types.items()},
-            "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
+            "parameters": {"default_route": [*types][-1], "allow_empty_key": True, "route_mappings": {}},
         },
     )
     modules = [{"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.router.Router"}]

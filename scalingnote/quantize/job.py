@@ -1,12 +1,13 @@
 """The quantize stage: codebooks, and semantic IDs for every part of the embeddings.
 
-Tasks draw a sample from the parts. Codebooks are fitted on it in one task, or by Lloyd passes of many if it
-exceeds a worker (kmeans.fit_files); or they come from an earlier artifact, whose IDs then stay. Actors code
-the parts, and tasks over ranges of codes assign the IDs (naming.py). A kill loses no finished codebooks,
-passes, parts or ranges. The driver only holds file names.
+Tasks draw a sample from the parts, and codebooks are fitted on it in one task; or they come from an earlier
+artifact, whose IDs then stay. Actors code the parts and write their IDs, and tasks over ranges of codes sort
+them by code (naming.py). A kill loses no finished codebooks, parts or ranges. The driver only holds file
+names.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,28 +15,27 @@ import faiss
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 from jaxtyping import Float
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
-from scalingnote import cluster
-from scalingnote.config import Resources
-from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.log import get_logger
-from scalingnote.quantize import kmeans, naming, semantic_id
+from scalingnote.core import cluster
+from scalingnote.core.config import Resources
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.log import get_logger
+from scalingnote.core.parts import PartStage
+from scalingnote.quantize import code_statistics, kmeans, naming, semantic_id
 from scalingnote.quantize.config import QuantizeConfig
-from scalingnote.quantize.kmeans import draw, shares
+from scalingnote.quantize.kmeans import SAMPLE_SEED, draw, shares
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.arrow import to_numpy
-from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
+from scalingnote.storage.arrow import to_arrow, to_numpy
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, read_table, write_table
+from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.storage.shuffle import ROWS_PER_SLICE, group_by_size, run_slices
 
-VIEW = "summary"  # the embedding that is quantized and indexed
 CODEBOOKS = "codebooks.safetensors"
 FITTED = "fitted.safetensors"  # tally of the corpus that the codebooks were fitted for, without the sample
 STATISTICS = "statistics.json"
-SAMPLE_TASKS = 512  # at most: each is an object that the joining task must fetch
 SampledPart = tuple[str, int, int]  # name of a part, its number, and its number of sampled rows
 log = get_logger("quantize")
 
@@ -44,8 +44,8 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
     """Assign a semantic ID to every embedding.
 
     Args:
-        config: of the stage. With `codebooks`, documents of that earlier artifact keep their IDs if their
-            codes are the same; `drift` in `statistics.json` describes how the others differ.
+        config: of the stage. With `codebooks`, documents of that earlier artifact have the same IDs if their
+            vectors are the same; `drift` in `statistics.json` describes how the others differ.
         embeddings: URI of the embeddings.
         output: URI of the `semantic_ids` artifact.
 
@@ -67,21 +67,20 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
     if earlier is not None:
         _require_fitting(config, earlier, source, parts)
     else:
-        sampled = min(_sample_size(config, rows), config.documents_per_worker)
-        kmeans.require_sample(sampled, codes=config.codes)
+        kmeans.require_sample(_sample_size(config, rows), codes=config.codes)
     cluster.connect()
     cluster.check_resources(config.resources, knob="quantize.resources")
 
     draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source, earlier))
-    _code(config, parts, rows, draft, source)
+    coded = _code(config, parts, rows, draft, source)
     corpus = naming.CodedCorpus(
-        output=draft.uri, work=draft.work(), levels=config.levels, size=config.codes, given=earlier
+        output=draft.uri, work=draft.work(), levels=config.levels, size=config.codes, earlier=earlier
     )
-    named = naming.name(corpus, [_codes_part(part) for part in parts], rows, each=cluster.map_tasks)
-    for name, part in named.parts.items():
+    by_code = naming.sort(corpus, [*coded], rows, each=cluster.map_tasks)
+    for name, part in (coded | by_code.parts).items():
         draft.register(name, part)
-    draft.write_json(semantic_id.BY_CODE_SUMMARY, named.ranges)
-    found = _report(config, named, draft, earlier)
+    draft.write_json(semantic_id.BY_CODE_SUMMARY, by_code.ranges)
+    found = _report(config, by_code, draft, earlier)
     log.info(
         "%s semantic IDs, %s of them share all codes with an earlier one, residual energy %.3f: %s",
         f"{found['documents']:,}",
@@ -97,19 +96,45 @@ def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
     return [*artifact.rows_of(parts).values()]
 
 
-def sample(embeddings: Artifact, *, documents: int, seed: int) -> list[Any]:
-    """References to the matrices of an even sample of the embeddings, for a task that joins them."""
+def store_sample(embeddings: Artifact, *, documents: int, seed: int, folder: str, section: str) -> int:
+    """Write an even sample of the embeddings to files in `folder`, in tasks; returns their number."""
     parts = embeddings.names("embeddings/", ".parquet")
-    taken = _sampled_parts(parts, shares(part_rows(embeddings, parts), size=documents, seed=seed))
-    each = len(taken) // SAMPLE_TASKS + 1
-    take, source = ray.remote(num_cpus=1, **cluster.RETRY_OPTIONS)(_read_sample), ray.put(embeddings)
-    return [take.remote(source, taken[at : at + each], seed) for at in range(0, len(taken), each)]
+    wanted = shares(part_rows(embeddings, parts), size=documents, seed=seed)
+    taken = [
+        (part, number, take) for number, (part, take) in enumerate(zip(parts, wanted, strict=True)) if take
+    ]
+    groups = group_by_size([take for _, _, take in taken], limit=ROWS_PER_SLICE)
+    files = [[taken[place] for place in group] for group in groups]
+    store = partial(_store_file, source=embeddings, seed=seed, folder=folder)
+    each = cluster.map_tasks
+    return len(run_slices("sample", store, files, folder=folder, each=each, section=section, unit="files"))
+
+
+def _store_file(item: tuple[int, list[SampledPart]], *, source: Artifact, seed: int, folder: str) -> int:
+    """Task: write the vectors that are drawn from some parts; returns their number."""
+    number, taken = item
+    drawn: list[ndarray] = []
+    for part, place, take in taken:
+        vectors = read_vectors(source, part)[1]
+        drawn.append(np.take(vectors, draw(len(vectors), take=take, seed=seed, part=place), axis=0))
+    write_table(_sample_file(folder, number), pa.table({"vector": to_arrow(np.concatenate(drawn))}))
+    return sum(map(len, drawn))
+
+
+def read_sample(folder: str, files: int) -> Float[ndarray, "docs dim"]:
+    """The vectors that :func:`store_sample` wrote to so many files."""
+    tables = [read_table(_sample_file(folder, number)) for number in range(files)]
+    return to_numpy(pa.concat_tables(tables)["vector"])
+
+
+def _sample_file(folder: str, number: int) -> str:
+    return fs.join(folder, "vectors", f"{number:05d}.arrow")
 
 
 def read_vectors(embeddings: Artifact, part: str) -> tuple[pa.ChunkedArray, Float[ndarray, "docs dim"]]:
     """Document ids and vectors of an embeddings part; ArtifactError where a vector is not finite."""
-    table = embeddings.table(part, columns=["doc_id", VIEW])
-    vectors = to_numpy(table[VIEW])
+    table = embeddings.table(part, columns=["doc_id", INDEXED_VIEW])
+    vectors = to_numpy(table[INDEXED_VIEW])
     broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(broken):
         first = table["doc_id"][int(broken[0])].as_py()
@@ -123,22 +148,6 @@ def read_vectors(embeddings: Artifact, part: str) -> tuple[pa.ChunkedArray, Floa
 def use_threads(resources: Resources) -> None:
     """Limit faiss to the worker's cores: it takes all cores of the node otherwise."""
     faiss.omp_set_num_threads(max(1, int(resources.cpus_per_worker)))
-
-
-def _sampled_parts(parts: Sequence[str], wanted: Sequence[int]) -> list[SampledPart]:
-    return [
-        (part, number, take) for number, (part, take) in enumerate(zip(parts, wanted, strict=True)) if take
-    ]
-
-
-def _read_sample(
-    embeddings: Artifact, taken: Sequence[SampledPart], seed: int
-) -> Float[ndarray, "chosen dim"]:
-    drawn: list[ndarray] = []
-    for part, number, take in taken:
-        vectors = read_vectors(embeddings, part)[1]
-        drawn.append(np.take(vectors, draw(len(vectors), take=take, seed=seed, part=number), axis=0))
-    return np.concatenate(drawn)
 
 
 def _require_fitting(
@@ -156,7 +165,7 @@ def _require_fitting(
             f"{source.uri} has no embedding: every document was set aside, see its rejected.parquet"
         )
     with fs.open_input(fs.join(source.uri, parts[0])) as stream:
-        found = pq.read_schema(stream).field(VIEW).type.list_size
+        found = pq.read_schema(stream).field(INDEXED_VIEW).type.list_size
     if found != dim:
         raise ArtifactError(
             f"{earlier.uri} has codebooks of {dim} dimensions, {source.uri} embeddings of {found}: "
@@ -175,100 +184,70 @@ def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: 
         return earlier.read_bytes(CODEBOOKS)
     if fs.exists(draft.path(CODEBOOKS)):  # fitted before the run was killed
         return fs.read_bytes(draft.path(CODEBOOKS))
-    parts = source.names("embeddings/", ".parquet")
-    rows = part_rows(source, parts)
-    size = _sample_size(config, rows)
-    if size > config.documents_per_worker:
-        return _dump(
-            _refined(config, draft.work("fit"), source, parts, shares(rows, size=size, seed=config.seed))
-        )
-    matrices = sample(source, documents=size, seed=config.seed)
-    fit = ray.remote(**cluster.actor_options(config.resources))(_fit)
-    return _dump(cluster.task_result(fit.remote(config, *matrices)))
+    size = _sample_size(config, part_rows(source, source.names("embeddings/", ".parquet")))
+    folder = draft.work("fit")
+    fit = partial(_fit, config=config, folder=folder)
+    files = store_sample(source, documents=size, seed=SAMPLE_SEED, folder=folder, section="quantize")
+    (codebooks,) = cluster.map_tasks(fit, [files], config.resources)
+    return _dump(codebooks)
 
 
-def _fit(config: QuantizeConfig, *matrices: Float[ndarray, "_ dim"]) -> Float[ndarray, "levels codes dim"]:
+def _fit(files: int, *, config: QuantizeConfig, folder: str) -> Float[ndarray, "levels codes dim"]:
+    """Task: codebooks of a sample in so many files."""
     use_threads(config.resources)
-    return kmeans.fit(
-        np.concatenate(matrices),
-        levels=config.levels,
-        codes=config.codes,
-        iterations=config.iterations,
-        seed=config.seed,
-    )
-
-
-def _refined(
-    config: QuantizeConfig, folder: str, source: Artifact, parts: Sequence[str], wanted: Sequence[int]
-) -> Float[ndarray, "levels codes dim"]:
-    """Codebooks of a sample in files, of which a task holds one; `wanted` rows of each part."""
-    # At most 1024 files, whose sums pass through the driver in every pass.
-    limit = min(config.documents_per_worker, max(ROWS_PER_SLICE, sum(wanted) // 1024))
-    taken = _sampled_parts(parts, wanted)
-    groups = group_by_size([take for _, _, take in taken], limit=limit)
-    files = [[taken[place] for place in group] for group in groups]
-
-    def each(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
-        threaded = partial(_with_threads, work=work, resources=config.resources)
-        return cluster.map_tasks_in_order(threaded, items, config.resources)
-
-    keep = partial(_store_sample, source=source, seed=config.seed, folder=folder)
-    held = run_slices("sample", keep, files, folder=folder, each=each, section="quantize", unit="files")
-    return kmeans.fit_files(config, held, folder=folder, each=each)
-
-
-def _store_sample(item: tuple[int, list[SampledPart]], *, source: Artifact, seed: int, folder: str) -> int:
-    return kmeans.store(_read_sample(source, item[1], seed), folder=folder, file=item[0])
-
-
-def _with_threads(item: Any, *, work: Callable[[Any], Any], resources: Resources) -> Any:
-    use_threads(resources)
-    return work(item)
+    return kmeans.fit(read_sample(folder, files), levels=config.levels, codes=config.codes, seed=SAMPLE_SEED)
 
 
 def _code(
     config: QuantizeConfig, parts: Sequence[str], rows: Sequence[int], draft: Draft, source: Artifact
-) -> None:
+) -> dict[str, Part]:
+    """Code all parts and write their IDs; returns the parts by name."""
     size = 0 if config.codebooks else _sample_size(config, rows)
-    takes = shares(rows, size=size, seed=config.seed)
+    takes = shares(rows, size=size, seed=SAMPLE_SEED)
     items = [[part, take] for part, take in zip(parts, takes, strict=True)]
-    code = cluster.Loaded(partial(_Coder, config, source, draft.path(CODEBOOKS), draft.work()))
+    code = PartStage(partial(_Coder, config, source, draft.path(CODEBOOKS), draft.work(), draft.uri))
     each = partial(cluster.map_loaded, resources=config.resources)
-    folder = draft.work()
-    run_slices("code", code, items, folder=folder, each=each, section="quantize", unit="documents", rows=rows)
+    run = partial(run_slices, folder=draft.work(), each=each, section="quantize", unit="documents", rows=rows)
+    written = run("code", code, items)
+    return {_codes_part(part): Part(**record) for part, record in zip(parts, written, strict=True)}
 
 
 class _Coder:
     """Codes parts of the embeddings, in an actor."""
 
-    def __init__(self, config: QuantizeConfig, source: Artifact, codebooks: str, work: str) -> None:
+    def __init__(
+        self, config: QuantizeConfig, source: Artifact, codebooks: str, work: str, output: str
+    ) -> None:
         use_threads(config.resources)
-        self._config, self._source, self._work = config, source, work
+        self._config, self._source, self._work, self._output = config, source, work, output
         self._codebooks = safetensors.load(fs.read_bytes(codebooks))["codebooks"]
 
-    def __call__(self, item: tuple[int, list[Any]]) -> None:
+    def __call__(self, item: tuple[int, list[Any]]) -> dict[str, Any]:
         """Code a part, of which so many rows are in the sample: its number, its name and that number."""
         number, (part, sampled) = item
         doc_ids, vectors = read_vectors(self._source, part)
         codes = kmeans.encode(vectors, self._codebooks, beam=self._config.beam)
         energy = kmeans.residual_energy(vectors, codes, self._codebooks)
         fitted = np.zeros(len(codes), bool)
-        fitted[draw(len(codes), take=sampled, seed=self._config.seed, part=number)] = True
+        fitted[draw(len(codes), take=sampled, seed=SAMPLE_SEED, part=number)] = True
         table = naming.coded_table(doc_ids, codes, energy, fitted)
-        write_table(fs.join(self._work, _codes_part(part)), table)
+        name = _codes_part(part)
+        write_table(fs.join(self._work, name), table)
+        ids = semantic_id.to_table(table["doc_id"], codes, table["suffix"].to_numpy())
+        return asdict(write_table(fs.join(self._output, name), ids))
 
 
 def _report(
-    config: QuantizeConfig, named: naming.NamedCorpus, draft: Draft, earlier: Artifact | None
+    config: QuantizeConfig, corpus: naming.SortedCorpus, draft: Draft, earlier: Artifact | None
 ) -> dict[str, Any]:
     """Contents of `statistics.json`; a proposed refit is also logged."""
-    found = naming.report(named.tally, named.spread, collisions=named.collisions)
-    fitted = named.unseen
+    found = code_statistics.report(corpus.tally, corpus.spread)
+    fitted = corpus.unseen
     if earlier is not None:
-        fitted = naming.load_tally(earlier.read_bytes(FITTED))
-        found["drift"] = naming.drift(named.unseen, fitted, refit_above=config.refit_above)
+        fitted = code_statistics.load_tally(earlier.read_bytes(FITTED))
+        found["drift"] = code_statistics.drift(corpus.unseen, fitted, refit_above=config.refit_above)
         _log_drift(found["drift"], config)
-    draft.write_bytes(FITTED, naming.dump_tally(fitted))
+    draft.write_bytes(FITTED, code_statistics.dump_tally(fitted))
     draft.write_json(STATISTICS, found)
     return found
 

@@ -8,12 +8,6 @@ sum of its codes' centroids plus an error that shrinks from level to level:
 A beam keeps the best few partial tuples instead of the nearest code only: the final error falls, while first
 codes may no longer be the nearest ones.
 
-A sample that exceeds one worker lies in files (:func:`fit_files`). Level by level, one task places the first
-centroids by faiss on as much as a worker holds; in every Lloyd pass each file is a task that returns sums of
-its vectors (:class:`ClusterMoments`), and the driver adds them up in the order of the files; after the last
-pass each file is replaced by its residuals. Every finished pass is recorded: after a kill, the next run
-continues with the next pass.
-
 A sample is drawn systematically: the rows of all parts form one line, with marks at equal distances from a
 random start. The marks determine how many rows a part gives, a draw within the part determines which. Every
 row is equally likely, and the driver keeps one number per part.
@@ -22,31 +16,20 @@ row is equally likely, and the driver keeps one number per part.
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil, log2
 
 import faiss
 import numpy as np
-import pyarrow as pa
-import scipy.sparse
 from jaxtyping import Float, Int
 from numpy import ndarray
-from safetensors import numpy as safetensors
 
-from scalingnote.errors import ConfigError
-from scalingnote.log import get_logger
-from scalingnote.quantize.config import QuantizeConfig
-from scalingnote.storage import filesystem as fs
-from scalingnote.storage.arrow import to_arrow, to_numpy
-from scalingnote.storage.artifact import write_table
-from scalingnote.storage.shuffle import TaskRunner, run_slices
+from scalingnote.core.errors import ConfigError
 
-BLOCK = 1024  # vectors: they, their residuals and a tile of their distances stay in a core's cache
+VECTORS_PER_BLOCK = 1024  # they, their residuals and a tile of their distances stay in a core's cache
+ITERATIONS = 10  # K-means passes over a sample
+SAMPLE_SEED = 0  # of samples and of initial centroids
 BEAM_BLOCK = 256  # vectors per beam search, which holds `beam` residuals of each
-LLOYD_BLOCK = 1 << 14  # vectors summed at once
-SPLIT_DISTANCE = 1 / 1024  # relative distance between the halves of a split cluster: faiss's value
 _TABLE_BYTES = 1 << 29  # limit for the table of products of all centroids
 _WORK_BYTES = 1 << 26  # distances that faiss holds at once; its default of 5 GB is no faster
 _FAR = 1e6  # coordinates of centroids that only pad a codebook
@@ -90,9 +73,9 @@ def require_sample(documents: int, *, codes: int) -> None:
 
 
 def fit(
-    sample: Float[ndarray, "docs dim"], *, levels: int, codes: int, iterations: int, seed: int
+    sample: Float[ndarray, "docs dim"], *, levels: int, codes: int, seed: int
 ) -> Float[ndarray, "levels codes dim"]:
-    """Fit codebooks greedily, level by level (ScalingNote's residual K-means), by so many `iterations` each.
+    """Fit codebooks greedily, level by level (ScalingNote's residual K-means), by ITERATIONS of K-means each.
 
     ConfigError if the sample is smaller than a codebook.
     """
@@ -100,20 +83,18 @@ def fit(
     residual = np.array(sample, np.float32)
     codebooks = np.empty((levels, codes, sample.shape[1]), np.float32)
     for level in range(levels):
-        codebooks[level] = cluster(residual, codes=codes, iterations=iterations, seed=seed + level)
+        codebooks[level] = cluster(residual, codes=codes, seed=seed + level)
         if level + 1 < levels:
             residual = subtract(residual, codebooks[level : level + 1])
     return codebooks
 
 
-def cluster(
-    vectors: Float[ndarray, "docs dim"], *, codes: int, iterations: int, seed: int
-) -> Float[ndarray, "codes dim"]:
+def cluster(vectors: Float[ndarray, "docs dim"], *, codes: int, seed: int) -> Float[ndarray, "codes dim"]:
     """Centroids of one level by faiss's K-means, on the GPUs of this process if faiss is built for them."""
     clustering = faiss.Kmeans(
         vectors.shape[1],
         codes,
-        niter=iterations,
+        niter=ITERATIONS,
         seed=seed,
         gpu=faiss.get_num_gpus(),
         # The caller chose the sample: faiss must neither subsample it nor warn that it is small.
@@ -132,11 +113,11 @@ def encode_nearest(
     codebooks = np.ascontiguousarray(codebooks, np.float32)
     chosen = np.empty((len(vectors), len(codebooks)), np.int32)
     with blas_only():
-        for start in range(0, len(vectors), BLOCK):
-            residual = np.array(vectors[start : start + BLOCK], np.float32)
+        for start in range(0, len(vectors), VECTORS_PER_BLOCK):
+            residual = np.array(vectors[start : start + VECTORS_PER_BLOCK], np.float32)
             for level, codebook in enumerate(codebooks):
                 nearest: ndarray = faiss.knn(residual, codebook, 1)[1][:, 0]
-                chosen[start : start + BLOCK, level] = nearest
+                chosen[start : start + VECTORS_PER_BLOCK, level] = nearest
                 if level + 1 < len(codebooks):
                     residual -= codebook[nearest]
     return chosen
@@ -167,8 +148,8 @@ def residual_energy(
 ) -> Float[ndarray, "docs levels"]:
     """Squared norm of each vector's residual after each level."""
     energy = np.empty(codes.shape, np.float32)
-    for start in range(0, len(vectors), BLOCK):
-        block = slice(start, start + BLOCK)
+    for start in range(0, len(vectors), VECTORS_PER_BLOCK):
+        block = slice(start, start + VECTORS_PER_BLOCK)
         residual = np.array(vectors[block], np.float32)
         for level, codebook in enumerate(codebooks):
             residual -= codebook[codes[block, level]]
@@ -251,70 +232,7 @@ def _beam_search(
     return tuples[:, 0]
 
 
-@dataclass(frozen=True)
-class ClusterMoments:
-    """Sums and counts of the vectors nearest to each centroid, and the sum of all squared distances.
-
-    As large as a codebook whatever the number of vectors, and additive over pieces of a sample.
-    """
-
-    sums: Float[ndarray, "codes dim"]
-    counts: Int[ndarray, " codes"]
-    energy: float
-
-    def __add__(self, other: "ClusterMoments") -> "ClusterMoments":
-        return ClusterMoments(self.sums + other.sums, self.counts + other.counts, self.energy + other.energy)
-
-
-def zero_moments(centroids: Float[ndarray, "codes dim"]) -> ClusterMoments:
-    """Moments of an empty set of vectors."""
-    return ClusterMoments(np.zeros(centroids.shape), np.zeros(len(centroids), np.int64), 0.0)
-
-
-def cluster_moments(
-    vectors: Float[ndarray, "docs dim"], centroids: Float[ndarray, "codes dim"]
-) -> ClusterMoments:
-    """Moments of vectors, in float64: their order and grouping change only the last bits."""
-    codes = len(centroids)
-    moments = zero_moments(centroids)
-    for start in range(0, len(vectors), LLOYD_BLOCK):
-        block = np.ascontiguousarray(vectors[start : start + LLOYD_BLOCK], np.float32)
-        with blas_only():
-            distances, nearest = faiss.knn(block, np.ascontiguousarray(centroids), 1)
-        rows = np.arange(len(block))
-        chosen = scipy.sparse.csr_array((np.ones(len(block)), (nearest[:, 0], rows)), (codes, len(block)))
-        moments += ClusterMoments(
-            chosen @ block.astype(np.float64),
-            np.bincount(nearest[:, 0], minlength=codes),
-            float(distances.sum(dtype=np.float64)),
-        )
-    return moments
-
-
-def move_centroids(
-    moments: ClusterMoments, centroids: Float[ndarray, "codes dim"]
-) -> Float[ndarray, "codes dim"]:
-    """Move every centroid to the mean of its vectors.
-
-    A centroid without vectors takes half of the largest cluster (the first of equals): both are placed close
-    to its mean, on either side. faiss does the same, but draws the cluster to split.
-    """
-    counts = moments.counts.astype(np.float64)
-    filled = counts > 0
-    moved = centroids.astype(np.float64)
-    moved[filled] = moments.sums[filled] / counts[filled, None]
-    sides = np.where(np.arange(centroids.shape[1]) % 2 == 0, 1 + SPLIT_DISTANCE, 1 - SPLIT_DISTANCE)
-    for empty in np.flatnonzero(~filled):
-        largest = int(counts.argmax())
-        moved[empty] = moved[largest] * sides
-        moved[largest] *= 2 - sides
-        counts[empty] = counts[largest] = counts[largest] / 2
-    return moved.astype(np.float32)
-
-
-# --- samples that exceed one worker -----------------------------------------------------------------
-
-log = get_logger("quantize")
+# --- samples -----------------------------------------------------------------------------------------------
 
 
 def shares(rows: Sequence[int], *, size: int, seed: int) -> list[int]:
@@ -340,105 +258,3 @@ def draw(rows: int, *, take: int, seed: int, part: int) -> Int[ndarray, " chosen
         return np.arange(rows)
     # Part + 1, because numpy treats (seed, 0) like seed, whose numbers place the marks.
     return np.sort(np.random.default_rng((seed, part + 1)).choice(rows, take, replace=False))
-
-
-def fit_files(
-    config: QuantizeConfig, rows: Sequence[int], *, folder: str, each: TaskRunner
-) -> Float[ndarray, "levels codes dim"]:
-    """Fit codebooks to the vectors that :func:`store` wrote to `folder`, whose files have so many `rows`.
-
-    `folder` also has the records of finished passes. A call of `each` holds one file, or
-    `config.documents_per_worker` vectors.
-    """
-    codebooks = []
-    for level in range(config.levels):
-        centroids = _level(config, level, rows, folder=folder, each=each)
-        codebooks.append(centroids)
-        if level + 1 < config.levels:
-            subtract = partial(_store_residuals, folder=folder, level=level, centroids=centroids)
-            run_slices(f"level-{level + 1}", subtract, rows, folder=folder, each=each, section="quantize")
-        fs.delete(_vectors(folder, level))
-    return np.stack(codebooks)
-
-
-def store(vectors: Float[ndarray, "docs dim"], *, folder: str, file: int, level: int = 0) -> int:
-    """Write a file of the sample, or of its residuals before `level`; returns its rows."""
-    write_table(_vectors(folder, level, file), pa.table({"vector": to_arrow(vectors)}))
-    return len(vectors)
-
-
-def _level(
-    config: QuantizeConfig, level: int, rows: Sequence[int], *, folder: str, each: TaskRunner
-) -> Float[ndarray, "codes dim"]:
-    """Centroids of a level, continued from the last recorded pass."""
-    passes = fs.join(folder, "passes", f"{level:02d}")
-    names = [name for name in fs.list_files(passes) if name.endswith(".safetensors")]  # not unfinished files
-    done = [safetensors.load(fs.read_bytes(fs.join(passes, name))) for name in names]
-    if not done:
-        first = partial(_initial_centroids, config=config, folder=folder, rows=list(rows))
-        done = [{"centroids": next(iter(each(first, [level]))), "energy": np.array([np.inf])}]
-        _record(done, passes)
-    while len(done) <= config.refinements and not _converged(done, config.tolerance):
-        before = done[-1]["centroids"]
-        assign = partial(_assign, folder=folder, level=level, centroids=before)
-        moments = sum(each(assign, range(len(rows))), start=zero_moments(before))
-        done.append({"centroids": move_centroids(moments, before), "energy": np.array([moments.energy])})
-        _record(done, passes)
-        log.info(
-            "level %d, pass %d: residual energy %.5f, %d codes without a document",
-            level,
-            len(done) - 1,
-            moments.energy / sum(rows),
-            (moments.counts == 0).sum(),
-        )
-    centroids: ndarray = done[-1]["centroids"]
-    return centroids
-
-
-def _converged(done: Sequence[dict[str, ndarray]], tolerance: float) -> bool:
-    """Whether the last pass lowered the energy by no more than the tolerance."""
-    if len(done) < 3:
-        return False
-    before, after = (float(found["energy"][0]) for found in done[-2:])
-    return before - after <= tolerance * before
-
-
-def _record(done: Sequence[dict[str, ndarray]], passes: str) -> None:
-    fs.write_bytes(fs.join(passes, f"{len(done) - 1:05d}.safetensors"), safetensors.save(done[-1]))
-
-
-def _initial_centroids(
-    level: int, *, config: QuantizeConfig, folder: str, rows: list[int]
-) -> Float[ndarray, "codes dim"]:
-    """K-means on as many vectors as a worker holds, drawn evenly from all files."""
-    take = shares(rows, size=config.documents_per_worker, seed=config.seed)
-    pieces = [
-        _read_file(folder, level, file)[draw(count, take=taken, seed=config.seed, part=file)]
-        for file, (count, taken) in enumerate(zip(rows, take, strict=True))
-        if taken
-    ]
-    return cluster(
-        np.concatenate(pieces), codes=config.codes, iterations=config.iterations, seed=config.seed + level
-    )
-
-
-def _assign(file: int, *, folder: str, level: int, centroids: Float[ndarray, "codes dim"]) -> ClusterMoments:
-    return cluster_moments(_read_file(folder, level, file), centroids)
-
-
-def _store_residuals(
-    item: tuple[int, int], *, folder: str, level: int, centroids: Float[ndarray, "codes dim"]
-) -> int:
-    residuals = subtract(_read_file(folder, level, item[0]), centroids[None])
-    return store(residuals, folder=folder, file=item[0], level=level + 1)
-
-
-def _read_file(folder: str, level: int, file: int) -> Float[ndarray, "docs dim"]:
-    """Vectors of a file, mapped into memory where it is local."""
-    with pa.ipc.open_file(fs.open_input(_vectors(folder, level, file))) as reader:
-        return to_numpy(reader.read_all()["vector"])
-
-
-def _vectors(folder: str, level: int, file: int | None = None) -> str:
-    place = fs.join(folder, "vectors", f"{level:02d}")
-    return place if file is None else fs.join(place, f"{file:05d}.arrow")

@@ -1,15 +1,13 @@
 """Semantic IDs: codes and a suffix for each document, the files that hold them by code, and look-ups.
 
-Even 256^6 codes collide for similar texts, so an ID is the codes and a suffix: 0 for the first document with
-these codes in corpus order, then 1, 2, ... An ID depends on earlier documents only: with the same codebooks,
-appending documents changes no ID. IDs assigned before stay, in whatever order documents come
-(:func:`assign_suffixes`).
+Even 256^6 codes collide for similar texts, so an ID is the codes and a suffix, a hash of the document's id.
+An ID depends on the document and the codebooks alone: no insert, deletion or order of documents changes it.
 
     ids = SemanticIds.open("runs/quickstart/quantize/0123456789ab")
     ids.children([12])              # the codes that may follow 12, with their documents: constrained decoding
     ids.documents([12, 7])          # all documents whose ID begins 12-7, as an Arrow table
     ids.nearest(queries, level=3, n=10)  # prefixes of three codes, best first
-    ids.doc_id("12-7-3-0"), ids.of(["d17"])
+    ids.doc_id("12-7-3-4611686018427387904"), ids.of(["d17"])
 
 Documents are stored sorted by code, a column per level, in files that are mapped into memory: a prefix is
 found by binary search in one column after the other, and only the pages touched are read. Each file holds a
@@ -17,7 +15,7 @@ range of codes; a summary lists the ranges.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -28,8 +26,9 @@ from jaxtyping import Bool, Float, Int, Integer, Shaped, UInt16
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
-from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.storage.shuffle import hash_of
 
 BY_CODE_SUMMARY = "by_code.json"
 MAX_OPEN_FILES = 16  # those of a remote artifact are held in memory
@@ -37,40 +36,12 @@ LISTING = pa.schema({"doc_id": pa.string(), "semantic_id": pa.string()})
 Metric = Literal["l2", "inner_product"]
 
 
-def assign_suffixes(
-    given: Iterable["CodeRange"], doc_ids: pa.Array, codes: Integer[ndarray, "docs levels"]
-) -> tuple[Int[ndarray, " docs"], Bool[ndarray, " docs"]]:
-    """Suffixes that keep assigned IDs, and which documents are new (or have new codes).
+def suffixes(doc_ids: pa.Array | pa.ChunkedArray) -> Int[ndarray, " docs"]:
+    """Suffixes of documents: 63 bits of a hash of their ids.
 
-    A document whose ID has these codes keeps it. Others continue after the highest suffix assigned with their
-    codes, in corpus order: no document gets the ID of one that was removed.
-
-    Args:
-        given: IDs assigned before, those with the codes of these documents among them; one piece is held.
-        doc_ids: of the documents.
-        codes: of the documents.
+    Of a million documents with equal codes, two have one suffix in one of ten million corpora.
     """
-    order, fresh = runs(codes)
-    starts = np.flatnonzero(fresh[:, -1])
-    run = np.cumsum(fresh[:, -1]) - 1
-    keys = sortable(codes[order[starts]])
-    free = np.zeros(len(starts), np.int32)  # first suffix of each run that no document has or had
-    suffix, new = np.zeros(len(codes), np.int32), np.ones(len(codes), bool)
-    for piece in given:
-        matrix = piece.matrix()
-        place = pc.index_in(doc_ids, piece.doc_ids).fill_null(-1).to_numpy()
-        kept = (place >= 0) & (matrix[place] == codes).all(axis=1)
-        suffix[kept], new[kept] = piece.suffix[place[kept]], False
-        last = np.flatnonzero(np.append((matrix[1:] != matrix[:-1]).any(axis=1), True))
-        assigned = sortable(matrix[last])
-        at = np.minimum(np.searchsorted(keys, assigned), max(len(keys) - 1, 0))
-        ours = keys[at] == assigned if len(keys) else np.zeros(len(at), bool)
-        free[at[ours]] = np.maximum(free[at[ours]], piece.suffix[last[ours]] + 1)
-    is_new = new[order]
-    before = np.cumsum(is_new) - is_new  # new documents further up
-    counted = (free[run] + before - before[starts][run]).astype(np.int32)
-    suffix[order[is_new]] = counted[is_new]
-    return suffix, new
+    return (hash_of(doc_ids) >> np.uint64(1)).astype(np.int64)
 
 
 def require_origin(semantic_ids: Artifact, embeddings: Artifact) -> None:
@@ -98,7 +69,7 @@ def to_table(
         {
             "doc_id": doc_ids,
             "codes": pa.FixedSizeListArray.from_arrays(flat, codes.shape[1]),
-            "suffix": pa.array(suffix.astype(np.int32)),
+            "suffix": pa.array(suffix.astype(np.int64)),
             "semantic_id": to_strings(codes, suffix),
         }
     )
@@ -176,18 +147,9 @@ class ByCode:
         return CodeRange(doc_ids, numbers[0], numbers[1:])
 
 
-def sorted_table(
-    doc_ids: pa.Array, codes: UInt16[ndarray, "docs levels"], suffix: Int[ndarray, " docs"]
-) -> pa.Table:
-    """Table of a file by code, its rows sorted."""
-    order = np.lexsort((suffix, *codes.T[::-1]))
-    columns = {f"code_{level}": pa.array(column[order]) for level, column in enumerate(codes.T)}
-    return pa.table({"doc_id": doc_ids.take(pa.array(order)), "suffix": pa.array(suffix[order]), **columns})
-
-
 def sortable(*columns: Integer[ndarray, "..."]) -> Shaped[ndarray, " docs"]:
     """A string of bytes for each row that sorts as the row's codes, and then its further numbers, do."""
-    wide = [np.atleast_2d(column.T).T.astype(">u4" if column.ndim == 1 else ">u2") for column in columns]
+    wide = [np.atleast_2d(column.T).T.astype(">u8" if column.ndim == 1 else ">u2") for column in columns]
     rows = np.concatenate(
         [column.view(np.uint8).reshape(len(column), column.itemsize * column.shape[1]) for column in wide],
         axis=1,
@@ -246,7 +208,10 @@ class SemanticIds:
         *codes, suffix = numbers
         self._checked(codes)
         for piece in self._by_code.pieces(codes):  # more than one where very many documents share the codes
-            place = int(np.searchsorted(piece.suffix, np.int32(suffix)))
+            if suffix > np.iinfo(piece.suffix.dtype).max:
+                break
+            # A number of the column's type, else numpy would convert the column.
+            place = int(np.searchsorted(piece.suffix, piece.suffix.dtype.type(suffix)))
             if place < len(piece.suffix) and piece.suffix[place] == suffix:
                 return str(piece.doc_ids[place].as_py())
         return None

@@ -18,14 +18,15 @@ import pyarrow as pa
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError, ConfigError, DatabaseError, ScalingNoteError, SearchError
-from scalingnote.hybrid import Joining
+from scalingnote.core.errors import ArtifactError, ConfigError, DatabaseError, ScalingNoteError, SearchError
 from scalingnote.index import filters
 from scalingnote.index import shard as shards_of
+from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import DocIds, DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import collection as collections
-from scalingnote.search.collection import Collection, Conditions, Hits, Part, Terms
+from scalingnote.search import grouping
+from scalingnote.search.collection import Collection, Conditions, Hits, PointPart, Terms
 from scalingnote.search.config import SearchConfig
 from scalingnote.search.scan import unit_queries
 from scalingnote.search.searcher import (
@@ -37,6 +38,7 @@ from scalingnote.search.searcher import (
 )
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.storage.schema import INDEXED_VIEW
 
 SAMPLED = 8  # documents that are compared with the collection's at the start
 TOLERANCE = 1e-4  # of their vectors: a database may keep them in another order of operations
@@ -102,7 +104,9 @@ class DatabaseSearcher:
 
     def facets(self, *, most: int) -> dict[str, dict[str, int]]:
         """See :meth:`Searcher.facets`."""
-        return filters.facets(self._columns, self.fields, most=most)
+        passages = self.layout.passages
+        documents = grouping.first_passages(self._columns) if passages else self._columns
+        return filters.facets(documents, self.fields, most=most)
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document with this id, from the index."""
@@ -154,7 +158,7 @@ class DatabaseSearcher:
             raise SearchError("this index has no terms: set bm25, or train with train.sparse")
         if nprobe is not None:
             raise SearchError(f"nprobe is of the own index: search.ef is what {self._name} has")
-        unit = unit_queries(queries, dim=self.dim, k=k)
+        unit = unit_queries(queries, dim=self.dim, k=k, passages=self.layout.passages)
         filters.check(where or {}, self.fields)
         conditions = filters.conditions(where or {}, self.fields)
         if not len(unit) or any(condition == [] for condition in conditions.values()):
@@ -249,7 +253,7 @@ class DatabaseSearcher:
             shards[own >= 0], rows[own >= 0] = shard, own[own >= 0]
         return shards, rows
 
-    def _read(self, doc_ids: Sequence[str], part: Part) -> dict[str, Any]:
+    def _read(self, doc_ids: Sequence[str], part: PointPart) -> dict[str, Any]:
         """What is stored of documents; nothing is asked for none."""
         if not doc_ids:
             return {}
@@ -309,10 +313,10 @@ class DatabaseSearcher:
             with suppress(ArtifactError, OSError):
                 source = open_artifact(embeddings["uri"], kind="embeddings")
                 counts = source.rows_of(source.table_parts("embeddings"))
-                table = source.table(max(counts, key=lambda name: counts[name]), ["doc_id", "summary"])
+                table = source.table(max(counts, key=lambda name: counts[name]), ["doc_id", INDEXED_VIEW])
                 rows = np.unique(np.linspace(0, len(table) - 1, SAMPLED).astype(np.int64))
                 table = table.take(pa.array(rows))
-                return table["doc_id"].to_pylist(), [*arrow.to_numpy(table["summary"])]
+                return table["doc_id"].to_pylist(), [*arrow.to_numpy(table[INDEXED_VIEW])]
         ids = max(self._columns, key=len)["doc_id"].slice(0, SAMPLED).to_pylist()
         return ids, [None] * len(ids)
 

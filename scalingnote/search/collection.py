@@ -29,7 +29,7 @@ MOST_EF = 32_768  # that Milvus takes
 Conditions = Mapping[str, Condition]  # of scalingnote.index.filters.conditions
 Hits = tuple[list[str], list[float]]  # ids of documents and scores, best first
 Terms = Mapping[int, float]  # term -> weight
-Part = Literal["dense", "terms", "columns"]
+PointPart = Literal["dense", "terms", "columns"]
 _OPEN_FILES: Counter[str] = Counter()  # of Milvus Lite: collections that this process has open in each
 
 
@@ -54,7 +54,7 @@ class QdrantCollection(databases.Qdrant):
         vectors = [self._models.SparseVector(indices=[*row], values=[*row.values()]) for row in queries]
         return self._query(vectors, TERMS, k=k, where=where)
 
-    def read(self, doc_ids: Sequence[str], part: Part) -> dict[str, Any]:
+    def read(self, doc_ids: Sequence[str], part: PointPart) -> dict[str, Any]:
         """Vectors, terms or columns of the documents that are there."""
         points = self._client.retrieve(
             self._collection,
@@ -143,7 +143,7 @@ class MilvusCollection(databases.Milvus):
         """The nearest by terms."""
         return self._search([{**row} for row in queries], TERMS, k=k, where=where, params={})
 
-    def read(self, doc_ids: Sequence[str], part: Part) -> dict[str, Any]:
+    def read(self, doc_ids: Sequence[str], part: PointPart) -> dict[str, Any]:
         """Vectors, terms or columns of documents."""
         # The client's own search by ids does not escape them.
         rows = self._client.query(

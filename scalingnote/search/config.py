@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scalingnote.config import Config
+from scalingnote.core.config import Config
 
 
 class SearchConfig(Config):

@@ -21,13 +21,14 @@ import pyarrow as pa
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
-from scalingnote import topk
-from scalingnote.errors import SearchError
+from scalingnote.core import topk
+from scalingnote.core.errors import SearchError
+from scalingnote.core.topk import compiled
 from scalingnote.index import filters, ivf
 from scalingnote.index.ivf import RESCORE_COST
 from scalingnote.index.postings import Postings
-from scalingnote.index.shard import Layout
-from scalingnote.jit import compiled
+from scalingnote.index.shard import IndexLayout
+from scalingnote.search.grouping import MAX_DEPTH
 
 MAX_K = 1000
 CACHED_FILTERS = 64  # filters whose row masks a built index keeps: one byte per document each
@@ -44,7 +45,7 @@ class IndexView:
     `documents` are tables, `postings` are term lists; each sequence covers all rows in order.
     """
 
-    layout: Layout
+    layout: IndexLayout
     segments: Sequence[ivf.Lists]
     alive: Masks  # of each segment, the rows that were not deleted or replaced; None: all
     documents: Sequence[pa.Table]  # with the columns that a search may filter by
@@ -163,10 +164,16 @@ def search(
     return scores, rows
 
 
-def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[ndarray, "queries dim"]:
-    """Scale queries to unit length; SearchError for queries, or a `k`, that cannot be searched."""
-    if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
-        raise SearchError(f"k is {k!r}: ask for 1 to {MAX_K} results")
+def unit_queries(
+    queries: Shaped[ndarray, "..."], *, dim: int, k: int, passages: bool = False
+) -> Float[ndarray, "queries dim"]:
+    """Scale queries to unit length; SearchError for queries, or a `k`, that cannot be searched.
+
+    `passages`: k is of passages, of which a search for documents takes more.
+    """
+    most = MAX_DEPTH if passages else MAX_K
+    if not isinstance(k, int | np.integer) or not 1 <= k <= most:
+        raise SearchError(f"k is {k!r}: ask for 1 to {most} results")
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise SearchError(
             f"queries have shape {queries.shape}, the index has embeddings of dim {dim}: "
@@ -187,7 +194,7 @@ def checked_nprobe(nprobe: int, nlist: int) -> int:
     return min(nprobe, nlist)
 
 
-def require_vectors(layout: Layout) -> None:
+def require_vectors(layout: IndexLayout) -> None:
     """SearchError unless the index keeps vectors of its documents."""
     if layout.refine == "none":
         raise SearchError(
@@ -195,7 +202,7 @@ def require_vectors(layout: Layout) -> None:
         )
 
 
-def require_hybrid(layout: Layout) -> None:
+def require_hybrid(layout: IndexLayout) -> None:
     """SearchError unless the index can be searched by embeddings and terms together."""
     if not layout.sparse:
         raise SearchError(

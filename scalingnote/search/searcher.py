@@ -1,6 +1,6 @@
 """Searchers: the best documents of an index for query embeddings, or for embeddings and terms together.
 
-    queries ─► rows of the shards held ─scan─► Candidates ─rank─► the k best, as Candidates or SearchHits
+    queries ─► rows of the shards held ─scan─► Candidates ─rank─► Results, best first
 
 A searcher holds all shards of an index or some of them. :meth:`Searcher.find` returns the candidates of its
 shards, and :func:`rank` ranks those of one or several searchers. :class:`Searcher` opens an index that
@@ -18,16 +18,15 @@ import pyarrow as pa
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote import hybrid
-from scalingnote.errors import SearchError
-from scalingnote.hybrid import HybridCandidates, Joining
-from scalingnote.index import filters, ivf
+from scalingnote.core.errors import SearchError
+from scalingnote.index import filters, hybrid, ivf
 from scalingnote.index import shard as shards_of
-from scalingnote.index.live_index import LiveIndex
-from scalingnote.index.shard import DocumentStore, Layout, Shard
+from scalingnote.index.hybrid import HybridCandidates, Joining
+from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.shard import DocumentStore, IndexLayout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search import scan
+from scalingnote.search import grouping, scan
 from scalingnote.search.scan import IndexView, checked_nprobe, require_hybrid, require_vectors, unit_queries
 from scalingnote.storage.artifact import Artifact, open_artifact
 
@@ -57,11 +56,10 @@ class SearchHit(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates that some shards have for one query, in any order; or the best of them, ranked.
+    """Candidates that some shards have for one query, in any order.
 
-    Candidates of a live index contain their documents, because the index may change before they are read;
-    :func:`with_documents` reads those of a built index after ranking. `ids` order documents of equal scores
-    in the same way in every process.
+    Candidates of a live index contain their documents, because the index may change before they are read.
+    `ids` order documents of equal scores in the same way in every process.
     """
 
     ids: Int[ndarray, " candidates"]
@@ -70,14 +68,14 @@ class Candidates:
     sparse: Float[ndarray, " candidates"] | None  # None where the query has no terms
     documents: Sequence[Any]  # mappings, or their JSON from another process; empty: not read yet
     searched: int  # number of shards
-    version: str = ""  # of the index, where it is served
-    scores: Sequence[float] = ()  # of ranked candidates
+    version: str = ""  # of the index, if it is served
+    missing: tuple[int, ...] = ()  # numbers of the groups of shards that did not answer
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def take(self, places: Sequence[int], scores: Sequence[float]) -> "Candidates":
-        """The candidates at these places, with their scores."""
+    def take(self, places: Sequence[int]) -> "Candidates":
+        """The candidates at these places."""
         own = np.asarray(places, np.int64)
         return replace(
             self,
@@ -86,13 +84,35 @@ class Candidates:
             dense=self.dense[own],
             sparse=None if self.sparse is None else self.sparse[own],
             documents=[self.documents[place] for place in places] if self.documents else (),
-            scores=scores,
         )
 
+
+@dataclass(frozen=True)
+class Results:
+    """The best candidates of all shards, best first, with their scores.
+
+    Their documents are read last, by :func:`with_documents`.
+    """
+
+    best: Candidates
+    scores: Sequence[float]
+
+    def __len__(self) -> int:
+        return len(self.best)
+
+    def take(self, places: Sequence[int]) -> "Results":
+        """The results at these places."""
+        return Results(self.best.take(places), [self.scores[place] for place in places])
+
+    def with_documents(self, documents: Sequence[Mapping[str, Any]]) -> "Results":
+        """The same results with their documents."""
+        return replace(self, best=replace(self.best, documents=documents))
+
     def hits(self) -> list[SearchHit]:
-        """Ranked candidates one by one."""
-        sparse = [None] * len(self) if self.sparse is None else self.sparse.tolist()
-        columns = (self.scores, self.documents, self.shards.tolist(), self.dense.tolist(), sparse)
+        """The results one by one."""
+        best = self.best
+        sparse = [None] * len(self) if best.sparse is None else best.sparse.tolist()
+        columns = (self.scores, best.documents, best.shards.tolist(), best.dense.tolist(), sparse)
         return [SearchHit(*row) for row in zip(*columns, strict=True)]
 
 
@@ -107,43 +127,41 @@ def candidate_places(ids: Sequence[int]) -> list[tuple[int, int]]:
     return [(each >> _ROW_BITS, each & _ROWS) for each in ids]
 
 
-def with_documents(found: Candidates, store: DocumentStore) -> Candidates:
-    """Candidates of a built index with their documents, from the store of the same version."""
-    if found.documents:
-        return found
-    places = candidate_places(found.ids.tolist())
-    return replace(found, documents=[store.read(shard, row) for shard, row in places])
+def with_documents(results: Results, store: DocumentStore) -> Results:
+    """Results with their documents; those of a built index from the store of the same version."""
+    if results.best.documents:
+        return results
+    places = candidate_places(results.best.ids.tolist())
+    return results.with_documents([store.read(shard, row) for shard, row in places])
 
 
-def rank(answers: Sequence[Candidates], *, k: int, joining: Joining, layout: Layout) -> Candidates:
-    """Rank the candidates of disjoint shards for one query.
+def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayout) -> Results:
+    """Rank the candidates of all shards for one query.
 
     The result does not depend on how shards are distributed over searchers: of hybrid candidates, only as
     many per score are considered as a single searcher would have returned.
 
     Args:
-        answers: of :meth:`Searcher.find`, one from each searcher.
+        candidates: of :meth:`Searcher.find`; of several searchers by :func:`concatenate`.
         k: number of documents.
         joining: how dense and sparse scores are joined.
         layout: of the index, whose tuned weight and background apply where `joining` has none.
 
     Returns:
-        At most k candidates, best first; of equal scores the lower id first.
+        At most k results; of equal scores the lower id first.
     """
-    together = answers[0] if len(answers) == 1 else concatenate(answers)
-    ids = together.ids.tolist()
-    if together.sparse is None:
+    ids = candidates.ids.tolist()
+    if candidates.sparse is None:
         # On the path of every search: for a few dozen candidates Python is ten times as fast as numpy.
-        columns = zip((-together.dense).tolist(), ids, range(len(ids)), strict=True)
-        best = sorted(columns)[:k]
-        return together.take([place for _, _, place in best], [-negative for negative, _, _ in best])
+        columns = zip((-candidates.dense).tolist(), ids, range(len(ids)), strict=True)
+        nearest = sorted(columns)[:k]
+        scores = [-negative for negative, _, _ in nearest]
+        return Results(candidates.take([place for _, _, place in nearest]), scores)
     depth = max(k, joining.candidates)
-    each = [
-        HybridCandidates(answer.ids[None], answer.dense[None], answer.sparse[None])  # type: ignore[index]
-        for answer in answers
-    ]
-    both = each[0] if len(each) == 1 else hybrid.merge(each, candidates=depth)
-    (scores,), (best,) = hybrid.join(
+    both = HybridCandidates(candidates.ids[None], candidates.dense[None], candidates.sparse[None])
+    if len(ids) > depth:  # of several searchers, each with as many by either score
+        both = hybrid.merge([both], candidates=depth)
+    (joined,), (best,) = hybrid.join(
         both,
         joining,
         tuned_weight=layout.dense_weight,
@@ -152,11 +170,21 @@ def rank(answers: Sequence[Candidates], *, k: int, joining: Joining, layout: Lay
         k=k,
     )
     places = {number: place for place, number in enumerate(ids)}
-    return together.take([places[number] for number in best[best >= 0].tolist()], scores[best >= 0].tolist())
+    ranked = candidates.take([places[number] for number in best[best >= 0].tolist()])
+    return Results(ranked, joined[best >= 0].tolist())
 
 
-def concatenate(answers: Sequence[Candidates]) -> Candidates:
-    """Candidates of several searchers; without sparse scores if one has none."""
+def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -> Candidates:
+    """Candidates of several searchers of disjoint shards, or of none; without sparse scores if one has none.
+
+    `missing` are further groups of shards, which did not answer.
+    """
+    missing = tuple(sorted([*missing, *(group for answer in answers for group in answer.missing)]))
+    if len(answers) == 1:
+        return answers[0] if answers[0].missing == missing else replace(answers[0], missing=missing)
+    if not answers:
+        nothing = np.empty(0, np.int64)
+        return Candidates(nothing, nothing, nothing.astype(np.float32), None, (), 0, missing=missing)
     sparse = [answer.sparse for answer in answers if answer.sparse is not None]
     return Candidates(
         ids=np.concatenate([answer.ids for answer in answers]),
@@ -166,6 +194,7 @@ def concatenate(answers: Sequence[Candidates]) -> Candidates:
         documents=[document for answer in answers for document in answer.documents],
         searched=sum(answer.searched for answer in answers),
         version=answers[-1].version,
+        missing=missing,
     )
 
 
@@ -175,16 +204,13 @@ class Searcher:
     Threads may share one.
     """
 
-    nprobe: int | None  # lists scanned where a search does not say; None: as tuned
     version = ""  # of the index, which its candidates name
 
     def __init__(
         self,
-        layout: Layout,
+        layout: IndexLayout,
         shards: Sequence[Shard],
         *,
-        nprobe: int | None = None,
-        threads: int = 1,
         mapped: bool = False,
         index: Artifact | None = None,
     ) -> None:
@@ -193,7 +219,6 @@ class Searcher:
         `index` has the documents that answers show; None: the shards themselves.
         """
         self._artifact, self._shards = index, {shard.number: shard for shard in shards}
-        self.nprobe = checked_nprobe(layout.nprobe if nprobe is None else nprobe, layout.nlist)
         ordered = sorted(shards, key=lambda shard: shard.number)
         lists = [shard.lists for shard in ordered]
         segments = lists if mapped else [ivf.merge(lists)]
@@ -205,27 +230,17 @@ class Searcher:
             postings=[shard.postings for shard in ordered if shard.postings is not None],
             shard_rows={shard.number: len(shard.documents) for shard in ordered},
         )
-        # faiss would take every core of the machine for each call, however many replicas share it.
-        faiss.omp_set_num_threads(threads)
+        # faiss would take every core of the machine for each call, however many replicas share it. This
+        # holds for the calling thread; others follow OMP_NUM_THREADS, which Ray sets for its workers.
+        faiss.omp_set_num_threads(1)
 
     @classmethod
-    def open(
-        cls,
-        index_uri: str,
-        *,
-        shards: Sequence[int] | None = None,
-        nprobe: int | None = None,
-        threads: int = 1,
-        mapped: bool = False,
-    ) -> "Searcher":
+    def open(cls, index_uri: str, *, shards: Sequence[int] | None = None, mapped: bool = False) -> "Searcher":
         """Open an index artifact.
 
         Args:
             index_uri: path or URI of the artifact.
             shards: numbers of the shards to hold; None: all.
-            nprobe: inverted lists scanned by default; None: as tuned.
-            threads: of faiss, for searches from the calling thread. Other threads follow OMP_NUM_THREADS,
-                which Ray sets for its workers.
             mapped: leave vectors in their files, which processes of a machine share; shards are then scanned
                 one after the other. See :func:`scalingnote.index.shard.open_shard`.
 
@@ -246,7 +261,7 @@ class Searcher:
             shards_of.open_shard(index, n, layout=layout, coarse=coarse, mapped=mapped, columns_only=True)
             for n in numbers
         ]
-        return cls(layout, opened, nprobe=nprobe, threads=threads, mapped=mapped, index=index)
+        return cls(layout, opened, mapped=mapped, index=index)
 
     def __len__(self) -> int:
         """Number of documents in the shards held."""
@@ -286,7 +301,7 @@ class Searcher:
         return DocumentStore.open(self._artifact, sorted(self._shards))
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> IndexLayout:
         """Layout of the index version."""
         return self.view().layout
 
@@ -308,7 +323,9 @@ class Searcher:
     def facets(self, *, most: int) -> dict[str, dict[str, int]]:
         """Number of documents per value, for each text field with at most `most` values."""
         view = self.view()
-        return filters.facets(view.alive_documents(), view.fields, most=most)
+        rows = view.alive_documents()
+        documents = grouping.first_passages(rows) if view.layout.passages else rows
+        return filters.facets(documents, view.fields, most=most)
 
     def search(
         self,
@@ -321,6 +338,8 @@ class Searcher:
         where: filters.Filter | None = None,
     ) -> list[list[SearchHit]]:
         """Find the k best documents of each query, by embeddings, or by embeddings and terms.
+
+        Of an index of passages, a document is found by its best one (:mod:`scalingnote.search.grouping`).
 
         Args:
             queries: embeddings of any length.
@@ -338,9 +357,27 @@ class Searcher:
             SearchError: queries, terms, k, nprobe or filter are invalid for this index.
         """
         layout = self.layout
-        found = self.find(queries, terms, k=k, joining=joining, nprobe=nprobe, where=where)
-        best = (rank([one], k=k, joining=joining, layout=layout) for one in found)
-        return [(one if one.documents else with_documents(one, self.store)).hits() for one in best]
+
+        def ranked(queries: Float[ndarray, "queries dim"], terms: SparseRows | None, k: int) -> list[Results]:
+            found = self.find(queries, terms, k=k, joining=joining, nprobe=nprobe, where=where)
+            best = [rank(one, k=k, joining=joining, layout=layout) for one in found]
+            return [one if one.best.documents else with_documents(one, self.store) for one in best]
+
+        if not layout.passages:
+            return [one.hits() for one in ranked(queries, terms, k)]
+        unit_queries(queries, dim=layout.dim, k=k)  # an error for k, before it becomes a number of passages
+        answers: list[list[SearchHit]] = [[] for _ in queries]
+        waiting = {grouping.first_depth(k): [*range(len(queries))]}
+        while waiting:
+            depth, numbers = waiting.popitem()
+            own = ranked(queries[numbers], None if terms is None else terms.take(numbers), depth)
+            for number, passages in zip(numbers, own, strict=True):
+                found = grouping.best_per_document(passages)
+                answers[number] = found.hits()[:k]
+                deeper = grouping.next_depth(found, len(passages), k=k, depth=depth)
+                if deeper is not None:
+                    waiting.setdefault(deeper, []).append(number)
+        return answers
 
     def find(
         self,
@@ -362,15 +399,14 @@ class Searcher:
         layout = view.layout
         if terms is not None:
             require_hybrid(layout)
-        unit = unit_queries(queries, dim=layout.dim, k=k)
+        unit = unit_queries(queries, dim=layout.dim, k=k, passages=layout.passages)
         depth = k if terms is None else max(k, joining.candidates)
-        probes = next(n for n in (nprobe, self.nprobe, layout.nprobe) if n is not None)
         masks = view.masks(where)
         dense, rows = scan.search(
             view.segments,
             unit,
             k=depth,
-            nprobe=checked_nprobe(probes, layout.nlist),
+            nprobe=checked_nprobe(layout.nprobe if nprobe is None else nprobe, layout.nlist),
             refine_factor=layout.refine_factor,
             exact=exact,
             masks=masks,
@@ -415,8 +451,8 @@ class Searcher:
 class LiveSearcher(Searcher):
     """Search of a live index: each search sees one moment of every shard, with all acknowledged writes."""
 
-    def __init__(self, index: LiveIndex, *, nprobe: int | None = None) -> None:
-        self._index, self.nprobe = index, nprobe
+    def __init__(self, index: LiveIndex) -> None:
+        self._index = index
 
     def view(self) -> IndexView:
         """The rows of all shards as of now."""
@@ -433,7 +469,7 @@ class LiveSearcher(Searcher):
         )
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> IndexLayout:
         """Layout of the index version."""
         return self._index.layout
 

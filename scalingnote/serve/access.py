@@ -22,11 +22,11 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scalingnote.errors import ConfigError
-from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve_config import LOOPBACK, Limits
+from scalingnote.core.errors import ConfigError
+from scalingnote.run.service_config import LOOPBACK, Limits
+from scalingnote.serve.telemetry import RequestRecord, get_logger
 
-RequestCallback = Callable[[str, Mapping[str, Any], int, float], None]  # path, state, status, seconds
+RequestCallback = Callable[[str, RequestRecord, int, float], None]  # path, record, status, seconds
 
 MAX_CLIENTS = 10_000  # clients whose rates are remembered
 MIN_KEY_CHARS = 16
@@ -35,6 +35,27 @@ PUBLIC_PATHS = ("/", *HEALTH_PATHS, "/openapi.json")  # without a key: nothing i
 PAGE_PREFIX = "/page/"
 ADMIN_PREFIX = "/admin/"
 OPENAI_PREFIX = "/v1/"
+# Code, and what OpenAPI says, of a status; gRPC has a code for each too (scalingnote.serve.grpc.servicer).
+REFUSALS = {
+    400: ("invalid", "the body ended early; below /v1 also an invalid request"),
+    401: ("unauthorized", "no API key, or an unknown one"),
+    403: (
+        "forbidden",
+        "/admin without a key: from another machine, on an open service, or from a page of another site",
+    ),
+    404: ("not_found", "there is no such document, model or path"),
+    405: ("method_not_allowed", "the path has other methods"),
+    409: ("conflict", "this server is not configured for it"),
+    413: (
+        "too_large",
+        "the body exceeds limits.max_body_bytes, or a text is longer than the model reads",
+    ),
+    415: ("unsupported_media_type", "the body is not application/json"),
+    422: ("invalid", "an invalid request: `field` names the place"),
+    429: ("rate_limited", "the rate of this client is used up: Retry-After says until when"),
+    500: ("internal", "a fault of the server, in its log under the request id"),
+    503: ("unavailable", "too many requests, or no answer in time: Retry-After says when to try again"),
+}
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 SCHEME = re.compile(rb"^\s*bearer\s+", re.IGNORECASE)  # in any case, RFC 9110
 CLIENT_CLOSED_REQUEST = 499  # status of nginx and Ray Serve for a request whose client went away
@@ -48,44 +69,46 @@ class RefusedError(Exception):
     """A request that is not answered; the client gets a :class:`~scalingnote.serve.messages.Refusal`.
 
     Args:
-        status: of HTTP; gRPC has a code for each.
-        code: for programs, one word.
+        status: of HTTP, one of REFUSALS.
         message: for people.
         field: of the request, where one field is the reason.
         retry_after_s: seconds after which the same request may succeed.
+        code: for programs, one word; by default that of the status.
     """
 
     def __init__(
         self,
         status: int,
-        code: str,
         message: str,
         field: str | None = None,
+        *,
         retry_after_s: int | None = None,
+        code: str = "",
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
+        self.status, self.message = status, message
+        self.code = code or REFUSALS.get(status, ("refused", ""))[0]
         self.field, self.retry_after_s = field, retry_after_s
 
 
 def invalid(message: str, field: str | None = None) -> RefusedError:
     """422: the request is invalid on any server."""
-    return RefusedError(422, "invalid", message, field)
+    return RefusedError(422, message, field)
 
 
 def not_found(message: str) -> RefusedError:
     """404."""
-    return RefusedError(404, "not_found", message)
+    return RefusedError(404, message)
 
 
 def conflict(message: str) -> RefusedError:
     """409: this server is not configured for the request."""
-    return RefusedError(409, "conflict", message)
+    return RefusedError(409, message)
 
 
 def unavailable(message: str) -> RefusedError:
     """503: a later attempt may succeed."""
-    return RefusedError(503, "unavailable", message, retry_after_s=1)
+    return RefusedError(503, message, retry_after_s=1)
 
 
 def validation_refusal(problems: Sequence[Mapping[str, Any]]) -> RefusedError:
@@ -100,22 +123,23 @@ def as_refused(error: Exception, request_id: str) -> RefusedError:
     if isinstance(error, RefusedError):
         return error
     log.error("request %s failed", request_id, exc_info=error)
-    return RefusedError(500, "internal", "this is a fault of the server: see its log")
+    return RefusedError(500, "this is a fault of the server: see its log")
 
 
 def refusal_response(refused: RefusedError, scope: Scope) -> Response:
-    """The HTTP response of a refusal, and its code in the request's state.
+    """The HTTP response of a refusal, with its code in the request's record.
 
     Below ``/v1`` status and body are those of OpenAI, where a wrong request gets 400.
     """
-    scope["state"]["refused"] = refused.code
+    record: RequestRecord = scope["state"]["record"]
+    record.refused = refused.code
     status, content = refused.status, {"code": refused.code, "message": refused.message}
     if scope["path"].startswith(OPENAI_PREFIX):
         status = 400 if status == 422 else status
         kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        body = {"error": {**content, "type": kind, "param": refused.field}}
+        body: dict[str, Any] = {"error": {**content, "type": kind, "param": refused.field}}
     else:
-        body = {"error": {**content, "field": refused.field}, "request_id": scope["state"]["request_id"]}
+        body = {"error": {**content, "field": refused.field}, "request_id": record.request_id}
     response = Response(to_json(body), status, media_type="application/json")
     if refused.retry_after_s is not None:
         response.headers["retry-after"] = str(refused.retry_after_s)
@@ -166,9 +190,9 @@ class Admission:
         wait_s = 0.0 if public else self._take_token(self._client(authorization, address))
         if wait_s > 0:
             rate = f"{self._limits.rate:g} requests a second"
-            raise RefusedError(429, "rate_limited", f"more than {rate} of one client", None, int(wait_s) + 1)
+            raise RefusedError(429, f"more than {rate} of one client", retry_after_s=int(wait_s) + 1)
         if self.in_flight > self._limits.in_flight:
-            raise RefusedError(503, "unavailable", "too many requests at once: try again", None, 1)
+            raise RefusedError(503, "too many requests at once: try again", retry_after_s=1)
         self.check_size(size)
 
     def check_size(self, size: int) -> None:
@@ -176,7 +200,7 @@ class Admission:
         limit = self._limits.max_body_bytes
         if size > limit:
             message = f"the body is larger than {limit:,} bytes: send less at once"
-            raise RefusedError(413, "too_large", message)
+            raise RefusedError(413, message)
 
     def admit_admin(self, address: str, host: bytes, origin: bytes) -> None:
         """Raise RefusedError unless a request for ``/admin`` is allowed; called after :meth:`admit`.
@@ -188,16 +212,14 @@ class Admission:
         if self._keys is not None:
             return
         if self._is_open:
-            raise RefusedError(
-                403, "forbidden", "this service is open to others: set serve.api_keys for /admin"
-            )
+            raise RefusedError(403, "this service is open to others: set serve.api_keys for /admin")
         host_name = _host_name(host)
         if address not in LOOPBACK or host_name not in LOOPBACK:
             source = f"from {address} for {host_name or 'no host'}"
             message = f"without serve.api_keys /admin is for this machine alone, not {source}"
-            raise RefusedError(403, "forbidden", message)
+            raise RefusedError(403, message)
         if origin and origin.rpartition(b"//")[2] != host:
-            raise RefusedError(403, "forbidden", "/admin is not for pages of other sites")
+            raise RefusedError(403, "/admin is not for pages of other sites")
 
     def _client(self, authorization: bytes, address: str) -> str | bytes:
         """The key of the client's rate: its API key's digest, or its address where no key is needed."""
@@ -205,7 +227,7 @@ class Admission:
             return address
         digest = hashlib.sha256(SCHEME.sub(b"", authorization).strip()).digest()
         if digest not in self._keys:
-            raise RefusedError(401, "unauthorized", "send an API key: Authorization: Bearer KEY")
+            raise RefusedError(401, "send an API key: Authorization: Bearer KEY")
         return digest
 
     def _take_token(self, client: str | bytes) -> float:
@@ -257,14 +279,14 @@ def _host_name(host: bytes) -> str:
 
 
 class AccessMiddleware:
-    """ASGI middleware that admits requests; `scope["state"]` has the `request_id`, the API adds to it.
+    """ASGI middleware that admits requests, and gives each a record, ``scope["state"]["record"]``.
 
     A HEAD is answered as a GET, and the body is not sent.
 
     Args:
         app: the ASGI application behind it.
         admission: shared with the gRPC side.
-        on_done: called for each request after its answer, with the route's path and `scope["state"]`.
+        on_done: called for each request after its answer, with the route's path and the record.
         in_serve: Ray Serve writes the header ``x-request-id`` itself.
     """
 
@@ -286,18 +308,14 @@ class AccessMiddleware:
         started = time.perf_counter()
         status: int | None = None  # until an answer begins
         headers = dict(scope["headers"])
-        state = scope.setdefault("state", {})
-        state["request_id"] = request_id(headers.get(b"x-request-id", b""))
-        id_header = () if self._in_serve else ((b"x-request-id", state["request_id"].encode()),)
-        is_head = scope["method"] == "HEAD"
-        asked = {**scope, "method": "GET"} if is_head else scope
+        record = RequestRecord(request_id(headers.get(b"x-request-id", b"")))
+        scope.setdefault("state", {})["record"] = record
+        id_header = () if self._in_serve else ((b"x-request-id", record.request_id.encode()),)
+        asked = scope
+        if scope["method"] == "HEAD":
+            asked, send = {**scope, "method": "GET"}, _without_body(send)
         too_large: RefusedError | None = None
         refusal_sent, received_bytes = False, 0
-
-        async def send_message(message: Message) -> None:
-            if is_head and message["type"] == "http.response.body":
-                message = {**message, "body": b""}
-            await send(message)
 
         async def receive_limited() -> Message:  # a chunked body does not announce its length
             nonlocal too_large, received_bytes
@@ -318,14 +336,14 @@ class AccessMiddleware:
                 if message["type"] == "http.response.start":
                     status = message["status"]
                     message["headers"] = [*message.get("headers", ()), *id_header]
-                await send_message(message)
+                await send(message)
 
         async def refuse(refused: RefusedError) -> None:
             nonlocal status, refusal_sent
             refusal_sent, response = True, refusal_response(refused, scope)
             status = response.status_code
             response.raw_headers.extend(id_header)
-            await response(scope, receive, send_message)
+            await response(scope, receive, send)
 
         with self._admission.count_request():
             try:
@@ -340,7 +358,7 @@ class AccessMiddleware:
                 if self._on_done is not None:
                     # The route's pattern: paths with ids in them would be a metric label each.
                     path = getattr(asked.get("route"), "path", "other")
-                    self._on_done(path, state, status or 500, time.perf_counter() - started)
+                    self._on_done(path, record, status or 500, time.perf_counter() - started)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         path = scope["path"]
@@ -361,9 +379,18 @@ class AccessMiddleware:
         if has_body and not _is_json(content_type):
             shown = content_type[:100].decode("latin-1")
             message = f"the body is {shown}: send content-type: application/json"
-            raise RefusedError(415, "unsupported_media_type", message)
+            raise RefusedError(415, message)
 
 
 def _is_json(content_type: bytes) -> bool:
     kind = content_type.partition(b";")[0].strip().lower()
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+
+def _without_body(send: Send) -> Send:
+    """The same, for the answer of a HEAD."""
+
+    async def send_message(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_message

@@ -27,10 +27,13 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from scalingnote.errors import ScalingNoteError
+from scalingnote.core import __version__
+from scalingnote.core.errors import ScalingNoteError
+from scalingnote.run.service_config import ServeConfig
 from scalingnote.serve import messages
 from scalingnote.serve.access import (
     OPENAI_PREFIX,
+    REFUSALS,
     AccessMiddleware,
     Admission,
     RefusedError,
@@ -45,7 +48,7 @@ from scalingnote.serve.concurrency import run_periodically
 from scalingnote.serve.embeddings import (
     EmbeddingList,
     EmbeddingRequest,
-    Embeddings,
+    EmbeddingService,
     Model,
     ModelList,
     OpenAIRefusal,
@@ -60,38 +63,22 @@ from scalingnote.serve.embeddings import (
 )
 from scalingnote.serve.service import Service
 from scalingnote.serve.versions import Version, Versions, named
-from scalingnote.serve_config import ServeConfig
-from scalingnote.version import __version__
 
 PAGE = Path(__file__).parent / "page"
-POLL_INTERVAL_S = 0.5  # between two reads of the version that other gateways may have activated
+VERSION_POLL_INTERVAL_S = 0.5  # between two reads of the version that other gateways may have activated
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 # The page runs its own scripts and styles, calls this server only, makes no markup of text, is in no frame.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-HTTP_CODES = {400: "invalid", 404: "not_found", 405: "method_not_allowed"}
-REFUSALS = {
-    400: "the body ended early; below /v1 also an invalid request",
-    401: "no API key, or an unknown one",
-    403: "/admin without a key: from another machine, on an open service, or from a page of another site",
-    404: "there is no such document, model or path",
-    409: "this server is not configured for it",
-    413: "the body is larger than limits.max_body_bytes, or a text longer than the model reads",
-    415: "the body is not application/json",
-    422: "an invalid request: `field` names the place",
-    429: "the rate of this client is used up: Retry-After says until when",
-    500: "a fault of the server, in its log under the request id",
-    503: "too many requests, or no answer in time: Retry-After says when to try again",
-}
 EVERYWHERE = (400, 401, 413, 415, 429, 500, 503)
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
 
 def refusals(*statuses: int, model: type[BaseModel] = messages.Refusal) -> dict[int | str, dict[str, Any]]:
     """What OpenAPI says of these statuses."""
-    return {status: {"model": model, "description": REFUSALS[status]} for status in statuses}
+    return {status: {"model": model, "description": REFUSALS[status][1]} for status in statuses}
 
 
 class _AnyText(PathConvertor):
@@ -147,20 +134,22 @@ class Api(FastAPI):
         return described
 
     def post_json(
-        self, path: str, *, response: Any, responses: dict[int | str, dict[str, Any]] | None = None
+        self, path: str, response: Any, *statuses: int, model: type[BaseModel] = messages.Refusal
     ) -> Callable[[Handler], Handler]:
         """Decorator of a handler of (body) or (body, request), with the body as its pydantic model.
 
         Args:
             path: of the request.
-            response: its model, for OpenAPI.
-            responses: models of other statuses, where they are not those of every path.
+            response: model of its answer, for OpenAPI.
+            statuses: of refusals, beside 422 and those of every path.
+            model: of refusals.
         """
+        refused = refusals(422, *statuses, model=model)
 
         def add(handler: Handler) -> Handler:
-            self.add_api_route(path, handler, methods=["POST"], response_model=response, responses=responses)
-            model, *more = (each.annotation for each in inspect.signature(handler).parameters.values())
-            self._json_routes[path] = (self.router.routes[-1], handler, model, bool(more))
+            self.add_api_route(path, handler, methods=["POST"], response_model=response, responses=refused)
+            body, *more = (each.annotation for each in inspect.signature(handler).parameters.values())
+            self._json_routes[path] = (self.router.routes[-1], handler, body, bool(more))
             return handler
 
         return add
@@ -209,11 +198,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
             headers = error.headers or {}
             if error.status_code == 405:
                 headers = {**headers, **_allowed(request)}
-            code = HTTP_CODES.get(error.status_code, "refused")
-            error = RefusedError(error.status_code, code, str(error.detail))
+            error = RefusedError(error.status_code, str(error.detail))
         case ClientDisconnect():
-            error = RefusedError(400, "invalid", "the body ended early")
-    response = refusal_response(as_refused(error, request.scope["state"]["request_id"]), request.scope)
+            error = RefusedError(400, "the body ended early")
+    response = refusal_response(as_refused(error, request.scope["state"]["record"].request_id), request.scope)
     response.headers.update(headers)
     return response
 
@@ -234,7 +222,7 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 def build(
-    service: Service | Embeddings,
+    service: Service | EmbeddingService,
     config: ServeConfig,
     *,
     admission: Admission | None = None,
@@ -267,7 +255,7 @@ def build(
         _add_writes(api, service)
         _add_administration(api, service)
         _add_page(api)
-    embeddings = service if isinstance(service, Embeddings) else service.embeddings
+    embeddings = service if isinstance(service, EmbeddingService) else service.embeddings
     _add_openai(api, embeddings)
     _add_tei(api, embeddings)
     _add_monitoring(api, service, scrape)
@@ -285,7 +273,7 @@ def build(
 
 @asynccontextmanager
 async def _lifespan(
-    service: Service | Embeddings, on_poll: Callable[[], None] | None, _: FastAPI
+    service: Service | EmbeddingService, on_poll: Callable[[], None] | None, _: FastAPI
 ) -> AsyncIterator[None]:
     """Open what is served at the start, and follow the active version until the end."""
 
@@ -297,7 +285,7 @@ async def _lifespan(
 
     await (service.versions.start() if isinstance(service, Service) else service.start())
     polling = asyncio.create_task(
-        run_periodically(poll, interval_s=POLL_INTERVAL_S, name="following the active index version")
+        run_periodically(poll, interval_s=VERSION_POLL_INTERVAL_S, name="following the active index version")
     )
     yield
     polling.cancel()
@@ -307,17 +295,17 @@ async def _lifespan(
 
 
 def _add_search(api: Api, service: Service) -> None:
-    @api.post_json("/search", response=messages.SearchResponse, responses=refusals(422))
+    @api.post_json("/search", messages.SearchResponse)
     async def search(body: messages.SearchRequest, request: Request) -> Response:
         """The best documents for a text or a vector, best first."""
-        return json_response(await service.search(body, request.scope["state"]))
+        return json_response(await service.search(body, request.scope["state"]["record"]))
 
-    @api.post_json("/similar", response=messages.SearchResponse, responses=refusals(404, 422))
+    @api.post_json("/similar", messages.SearchResponse, 404)
     async def similar(body: messages.SimilarRequest, request: Request) -> Response:
         """Documents similar to one of the index."""
-        return json_response(await service.similar(body, request.scope["state"]))
+        return json_response(await service.similar(body, request.scope["state"]["record"]))
 
-    @api.post_json("/encode", response=messages.EncodeResponse, responses=refusals(422))
+    @api.post_json("/encode", messages.EncodeResponse)
     async def encode(body: messages.EncodeRequest) -> Response:
         """Unit embeddings of queries, as `/search` takes them for `vector`."""
         return json_response(await service.encode(body))
@@ -329,12 +317,12 @@ def _add_search(api: Api, service: Service) -> None:
 
 
 def _add_writes(api: Api, service: Service) -> None:
-    @api.post_json("/documents", response=messages.Written, responses=refusals(409, 422))
+    @api.post_json("/documents", messages.Written, 409)
     async def upsert(body: messages.UpsertRequest) -> Response:
         """Write documents, each in place of the one with its id; durable when it is answered."""
         return json_response(await service.writes.upsert(body))
 
-    @api.post_json("/documents/delete", response=messages.Deleted, responses=refusals(409, 422))
+    @api.post_json("/documents/delete", messages.Deleted, 409)
     async def delete(body: messages.DeleteRequest) -> Response:
         """Delete documents; ids that are not in the index are no error."""
         return json_response(await service.writes.delete(body.doc_ids))
@@ -353,9 +341,7 @@ def _add_administration(api: Api, service: Service) -> None:
         """The versions of the index that are open."""
         return _open_versions(kept)
 
-    @api.post_json(
-        "/admin/index/activate", response=messages.IndexVersions, responses=refusals(403, 409, 422)
-    )
+    @api.post_json("/admin/index/activate", messages.IndexVersions, 403, 409)
     async def activate(body: messages.ActivateRequest) -> Response:
         """Answer from another version, without a failed request; it is opened first, which may take long."""
         field = "version" if body.uri is None else "uri"
@@ -388,10 +374,8 @@ def _add_administration(api: Api, service: Service) -> None:
         return _open_versions(kept)
 
 
-def _add_openai(api: Api, embeddings: Embeddings) -> None:
-    refused = refusals(*EVERYWHERE, 404, 409, 422, model=OpenAIRefusal)
-
-    @api.post_json("/v1/embeddings", response=EmbeddingList, responses=refused)
+def _add_openai(api: Api, embeddings: EmbeddingService) -> None:
+    @api.post_json("/v1/embeddings", EmbeddingList, *EVERYWHERE, 404, 409, model=OpenAIRefusal)
     async def openai_embeddings(body: EmbeddingRequest) -> Response:
         """Embeddings of texts or of token ids, in the form of OpenAI."""
         return await asyncio.to_thread(json_response, await embeddings.openai(body))
@@ -401,42 +385,40 @@ def _add_openai(api: Api, embeddings: Embeddings) -> None:
         """The names that `/v1/embeddings` takes for `model`."""
         return embeddings.models()
 
-    @api.get("/v1/models/{name:any}", responses=refused)
+    @api.get("/v1/models/{name:any}", responses=refusals(*EVERYWHERE, 404, 409, 422, model=OpenAIRefusal))
     async def model(name: messages.Name) -> Model:
         """One of the names that `/v1/embeddings` takes."""
         return embeddings.model(name)
 
 
-def _add_tei(api: Api, embeddings: Embeddings) -> None:
-    refused = refusals(409, 422)
-
-    @api.post_json("/embed", response=list[list[float]], responses=refused)
+def _add_tei(api: Api, embeddings: EmbeddingService) -> None:
+    @api.post_json("/embed", list[list[float]], 409)
     async def embed(body: TeiEmbedRequest) -> Response:
         """Embeddings of texts, in the form of TEI."""
         return await asyncio.to_thread(json_response, await embeddings.embed(body))
 
-    @api.post_json("/embed_sparse", response=list[list[SparseValue]], responses=refused)
+    @api.post_json("/embed_sparse", list[list[SparseValue]], 409)
     async def embed_sparse(body: TeiSparseRequest) -> Response:
         """Terms of queries and their weights."""
         return json_response(await embeddings.embed_sparse(body))
 
-    @api.post_json("/rerank", response=list[Rank], responses=refused)
+    @api.post_json("/rerank", list[Rank], 409)
     async def rerank(body: TeiRerankRequest) -> Response:
         """Scores of texts for a query by the cross-encoder, best first."""
         return json_response(await embeddings.rerank(body))
 
-    @api.post_json("/similarity", response=list[float], responses=refused)
+    @api.post_json("/similarity", list[float], 409)
     async def similarity(body: TeiSimilarityRequest) -> Response:
         """Cosines of one text and others."""
         return json_response(await embeddings.similarity(body))
 
-    @api.post_json("/tokenize", response=list[list[Token]], responses=refused)
+    @api.post_json("/tokenize", list[list[Token]], 409)
     async def tokenize(body: TeiTokenizeRequest) -> Response:
         """The tokens of texts."""
         return json_response(await embeddings.tokenize(body))
 
 
-def _add_monitoring(api: Api, service: Service | Embeddings, scrape: Callable[[], str]) -> None:
+def _add_monitoring(api: Api, service: Service | EmbeddingService, scrape: Callable[[], str]) -> None:
     @api.get("/info", response_model=messages.Info if isinstance(service, Service) else messages.TowerInfo)
     async def info() -> Response:
         """Arms, fields and limits of the service."""

@@ -15,22 +15,22 @@ from ray import serve
 from ray.serve import Application, Deployment, deployment
 from ray.serve.handle import DeploymentHandle
 
-from scalingnote.experiment.access_log import AccessWriter
-from scalingnote.models.published_model import Similarity
+from scalingnote.run.service_config import AppArgs, ServeConfig, ServicePart
 from scalingnote.serve import api, placement
 from scalingnote.serve.access import Admission, read_keys
+from scalingnote.serve.access_writer import AccessWriter
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes
 from scalingnote.serve.concurrency import Handle, LocalHandle
-from scalingnote.serve.embeddings import Embeddings
-from scalingnote.serve.fan_out import Aggregator, hedged, sizes
+from scalingnote.serve.deployed import Deployed, ServedArm
+from scalingnote.serve.embeddings import EmbeddingService
+from scalingnote.serve.fan_out import Aggregator, is_hedged, sizes
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
-from scalingnote.serve.service import ServedArm, Service
+from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import Metrics, RequestObserver, get_logger, scrape
-from scalingnote.serve.towers import DocumentTower, Location
-from scalingnote.serve.versions import Catalog, LiveCatalog, Versions
-from scalingnote.serve.writer import DocumentEncoder, WriteHandles, Writer
-from scalingnote.serve_config import AppArgs, Part, ServeConfig
+from scalingnote.serve.towers import DocumentTower
+from scalingnote.serve.versions import Catalog, LiveCatalog
+from scalingnote.serve.writer import DocumentEncoder, Writer
 
 MAX_ONGOING_REQUESTS = 1000  # of a replica: calls wait in its batcher, or the gateway's admission refuses
 MAX_UNBATCHED = 5  # of a replica without batches: the others wait in Serve's queue
@@ -84,70 +84,33 @@ class Gateway(_Ingress, Servicer):
     """Ingress of the application, for HTTP and gRPC.
 
     Args:
-        arms: an arm's encoder is a handle, or the parts to load in this process.
-        catalog: of the index versions.
-        searchers: one for each group of shards; none: this process holds all shards.
-
-    The others are those of :class:`~scalingnote.serve.service.Service`.
+        deployed: an arm's encoder is a handle, or the parts to load in this process; without searchers this
+            process holds all shards.
+        config: of the service.
     """
 
-    def __init__(
-        self,
-        arms: Sequence[ServedArm],
-        catalog: Catalog | LiveCatalog,
-        searchers: Sequence[DeploymentHandle[Any]],
-        config: ServeConfig,
-        reranker: DeploymentHandle[Any] | None = None,
-        writing: WriteHandles | None = None,
-        name: str = "scalingnote",
-        documents: DeploymentHandle[Any] | None = None,
-        aggregators: Sequence[DeploymentHandle[Any]] = (),
-        teacher: DeploymentHandle[Any] | None = None,
-        similarity: Similarity = "cosine",
-    ) -> None:
+    def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
         _Ingress.__init__(self, config)
-        handles: list[Handle] = [*searchers] if searchers else [_local_searcher(catalog, config)]
-        service = Service(
-            [replace(arm, encoder=_encoder(arm.encoder)) for arm in arms],
-            handles,
-            Versions(catalog, handles),
-            config,
-            reranker=reranker,
-            writing=writing,
-            on_recall=self._metrics.observe_recall,
-            name=name,
-            documents=documents,
-            aggregators=aggregators,
-            teacher=teacher,
-            similarity=similarity,
-        )
+        assert deployed.catalog is not None
+        searchers = deployed.searchers or [_local_searcher(deployed.catalog, config)]
+        deployed = replace(_with_encoders(deployed), searchers=searchers)
+        service = Service(deployed, config, on_recall=self._metrics.observe_recall)
         Servicer.__init__(self, service, self._admission, self._observer)
 
 
 @serve.deployment
 @serve.ingress()
 class TowerGateway(_Ingress):
-    """Ingress of a model that is served without an index.
+    """Ingress of a model that is served without an index; its query side, if it has one, is the only arm."""
 
-    Args:
-        name: of the model.
-        query: a handle of its query side, or the parts to load in this process; None: it has none.
-
-    The others are those of :class:`~scalingnote.serve.embeddings.Embeddings`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        query: QueryPathParts | DeploymentHandle[Any] | None,
-        documents: DeploymentHandle[Any] | None,
-        config: ServeConfig,
-        reranker: DeploymentHandle[Any] | None = None,
-        similarity: Similarity = "cosine",
-    ) -> None:
+    def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
         super().__init__(config)
-        queries = {} if query is None else {name: _encoder(query)}
-        self._service = Embeddings(name, queries, documents, config, reranker=reranker, similarity=similarity)
+        self._service = EmbeddingService(_with_encoders(deployed), config)
+
+
+def _with_encoders(deployed: Deployed) -> Deployed:
+    """The same parts, with the encoders that this process is to load."""
+    return replace(deployed, arms=[replace(arm, encoder=_encoder(arm.encoder)) for arm in deployed.arms])
 
 
 def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
@@ -160,13 +123,7 @@ def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> Loca
 
 def _searcher_settings(config: ServeConfig) -> dict[str, Any]:
     """Settings of an index searcher, in the gateway or in replicas."""
-    return {
-        "nprobe": config.nprobe,
-        "mapped": config.mapped,
-        "refresh_s": config.live.refresh_s if config.live else 0.1,
-        "search": config.search,
-        "timeout_s": config.deadline_s,
-    }
+    return {"mapped": config.mapped, "search": config.search, "timeout_s": config.deadline_s}
 
 
 # --- the application ---------------------------------------------------------------------------------------
@@ -190,49 +147,46 @@ def bind(served: ServedArtifacts | ServedTower) -> Application:
     config, memory = served.config, 0
     if served.gateway_searches:
         memory = placement.index_memory(served.index, served.shards, config, part="gateway")
-    arms = [arm if gateway_encodes(arm, config) else _in_replicas(arm, config) for arm in served.arms]
-    gateway = _replicas(
-        Gateway, config, "gateway", config.gateway_replicas, config.cpus_per_replica, memory=memory
-    )
     searchers = _searchers(served)
-    application: Application = gateway.bind(
-        arms,
+    deployed = Deployed(
+        [_arm(arm, config) for arm in served.arms],
         served.catalog,
         searchers,
-        config,
-        _reranker(config),
-        _writing(served),
-        served.name,
-        _documents(served.document_tower, config.document_replicas or 0, config),
         _aggregators(searchers, config),
-        _teacher(served),
-        served.similarity,
+        documents=_optional(DocumentTower, config, "document_tower", served.document_tower),
+        reranker=_reranker(config),
+        teacher=_optional(ArmEncoder, config, "teacher", served.teacher, name="QueryTeacher"),
+        name=served.name,
+        similarity=served.similarity,
     )
+    gateway = _replicas(Gateway, config, "gateway", memory=memory)
+    application: Application = gateway.bind(_with_writer(deployed, served), config)
     return application
 
 
 def _bind_tower(served: ServedTower) -> Application:
-    config, arm = served.config, served.query
-    if arm is not None and not gateway_encodes(arm, config):
-        arm = _in_replicas(arm, config)
-    gateway = _replicas(TowerGateway, config, "gateway", config.gateway_replicas, config.cpus_per_replica)
-    documents = _documents(served.document, served.document_replicas, config)
-    application: Application = gateway.bind(
-        served.name, arm and arm.encoder, documents, config, _reranker(config), served.similarity
+    config = served.config
+    deployed = Deployed(
+        [] if served.query is None else [_arm(served.query, config)],
+        documents=_optional(DocumentTower, config, "document_tower", served.document),
+        reranker=_reranker(config),
+        name=served.name,
+        similarity=served.similarity,
     )
+    application: Application = _replicas(TowerGateway, config, "gateway").bind(deployed, config)
     return application
 
 
-def _documents(tower: Location | None, replicas: int, config: ServeConfig) -> Any:
-    """A deployment of the document tower; None where it is not served."""
-    if tower is None or not replicas:
-        return None
-    cpus, gpus = config.cpus_per_replica, config.gpus_per_document_replica
-    return _replicas(DocumentTower, config, "document_tower", replicas, cpus, gpus).bind(tower)
+def _arm(arm: ServedArm, config: ServeConfig) -> ServedArm:
+    """An arm whose queries the gateway encodes, or with a deployment that does."""
+    if gateway_encodes(arm, config):
+        return arm
+    encoder = _replicas(ArmEncoder, config, "encoder", name=f"QueryEncoder-{arm.name}")
+    return replace(arm, encoder=encoder.bind(arm.encoder))
 
 
 def _searchers(served: ServedArtifacts) -> list[Any]:
-    """A deployment for each group of shards; none where the gateway searches."""
+    """A deployment for each group of shards; none if the gateway searches."""
     config = served.config
     if served.gateway_searches:
         return []
@@ -241,8 +195,6 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
             IndexSearcher,
             config,
             "searcher",
-            config.searcher_replicas,
-            config.cpus_per_replica,
             memory=placement.index_memory(served.index, shards, config, part="searcher"),
             name=f"IndexSearcher-{group:03d}",
         ).bind(served.catalog, shards=shards, **_searcher_settings(config))
@@ -251,76 +203,46 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
 
 
 def _aggregators(searchers: Sequence[Any], config: ServeConfig) -> list[Any]:
-    """A deployment for each set of groups, with as many replicas as a searcher has; none for few groups."""
+    """A deployment for each set of groups; none for few groups."""
     return [
-        _replicas(
-            Aggregator,
-            config,
-            "aggregator",
-            config.searcher_replicas,
-            config.cpus_per_replica,
-            name=f"Aggregator-{number:03d}",
-        ).bind([searchers[group] for group in groups], groups, hedged(config))
-        for number, groups in enumerate(sizes(len(searchers), config.fanout))
+        _replicas(Aggregator, config, "aggregator", name=f"Aggregator-{number:03d}").bind(
+            [searchers[group] for group in groups], groups, is_hedged(config)
+        )
+        for number, groups in enumerate(sizes(len(searchers), config))
     ]
 
 
-def _writing(served: ServedArtifacts) -> WriteHandles | None:
-    config, live = served.config, served.config.live
+def _with_writer(deployed: Deployed, served: ServedArtifacts) -> Deployed:
+    """The same parts, with those that write if the index is live."""
+    config, live, catalog = served.config, served.config.live, served.catalog
     if live is None:
-        return None
-    assert isinstance(served.catalog, LiveCatalog)
+        return deployed
+    assert isinstance(catalog, LiveCatalog)
     assert served.documents is not None
-    cpus, gpus = live.cpus_per_encoder, live.gpus_per_encoder
-    encoder = _replicas(
-        DocumentEncoder, config, "document_encoder", live.encoders, cpus, gpus, ongoing=MAX_UNBATCHED
-    )
+    encoder = _replicas(DocumentEncoder, config, "document_encoder", ongoing=MAX_UNBATCHED)
     # One replica: it holds the claim on the logs, and the next one has to wait for it to end.
     memory = placement.index_memory(served.index, served.shards, config, part="writer")
-    writer = _replicas(Writer, config, "writer", 1, config.cpus_per_replica, memory=memory)
-    folder, index = served.catalog.folder, served.catalog.index
-    return WriteHandles(encoder.bind(served.documents), writer.bind(folder, index, live), live.deadline_s)
-
-
-def _in_replicas(arm: ServedArm, config: ServeConfig) -> ServedArm:
-    encoder = _replicas(
-        ArmEncoder,
-        config,
-        "encoder",
-        config.encoder_replicas,
-        config.cpus_per_replica,
-        config.gpus_per_encoder_replica,
-        name=f"QueryEncoder-{arm.name}",
+    writer = _replicas(Writer, config, "writer", memory=memory)
+    return replace(
+        deployed,
+        document_encoder=encoder.bind(served.documents),
+        writer=writer.bind(catalog.folder, catalog.index, live),
     )
-    return replace(arm, encoder=encoder.bind(arm.encoder))
 
 
-def _teacher(served: ServedArtifacts) -> Any:
-    """A deployment of the teacher; None where no query escalates."""
-    config, escalation = served.config, served.config.escalation
-    if escalation is None or served.teacher is None:
-        return None
-    cpus, gpus = escalation.cpus_per_replica, escalation.gpus_per_replica
-    replicas = _replicas(ArmEncoder, config, "teacher", escalation.replicas, cpus, gpus, name="QueryTeacher")
-    return replicas.bind(served.teacher, escalation.max_batch)
+def _optional(cls: Any, config: ServeConfig, part: ServicePart, argument: Any, **options: Any) -> Any:
+    """A deployment of a part with its only argument; None if there is no argument, and so no such part."""
+    return None if argument is None else _replicas(cls, config, part, **options).bind(argument)
 
 
 def _reranker(config: ServeConfig) -> Any:
-    rerank = config.rerank
-    if rerank is None:
-        return None
-    cpus, gpus = rerank.cpus_per_replica, rerank.gpus_per_replica
-    replicas = _replicas(Reranker, config, "reranker", rerank.replicas, cpus, gpus, ongoing=MAX_UNBATCHED)
-    return replicas.bind(rerank.model)
+    return _optional(Reranker, config, "reranker", config.rerank, ongoing=MAX_UNBATCHED)
 
 
 def _replicas(
     cls: Any,
     config: ServeConfig,
-    part: Part,
-    replicas: int,
-    cpus: float,
-    gpus: float = 0.0,
+    part: ServicePart,
     *,
     memory: int = 0,
     ongoing: int = MAX_ONGOING_REQUESTS,
@@ -328,11 +250,9 @@ def _replicas(
 ) -> Any:
     """A deployment of a class, or of a deployment with other options."""
     deployed: Any = cls if isinstance(cls, Deployment) else deployment(cls)
-    placed = placement.options(config, part, num_cpus=cpus, num_gpus=gpus, memory=memory)
     return deployed.options(
-        num_replicas=replicas,
         max_ongoing_requests=ongoing,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        **placed,
+        **placement.options(config, part, memory=memory),
         **named,
     )

@@ -4,26 +4,27 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scalingnote import pipeline, stages
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.model_files import local_folder
 from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import Form
-from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index.shard import open_layout
-from scalingnote.models.published_model import Similarity, local_folder, similarity_of
-from scalingnote.run_config import RunConfig
+from scalingnote.models.published_model import Similarity, similarity_of
+from scalingnote.run import pipeline
+from scalingnote.run.config import RunConfig
+from scalingnote.run.service_config import AppArgs, ServeConfig, merged
 from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
+from scalingnote.serve.deployed import ServedArm
 from scalingnote.serve.replicas import QueryPathParts
-from scalingnote.serve.service import ServedArm
 from scalingnote.serve.towers import Location
 from scalingnote.serve.versions import Catalog, LiveCatalog, Version
 from scalingnote.serve.writer import DocumentPathParts
-from scalingnote.serve_config import AppArgs, ServeConfig, merged
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 TOWER_KINDS = ("query_encoder", "student", "dual_encoder")
-GATEWAY_MAX_DOCUMENTS = 2_000_000  # of an index that a gateway searches itself, with searchers_in=auto
+GATEWAY_MAX_DOCUMENTS = 2_000_000  # of an index that a gateway searches itself, by default
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,12 @@ class ServedArtifacts:
     @property
     def gateway_searches(self) -> bool:
         """Whether the gateway itself searches."""
-        if self.config.searchers_in != "auto":
-            return self.config.searchers_in == "gateway"
+        if (replicas := self.config.deployment("searcher").num_replicas) is not None:
+            return replicas == 0
         if self.config.search.backend != "own":
             return True  # a searcher of its own would only pass calls on
-        return self.config.gateway_replicas == 1 and self.index.counts["documents"] <= GATEWAY_MAX_DOCUMENTS
+        is_small = self.index.counts["documents"] <= GATEWAY_MAX_DOCUMENTS
+        return is_small and self.config.replicas("gateway") == 1
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,10 @@ class ServedTower:
 
     name: str
     query: ServedArm | None  # with the parts of its query path, not a handle
-    document: Location | None
+    document: Location | None  # None: it has none, or it is not served
     config: ServeConfig
     similarity: Similarity = "cosine"  # of its embeddings
     address: str | None = None  # of the Ray cluster
-
-    @property
-    def document_replicas(self) -> int:
-        """Replicas of the document side."""
-        given = self.config.document_replicas
-        return 0 if self.document is None else 1 if given is None else given
 
 
 def find(args: AppArgs) -> ServedArtifacts | ServedTower:
@@ -106,7 +102,9 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
             )
         index, tower = open_artifact(args.index, kind="index"), tower_at(args.query_tower)
         served = _served(index, tower, QueryPathParts(_location(tower)), args.serve)
-        document_tower = None if args.document_tower is None else _location(tower_at(args.document_tower))
+        document_tower = None
+        if args.document_tower is not None and args.serve.deployment("document_tower").num_replicas:
+            document_tower = _location(tower_at(args.document_tower))
         return replace(served, teacher=_teacher(served, None), document_tower=document_tower)
     run = pipeline.load_run(args.run_dir)
     config = merged(run.run_dir, run.serve, args.serve)
@@ -120,13 +118,14 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
         planner = _location(pipeline.locate(run, "planner"))
         parts = replace(parts, fusion=_location(embeddings), planner=planner)
     served = _served(index, exports.find(tower, config.query_form, run.run_dir), parts, config)
+    with_documents = config.deployment("document_tower").num_replicas
     return replace(
         served,
         teacher=_teacher(served, run),
         documents=None if config.live is None else _document_path(run, index),
         address=run.address,
         name=Path(run.run_dir).name,
-        document_tower=_document_tower(run) if config.document_replicas else None,
+        document_tower=_location(pipeline.document_tower(run)) if with_documents else None,
     )
 
 
@@ -139,17 +138,20 @@ def _served_tower(model: str, config: ServeConfig) -> ServedTower:
         raise ConfigError("serve.search needs an index: a model alone has embeddings over HTTP")
     read_keys(config.api_keys)
     folder = local_folder(model).absolute()
-    found = towers.sides(folder)
+    found, name = towers.sides(folder), _model_name(model, folder)
     arm = None
     if "query" in found:
         location = (str(found["query"]), towers.FOLDER)
         parts = QueryPathParts(location, form=config.query_form, cache=config.query_cache)
-        arm = ServedArm("query", parts, _form(found["query"], config.query_form), personalised=False)
-    document = (str(found["document"]), towers.FOLDER) if "document" in found else None
-    if arm is None and config.document_replicas == 0:
-        raise ConfigError(f"{model} reads documents alone: set serve.document_replicas to 1 or more")
-    similarity = similarity_of(found.get("document", folder))
-    return ServedTower(_model_name(model, folder), arm, document, config, similarity)
+        arm = ServedArm(name, parts, _form(found["query"], config.query_form), personalised=False)
+    document = None
+    if "document" in found and config.deployment("document_tower").num_replicas != 0:
+        document = (str(found["document"]), towers.FOLDER)
+    if arm is None and document is None:
+        raise ConfigError(
+            f"{model} reads documents only: set serve.deployments.document_tower.num_replicas to 1 or more"
+        )
+    return ServedTower(name, arm, document, config, similarity_of(found.get("document", folder)))
 
 
 def _model_name(model: str, folder: Path) -> str:
@@ -213,7 +215,7 @@ def _teacher(served: ServedArtifacts, run: RunConfig | None) -> QueryPathParts |
     dim, wanted = tower.read_json("query/tower.json")["dim"], Version.of(served.index.uri).dim
     if dim != wanted:
         raise ConfigError(f"serve.escalation: the index has embeddings of dim {wanted}, the teacher of {dim}")
-    return QueryPathParts(_location(tower), form=escalation.form)
+    return QueryPathParts(_location(tower))
 
 
 def _check_database(version: Version, config: ServeConfig) -> None:
@@ -227,12 +229,8 @@ def _check_database(version: Version, config: ServeConfig) -> None:
 
 def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:
     """The parts that encode new documents as the run encoded its own."""
-    if run.cross_encoder is not None and run.distill is not None and not run.distill.document:
-        raise ConfigError(
-            "serve.live: the cross-encoder encoded the documents of this run, it cannot encode new ones"
-        )
     return DocumentPathParts(
-        towers=_document_tower(run),
+        towers=_location(pipeline.document_tower(run)),
         semantic_ids=_location(pipeline.locate(run, "semantic_ids")),
         embeddings=_location(pipeline.locate(run, "embeddings")),
         dataset=_location(pipeline.locate(run, "dataset")),
@@ -240,17 +238,10 @@ def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:
     )
 
 
-def _document_tower(run: RunConfig) -> Location:
-    """The tower that encoded the documents of a run."""
-    by_student = "encode_student" in [stage.name for stage in stages.of(run)]
-    return _location(pipeline.locate(run, "student" if by_student else "dual_encoder"))
-
-
 def gateway_encodes(arm: ServedArm, config: ServeConfig) -> bool:
     """Whether the gateway encodes the queries of an arm itself."""
-    if config.encoder_in != "auto":
-        return config.encoder_in == "gateway"
-    return arm.tower == "lookup"
+    replicas = config.deployment("encoder").num_replicas
+    return arm.tower == "lookup" if replicas is None else replicas == 0
 
 
 def _form(folder: Path, form: Form) -> Form:

@@ -182,25 +182,30 @@ async def _in_time(number: int, call: Awaitable[T], deadline_s: float) -> T | No
     return None
 
 
+STEPS = ("encode", "search", "escalate", "rerank")  # of a search
+
+
 class RequestTimer:
     """Times the steps of a request, and the seconds left until its deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         self._start = self._step_start = time.perf_counter()
-        self._end = self._start + deadline_s
+        self._deadline = self._start + deadline_s
+        self._step_s = dict.fromkeys(STEPS, 0.0)
 
-    def step_ms(self) -> float:
-        """Milliseconds since the end of the step before."""
+    def end(self, step: str) -> None:
+        """Add the time since the end of the step before to one of STEPS."""
         before, self._step_start = self._step_start, time.perf_counter()
-        return round(1000 * (self._step_start - before), 3)
+        self._step_s[step] += self._step_start - before
 
-    def total_ms(self) -> float:
-        """Milliseconds since the start."""
-        return round(1000 * (time.perf_counter() - self._start), 3)
+    def timings_ms(self) -> dict[str, float]:
+        """Milliseconds of each step, 0 if there was none, and the `total` since the start."""
+        seconds = {**self._step_s, "total": time.perf_counter() - self._start}
+        return {step: round(1000 * value, 3) for step, value in seconds.items()}
 
     def left_s(self) -> float:
         """Seconds until the deadline, at least 0."""
-        return max(0.0, self._end - time.perf_counter())
+        return max(0.0, self._deadline - time.perf_counter())
 
 
 # --- periodic tasks ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ A model has two sides. A request names one by `input_type` (TEI: `prompt_name`) 
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -20,20 +20,23 @@ from jaxtyping import Float32
 from numpy import ndarray
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
-from scalingnote.models.published_model import Role, Similarity
+from scalingnote.core import __version__
+from scalingnote.models.published_model import Role
+from scalingnote.run.service_config import ENCODING_DEADLINE_S, ServeConfig
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, conflict, invalid, unavailable
 from scalingnote.serve.concurrency import Handle, gather_in_time
-from scalingnote.serve.messages import Body, Name
+from scalingnote.serve.deployed import Deployed
+from scalingnote.serve.messages import MAX_RERANKED, Body, Name
 from scalingnote.serve.towers import Embedded, Refused, Side
-from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.arrow import as_searched, l2_normalize
-from scalingnote.version import __version__
 
 MAX_TOKENS = 8192  # ids of one text in a request
+MAX_TEXTS = 2048  # of one request
+MAX_TEXT_CHARS = 32_768  # of a text to embed: towers read its first tokens
 InputType = Literal["query", "document", "passage", "search_query", "search_document"]
 Direction = Literal["Left", "Right", "left", "right"]
-ROLES: dict[str, Role] = {
+PROMPT_ROLES: dict[str, Role] = {
     "query": "query",
     "search_query": "query",
     "document": "document",
@@ -41,9 +44,9 @@ ROLES: dict[str, Role] = {
     "search_document": "document",
 }
 # The side of a long text that is read, by the side where it is cut. TEI and its clients write either case.
-KEPT: dict[str, Side] = {"Left": "right", "left": "right", "Right": "left", "right": "left"}
+TRUNCATION_SIDES: dict[str, Side] = {"Left": "right", "left": "right", "Right": "left", "right": "left"}
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
-Texts = StrictStr | Annotated[list[StrictStr], Field(min_length=1)]
+TextInput = StrictStr | Annotated[list[StrictStr], Field(min_length=1)]
 
 
 # --- messages of OpenAI -----------------------------------------------------------------------------------
@@ -52,7 +55,7 @@ Texts = StrictStr | Annotated[list[StrictStr], Field(min_length=1)]
 class EmbeddingRequest(Body):
     """The body of ``POST /v1/embeddings``."""
 
-    input: Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1)] = Field(
+    input: TextInput | TokenIds | Annotated[list[TokenIds], Field(min_length=1)] = Field(
         description="a text or several; or token ids of the model's own tokenizer, of one text or of several"
     )
     model: Name = Field(description="a name of /v1/models; NAME-query and NAME-document choose the side")
@@ -81,6 +84,8 @@ class Usage(BaseModel):
 
     prompt_tokens: int
     total_tokens: int
+    cut_texts: int = Field(description="texts of the request that are longer than the model reads")
+    lost_tokens: int = Field(description="tokens of these that were not read")
 
 
 class EmbeddingList(BaseModel):
@@ -129,7 +134,7 @@ class OpenAIRefusal(BaseModel):
 class TeiRequest(Body):
     """Texts, and the side that reads them."""
 
-    inputs: Texts
+    inputs: TextInput
     prompt_name: InputType | None = Field(None, description="the side that reads the texts; null: query")
 
 
@@ -224,38 +229,24 @@ class Token(BaseModel):
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-class Embeddings:
-    """Answers requests for embeddings by the handles of towers.
+class EmbeddingService:
+    """Answers requests for embeddings by the towers of an application.
 
-    Args:
-        name: of the model.
-        queries: encoders by arm, the first one answers to `name`; none: the model reads documents alone.
-        documents: the document tower; None: requests for documents are refused.
-        config: limits and deadlines.
-        reranker: None: ``/rerank`` is refused.
-        similarity: that the model compares by; of dot, embeddings keep their length.
+    The first arm answers to the model's name; without an arm, the model reads documents only. Embeddings of
+    a model that compares by dot keep their length.
     """
 
-    def __init__(
-        self,
-        name: str,
-        queries: Mapping[str, Handle],
-        documents: Handle | None,
-        config: ServeConfig,
-        *,
-        reranker: Handle | None = None,
-        similarity: Similarity = "cosine",
-    ) -> None:
-        self._similarity = similarity
-        self.name, self._queries, self._documents = name, dict(queries), documents
-        self._config, self._reranker, self._created = config, reranker, int(time.time())
+    def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
+        self._similarity, self._config, self._created = deployed.similarity, config, int(time.time())
+        self.name, self._documents, self._reranker = deployed.name, deployed.documents, deployed.reranker
+        self._queries: dict[str, Handle] = {arm.name: arm.encoder for arm in deployed.arms}
         self._dim = 0
         self._models: dict[str, tuple[Handle | None, Role | None]] = {}
         first = next(iter(self._queries.values()), None)
         # A name of the model wins over one of an arm.
-        for model, encoder in {**self._queries, name: first}.items():
+        for model, encoder in {**self._queries, self.name: first}.items():
             self._models |= {model: (encoder, None), f"{model}-query": (encoder, "query")}
-        self._models[f"{name}-document"] = (documents, "document")
+        self._models[f"{self.name}-document"] = (self._documents, "document")
 
     async def start(self) -> None:
         """Ask a tower for the dimension of its embeddings; for a model that is served alone."""
@@ -292,6 +283,7 @@ class Embeddings:
         )
         data = [{"object": "embedding", "index": n, "embedding": row} for n, row in enumerate(values)]
         usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
+        usage |= {"cut_texts": found.cut_texts, "lost_tokens": found.lost_tokens}
         return {"object": "list", "data": data, "model": request.model, "usage": usage}
 
     # --- TEI ------------------------------------------------------------------------------------------
@@ -309,7 +301,7 @@ class Embeddings:
     async def embed_sparse(self, request: TeiSparseRequest) -> list[list[dict[str, Any]]]:
         """Answer ``POST /embed_sparse``: terms of each query and their weights."""
         texts = self._checked(request.inputs, "inputs")
-        if ROLES[request.prompt_name or "query"] == "document" or not self._queries:
+        if PROMPT_ROLES[request.prompt_name or "query"] == "document" or not self._queries:
             raise conflict("terms are served of queries alone: those of documents are in the index")
         tower = self._side(self.name, "query")
         found = await self._answer(tower.terms.remote(texts, **_truncation(request)), conflict)
@@ -317,10 +309,10 @@ class Embeddings:
 
     async def rerank(self, request: TeiRerankRequest) -> list[dict[str, Any]]:
         """Answer ``POST /rerank``: scores of texts for a query by the cross-encoder, best first."""
-        if self._reranker is None or self._config.rerank is None:
+        if self._reranker is None:
             raise conflict("this server does not re-rank: set serve.rerank")
-        if len(request.texts) > (most := self._config.rerank.max_candidates):
-            raise invalid(f"{len(request.texts)} texts: up to {most} are re-ranked", "texts")
+        if len(request.texts) > MAX_RERANKED:
+            raise invalid(f"{len(request.texts)} texts: up to {MAX_RERANKED} are re-ranked", "texts")
         (query,), texts = self._checked([request.query], "query"), self._checked(request.texts, "texts")
         call = self._reranker.logits.remote(query, texts, **_truncation(request))
         logits = np.asarray(await self._answer(call, invalid, field="texts"))
@@ -363,7 +355,7 @@ class Embeddings:
             model_dtype="float32",
             model_type={"embedding": {"pooling": "model"}},
             max_concurrent_requests=self._config.limits.in_flight,
-            max_client_batch_size=self._config.limits.max_texts,
+            max_client_batch_size=MAX_TEXTS,
             auto_truncate=True,
         )
 
@@ -382,16 +374,16 @@ class Embeddings:
         """The tower that reads the texts of a request."""
         if model not in self._models:
             names = ", ".join(card.id for card in self.models().data)
-            raise RefusedError(404, "model_not_found", f"no model {model!r}, there are {names}", "model")
+            raise RefusedError(404, f"no model {model!r}, there are {names}", "model", code="model_not_found")
         tower, named = self._models[model]
-        role = named if input_type is None else ROLES[input_type]
+        role = named if input_type is None else PROMPT_ROLES[input_type]
         if named is not None and role != named:
             raise invalid(f"model {model!r} reads texts of type {named}, not {input_type!r}", "input_type")
         if role == "document":
             tower = self._documents
         if tower is None:
             raise conflict(
-                "no document tower is served here: set serve.document_replicas"
+                "no document tower is served here: set serve.deployments.document_tower.num_replicas"
                 if role == "document"
                 else "this model reads documents alone"
             )
@@ -409,17 +401,15 @@ class Embeddings:
         return found
 
     def _checked(self, given: str | Sequence[str], field: str) -> list[str]:
-        texts, limit = [given] if isinstance(given, str) else [*given], self._config.limits.max_text_chars
+        texts = [given] if isinstance(given, str) else [*given]
         self._check_count(len(texts), field)
         for number, text in enumerate(texts):
-            if len(text) > limit:
-                raise invalid(
-                    f"text {number} has {len(text)} characters, this server takes up to {limit}", field
-                )
+            if len(text) > MAX_TEXT_CHARS:
+                raise invalid(f"text {number} has {len(text)} characters: send up to {MAX_TEXT_CHARS}", field)
         return texts
 
     def _check_count(self, texts: int, field: str) -> None:
-        if texts > (most := self._config.limits.max_texts):
+        if texts > (most := MAX_TEXTS):
             raise invalid(f"{texts} texts: send up to {most}", field)
 
     async def _embed(self, tower: Handle, texts: list[str], asked: Truncation = AS_TRAINED) -> Embedded:
@@ -428,12 +418,12 @@ class Embeddings:
 
     async def _answer(self, call: Awaitable[Any], refused: Any, *, field: str = "inputs") -> Any:
         """A tower's answer; 503 when there is none in time, `refused` with the reason when it refuses."""
-        (answer,) = await gather_in_time([call], deadline_s=self._config.embed_deadline_s)
+        (answer,) = await gather_in_time([call], deadline_s=ENCODING_DEADLINE_S)
         if answer is None:
             raise unavailable("the tower does not answer: try again, with fewer texts if they are many")
         if isinstance(answer, Refused):
             if answer.too_long:  # than the model reads, and it may not be cut: TEI answers 413
-                raise RefusedError(413, "too_long", answer.reason, field)
+                raise RefusedError(413, answer.reason, field, code="too_long")
             raise refused(answer.reason)
         return answer
 
@@ -441,7 +431,10 @@ class Embeddings:
 def _truncation(asked: Truncation) -> dict[str, Any]:
     """The arguments of a tower's methods for it."""
     direction = asked.truncation_direction
-    return {"truncate": asked.truncate is not False, "keeps": None if direction is None else KEPT[direction]}
+    return {
+        "truncate": asked.truncate is not False,
+        "keeps": None if direction is None else TRUNCATION_SIDES[direction],
+    }
 
 
 def _cut(

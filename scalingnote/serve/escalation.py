@@ -9,29 +9,25 @@ query `deadline_ms` at most, and after a few such queries nothing: the teacher i
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote.search.query_path import COMPARED, Query, doubt, threshold
+from scalingnote.run.service_config import Escalation
+from scalingnote.search.escalation import DoubtWindow
+from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve.concurrency import Handle, RequestTimer, cancel
-from scalingnote.serve.fan_out import FanOut, GroupCandidates
+from scalingnote.serve.fan_out import FanOut
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
-from scalingnote.serve_config import Escalation
 
-WINDOW = 1000  # latest queries of a gateway that `share` is a share of
-MIN_MEASURED = 100  # queries before the first one escalates, unless all do
-TUNED_EVERY = 20  # queries
 MAX_SILENT = 3  # calls without an answer, one after the other, before the teacher is left alone
 PAUSE_S = 1.0
 SHARE_OF_TIME = 0.5  # of the request's time left: the second search needs the rest
+SHARE_OF_REQUESTS = 0.25  # of those a gateway works on: a slow teacher must not hold all of them
 log = get_logger()
 
 
@@ -40,33 +36,20 @@ class Teacher:
 
     Args:
         handle: of an :class:`~scalingnote.serve.replicas.ArmEncoder` with the teacher's tower.
-        config: share, deadline and number of calls.
+        config: share and deadline.
+        in_flight: requests that the gateway works on at once; a share of them may wait for the teacher.
     """
 
-    def __init__(self, handle: Handle, config: Escalation) -> None:
-        self.handle, self._config = handle, config
-        self._doubts: deque[float] = deque(maxlen=WINDOW)
-        self._seen = self._waiting = self._silent = 0
+    def __init__(self, handle: Handle, config: Escalation, *, in_flight: int) -> None:
+        self.handle, self._deadline_s = handle, config.deadline_ms / 1000
+        self._max_waiting = max(1, int(SHARE_OF_REQUESTS * in_flight))
+        self._window = DoubtWindow(config.share)
+        self._waiting = self._silent = 0
         self._paused_until = 0.0  # of time.monotonic()
-        self._threshold = float("-inf") if config.share == 1 else float("inf")
-        if config.threshold is not None:
-            self._threshold = config.threshold
-
-    def is_uncertain(self, found: Sequence[Candidates]) -> bool:
-        """Whether a query escalates, by the dense scores of all its candidates."""
-        dense = np.concatenate([each.dense for each in found])
-        value = float(doubt(-np.sort(-dense)[np.newaxis, :COMPARED])[0])
-        uncertain = value > self._threshold  # before it counts itself
-        if self._config.threshold is None and self._config.share < 1:
-            self._doubts.append(value)
-            self._seen += 1
-            if self._seen >= MIN_MEASURED and self._seen % TUNED_EVERY == 0:
-                self._threshold = threshold(np.array(self._doubts), self._config.share)
-        return uncertain
 
     async def search(
-        self, text: str, query: Query, found: GroupCandidates, fan_out: FanOut, timer: RequestTimer
-    ) -> tuple[Query, GroupCandidates, str]:
+        self, text: str, query: Query, found: Candidates, fan_out: FanOut, timer: RequestTimer
+    ) -> tuple[Query, Candidates, str]:
         """The teacher's query and what it finds where the student is uncertain, else those of the student.
 
         Where the teacher or the second search is not in time, those of the student, with the reason.
@@ -78,7 +61,7 @@ class Teacher:
             fan_out: searches again.
             timer: of the request.
         """
-        if not self.is_uncertain(found.candidates):
+        if not self._window.is_uncertain(found.dense):
             return query, found, ""
         embedding = await self._encode(text, timer.left_s())
         if isinstance(embedding, str):
@@ -97,14 +80,14 @@ class Teacher:
         """
         if time.monotonic() < self._paused_until:
             return "teacher_silent"
-        if self._waiting >= self._config.in_flight:
+        if self._waiting >= self._max_waiting:
             return "teacher_busy"
         if self._silent >= MAX_SILENT:
             self._paused_until = time.monotonic() + PAUSE_S  # this call is the one that tries
         self._waiting += 1
         call: Any = None
         try:
-            async with asyncio.timeout(min(self._config.deadline_ms / 1000, SHARE_OF_TIME * left_s)):
+            async with asyncio.timeout(min(self._deadline_s, SHARE_OF_TIME * left_s)):
                 call = self.handle.encode.remote(query)
                 encoded = await call
         except TimeoutError:

@@ -14,7 +14,7 @@ import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -23,35 +23,28 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from pydantic_core import to_json
 
+from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
 from scalingnote.serve.concurrency import Handle, LocalHandle, cancel, gather_in_time
+from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
-from scalingnote.serve_config import FanOutConfig, ServeConfig
 
 MAX_CALLS = 2  # in flight to one target: further queries wait, and share the next call
-MAX_QUERIES = 64  # of one call
+MAX_CALL_QUERIES = 64  # of one call
 MEASURED_CALLS = 200  # latest calls of a target, whose 95th percentile counts
-MIN_MEASURED = 20  # calls of a target before its percentile counts
+MIN_HEDGE_CALLS = 20  # calls of a target before its percentile counts
 MIN_HEDGE_S = 0.001  # an earlier second call costs more than it saves
 HEDGED_SHARE = 0.2  # of calls at most: a fleet that is slow as a whole gets little more load
 AGGREGATOR_SHARE = 0.9  # of the time left, so that an aggregator's partial answer is still in time
 log = get_logger()
 
 
-@dataclass(frozen=True)
-class GroupCandidates:
-    """Candidates of the groups that answered, and the numbers of the groups that did not."""
-
-    candidates: list[Candidates]
-    missing: tuple[int, ...] = ()
+Answer = Candidates | Refused
 
 
-Answer = GroupCandidates | Refused
-
-
-def sizes(groups: int, config: FanOutConfig) -> list[range]:
+def sizes(groups: int, config: ServeConfig) -> list[range]:
     """The groups of each aggregator, nearly equally many; empty if the gateway calls the groups itself."""
     if groups <= config.groups_per_aggregator:
         return []
@@ -60,39 +53,35 @@ def sizes(groups: int, config: FanOutConfig) -> list[range]:
     return [range(bounds[number], bounds[number + 1]) for number in range(aggregators)]
 
 
-def hedged(config: ServeConfig) -> float | str:
-    """`hedge_after` of a service: "off" if each searcher has a single replica."""
-    return config.fanout.hedge_after if config.searcher_replicas > 1 else "off"
+def is_hedged(config: ServeConfig) -> bool:
+    """Whether slow calls are repeated: a second call needs another replica of the searcher."""
+    return config.replicas("searcher") > 1
 
 
 class Hedge:
-    """When a call is made a second time.
+    """When a call is made a second time: after the median over all targets of their calls' 95th percentile.
 
-    Args:
-        after: milliseconds; "auto": the median over all targets of the 95th percentile of their calls, which
-            one slow target does not raise; "off": never.
+    One slow target does not raise the median.
     """
 
-    def __init__(self, after: float | str) -> None:
-        self._after = after
+    def __init__(self) -> None:
         self._latencies: dict[int, deque[float]] = {}  # seconds, by target
         self._calls = self._seconds = 0
-        self._auto_s: float | None = None
+        self._delay_s: float | None = None
 
     def observe(self, target: int, seconds: float) -> None:
         """Record how long a target took to answer."""
         self._latencies.setdefault(target, deque(maxlen=MEASURED_CALLS)).append(seconds)
         self._calls += 1
-        if self._after == "auto" and self._calls % MIN_MEASURED == 0:
-            measured = [sorted(each) for each in self._latencies.values() if len(each) >= MIN_MEASURED]
+        if self._calls % MIN_HEDGE_CALLS == 0:
+            measured = [sorted(each) for each in self._latencies.values() if len(each) >= MIN_HEDGE_CALLS]
             if measured:
-                self._auto_s = max(MIN_HEDGE_S, median(each[int(0.95 * len(each))] for each in measured))
+                self._delay_s = max(MIN_HEDGE_S, median(each[int(0.95 * len(each))] for each in measured))
 
     def delay_s(self) -> float | None:
-        """Seconds after which a call is made again; None: never."""
-        if self._seconds > HEDGED_SHARE * (self._calls + MIN_MEASURED):
-            return None
-        return self._after / 1000 if isinstance(self._after, float | int) else self._auto_s
+        """Seconds after which a call is made again; None: not yet known, or too many were."""
+        too_many = self._seconds > HEDGED_SHARE * (self._calls + MIN_HEDGE_CALLS)
+        return None if too_many else self._delay_s
 
     def count(self) -> None:
         """Count a second call."""
@@ -123,10 +112,10 @@ class Target:
         number: of the target.
         handle: calls it.
         groups: that it searches.
-        hedge: when a call is made again.
+        hedge: when a call is made again; None: never.
     """
 
-    def __init__(self, number: int, handle: Handle, groups: Sequence[int], hedge: Hedge) -> None:
+    def __init__(self, number: int, handle: Handle, groups: Sequence[int], hedge: Hedge | None) -> None:
         self.groups, self.handle = tuple(groups), handle
         self._number, self._hedge = number, hedge
         self._waiting: list[_PendingQuery] = []
@@ -143,7 +132,7 @@ class Target:
         if len(self._calls) >= MAX_CALLS:
             return  # the next one starts when one of them ends
         waiting = [pending for pending in self._waiting if not pending.done.done()]
-        batch, self._waiting = waiting[:MAX_QUERIES], waiting[MAX_QUERIES:]
+        batch, self._waiting = waiting[:MAX_CALL_QUERIES], waiting[MAX_CALL_QUERIES:]
         if batch:
             call = asyncio.create_task(self._call(batch))
             self._calls.add(call)
@@ -161,8 +150,9 @@ class Target:
         answers: Sequence[Answer | None] = [None] * len(batch)
         try:
             async with asyncio.timeout(left_s):
-                answers = unpacked(await self._answered([pending.query for pending in batch], left_s))
-            self._hedge.observe(self._number, loop.time() - started)
+                answers = unpack(await self._answered([pending.query for pending in batch], left_s))
+            if self._hedge is not None:
+                self._hedge.observe(self._number, loop.time() - started)
         except TimeoutError:
             log.warning("target %d of the fan-out took longer than %.3gs", self._number, left_s)
         except Exception:  # an error of one group must not cost the results of the others
@@ -172,19 +162,21 @@ class Target:
 
     async def _answered(self, queries: list[Query], left_s: float) -> "Packed":
         """The answers of the first call, or of a second one that is faster."""
-        delay_s = self._hedge.delay_s()
+        hedge = self._hedge
+        delay_s = None if hedge is None else hedge.delay_s()
         calls = {asyncio.create_task(self._send(queries, left_s))}
         try:
             done, pending = await asyncio.wait(calls, timeout=delay_s)
-            if delay_s is not None and (pending or done.pop().exception() is not None):
-                self._hedge.count()
+            if hedge and delay_s is not None and (pending or done.pop().exception() is not None):
+                hedge.count()
                 calls.add(asyncio.create_task(self._send(queries, left_s - delay_s)))
             pending = set(calls)
             while True:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for call in done:
-                    if call.exception() is None or not pending:
-                        return call.result()
+                # Both may end in the same turn of the loop, one of them by an error.
+                succeeded = [call for call in done if call.exception() is None]
+                if succeeded or not pending:
+                    return (succeeded or [*done])[0].result()
         finally:
             for call in calls:
                 call.cancel()
@@ -202,19 +194,29 @@ class Target:
 class FanOut:
     """Searches every group of shards.
 
+    :meth:`of` makes that of an application.
+
     Args:
         targets: handles of searchers or of aggregators: all in this process, or all in others.
         groups: the numbers of the groups of each target.
-        hedge_after: see :class:`Hedge`.
+        hedged: whether slow calls are repeated.
     """
 
     def __init__(
-        self, targets: Sequence[Handle], groups: Sequence[Sequence[int]], *, hedge_after: float | str
+        self, targets: Sequence[Handle], groups: Sequence[Sequence[int]], *, hedged: bool = False
     ) -> None:
-        hedge = Hedge(hedge_after)
+        hedge = Hedge() if hedged else None
         pairs = zip(targets, groups, strict=True)
         self._targets = [Target(number, handle, own, hedge) for number, (handle, own) in enumerate(pairs)]
         self._is_local = all(isinstance(handle, LocalHandle) for handle in targets)
+
+    @classmethod
+    def of(cls, deployed: Deployed, config: ServeConfig) -> "FanOut":
+        """The fan-out of a gateway: over its aggregators, or over its searchers."""
+        searchers, hedged = len(deployed.searchers), is_hedged(config)
+        if deployed.aggregators:
+            return cls(deployed.aggregators, sizes(searchers, config), hedged=hedged)
+        return cls(deployed.searchers, [[number] for number in range(searchers)], hedged=hedged)
 
     async def search(self, query: Query, left_s: float) -> Answer:
         """The candidates of all groups that answer within `left_s` seconds."""
@@ -224,15 +226,16 @@ class FanOut:
         for target, answer in zip(self._targets, answers, strict=True):
             if isinstance(answer, Refused):
                 return answer
-            candidates += [] if answer is None else answer.candidates
-            missing += target.groups if answer is None else answer.missing
-        return GroupCandidates(candidates, tuple(sorted(missing)))
+            if answer is None:
+                missing += target.groups
+            else:
+                candidates.append(answer)
+        return concatenate(candidates, missing=missing)
 
     async def _local(self, query: Query, left_s: float) -> list[Answer | None]:
         """The answers of searchers in this process, which make batches of their own."""
         calls = [target.handle.search.remote(query) for target in self._targets]
-        answers = await gather_in_time(calls, deadline_s=left_s)
-        return [GroupCandidates([each]) if isinstance(each, Candidates) else each for each in answers]
+        return await gather_in_time(calls, deadline_s=left_s)
 
     async def _remote(self, query: Query, left_s: float) -> list[Answer | None]:
         # One future for all targets: a task for each would take longer than the rest of a search.
@@ -252,16 +255,16 @@ class Aggregator:
     Args:
         searchers: handles, one for each group.
         groups: their numbers.
-        hedge_after: see :class:`Hedge`.
+        hedged: whether slow calls are repeated.
     """
 
-    def __init__(self, searchers: Sequence[Handle], groups: Sequence[int], hedge_after: float | str) -> None:
-        self._fan_out = FanOut(searchers, [[group] for group in groups], hedge_after=hedge_after)
+    def __init__(self, searchers: Sequence[Handle], groups: Sequence[int], hedged: bool) -> None:
+        self._fan_out = FanOut(searchers, [[group] for group in groups], hedged=hedged)
 
     async def search_many(self, pickled: bytes, left_s: float) -> "Packed":
         """The candidates of each of the pickled queries that the groups find in the time left."""
         queries, own_s = read_queries(pickled), AGGREGATOR_SHARE * left_s
-        return packed(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
+        return pack(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
 
     async def ping(self) -> bool:
         """Answers while the event loop runs."""
@@ -269,15 +272,16 @@ class Aggregator:
 
     async def _best(self, query: Query, left_s: float) -> Answer:
         found = await self._fan_out.search(query, left_s)
-        if isinstance(found, Refused) or len(found.candidates) < 2 or found.candidates[0].sparse is not None:
+        if isinstance(found, Refused) or found.sparse is not None:
             return found  # hybrid scores are joined over the candidates of all groups
-        return replace(found, candidates=[merged(found.candidates, k=query.k)])
+        return best_by_embedding(found, k=query.k)
 
 
-def merged(answers: Sequence[Candidates], *, k: int) -> Candidates:
-    """The `k` best of several groups by their embeddings alone, of equal scores those of the lower id."""
-    found = concatenate(answers)
-    return found.take(np.lexsort((found.ids, -found.dense))[:k].tolist(), ())
+def best_by_embedding(candidates: Candidates, *, k: int) -> Candidates:
+    """The `k` best by their embeddings, of equal scores those of the lower id."""
+    if len(candidates) <= k:
+        return candidates
+    return candidates.take(np.lexsort((candidates.ids, -candidates.dense))[:k].tolist())
 
 
 # --- queries and answers between processes -----------------------------------------------------------------
@@ -299,30 +303,29 @@ class Packed:
     """The answers of a call in one buffer: reading a thousand small objects takes longer than the search."""
 
     queries: int
-    parts: list[tuple[int, int, int, str, bool]]  # query, candidates, shards searched, version, hybrid
+    parts: list[tuple[int, int, int, str, bool, tuple[int, ...]]]  # query, then see pack
     ids: Int[ndarray, " candidates"]
     shards: Int[ndarray, " candidates"]
     scores: Float[ndarray, "two candidates"]  # dense and sparse
     documents: list[bytes]  # as JSON, which is parsed of the best alone
-    missing: dict[int, tuple[int, ...]]  # query -> groups
     refused: dict[int, Refused]  # by query
 
 
-def packed(answers: Sequence[Answer | None]) -> Packed:
-    """Pack the answers to the queries of a call; None where there is none."""
-    found = {n: answer for n, answer in enumerate(answers) if isinstance(answer, GroupCandidates)}
-    pairs = [(n, each) for n, answer in found.items() for each in answer.candidates]
+def pack(answers: Sequence[Answer | None]) -> Packed:
+    """Pack the answers to the queries of a call; None if a query has none."""
+    found = [(n, answer) for n, answer in enumerate(answers) if isinstance(answer, Candidates)]
+    each = [answer for _, answer in found]
+    sparse = [np.zeros(len(one), np.float32) if one.sparse is None else one.sparse for one in each]
     nothing = np.empty(0, np.float32)
-    sparse = [np.zeros(len(each), np.float32) if each.sparse is None else each.sparse for _, each in pairs]
-    dense = [each.dense for _, each in pairs]
     return Packed(
         len(answers),
-        [(n, len(each), each.searched, each.version, each.sparse is not None) for n, each in pairs],
-        np.concatenate([np.empty(0, np.int64), *(each.ids for _, each in pairs)]),
-        np.concatenate([np.empty(0, np.int64), *(each.shards for _, each in pairs)]),
-        np.stack([np.concatenate([nothing, *dense]), np.concatenate([nothing, *sparse])]),
-        [_json(row) for _, each in pairs for row in each.documents],
-        {n: answer.missing for n, answer in found.items() if answer.missing or not answer.candidates},
+        [(n, len(one), one.searched, one.version, one.sparse is not None, one.missing) for n, one in found],
+        np.concatenate([np.empty(0, np.int64), *(one.ids for one in each)]),
+        np.concatenate([np.empty(0, np.int64), *(one.shards for one in each)]),
+        np.stack(
+            [np.concatenate([nothing, *(one.dense for one in each)]), np.concatenate([nothing, *sparse])]
+        ),
+        [_json(row) for one in each for row in one.documents],
         {n: answer for n, answer in enumerate(answers) if isinstance(answer, Refused)},
     )
 
@@ -331,14 +334,14 @@ def _json(document: Mapping[str, Any] | bytes) -> bytes:
     return document if isinstance(document, bytes) else to_json(document)
 
 
-def unpacked(answers: Packed) -> list[Answer | None]:
-    """The answers that were packed."""
-    candidates: dict[int, list[Candidates]] = {}
+def unpack(answers: Packed) -> list[Answer | None]:
+    """The answers that :func:`pack` was given."""
+    found: list[Answer | None] = [answers.refused.get(query) for query in range(answers.queries)]
     end = 0
-    for query, size, searched, version, is_hybrid in answers.parts:
+    for query, size, searched, version, is_hybrid, missing in answers.parts:
         own, end = slice(end, end + size), end + size
         dense, sparse = answers.scores[:, own]
-        part = Candidates(
+        found[query] = Candidates(
             answers.ids[own],
             answers.shards[own],
             dense,
@@ -346,14 +349,6 @@ def unpacked(answers: Packed) -> list[Answer | None]:
             answers.documents[own],
             searched,
             version,
+            missing,
         )
-        candidates.setdefault(query, []).append(part)
-    found: list[Answer | None] = []
-    for query in range(answers.queries):
-        if query in answers.refused:
-            found.append(answers.refused[query])
-        elif query in candidates or query in answers.missing:
-            found.append(GroupCandidates(candidates.get(query, []), answers.missing.get(query, ())))
-        else:
-            found.append(None)
     return found

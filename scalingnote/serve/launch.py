@@ -3,15 +3,12 @@
 import contextlib
 import io
 import logging
-import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import ray
 from ray import serve
@@ -19,45 +16,24 @@ from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, gRPCOptions
 
-from scalingnote import cluster, ray_internals
-from scalingnote.errors import ConfigError, SearchError
-from scalingnote.log import get_logger
+from scalingnote.core import cluster, ray_internals
+from scalingnote.core.errors import ConfigError, SearchError
+from scalingnote.core.log import get_logger
+from scalingnote.run.service_config import ENCODING_DEADLINE_S, ServeConfig
 from scalingnote.serve import placement
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower
 from scalingnote.serve.grpc.servicer import REGISTER
 from scalingnote.serve.telemetry import SERVE_LOGGING
-from scalingnote.serve_config import HAPROXY, ServeConfig
 
 Served = ServedArtifacts | ServedTower
-NAME = "scalingnote"
+APPLICATION_NAME = "scalingnote"
 PROXY_TIMEOUT_S = 240.0  # Ray Serve's own 60 s are too few for its processes to start on a busy machine
-PROGRAMS = ("scalingnote", "cli.py")  # started by these, the command can be run again
 log = get_logger("serve")
 
 
-class ProxyError(SearchError):
-    """The proxy of Ray Serve does not answer."""
-
-
 def run(served: Served, application: Application) -> int:
-    """Serve until CTRL-C or SIGTERM, then shut down what was started; returns the exit code.
-
-    If HAProxy does not start on a private cluster, the command is run again with the Python proxy.
-    """
+    """Serve until CTRL-C or SIGTERM, then shut down what was started; returns the exit code."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    try:
-        return _serve(served, application)
-    except ProxyError as error:
-        if not _may_restart_without_haproxy(served):
-            raise
-        log.warning("%s; starting again with serve.ingress=python", error)
-    # Ray Serve reads which proxy to use once, when it is imported: only a new process can change it.
-    environment = {name: value for name, value in os.environ.items() if name not in HAPROXY}
-    command = [sys.executable, "-m", "scalingnote.cli", *sys.argv[1:], "--set", "serve.ingress=python"]
-    return os.execve(sys.executable, command, environment)
-
-
-def _serve(served: Served, application: Application) -> int:
     cluster.connect(served.address)
     try:
         running = _running_proxy()
@@ -80,16 +56,9 @@ def _end_service(*, shared: bool) -> None:
     """Delete the application, and Ray Serve with it unless it ran on the cluster before."""
     if _running_proxy() is None:  # Ray Serve did not start
         return
-    serve.delete(NAME)  # replicas finish their requests
+    serve.delete(APPLICATION_NAME)  # replicas finish their requests
     if not shared:
         serve.shutdown()  # or the next application would find this one's port taken
-
-
-def _may_restart_without_haproxy(served: Served) -> bool:
-    """Whether HAProxy was chosen by default, and the cluster is private to this command."""
-    shared_cluster = served.address or os.environ.get("RAY_ADDRESS")
-    by_default = served.config.ingress == "auto" and HAPROXY.items() <= os.environ.items()
-    return by_default and not shared_cluster and Path(sys.argv[0]).name in PROGRAMS
 
 
 def _running_proxy() -> HTTPOptions | None:
@@ -104,9 +73,10 @@ def _port(config: ServeConfig, running: HTTPOptions | None) -> int:
         if config.grpc_port is not None:
             _free_port("0.0.0.0", config.grpc_port, knob="grpc_port")
         return _free_port(config.host, config.port)
-    if NAME in serve.status().applications:
+    if APPLICATION_NAME in serve.status().applications:
         raise ConfigError(
-            f"this cluster serves {NAME!r} already, at port {running.port}: end that first (serve shutdown)"
+            f"this cluster serves {APPLICATION_NAME!r} already, at port {running.port}: end that first "
+            "(serve shutdown)"
         )
     if running.host != config.host:
         raise ConfigError(
@@ -127,8 +97,7 @@ def start(served: Served, application: Application) -> str:
 def launch(application: Application, config: ServeConfig) -> str:
     """Run an application behind proxies of HTTP and gRPC; returns its URL once it answers."""
     # The gateway keeps its own deadlines: only a request that never reached it exceeds this.
-    longest_s = max(config.deadline_s, config.embed_deadline_s)
-    timeout_s = max(longest_s, config.live.deadline_s if config.live else 0.0) + 2
+    timeout_s = max(config.deadline_s, ENCODING_DEADLINE_S) + 2
     http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=timeout_s)
     grpc = None
     if config.grpc_port is not None:
@@ -141,7 +110,7 @@ def launch(application: Application, config: ServeConfig) -> str:
         lambda: serve.start(http_options=http, grpc_options=grpc, proxy_location="HeadOnly"), deadline
     )
     try:
-        serve.run(application, name=NAME, route_prefix="/", logging_config=SERVE_LOGGING)
+        serve.run(application, name=APPLICATION_NAME, route_prefix="/", logging_config=SERVE_LOGGING)
     except RuntimeError as error:
         raise SearchError(f"Ray Serve could not start the application: {error}") from None
     except TimeoutError:  # the application runs, its proxy does not answer yet
@@ -151,7 +120,7 @@ def launch(application: Application, config: ServeConfig) -> str:
 
 
 def _until_it_answers(step: Callable[[], object], deadline: float) -> None:
-    """Repeat a step until Ray Serve's proxy answers; ProxyError when it does not by the deadline.
+    """Repeat a step until Ray Serve's proxy answers; SearchError when it does not by the deadline.
 
     A proxy that is slow to start is killed by Ray Serve's controller and started again.
     """
@@ -163,7 +132,7 @@ def _until_it_answers(step: Callable[[], object], deadline: float) -> None:
             reason = str(error).strip().splitlines()[0]
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise ProxyError(
+            raise SearchError(
                 f"the proxy of Ray Serve did not start within {PROXY_TIMEOUT_S:g} s ({reason}): run this "
                 "again when the machine is less busy, or with --set serve.ingress=python"
             )

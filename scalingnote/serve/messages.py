@@ -14,11 +14,13 @@ from jaxtyping import Float
 from numpy import ndarray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictStr, StringConstraints, model_validator
 
-from scalingnote.hybrid import Joining
+from scalingnote.index.hybrid import Joining
+from scalingnote.run.service_config import Limits
 from scalingnote.search.searcher import DEFAULT_JOINING
 from scalingnote.serve.access import invalid
-from scalingnote.serve_config import Limits, Rerank
 
+MAX_BATCH = 256  # queries, documents or ids in one request
+MAX_RERANKED = 100  # results of one request
 DocId = Annotated[StrictStr, StringConstraints(min_length=1, max_length=512)]
 Name = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)]
 Value = bool | int | FiniteFloat | Annotated[StrictStr, StringConstraints(max_length=512)]
@@ -71,9 +73,8 @@ class Range(Body):
         return self
 
 
-Condition = Value | Annotated[list[Value], Field(min_length=1, max_length=1000)] | Range
-Filter = Annotated[
-    dict[Name, Condition],
+FilterConditions = Annotated[
+    dict[Name, Value | Annotated[list[Value], Field(min_length=1, max_length=1000)] | Range],
     Field(
         max_length=20, description="fields of /info, and what each must be: a value, one of a list, a range"
     ),
@@ -88,7 +89,7 @@ class SearchRequest(Body):
         None, description="an embedding instead of a text, of the index's dimension"
     )
     k: K = 10
-    filter: Filter | None = None
+    filter: FilterConditions | None = None
     user_id: Name | None = Field(
         None, description="the user: for personal results, and the same arm for all requests"
     )
@@ -119,7 +120,7 @@ class SimilarRequest(Body):
 
     doc_id: DocId
     k: K = 10
-    filter: Filter | None = None
+    filter: FilterConditions | None = None
     arm: Name | None = None
     deadline_ms: DeadlineMs = None
 
@@ -187,6 +188,14 @@ class Explained(BaseModel):
     shard: int
 
 
+class PassagePlace(BaseModel):
+    """A passage of a document: its number, from 1, and its characters in the document's content."""
+
+    number: int
+    start: int
+    end: int
+
+
 class Hit(BaseModel):
     """One result: the document as the index shows it, with the fields it can be filtered by."""
 
@@ -198,6 +207,9 @@ class Hit(BaseModel):
     topic: str
     snippet: str
     semantic_id: str
+    passage: PassagePlace | None = Field(
+        None, description="where the document's best passage lies, whose beginning is the snippet"
+    )
     explain: Explained | None = None
 
 
@@ -366,17 +378,23 @@ def index_filter(conditions: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def rerank_depth(request: SearchRequest, rerank: Rerank | None) -> int:
-    """The number of results to re-rank; 0: none. With `rerank` None, the server does not re-rank."""
+def rerank_depth(request: SearchRequest, *, served: bool) -> int:
+    """The number of results to re-rank; 0: none. `served`: whether there is a cross-encoder."""
     if request.rerank is None:
         return 0
-    if rerank is None:
+    if not served:
         raise invalid("this server does not re-rank: set serve.rerank", "rerank")
     if request.query is None:
         raise invalid("only results of a text can be re-ranked: send query", "rerank")
-    if request.rerank > rerank.max_candidates:
-        raise invalid(f"rerank is {request.rerank}, up to {rerank.max_candidates} are done", "rerank")
+    if request.rerank > MAX_RERANKED:
+        raise invalid(f"rerank is {request.rerank}, up to {MAX_RERANKED} are done", "rerank")
     return request.rerank
+
+
+def check_batch(rows: Sequence[object], field: str) -> None:
+    """Refuse more than MAX_BATCH queries, documents or ids in one request."""
+    if len(rows) > MAX_BATCH:
+        raise invalid(f"{len(rows)} at once: send up to {MAX_BATCH}", field)
 
 
 def query_text(given: str, limits: Limits) -> str:

@@ -12,37 +12,38 @@ from typing import Any
 
 from ray.serve import Application
 
-from scalingnote import ray_internals
+from scalingnote.core import ray_internals
+from scalingnote.core.units import GIB
 from scalingnote.index import shard
-from scalingnote.serve_config import Part, Placement, ServeConfig
+from scalingnote.run.service_config import ServeConfig, ServicePart
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact
 
 UNMAPPABLE = ("ivfpq_fast_scan", "ivf_rabitq")  # families whose lists are read to memory in any case
 LIVE_COPIES = 2  # of a live index: what is written, and the version that a compaction changes to
-GIB = 2**30
 RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # Ray's options by the name at nodes
 Node = Mapping[str, Any]  # of ray.nodes()
 Needs = dict[str, float]  # amounts by the name at nodes
 
 
-def options(
-    config: ServeConfig, part: Part, *, num_cpus: float, num_gpus: float = 0.0, memory: int = 0
-) -> dict[str, Any]:
-    """Options of a deployment: what `placement` says of the part, else the amounts given here."""
-    placed = config.placement.get(part, Placement())
-    given = {"num_cpus": num_cpus, "num_gpus": num_gpus, "memory": memory}
-    chosen = {name: getattr(placed, name) for name in given if getattr(placed, name) is not None}
-    actor: dict[str, Any] = {name: amount for name, amount in (given | chosen).items() if amount}
-    actor["num_cpus"] = actor.get("num_cpus", 0)  # Serve's default would be 1
+def options(config: ServeConfig, part: ServicePart, *, memory: int = 0) -> dict[str, Any]:
+    """Options of a deployment by the settings of the part; `memory` in bytes applies if these have none."""
+    placed = config.deployment(part)
+    cpus = config.cpus_per_replica if placed.num_cpus is None else placed.num_cpus
+    actor: dict[str, Any] = {"num_cpus": cpus}
+    if placed.num_gpus:
+        actor["num_gpus"] = placed.num_gpus
+    if size := memory if placed.memory is None else placed.memory:
+        actor["memory"] = size
     for name in ("resources", "label_selector"):
         if held := getattr(placed, name):
             actor[name] = dict(held)
+    found = {"num_replicas": config.replicas(part), "ray_actor_options": actor}
     per_node = placed.max_replicas_per_node
-    return {"ray_actor_options": actor} | ({} if per_node is None else {"max_replicas_per_node": per_node})
+    return found | ({} if per_node is None else {"max_replicas_per_node": per_node})
 
 
-def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *, part: Part) -> int:
+def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *, part: ServicePart) -> int:
     """Bytes to reserve for a process that searches some shards.
 
     What is read to memory counts once for each version that is kept open. What is mapped lies in the page
@@ -71,8 +72,7 @@ def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *,
                 mapped += size
             else:
                 private += size
-    replicas = config.searcher_replicas if part == "searcher" else config.gateway_replicas
-    sharing = min(replicas, config.placement.get(part, Placement()).max_replicas_per_node or 1)
+    sharing = min(config.replicas(part), config.deployment(part).max_replicas_per_node or 1)
     pinned = sum(arm.index is not None for arm in config.split.arms)  # taken to be of the same size
     copies = LIVE_COPIES if config.live is not None else config.versions_kept
     return private * (copies + pinned) + -(-mapped * (1 + pinned) // sharing)
@@ -143,7 +143,7 @@ def _too_much(together: Mapping[str, float], nodes: Sequence[Node]) -> list[str]
         have.update({name: node["Resources"].get(name, 0.0) for name in together})
     return [
         f"the replicas reserve {_amount(name, amount)}, the cluster has {_amount(name, have[name])}: lower "
-        f"serve.cpus_per_replica, serve.placement or the numbers of replicas, or add nodes; "
+        f"serve.cpus_per_replica or serve.deployments, or add nodes; "
         f"{_node_sizes(nodes)}"
         for name, amount in together.items()
         if amount > have[name] + 1e-6

@@ -19,32 +19,33 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from scalingnote.core.errors import ConfigError, DatabaseError, SearchError
 from scalingnote.encode import query_encoder
 from scalingnote.encode.config import Form
-from scalingnote.errors import ConfigError, DatabaseError, SearchError
 from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.index import sparse
-from scalingnote.index.live_index import LiveIndex
+from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
-from scalingnote.planner import planner
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.config import SearchConfig
 from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
-from scalingnote.serve.fan_out import GroupCandidates, Packed, packed, read_queries
+from scalingnote.serve.fan_out import Packed, pack, read_queries
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Location, Refused, Side, TextEncoder, TextTower, folder_of, too_long
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
 from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.triplets.planner import planner
 
 MAX_ENCODED = 8  # queries encoded together: in larger batches the first ones wait longer than the batch saves
 MAX_SEARCHED = 32  # queries scanned together
 # Larger searches leave the event loop: MAX_SEARCHED searches of these sizes take about 5 ms.
 INLINE_MAX_DOCUMENTS, INLINE_MAX_K = 500_000, 100
-MAX_FACET_VALUES = 1000  # a text field with more values is no facet
+MAX_FACET_CARDINALITY = 1000  # a text field with more values is no facet
+LIVE_REFRESH_S = 0.1  # between two reads of the writes to a live index
 RELEASE_AFTER_S = 10.0  # all gateways change within a second; requests from before name the old version
-POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
+RELEASE_POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
 T = TypeVar("T")
 log = get_logger()
 
@@ -67,7 +68,7 @@ class QueryPathParts:
     def load(self) -> QueryPath:
         """Load all parts."""
         tower = folder_of(self.tower, "query")
-        encoder = query_encoder.QueryEncoder.load(tower, self.form, cache=self.cache)
+        encoder = query_encoder.QueryEncoder(tower, self.form, cache=self.cache)
         terms, personal = None, None
         if self.sparse is not None:
             terms = SparseQuery.load(_open(self.sparse).directory("sparse_query"))
@@ -89,12 +90,11 @@ class ArmEncoder(TextTower):
     it: replicas on one machine do not compete for its cores.
     """
 
-    def __init__(self, parts: QueryPathParts, max_batch: int = MAX_ENCODED) -> None:
-        """Take the parts of the path; a transformer encodes up to `max_batch` queries together."""
+    def __init__(self, parts: QueryPathParts) -> None:
         self._path = parts.load()
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
-        self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=max_batch)
+        self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
         tower = self._path.encoder
         encoder = TextEncoder(tower.encode_queries, tower.encode_ids, tower.max_tokens)
         super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop)
@@ -196,7 +196,7 @@ class Reranker:
 
 
 _Call = tuple[SearchBackend, Query]  # the searcher of the version, looked up when the call arrives
-OWN = SearchConfig()
+DEFAULT_SEARCH = SearchConfig()
 
 
 class IndexSearcher:
@@ -207,9 +207,7 @@ class IndexSearcher:
     Args:
         catalog: of the versions to hold.
         shards: numbers of the shards held here; None: all.
-        nprobe: inverted lists searched where a query does not say; None: the index's own.
         mapped: leave vectors in their files.
-        refresh_s: interval at which the writes to a live index are read.
         search: the engine; a database has all shards.
         timeout_s: of a database's answers.
     """
@@ -219,14 +217,12 @@ class IndexSearcher:
         catalog: Catalog | LiveCatalog,
         *,
         shards: Sequence[int] | None = None,
-        nprobe: int | None = None,
         mapped: bool = False,
-        refresh_s: float = 0.1,
-        search: SearchConfig = OWN,
+        search: SearchConfig = DEFAULT_SEARCH,
         timeout_s: float = 2.0,
     ) -> None:
-        self._catalog, self._shards, self._nprobe, self._mapped = catalog, shards, nprobe, mapped
-        self._refresh_s, self._search, self._timeout_s = refresh_s, search, timeout_s
+        self._catalog, self._shards, self._mapped = catalog, shards, mapped
+        self._search, self._timeout_s = search, timeout_s
         self._opening = asyncio.Lock()
         self._in_thread: ThreadBatcher[_Call, Candidates | Refused] = ThreadBatcher(
             self._search_batch, max_batch=MAX_SEARCHED
@@ -252,8 +248,7 @@ class IndexSearcher:
     async def search_many(self, pickled: bytes, left_s: float) -> Packed:
         """The candidates of each of the pickled queries, as far as they are found in `left_s` seconds."""
         calls = [self.search(query) for query in read_queries(pickled)]
-        found = await gather_in_time(calls, deadline_s=left_s)
-        return packed([GroupCandidates([each]) if isinstance(each, Candidates) else each for each in found])
+        return pack(await gather_in_time(calls, deadline_s=left_s))
 
     def _is_short(self, searcher: SearchBackend, query: Query) -> bool:
         """Whether a search takes less than a millisecond for sure: vectors only, all in memory."""
@@ -286,7 +281,7 @@ class IndexSearcher:
     async def describe(self, version: str) -> VersionContent:
         """The content of the shards held here."""
         _, searcher = await self._require(version)
-        facets = await asyncio.to_thread(searcher.facets, most=MAX_FACET_VALUES)
+        facets = await asyncio.to_thread(searcher.facets, most=MAX_FACET_CARDINALITY)
         held = len(searcher.shards)
         return VersionContent(searcher.layout, held, searcher.fields, facets, documents_apart=not self._live)
 
@@ -371,11 +366,13 @@ class IndexSearcher:
     async def _follow_catalog(self) -> None:
         if self._live:
             await run_periodically(
-                self.refresh, interval_s=self._refresh_s, name="refreshing from the live index"
+                self.refresh, interval_s=LIVE_REFRESH_S, name="refreshing from the live index"
             )
         else:
             await run_periodically(
-                self.release_old_versions, interval_s=POLL_INTERVAL_S, name="reading which versions are kept"
+                self.release_old_versions,
+                interval_s=RELEASE_POLL_INTERVAL_S,
+                name="reading which versions are kept",
             )
 
     def _open(self, version: Version) -> SearchBackend:
@@ -388,9 +385,9 @@ class IndexSearcher:
             )
         elif isinstance(self._catalog, LiveCatalog):
             live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
-            opened = LiveSearcher(live, nprobe=self._nprobe)
+            opened = LiveSearcher(live)
         else:
-            opened = Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe, mapped=self._mapped)
+            opened = Searcher.open(version.uri, shards=self._shards, mapped=self._mapped)
         opened.version = version.name
         # The first search compiles code and loads pages, which would take part of a request's deadline.
         opened.find(np.ones((1, opened.dim), np.float32), k=10)

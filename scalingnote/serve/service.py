@@ -11,160 +11,132 @@ do not answer.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from scalingnote.errors import SearchError
-from scalingnote.experiment.config import arm_of, unit_of
+from scalingnote.core.errors import SearchError
+from scalingnote.evaluate.experiment.config import arm_of, unit_of
 from scalingnote.index import filters
-from scalingnote.index.shard import Layout
-from scalingnote.models.published_model import Similarity
-from scalingnote.search.query_path import COMPARED, Query
-from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
+from scalingnote.index.hybrid import Joining
+from scalingnote.index.shard import IndexLayout
+from scalingnote.run.service_config import ServeConfig
+from scalingnote.search import grouping
+from scalingnote.search.escalation import COMPARED
+from scalingnote.search.query_path import Query
+from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, Results, rank
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, invalid, not_found, unavailable
-from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
-from scalingnote.serve.embeddings import Embeddings
+from scalingnote.serve.concurrency import RequestTimer, gather_in_time
+from scalingnote.serve.deployed import Deployed, ServedArm
+from scalingnote.serve.embeddings import EmbeddingService
 from scalingnote.serve.escalation import Teacher
-from scalingnote.serve.fan_out import FanOut, GroupCandidates, hedged, sizes
+from scalingnote.serve.fan_out import FanOut
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
-from scalingnote.serve.telemetry import get_logger, secret
+from scalingnote.serve.telemetry import RequestRecord, get_logger, secret
 from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import Versions
-from scalingnote.serve.writer import DocumentWrites, WriteHandles
-from scalingnote.serve_config import ServeConfig
+from scalingnote.serve.writer import DocumentWrites
+from scalingnote.storage.schema import passage_id
 
 CANARY_DEADLINE_S = 30.0  # an exact search is slow
 MAX_FACET_VALUES = 50  # of a field in /info
-State = dict[str, Any]  # of a request: its `request_id`, and what telemetry.RequestObserver reads
 T = TypeVar("T")
 log = get_logger()
-
-
-@dataclass(frozen=True)
-class ServedArm:
-    """A way to answer queries, which a request may name."""
-
-    name: str
-    encoder: Any  # a Handle; in the arguments of a gateway that encodes queries itself, QueryPathParts
-    tower: str  # its form, for /info
-    personalised: bool
-    version: str | None = None  # name of the index version; None: the active one
 
 
 class Service:
     """Answers requests by the handles of the deployments.
 
     Args:
-        arms: the first one answers requests outside the traffic split.
-        searchers: one for each group of shards.
-        aggregators: of the groups of :func:`scalingnote.serve.fan_out.sizes`; none: the gateway calls the
-            searchers itself.
-        versions: the open versions of the index.
+        deployed: handles; each group of shards has a searcher.
         config: limits, deadline and traffic split.
-        reranker: None: requests for re-ranking are refused.
-        writing: None: writes are refused.
         on_recall: called with the recall of each canary, the share of the exact best that was found.
-        name: of the model, for clients of embeddings.
-        documents: the document tower, for the same; None: it is not served.
-        teacher: encodes the queries that `config.escalation` chooses; None: no query.
-        similarity: that embeddings are compared by.
     """
 
     def __init__(
-        self,
-        arms: Sequence[ServedArm],
-        searchers: Sequence[Handle],
-        versions: Versions,
-        config: ServeConfig,
-        *,
-        reranker: Handle | None = None,
-        writing: WriteHandles | None = None,
-        on_recall: Callable[[float], None] | None = None,
-        name: str = "scalingnote",
-        documents: Handle | None = None,
-        aggregators: Sequence[Handle] = (),
-        teacher: Handle | None = None,
-        similarity: Similarity = "cosine",
+        self, deployed: Deployed, config: ServeConfig, *, on_recall: Callable[[float], None] | None = None
     ) -> None:
-        self._teacher = Teacher(teacher, config.escalation) if teacher and config.escalation else None
-        self._arms, self._searchers = {arm.name: arm for arm in arms}, list(searchers)
-        self._first_arm, self._aggregators = arms[0], list(aggregators)
-        groups = sizes(len(searchers), config.fanout) if aggregators else [[n] for n in range(len(searchers))]
-        self._fan_out = FanOut(aggregators or searchers, groups, hedge_after=hedged(config))
-        encoders = {arm.name: arm.encoder for arm in arms}
-        self.embeddings = Embeddings(
-            name, encoders, documents, config, reranker=reranker, similarity=similarity
-        )
-        self.versions, self._config, self._reranker = versions, config, reranker
-        self.writes = DocumentWrites(
-            writing, searchers=searchers, versions=versions, max_batch=config.limits.max_batch
-        )
-        self._on_recall = on_recall
+        assert deployed.catalog is not None
+        self._deployed, self._config, self._on_recall = deployed, config, on_recall
+        self._arms = {arm.name: arm for arm in deployed.arms}
+        self._fan_out = FanOut.of(deployed, config)
+        teacher, escalation = deployed.teacher, config.escalation
+        self._teacher: Teacher | None = None
+        if teacher and escalation:
+            self._teacher = Teacher(teacher, escalation, in_flight=config.limits.in_flight)
+        self.embeddings = EmbeddingService(deployed, config)
+        self.versions = Versions(deployed.catalog, deployed.searchers)
+        self.writes = DocumentWrites(deployed, self.versions)
         self._canaries: set[asyncio.Task[None]] = set()
         self._secret = secret()
 
     # --- searching ------------------------------------------------------------------------------------
 
-    async def search(self, request: SearchRequest, state: State) -> dict[str, Any]:
+    async def search(self, request: SearchRequest, record: RequestRecord) -> dict[str, Any]:
         """Answer ``POST /search`` by a :class:`~scalingnote.serve.messages.SearchResponse`.
 
         Args:
             request: a text or a vector, and how to search.
-            state: of the request, with its `request_id`; gets the `search`, its `arm` and its `answer`.
+            record: gets the request, its arm and its answer.
 
         Raises:
             RefusedError: 422 for a request beyond the limits, 503 when no encoder or no searcher answers.
         """
-        arm, timer = self._arm(request.arm or self._drawn(request, state)), self._timer(request.deadline_ms)
-        state |= {"search": request, "arm": arm.name}
+        timer = self._timer(request.deadline_ms)
+        arm = self._arm(request.arm or self._draw_arm(request, record))
+        record.search, record.arm = request, arm.name
         version, layout, where = self._index(request, arm)
         joining = messages.joining(request.dense_weight, sparse=layout.sparse)
-        reranked = messages.rerank_depth(request, self._config.rerank if self._reranker else None)
-        text, encoded = await self._encoded(request, arm, layout.dim, timer)
-        # The teacher encodes texts, of nobody in particular, in the space of its own documents.
+        depth = messages.rerank_depth(request, served=self._deployed.reranker is not None)
+        text = "" if request.query is None else messages.query_text(request.query, self._config.limits)
+        encoded = await self._encode(request, text, arm, layout.dim, timer)
+        # The teacher encodes texts, of no user, for the documents that it encoded.
         teacher = self._teacher if text and not encoded.personalised and arm.version is None else None
-        query = student = replace(
+        wanted = max(request.k, depth, COMPARED if teacher else 0)
+        student = replace(
             encoded,
             terms=encoded.terms if layout.sparse else None,
-            k=max(request.k, reranked, COMPARED if teacher else 0),
+            k=grouping.first_depth(wanted) if layout.passages else wanted,
             nprobe=request.nprobe,
             where=where,
             version=version,
         )
-        timings_ms = {"encode": timer.step_ms()}
-        candidates, reason = await self._candidates(query, timer), ""
-        timings_ms["search"] = timer.step_ms()
+        timer.end("encode")
+        candidates = await self._candidates(student, timer)
+        timer.end("search")
+        query, late = student, ""
         if teacher is not None:
-            query, candidates, reason = await teacher.search(text, query, candidates, self._fan_out, timer)
-        timings_ms["escalate"] = timer.step_ms() if teacher else 0.0
-        best = rank(candidates.candidates, k=query.k, joining=joining, layout=layout)
-        found, readable = await self.versions.documents.shown(best, timer.left_s())
-        timings_ms["search"] = round(timings_ms["search"] + timer.step_ms(), 3)
-        self._start_canary(query, found)
-        scores: list[float] = []
-        if reranked and readable:
-            found, scores = await self._rerank(request, found, timer)
-        timings_ms["rerank"] = timer.step_ms() if reranked else 0.0
-        results = _results(found, request.k, explain=request.explain, reranked=scores)
-        timings_ms["total"] = timer.total_ms()
-        unranked = reranked and len(found) and not scores
-        lacks = {reason: reason, "documents_unreadable": not readable, "not_reranked": unranked}
-        state["answer"] = answer = {
-            **_response(state, arm, layout, found, candidates, results, timings_ms),
+            query, candidates, late = await teacher.search(text, student, candidates, self._fan_out, timer)
+            timer.end("escalate")
+        results, readable = await self._documents(
+            query, candidates, k=wanted, joining=joining, layout=layout, timer=timer, canary=True
+        )
+        timer.end("search")
+        reranked: list[float] = []
+        if depth and readable:
+            results, reranked = await self._rerank(request, results, timer)
+            timer.end("rerank")
+        hits = _hits(results, request.k, explain=request.explain, reranked=reranked)
+        lacks = {
+            late: bool(late),
+            "documents_unreadable": not readable,
+            "not_reranked": depth and len(results) and not reranked,
+        }
+        record.answer = answer = {
+            **_answer(record, arm, layout, results, hits, timer),
             "personalised": query.personalised,
             "escalated": query is not student,
-            "degraded": [name for name, applies in lacks.items() if applies],
+            "degraded": [reason for reason, applies in lacks.items() if applies],
         }
         return answer
 
     def _index(
         self, request: SearchRequest | SimilarRequest, arm: ServedArm
-    ) -> tuple[str, Layout, filters.Filter | None]:
+    ) -> tuple[str, IndexLayout, filters.Filter | None]:
         """The index version that answers a request, its layout, and the filter of the request.
 
         422 for more results than the server gives, and for a filter that does not fit the index's fields.
@@ -180,38 +152,43 @@ class Service:
                 raise invalid(str(error), "filter") from None
         return version, content.layout, where
 
-    async def _encoded(
-        self, request: SearchRequest, arm: ServedArm, dim: int, timer: RequestTimer
-    ) -> tuple[str, Query]:
-        """The text of a request, empty where it has a vector, and the encoded query."""
+    async def _encode(
+        self, request: SearchRequest, text: str, arm: ServedArm, dim: int, timer: RequestTimer
+    ) -> Query:
+        """The encoded query of a request; `text` is empty if it has a vector."""
         if request.vector is not None:
-            return "", Query(messages.unit_vector(request.vector, dim))
-        text = messages.query_text(request.query or "", self._config.limits)
+            return Query(messages.unit_vector(request.vector, dim))
         user_id = request.user_id if arm.personalised else None
-        return text, await _in_time(arm.encoder.encode.remote(text, user_id), timer)
+        return await _in_time(arm.encoder.encode.remote(text, user_id), timer)
 
-    def _drawn(self, request: SearchRequest, state: State) -> str:
+    def _draw_arm(self, request: SearchRequest, record: RequestRecord) -> str:
         """The arm that the traffic split gives to a request."""
         split = self._config.split
         if len(split.arms) == 1:
             return split.arms[0].name
-        return arm_of(unit_of(request.user_id, state["request_id"], secret=self._secret), split).name
+        return arm_of(unit_of(request.user_id, record.request_id, secret=self._secret), split).name
 
-    async def similar(self, request: SimilarRequest, state: State) -> dict[str, Any]:
-        """Answer ``POST /similar``: the documents nearest to one of the index, without that one."""
+    async def similar(self, request: SimilarRequest, record: RequestRecord) -> dict[str, Any]:
+        """Answer ``POST /similar``: the documents nearest to one of the index, without that one.
+
+        Of a document of passages, the first one is compared.
+        """
         arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
         version, layout, where = self._index(request, arm)
-        calls = [searcher.vector.remote(version, request.doc_id) for searcher in self._searchers]
+        row, wanted = _row_of(request.doc_id, layout), request.k + 1
+        calls = [each.vector.remote(version, row) for each in self._deployed.searchers]
         vector = await _from_one(calls, request.doc_id, timer)
-        timings_ms = {"encode": timer.step_ms()}
-        query = Query(vector, k=request.k + 1, where=where, version=version)
+        timer.end("encode")
+        k = grouping.first_depth(wanted) if layout.passages else wanted
+        query = Query(vector, k=k, where=where, version=version)
         candidates = await self._candidates(query, timer)
-        best = rank(candidates.candidates, k=query.k, joining=DEFAULT_JOINING, layout=layout)
-        found, readable = await self.versions.documents.shown(best, timer.left_s())
-        others = [result for result in _results(found, query.k) if result["doc_id"] != request.doc_id]
-        timings_ms |= {"search": timer.step_ms(), "escalate": 0.0, "rerank": 0.0, "total": timer.total_ms()}
+        results, readable = await self._documents(
+            query, candidates, k=wanted, joining=DEFAULT_JOINING, layout=layout, timer=timer
+        )
+        others = [hit for hit in _hits(results, wanted) if hit["doc_id"] != request.doc_id]
+        timer.end("search")
         return {
-            **_response(state, arm, layout, found, candidates, others[: request.k], timings_ms),
+            **_answer(record, arm, layout, results, others[: request.k], timer),
             "personalised": False,
             "escalated": False,
             "degraded": [] if readable else ["documents_unreadable"],
@@ -220,8 +197,7 @@ class Service:
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
         """Answer ``POST /encode``: unit embeddings of queries."""
         arm, timer = self._arm(request.arm), self._timer(None)
-        if len(request.queries) > (most := self._config.limits.max_batch):
-            raise invalid(f"{len(request.queries)} queries: send up to {most}", "queries")
+        messages.check_batch(request.queries, "queries")
         queries = [messages.query_text(query, self._config.limits) for query in request.queries]
         user_id = request.user_id if arm.personalised else None
         encoded = await _in_time(arm.encoder.encode_many.remote(queries, user_id), timer)
@@ -231,67 +207,100 @@ class Service:
     async def document(self, doc_id: str) -> dict[str, Any]:
         """A document as the index shows it; 404 when it has none of this id."""
         version = self.versions.active.name
+        layout = self.versions.content(version).layout
+        row = _row_of(doc_id, layout)
         if (store := self.versions.documents.store(version)) is not None:
-            stored = await asyncio.to_thread(store.get, doc_id)
+            stored = await asyncio.to_thread(store.get, row)
             if stored is None:
                 raise not_found(f"no document {doc_id!r}")
-            return stored
-        calls = [searcher.document.remote(version, doc_id) for searcher in self._searchers]
-        (document,) = await _from_one(calls, doc_id, self._timer(None))
-        return dict(document)
+        else:
+            calls = [searcher.document.remote(version, row) for searcher in self._deployed.searchers]
+            (stored,) = await _from_one(calls, doc_id, self._timer(None))
+        return grouping.as_document(stored) if layout.passages else dict(stored)
 
-    async def _candidates(self, query: Query, timer: RequestTimer) -> GroupCandidates:
-        """The candidates of the groups that are in time, and the others' numbers.
+    async def _candidates(self, query: Query, timer: RequestTimer) -> Candidates:
+        """The candidates of the groups that are in time.
 
         503 when no group is in time, 422 when one refuses the query.
         """
         found = await self._fan_out.search(query, timer.left_s())
         if isinstance(found, Refused):
             raise _refusal(found)
-        if not found.candidates:
+        if not found.searched:
             engine = self._config.search.backend
             if engine == "own":
                 raise unavailable("no shard of the index answers: try again")
             raise unavailable(f"{engine} does not answer in time: try again")
         return found
 
-    async def _rerank(
-        self, request: SearchRequest, found: Candidates, timer: RequestTimer
-    ) -> tuple[Candidates, list[float]]:
-        """Candidates with the best ones in the cross-encoder's order, and its scores of them.
+    async def _documents(
+        self,
+        query: Query,
+        candidates: Candidates,
+        *,
+        k: int,
+        joining: Joining,
+        layout: IndexLayout,
+        timer: RequestTimer,
+        canary: bool = False,
+    ) -> tuple[Results, bool]:
+        """The k best documents of a query with what is stored of them, and whether that could be read.
 
-        Candidates as they are, and no scores, when the cross-encoder does not answer.
+        Of passages, more are searched until they are of k documents, see :mod:`scalingnote.search.grouping`.
         """
-        assert self._reranker is not None  # or rerank_depth would have refused the request
-        best = found.documents[: request.rerank]
+        while True:
+            best = rank(candidates, k=query.k, joining=joining, layout=layout)
+            results, readable = await self.versions.documents.read(best, timer.left_s())
+            if canary:
+                self._start_canary(query, results)
+            if not layout.passages:
+                return results, readable
+            found = grouping.best_per_document(results)
+            depth = grouping.next_depth(found, len(best), k=k, depth=query.k)
+            more: Candidates | Refused | None = None
+            if depth is not None and timer.left_s() > 0:
+                query, canary = replace(query, k=depth), False
+                more = await self._fan_out.search(query, timer.left_s())
+            if not isinstance(more, Candidates) or not more.searched:  # in time: the documents found so far
+                return found.take(range(min(k, len(found)))), readable
+            candidates = more
+
+    async def _rerank(
+        self, request: SearchRequest, results: Results, timer: RequestTimer
+    ) -> tuple[Results, list[float]]:
+        """Results with the best ones in the cross-encoder's order, and its scores of them.
+
+        Results as they are, and no scores, when the cross-encoder does not answer.
+        """
+        assert self._deployed.reranker is not None  # or rerank_depth would have refused the request
+        best = results.best.documents[: request.rerank]
         texts = [" ".join(filter(None, (document["title"], document["snippet"]))) for document in best]
-        call = self._reranker.score.remote(request.query, texts)
+        call = self._deployed.reranker.score.remote(request.query, texts)
         (scores,) = await gather_in_time([call], deadline_s=timer.left_s())
         if scores is None:
-            return found, []
+            return results, []
         order = np.argsort(-np.asarray(scores), kind="stable").tolist()
-        places = [*order, *range(len(best), len(found))]
-        ordered = found.take(places, [found.scores[place] for place in places])
-        return ordered, [float(scores[place]) for place in order]
+        places = [*order, *range(len(best), len(results))]
+        return results.take(places), [float(scores[place]) for place in order]
 
     # --- canaries -------------------------------------------------------------------------------------
 
-    def _start_canary(self, query: Query, found: Candidates) -> None:
+    def _start_canary(self, query: Query, results: Results) -> None:
         """Measure the recall of some answers by an exact search, while the answer is sent."""
         if self._on_recall is None or query.terms is not None or random.random() >= self._config.canary:
             return
         if self._canaries:  # one at a time: exact searches take processor time from the others
             return
-        task = asyncio.create_task(self._run_canary(query, found, self._on_recall))
+        task = asyncio.create_task(self._run_canary(query, results, self._on_recall))
         self._canaries.add(task)
         task.add_done_callback(self._end_canary)
 
-    async def _run_canary(self, query: Query, found: Candidates, on_recall: Callable[[float], None]) -> None:
+    async def _run_canary(self, query: Query, results: Results, on_recall: Callable[[float], None]) -> None:
         exact = await self._candidates(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
         layout = self.versions.content(query.version).layout
-        best = rank(exact.candidates, k=query.k, joining=DEFAULT_JOINING, layout=layout)
-        if best.version == found.version and len(best):
-            on_recall(float(np.isin(best.ids, found.ids).mean()))
+        best = rank(exact, k=query.k, joining=DEFAULT_JOINING, layout=layout).best
+        if best.version == results.best.version and len(best):
+            on_recall(float(np.isin(best.ids, results.best.ids).mean()))
 
     def _end_canary(self, task: asyncio.Task[None]) -> None:
         self._canaries.discard(task)
@@ -334,8 +343,8 @@ class Service:
         shards = self.versions.content(active).layout.shards
         calls: dict[str, Awaitable[Any]] = {
             **{f"encoder:{name}": arm.encoder.ping.remote() for name, arm in self._arms.items()},
-            **{f"group:{n}": each.ping.remote(active) for n, each in enumerate(self._searchers)},
-            **{f"aggregator:{n}": each.ping.remote() for n, each in enumerate(self._aggregators)},
+            **{f"group:{n}": each.ping.remote(active) for n, each in enumerate(self._deployed.searchers)},
+            **{f"aggregator:{n}": each.ping.remote() for n, each in enumerate(self._deployed.aggregators)},
         }
         if self._teacher is not None:
             calls["teacher"] = self._teacher.handle.ping.remote()
@@ -346,7 +355,7 @@ class Service:
             silent.append("documents")
         with_traffic = [arm.name for arm in self._config.split.arms if arm.share > 0]
         can_encode = any(answered[f"encoder:{name}"] for name in with_traffic)
-        shards_answered = sum(answered[f"group:{n}"] or 0 for n in range(len(self._searchers)))
+        shards_answered = sum(answered[f"group:{n}"] or 0 for n in range(len(self._deployed.searchers)))
         status = "ok" if not silent and shards_answered == shards else "degraded"
         return messages.Health(
             status=status if can_encode and shards_answered else "down",
@@ -360,7 +369,7 @@ class Service:
 
     def _arm(self, name: str | None) -> ServedArm:
         if name is None:
-            return self._first_arm
+            return self._deployed.arms[0]
         if name not in self._arms:
             raise invalid(f"no arm {name!r}, there are {', '.join(self._arms)}", "arm")
         return self._arms[name]
@@ -397,49 +406,54 @@ async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: Request
     raise not_found(f"no document {doc_id!r}")
 
 
-def _results(
-    found: Candidates, k: int, *, explain: bool = False, reranked: Sequence[float] = ()
+def _hits(
+    results: Results, k: int, *, explain: bool = False, reranked: Sequence[float] = ()
 ) -> list[dict[str, Any]]:
-    """The k best candidates as a response shows them.
+    """The k best results as an answer shows them.
 
     Args:
-        found: ranked, with their documents.
-        k: number of results.
-        explain: whether each result has the parts of its score.
-        reranked: the cross-encoder's scores of the first candidates.
+        results: with their documents.
+        k: number of hits.
+        explain: whether each hit has the parts of its score.
+        reranked: the cross-encoder's scores of the first results.
     """
-    pairs = zip(found.documents[:k], found.scores, strict=False)
-    results = [{**document, "score": score} for document, score in pairs]
-    for place, result in enumerate(results if explain else ()):
-        result["explain"] = {
-            "dense": float(found.dense[place]),
-            "sparse": None if found.sparse is None else float(found.sparse[place]),
+    best = results.best
+    pairs = zip(best.documents[:k], results.scores, strict=False)
+    hits = [{**document, "score": score} for document, score in pairs]
+    for place, hit in enumerate(hits if explain else ()):
+        hit["explain"] = {
+            "dense": float(best.dense[place]),
+            "sparse": None if best.sparse is None else float(best.sparse[place]),
             "rerank": reranked[place] if place < len(reranked) else None,
-            "shard": int(found.shards[place]),
+            "shard": int(best.shards[place]),
         }
-    return results
+    return hits
 
 
-def _response(
-    state: State,
+def _answer(
+    record: RequestRecord,
     arm: ServedArm,
-    layout: Layout,
-    found: Candidates,
-    candidates: GroupCandidates,
-    results: list[dict[str, Any]],
-    timings_ms: Mapping[str, float],
+    layout: IndexLayout,
+    results: Results,
+    hits: list[dict[str, Any]],
+    timer: RequestTimer,
 ) -> dict[str, Any]:
-    """The fields that an answer has of any search: pydantic would validate every hit of a model."""
+    """The fields that every answer has. A dict, because pydantic would validate every hit of a model."""
     return {
-        "request_id": state["request_id"],
-        "results": results,
+        "request_id": record.request_id,
+        "results": hits,
         "arm": arm.name,
-        "index_version": found.version,
+        "index_version": results.best.version,
         "shards": layout.shards,
-        "shards_answered": found.searched,
-        "missing_groups": list(candidates.missing),
-        "timings_ms": timings_ms,
+        "shards_answered": results.best.searched,
+        "missing_groups": list(results.best.missing),
+        "timings_ms": timer.timings_ms(),
     }
+
+
+def _row_of(doc_id: str, layout: IndexLayout) -> str:
+    """The id of a document's row, of the first one where it has several."""
+    return passage_id(doc_id, 1) if layout.passages else doc_id
 
 
 def _field_kind(dtype: pa.DataType) -> Any:

@@ -21,6 +21,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -31,8 +32,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from ray.serve import metrics
 from ray.serve.schema import LoggingConfig
 
-from scalingnote.experiment.access_log import AccessWriter
-from scalingnote.experiment.config import unit_of
+from scalingnote.evaluate.experiment.config import unit_of
+from scalingnote.serve.access_writer import AccessWriter
 
 BUCKETS_MS = [0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000]
 BUCKETS_RECALL = [0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999]
@@ -167,37 +168,45 @@ def secret() -> str:
     return os.environ.get("SCALINGNOTE_SECRET", "")
 
 
+@dataclass
+class RequestRecord:
+    """What metrics and the access log keep of a request; a search sets the last three."""
+
+    request_id: str
+    refused: str | None = None  # the code of the refusal
+    search: Any = None  # a scalingnote.serve.messages.SearchRequest
+    arm: str = ""
+    answer: Mapping[str, Any] | None = None  # a scalingnote.serve.messages.SearchResponse
+
+
 class RequestObserver:
-    """Records every answered request in the metrics, and every search in the access log and its trace."""
+    """Records every answered request in the metrics, and every search in the access log and its record."""
 
     def __init__(self, metrics: Metrics, log: AccessWriter | None = None) -> None:
         self._metrics, self._log, self._secret = metrics, log, secret()
 
-    def __call__(self, path: str, state: Mapping[str, Any], status: int, seconds: float) -> None:
-        """Record a request; one over gRPC has the `path` of the same request over HTTP.
+    def __call__(self, path: str, record: RequestRecord, status: int, seconds: float) -> None:
+        """Record a request; one over gRPC has the `path` of the same request over HTTP."""
+        self._metrics.observe_request(path, status, record.arm, seconds)
+        if record.refused is not None:
+            self._metrics.count_refusal(record.refused)
+        if record.answer is not None:
+            self._metrics.observe_search(record.answer)
+            trace_search(record.answer, seconds)
+        if self._log is not None and record.search is not None:
+            self._log.append(self._line(path, status, seconds, record))
 
-        Of a search the state has the request (`search`), its `arm`, and its `answer` if there was one.
-        """
-        self._metrics.observe_request(path, status, state.get("arm", ""), seconds)
-        if "refused" in state:
-            self._metrics.count_refusal(state["refused"])
-        if "answer" in state:
-            self._metrics.observe_search(state["answer"])
-            trace_search(state["answer"], seconds)
-        if self._log is not None and "search" in state:
-            self._log.append(self._line(path, status, seconds, state))
-
-    def _line(self, path: str, status: int, seconds: float, state: Mapping[str, Any]) -> dict[str, Any]:
-        request, answer = state["search"], state.get("answer", {})
+    def _line(self, path: str, status: int, seconds: float, record: RequestRecord) -> dict[str, Any]:
+        request, answer = record.search, record.answer or {}
         results = answer.get("results", ())
         # A request that names its arm is in no group of an experiment, even if the split gives the same arm.
-        unit = None if request.arm else unit_of(request.user_id, state["request_id"], secret=self._secret)
+        unit = None if request.arm else unit_of(request.user_id, record.request_id, secret=self._secret)
         return {
             "time": time.time(),
-            "request_id": state["request_id"],
+            "request_id": record.request_id,
             "path": path,
             "status": status,
-            "arm": state["arm"],
+            "arm": record.arm,
             "unit": unit,
             "query": request.query,
             "k": request.k,
@@ -209,7 +218,7 @@ class RequestObserver:
             "shards": answer.get("shards"),
             "shards_answered": answer.get("shards_answered"),
             "timings_ms": answer.get("timings_ms", {"total": round(1000 * seconds, 3)}),
-            "error": state.get("refused"),
+            "error": record.refused,
         }
 
 

@@ -14,15 +14,15 @@ from jaxtyping import Float32
 from numpy import ndarray
 from tokenizers import Tokenizer, decoders
 
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.models import published_model
 from scalingnote.models.prompt import add_flagged_tokens, without_limits
 from scalingnote.models.published_model import Role
 from scalingnote.storage.artifact import open_artifact
+from scalingnote.storage.schema import INDEXED_VIEW
 
 FOLDER = "folder"  # in place of an artifact's kind: the tower lies in a folder that is no artifact
-VIEW = "summary"  # the embedding of a document that is searched
-MAX_TEXTS = 64  # embedded in one go: other requests get the thread between two of these
+TEXTS_PER_TURN = 64  # embedded in one go: other requests get the thread between two of these
 MAX_INLINE_TEXTS = 32  # looked up in the event loop: under a millisecond
 OWN_IDS = (
     "Token ids must be of the model's own tokenizer (POST /tokenize). Some clients of OpenAI send ids of "
@@ -40,6 +40,14 @@ class Embedded:
 
     vectors: Float32[ndarray, "texts dim"]  # not normalised
     tokens: int
+    cut_texts: int  # that are longer than the tower reads
+    lost_tokens: int  # of these, which it has not read
+
+    @classmethod
+    def of(cls, vectors: Float32[ndarray, "texts dim"], lengths: Sequence[int], most: int) -> "Embedded":
+        """The embeddings of texts with so many tokens, of which the tower reads `most`."""
+        lost = [length - most for length in lengths if length > most]
+        return cls(vectors, sum(lengths), len(lost), sum(lost))
 
 
 @dataclass(frozen=True)
@@ -100,9 +108,9 @@ class TextTower:
         if keeps is not None and max(lengths) > self._encoder.max_tokens:
             encode, rows = await asyncio.to_thread(self._kept, texts, keeps)
         if inline:
-            return Embedded(_vectors(encode, rows), sum(lengths))
+            return Embedded.of(_vectors(encode, rows), lengths, self._encoder.max_tokens)
         found = await self._in_parts(encode, rows)
-        return found if isinstance(found, Refused) else Embedded(found, sum(lengths))
+        return found if isinstance(found, Refused) else Embedded.of(found, lengths, self._encoder.max_tokens)
 
     async def embed_ids(self, rows: Sequence[Sequence[int]]) -> Embedded | Refused:
         """Embeddings of texts given by their token ids; refused where they are of another tokenizer."""
@@ -119,7 +127,9 @@ class TextTower:
         found = await (
             self._in_parts(self._encoder.encode, texts) if by_ids is None else self._in_parts(by_ids, rows)
         )
-        return found if isinstance(found, Refused) else Embedded(found, sum(map(len, rows)))
+        if isinstance(found, Refused):
+            return found
+        return Embedded.of(found, [*map(len, rows)], self._encoder.max_tokens)
 
     async def tokenize(self, texts: Sequence[str], *, special: bool) -> list[list[dict[str, Any]]]:
         """The tokens of each text, with and without special ones, as TEI's ``/tokenize`` gives them."""
@@ -145,8 +155,8 @@ class TextTower:
     ) -> Float32[ndarray, "texts dim"] | Refused:
         try:
             parts = [
-                await self._in_thread(partial(_vectors, encode, texts[first : first + MAX_TEXTS]))
-                for first in range(0, len(texts), MAX_TEXTS)
+                await self._in_thread(partial(_vectors, encode, texts[first : first + TEXTS_PER_TURN]))
+                for first in range(0, len(texts), TEXTS_PER_TURN)
             ]
         except DataError as error:
             return Refused(str(error))
@@ -245,7 +255,7 @@ def document_encoder(folder: Path) -> TextEncoder:
     if _is_table_for_both(folder):
         from scalingnote.encode.query_encoder import QueryEncoder
 
-        table = QueryEncoder.load(folder)
+        table = QueryEncoder(folder)
         return TextEncoder(table.encode_queries, table.encode_ids, table.max_tokens)
     from scalingnote.encode.encoder import Encoder
 
@@ -254,10 +264,10 @@ def document_encoder(folder: Path) -> TextEncoder:
     def encode(texts: Sequence[str]) -> ndarray:
         nothing = [""] * len(texts)
         table = pa.table({"title": nothing, "topic": nothing, "content": list(texts)})
-        return encoder.encode_documents(table)[VIEW]
+        return encoder.encode_documents(table)[INDEXED_VIEW]
 
     def encode_ids(rows: Sequence[Sequence[int]]) -> ndarray:
-        return encoder.encode_token_ids(rows)[:, encoder.views.index(VIEW)]
+        return encoder.encode_token_ids(rows)[:, encoder.views.index(INDEXED_VIEW)]
 
     prompt = encoder.tower.prompt
     return TextEncoder(encode, encode_ids if prompt.takes_ids else None, prompt.max_tokens)
@@ -293,8 +303,8 @@ def sides(folder: Path) -> dict[Role, Path]:
     found = {role: folder / role for role in roles if (folder / role).is_dir()}
     if not found:
         raise ConfigError(
-            f"{folder} holds no tower: name a folder that `scalingnote distill` or `scalingnote publish` "
-            "wrote, or one that sentence-transformers reads (modules.json)"
+            f"{folder} holds no tower: name a folder of `scalingnote distill` or of `scalingnote export "
+            "towers`, or one that sentence-transformers reads (modules.json)"
         )
     return found
 

@@ -6,10 +6,10 @@ A :class:`Catalog` (or :class:`LiveCatalog`) remembers the active version and th
 all processes. :class:`Versions` is the state of one gateway. A request takes the active version when it
 arrives and keeps it, so the change is one assignment: no request sees two versions.
 
-:class:`Documents` are the stores of documents of a gateway's versions, files of the index that it maps. Where
-they are missing or damaged, searchers still find: their own files have the id of every document. So a gateway
-that cannot read documents starts, answers by ids, says so in every answer and in ``/healthz``, and tries
-again every few seconds.
+:class:`DocumentStores` holds the stores of a gateway's versions, files of the index that it maps. Where they
+are missing or damaged, searchers still find: their own files have the id of every document. So a gateway that
+cannot read documents starts, answers by ids, says so in every answer and in ``/healthz``, and tries again
+every few seconds.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from typing import Any
 import pyarrow as pa
 from pydantic_core import from_json
 
-from scalingnote.errors import ConfigError, ScalingNoteError, SearchError
-from scalingnote.index import versions as live_versions
-from scalingnote.index.shard import DOCUMENTS, DocumentStore, Layout
-from scalingnote.search.searcher import Candidates, with_documents
+from scalingnote.core.errors import ConfigError, ScalingNoteError, SearchError
+from scalingnote.index.live import versions as live_versions
+from scalingnote.index.shard import SHARD_DOCUMENTS, DocumentStore, IndexLayout
+from scalingnote.search.searcher import Results, with_documents
 from scalingnote.serve.access import conflict, unavailable
 from scalingnote.serve.concurrency import Handle, broadcast, gather_in_time
 from scalingnote.serve.telemetry import get_logger
@@ -36,7 +36,7 @@ from scalingnote.storage.artifact import open_artifact
 
 CATALOG_FILE = "serving.json"
 OPEN_TIMEOUT_S = 600.0  # for all searchers to open a version; the catalog does not list it before
-INLINE_MAX_DOCUMENTS = 500_000  # of a store that is read in the event loop: its pages are in memory
+INLINE_STORE_DOCUMENTS = 500_000  # of a store that is read in the event loop: its pages are in memory
 REOPEN_AFTER_S = 5.0  # between two attempts: each reads the files to check them
 READ_ERRORS = (ScalingNoteError, OSError, ValueError, pa.ArrowException)
 log = get_logger()
@@ -178,7 +178,7 @@ class LiveCatalog:
 class VersionContent:
     """The content of some shards of a version, and the options of a search in them."""
 
-    layout: Layout
+    layout: IndexLayout
     held: int  # number of its shards
     fields: pa.Schema  # that a search may filter by
     facets: Mapping[str, Mapping[str, int]]  # text field with few values -> value -> number of documents
@@ -206,7 +206,7 @@ class Versions:
         self.catalog, self._searchers = catalog, list(searchers)
         self._changing = asyncio.Lock()
         self._contents: dict[str, VersionContent] = {}
-        self.documents = Documents(searchers)
+        self.documents = DocumentStores(searchers)
 
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""
@@ -277,7 +277,7 @@ class Versions:
 # --- documents --------------------------------------------------------------------------------------------
 
 
-class Documents:
+class DocumentStores:
     """The document stores of a gateway, by the name of the version.
 
     Args:
@@ -332,45 +332,46 @@ class Documents:
             raise unavailable("the documents of the index cannot be read here: try again")
         return self._stores.get(version)
 
-    async def shown(self, found: Candidates, left_s: float) -> tuple[Candidates, bool]:
-        """Ranked candidates with the documents that the answer shows.
+    async def read(self, results: Results, left_s: float) -> tuple[Results, bool]:
+        """Read the documents that an answer shows.
 
         Args:
-            found: of a version that was opened here, or with their documents.
+            results: of a version that was opened here, or with their documents.
             left_s: seconds until the request's deadline.
 
         Returns:
-            The candidates, and whether their documents were read: without them each has its id and the
+            The results, and whether their documents were read: without them each has its id and the
             columns that a search may filter by, and those whose searcher is silent are left out.
 
         Raises:
             RefusedError: 503 where the version is no longer kept, or no id can be read either.
         """
-        if found.documents or not len(found):
-            read = [from_json(row) if isinstance(row, bytes) else row for row in found.documents]
-            return replace(found, documents=read), True
-        if found.version not in self._uris:
-            raise unavailable(f"version {found.version} of the index is no longer kept: try again")
-        store = self._stores.get(found.version)
+        documents, version = results.best.documents, results.best.version
+        if documents or not len(results):
+            parsed = [from_json(row) if isinstance(row, bytes) else row for row in documents]
+            return results.with_documents(parsed), True
+        if version not in self._uris:
+            raise unavailable(f"version {version} of the index is no longer kept: try again")
+        store = self._stores.get(version)
         if store is not None:
             try:
-                if len(store) <= INLINE_MAX_DOCUMENTS:  # microseconds
-                    return with_documents(found, store), True
-                return await asyncio.to_thread(with_documents, found, store), True
+                if len(store) <= INLINE_STORE_DOCUMENTS:  # microseconds
+                    return with_documents(results, store), True
+                return await asyncio.to_thread(with_documents, results, store), True
             except READ_ERRORS:
-                log.exception("the documents of version %s can no longer be read", found.version)
-                self._stores.pop(found.version, None)
-        return await self._by_columns(found, left_s), False
+                log.exception("the documents of version %s can no longer be read", version)
+                self._stores.pop(version, None)
+        return await self._columns_only(results, left_s), False
 
-    async def _by_columns(self, found: Candidates, left_s: float) -> Candidates:
-        ids = found.ids.tolist()
-        calls = [searcher.columns.remote(found.version, ids) for searcher in self._searchers]
+    async def _columns_only(self, results: Results, left_s: float) -> Results:
+        ids = results.best.ids.tolist()
+        calls = [searcher.columns.remote(results.best.version, ids) for searcher in self._searchers]
         known: dict[int, dict[str, Any]] = {}
         for answer in await gather_in_time(calls, deadline_s=left_s):
             known |= answer or {}
         places = [place for place, number in enumerate(ids) if number in known]
         if not places:
             raise unavailable("neither documents nor ids of the results can be read: try again")
-        nothing = dict.fromkeys(DOCUMENTS.names, "")
-        kept = found.take(places, [found.scores[place] for place in places])
-        return replace(kept, documents=[{**nothing, **known[ids[place]]} for place in places])
+        nothing = dict.fromkeys(SHARD_DOCUMENTS.names, "")
+        documents = [{**nothing, **known[ids[place]]} for place in places]
+        return results.take(places).with_documents(documents)

@@ -14,12 +14,15 @@ from typing import Any
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
+from scalingnote.datasets.passages import PassageSplitter
 from scalingnote.index.config import LiveConfig
-from scalingnote.index.live_index import LiveIndex
-from scalingnote.ingest import DocumentFlow, IndexRows, index_rows
+from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.run.ingest import DocumentFlow, IndexRows, index_rows
+from scalingnote.run.service_config import ENCODING_DEADLINE_S
 from scalingnote.serve import messages
-from scalingnote.serve.access import conflict, invalid, unavailable
+from scalingnote.serve.access import conflict, unavailable
 from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, gather_in_time
+from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.towers import Location
 from scalingnote.serve.versions import Versions
 from scalingnote.storage import filesystem as fs
@@ -46,6 +49,7 @@ class DocumentEncoder:
         self._flow = DocumentFlow.load(towers, semantic_ids, embeddings)
         first = dataset.file(dataset.table_parts("documents")[0])
         self._schema = pq.read_schema(fs.open_input(first))
+        self._splitter = PassageSplitter.of(dataset)
         self._snippet_chars = parts.snippet_chars
         self._encoding = asyncio.Lock()
 
@@ -53,7 +57,12 @@ class DocumentEncoder:
         """Rows for the writer, and the documents that were rejected."""
         async with self._encoding:
             return await asyncio.to_thread(
-                index_rows, documents, self._flow, schema=self._schema, snippet_chars=self._snippet_chars
+                index_rows,
+                documents,
+                self._flow,
+                schema=self._schema,
+                snippet_chars=self._snippet_chars,
+                splitter=self._splitter,
             )
 
 
@@ -64,14 +73,19 @@ class Writer:
         self._index = LiveIndex(folder, index, config=config)
 
     async def upsert(self, rows: IndexRows) -> tuple[int, list[dict[str, str]]]:
-        """Number of rows written, and the rejected ones; durable when it returns."""
+        """Number of documents written, and the rejected ones; durable when it returns."""
         written = await asyncio.to_thread(self._index.upsert, rows.documents, rows.vectors)
         rejected = [row for shard in written.values() for row in shard.rejected]
-        return sum(shard.rows for shard in written.values()), [*rows.rejected, *rejected]
+        count = sum(shard.rows for shard in written.values())
+        if self._index.layout.passages:
+            count = len(rows.documents["document_id"].unique())
+        return count, [*rows.rejected, *rejected]
 
     async def delete(self, doc_ids: Sequence[str]) -> int:
         """Number of ids deleted; durable when it returns."""
         written = await asyncio.to_thread(self._index.delete, list(doc_ids))
+        if self._index.layout.passages:
+            return len({*doc_ids})
         return sum(shard.rows for shard in written.values())
 
     async def compact(self) -> None:
@@ -79,71 +93,58 @@ class Writer:
         await asyncio.to_thread(self._index.compact)
 
 
-@dataclass(frozen=True)
-class WriteHandles:
-    """Handles of the deployments that write, and the deadline of a request that does."""
-
-    encoder: Handle
-    writer: Handle
-    deadline_s: float
-
-
 class DocumentWrites:
     """Requests that write.
 
+    Searchers in this process show a write at once, others after
+    :data:`~scalingnote.serve.replicas.LIVE_REFRESH_S`.
+
     Args:
-        handles: None: the index is read only, and every write is refused.
-        searchers: those in this process show a write at once, others after ``live.refresh_s``.
+        deployed: without a writer the index is read only, and every write is refused.
         versions: follow a compaction.
-        max_batch: documents or ids in a request.
     """
 
-    def __init__(
-        self,
-        handles: WriteHandles | None,
-        *,
-        searchers: Sequence[Handle],
-        versions: Versions,
-        max_batch: int,
-    ) -> None:
-        self._handles, self._versions, self._max_batch = handles, versions, max_batch
-        self._local_searchers = [searcher for searcher in searchers if isinstance(searcher, LocalHandle)]
+    def __init__(self, deployed: Deployed, versions: Versions) -> None:
+        self._encoder, self._writer, self._versions = deployed.document_encoder, deployed.writer, versions
+        self._local_searchers = [each for each in deployed.searchers if isinstance(each, LocalHandle)]
 
     async def upsert(self, request: messages.UpsertRequest) -> messages.Written:
         """Write documents, each in place of the one with its id; durable when it returns."""
-        handles, timer = self._require_handles(len(request.documents), "documents")
+        writer, timer = self._require_writer(), RequestTimer(ENCODING_DEADLINE_S)
+        messages.check_batch(request.documents, "documents")
         documents, rejected = _validated(request.documents)
-        encoding = [handles.encoder.encode.remote(documents)]
+        assert self._encoder is not None  # deployed with the writer
+        encoding = [self._encoder.encode.remote(documents)]
         (rows,) = await gather_in_time(encoding, deadline_s=timer.left_s())
         if rows is None:
             raise unavailable("the documents were not encoded, nothing was written: try again")
-        written, rejected_rows = await self._acknowledged(handles.writer.upsert.remote(rows), timer)
+        written, rejected_rows = await self._acknowledged(writer.upsert.remote(rows), timer)
         rejected += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected_rows]
         return messages.Written(written=written, rejected=rejected)
 
     async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:
         """Delete documents; ids that are not in the index are no error. Durable when it returns."""
-        handles, timer = self._require_handles(len(doc_ids), "doc_ids")
-        deleted = await self._acknowledged(handles.writer.delete.remote(doc_ids), timer)
+        writer = self._require_writer()
+        messages.check_batch(doc_ids, "doc_ids")
+        timer = RequestTimer(ENCODING_DEADLINE_S)
+        deleted = await self._acknowledged(writer.delete.remote(doc_ids), timer)
         return messages.Deleted(deleted=deleted)
 
     async def compact(self) -> None:
         """Write the next version of a live index now, and answer from it."""
-        handles, _ = self._require_handles(0, "")
+        writer = self._require_writer()
 
         async def compact_and_follow() -> None:
-            await handles.writer.compact.remote()
+            await writer.compact.remote()
             await self._versions.follow()
 
         # A compaction goes on when its request is cancelled.
         await asyncio.shield(asyncio.create_task(compact_and_follow()))
 
-    def _require_handles(self, rows: int, field: str) -> tuple[WriteHandles, RequestTimer]:
-        if self._handles is None:
+    def _require_writer(self) -> Handle:
+        if self._writer is None:
             raise conflict("this index is read only: set serve.live to a folder for its writes")
-        if rows > self._max_batch:
-            raise invalid(f"{rows} at once: send up to {self._max_batch}", field)
-        return self._handles, RequestTimer(self._handles.deadline_s)
+        return self._writer
 
     async def _acknowledged(self, call: Any, timer: RequestTimer) -> Any:
         """The writer's answer, once the searchers of this process have read what it wrote."""

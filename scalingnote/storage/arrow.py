@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError
+from scalingnote.core.errors import ArtifactError
 
 BATCH_BYTES = 1 << 26  # maximal size of joined batches; a text column of a batch holds at most 2 GiB
 

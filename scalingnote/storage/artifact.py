@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from scalingnote.config import Config, identity
-from scalingnote.errors import ArtifactError
-from scalingnote.log import environment
+from scalingnote.core.config import Config, identity
+from scalingnote.core.errors import ArtifactError
+from scalingnote.core.log import environment
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import usage
 from scalingnote.storage.lease import Lease

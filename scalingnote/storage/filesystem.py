@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from scalingnote.errors import DataError
+from scalingnote.core.errors import DataError
 from scalingnote.storage import object_store, usage
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import psutil
 
-from scalingnote.log import get_logger
+from scalingnote.core.log import get_logger
 from scalingnote.storage import filesystem as fs
 
 HEARTBEAT_INTERVAL_S, EXPIRY_S, POLL_INTERVAL_S = 5.0, 30.0, 0.5

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from scalingnote.errors import ArtifactError
+from scalingnote.core.errors import ArtifactError
 from scalingnote.storage import filesystem as fs
 
 MANIFEST = "manifest.json"
@@ -37,7 +37,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ManifestShard:
     """A file with the parts from the name `first` on."""
 
     name: str
@@ -51,7 +51,7 @@ class ShardedParts(Mapping[str, Part]):
     """Parts by name, sorted, read shard by shard when they are asked for."""
 
     uri: str
-    shards: tuple[Shard, ...]
+    shards: tuple[ManifestShard, ...]
 
     def __getitem__(self, name: str) -> Part:
         place = bisect_right([shard.first for shard in self.shards], name) - 1
@@ -97,7 +97,7 @@ def read_manifest(uri: str) -> Manifest | None:
     try:
         values = json.loads(text)
         if shards := values.pop("shards", None):
-            values["parts"] = ShardedParts(uri, tuple(Shard(**shard) for shard in shards))
+            values["parts"] = ShardedParts(uri, tuple(ManifestShard(**shard) for shard in shards))
         else:
             values["parts"] = {name: Part(**part) for name, part in values["parts"].items()}
         manifest = Manifest(**values)
@@ -121,14 +121,14 @@ def write_manifest(uri: str, manifest: Manifest) -> bool:
     return fs.swap(fs.join(uri, MANIFEST), None, json.dumps(values, indent=1).encode())
 
 
-def _write_shards(uri: str, parts: Mapping[str, Part]) -> Iterator[Shard]:
+def _write_shards(uri: str, parts: Mapping[str, Part]) -> Iterator[ManifestShard]:
     names = iter(sorted(parts))
     for start in range(0, len(parts), PARTS_PER_SHARD):
         chosen = list(islice(names, PARTS_PER_SHARD))
         data = json.dumps({name: asdict(parts[name]) for name in chosen}).encode()
         sha256 = hashlib.sha256(data).hexdigest()
         # Named by its content: of two processes that commit, each names its own.
-        shard = Shard(f"{SHARDS}/{start:08d}-{sha256[:12]}.json", sha256, chosen[0], len(chosen))
+        shard = ManifestShard(f"{SHARDS}/{start:08d}-{sha256[:12]}.json", sha256, chosen[0], len(chosen))
         fs.write_bytes(fs.join(uri, shard.name), data)
         yield shard
 
@@ -145,7 +145,7 @@ def digest_of(
 
 
 @lru_cache(maxsize=MAX_SHARDS_IN_MEMORY)
-def _read_shard(uri: str, shard: Shard) -> dict[str, Part]:
+def _read_shard(uri: str, shard: ManifestShard) -> dict[str, Part]:
     path = fs.join(uri, shard.name)
     if (data := fs.read_if_exists(path)) is None:
         raise ArtifactError(f"{path} is missing: {uri} was deleted or built anew; run this again")

@@ -21,7 +21,7 @@ import pyarrow.fs as pafs
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import GCSStore, S3Store
 
-from scalingnote.errors import DataError
+from scalingnote.core.errors import DataError
 from scalingnote.storage import usage
 
 SCHEMES = ("s3", "gs")

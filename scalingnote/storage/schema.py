@@ -6,6 +6,8 @@ users, their *profile*.
 
 import pyarrow as pa
 
+TEXT_COLUMNS = ["title", "topic", "content"]  # of documents
+DOCUMENT_COLUMNS = ["doc_id", *TEXT_COLUMNS]
 DOCUMENTS = pa.schema(
     {
         "doc_id": pa.string(),
@@ -14,6 +16,16 @@ DOCUMENTS = pa.schema(
         "content": pa.string(),
         # Documents of one group are never split between training and test (e.g. one medical focus).
         "group": pa.string(),
+    }
+)
+# A long document is several rows, its passages: the row's doc_id is "ID#NUMBER" (:func:`passage_id`), its
+# content that part of the document's content; all other columns are repeated.
+PASSAGE = pa.schema(
+    {
+        "document_id": pa.string(),
+        "passage": pa.int64(),  # its number in the document, from 1
+        "start": pa.int64(),  # in characters of the document's content
+        "end": pa.int64(),
     }
 )
 QUERIES = pa.schema(
@@ -76,6 +88,19 @@ LADDER = pa.schema(
 REJECTED = pa.schema({"table": pa.string(), "row": pa.string(), "reason": pa.string()})
 
 
+def passage_id(document_id: str, number: int) -> str:
+    """The doc_id of a document's passage; every row of a data set of passages has one: none is ambiguous."""
+    return f"{document_id}#{number}"
+
+
+def document_of(passage_id: str) -> str:
+    """The id of a passage's document."""
+    return passage_id.rpartition("#")[0]
+
+
+INDEXED_VIEW = "summary"  # the column of embeddings that is quantized, indexed and searched
+
+
 def embedding_field(name: str, dim: int, *, dtype: str = "float32") -> pa.Field:
     """An embedding column: FixedSizeList of float16 or float32, readable by any Arrow reader."""
     return pa.field(name, pa.list_(pa.from_numpy_dtype(dtype), dim))
@@ -98,12 +123,12 @@ def embeddings(views: list[str], dim: int, *, dtype: str = "float32", sparse: bo
 
 
 def semantic_ids(levels: int) -> pa.Schema:
-    """Codes per level, and `suffix`: 0 unless an earlier document has the same codes, then 1, 2, ..."""
+    """Codes per level, and `suffix`, a hash of doc_id that tells documents with equal codes apart."""
     return pa.schema(
         {
             "doc_id": pa.string(),
             "codes": pa.list_(pa.int32(), levels),
-            "suffix": pa.int32(),
+            "suffix": pa.int64(),
             "semantic_id": pa.string(),  # "c0-c1-...-suffix"
         }
     )

@@ -11,16 +11,14 @@ shuffle into 1,000 buckets takes at most 8 million reads. A bucket may hold a ke
 :func:`stream` reads it in tables of at most ROWS_PER_BATCH rows; :func:`gather`, which joins them, is for
 keys that were aggregated before the scatter.
 
-One more row takes 0.40 of the time that it takes Ray Data's hash shuffle (2.60: read_parquet, repartition by
-key, write_parquet), beside a fixed cost of 3 s in place of 13 s: docs/results/shuffle.json, 10^5 to 10^6 rows
-on 2 cores. A killed shuffle of Ray Data starts anew; here only running tasks do.
+A killed shuffle of Ray Data (read_parquet, repartition by key, write_parquet) starts anew; here only running
+tasks do, and a row takes less time and memory.
 """
 
-import json
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,11 +31,12 @@ import pyarrow.ipc
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
-from scalingnote.errors import DataError
-from scalingnote.log import Progress, get_logger
+from scalingnote.core.errors import DataError
+from scalingnote.core.parts import Executor, PartStage
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.manifest import Part, write_file, write_table
+from scalingnote.storage.part_records import run_parts
 
 ROWS_PER_SLICE = 1 << 18
 MAX_SLICES = 1 << 12  # of an artifact; with more rows, slices are larger
@@ -50,10 +49,8 @@ BYTE_SLICES = 64  # that a table is cut into by bytes, within the limits of a sl
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 << 20, 512 << 20
 JsonRecord = dict[str, Any]  # JSON values
 NumberedSlice = tuple[int, list[str]]  # its number and its parts
-# Runs a task for every item, in any order and in any process; the built-in `map` runs them in this process.
-TaskRunner = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+TaskRunner = Executor
 T = TypeVar("T")
-R = TypeVar("R")  # JSON values
 
 
 def bucket_of(keys: pa.Array | pa.ChunkedArray, buckets: int) -> Int64[ndarray, " rows"]:
@@ -193,15 +190,15 @@ def group_by_size(sizes: Sequence[int], *, limit: int) -> list[list[int]]:
 
 def run_slices(
     name: str,
-    task: Callable[[tuple[int, T]], R],
+    task: PartStage | Callable[[tuple[int, T]], Any],
     slices: Sequence[T],
     *,
     folder: str,
-    each: TaskRunner,
+    each: Executor,
     section: str,
     unit: str = "slices",
     rows: Sequence[int] | None = None,
-) -> list[R]:
+) -> list[Any]:
     """Run a task for every slice that has no record yet; returns the records of all slices, in order.
 
     Args:
@@ -214,20 +211,17 @@ def run_slices(
         unit: name of the work items in the log.
         rows: number of each work item's rows, which progress counts; None: it counts work items.
     """
-    folder = fs.join(folder, "done", name)
-    done = [int(file.removesuffix(".json")) for file in fs.list_files(folder) if file.endswith(".json")]
-    kept = fs.map_files(lambda number: fs.read_bytes(_record(folder, number)), done)
-    found: dict[int, str | bytes] = dict(zip(done, kept, strict=True))
-    todo = [(number, item) for number, item in enumerate(slices) if number not in found]
-    if todo and found:
-        get_logger(section).info("resuming: %d of %d %s of %r are done", len(found), len(slices), unit, name)
-    sizes = [1] * len(slices) if rows is None else rows
-    left = sum(sizes[number] for number, _ in todo)
-    with Progress(section, total=sum(sizes), done=sum(sizes) - left, unit=f"{unit} ({name})") as progress:
-        for number, record in each(partial(_recorded, task=task, folder=folder), todo) if todo else ():
-            found[number] = record
-            progress.advance(sizes[number])
-    return [json.loads(found.pop(number)) for number in range(len(slices))]
+    numbered = {f"{number:05d}": (number, item) for number, item in enumerate(slices)}
+    records, _ = run_parts(
+        task,
+        numbered,
+        folder=fs.join(folder, "done", name),
+        executor=each,
+        section=section,
+        unit=f"{unit} ({name})",
+        rows=None if rows is None else dict(zip(numbered, rows, strict=True)),
+    )
+    return [*records.values()]
 
 
 def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:
@@ -242,14 +236,3 @@ def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:
 def named_parts(files: Iterable[Any]) -> list[tuple[str, Part]]:
     """The names and parts that :func:`write_tables` returned, read back from JSON."""
     return [(name, Part(**part)) for name, part in files]
-
-
-def _recorded(item: tuple[int, T], *, task: Callable[[tuple[int, T]], R], folder: str) -> tuple[int, str]:
-    """Run a task; its record is written last: it exists only for finished tasks."""
-    record = json.dumps(task(item))
-    fs.write_bytes(_record(folder, item[0]), record.encode())
-    return item[0], record
-
-
-def _record(folder: str, number: int) -> str:
-    return fs.join(folder, f"{number:05d}.json")

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalingnote.errors import DataError
+from scalingnote.core.errors import DataError
 from scalingnote.storage import filesystem as fs
 
 Qrels = dict[str, dict[str, int]]  # query_id -> doc_id -> relevance

@@ -14,10 +14,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from scalingnote.log import get_logger
+from scalingnote.core.log import get_logger
 
 # process -> requests, bytes read, bytes written, peak bytes, rows encoded
-Counts = dict[str, tuple[int, int, int, int, int]]
+ProcessCounts = dict[str, tuple[int, int, int, int, int]]
 LAYOUT = struct.Struct("<5q")
 STATUS = Path("/proc/self/status")
 NODE_TIMEOUT_S = 30.0  # a node has for telling its counts
@@ -49,7 +49,7 @@ def rows_on_this_node() -> int:
     return sum(counts[4] for counts in _on_this_node().values())
 
 
-def snapshot() -> Counts:
+def snapshot() -> ProcessCounts:
     """The counts of all processes of this job, on all nodes."""
     found = _on_this_node()
     for counts in _on_other_nodes():
@@ -58,7 +58,7 @@ def snapshot() -> Counts:
     return found | {_PROCESS: LAYOUT.unpack_from(_counts)}
 
 
-def since(start: Counts) -> dict[str, int]:
+def since(start: ProcessCounts) -> dict[str, int]:
     """What was counted since a snapshot; peaks are over the lives of the processes that counted since."""
     now = snapshot()
     active = {name: counts for name, counts in now.items() if counts[:3] != start.get(name, (0,) * 5)[:3]}
@@ -128,14 +128,14 @@ def _folder() -> Path | None:
     return Path(*folders)
 
 
-def _on_this_node() -> Counts:
+def _on_this_node() -> ProcessCounts:
     folder = _folder()
     files = folder.iterdir() if folder and folder.is_dir() else ()
     found = {file.name: file.read_bytes() for file in files}
     return {name: LAYOUT.unpack(data) for name, data in found.items() if len(data) == LAYOUT.size}
 
 
-def _on_other_nodes() -> list[Counts]:
+def _on_other_nodes() -> list[ProcessCounts]:
     """Counts of the other nodes, each told by a task there. A node that is lost has none."""
     if (ray := _ray()) is None:
         return []

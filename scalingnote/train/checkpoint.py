@@ -40,12 +40,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from scalingnote.errors import TrainingError
+from scalingnote.core.errors import TrainingError
 from scalingnote.storage import filesystem as fs
-from scalingnote.train.collectives import rank
-from scalingnote.train.engine import WHOLE, Engine
+from scalingnote.train.engine import WHOLE, Engine, rank
 
 MARKER = "checkpoint.json"
+KEEP = 2  # of the newest checkpoints
 PARALLEL_READS = 16  # threads, which wait for the store
 HEADER_BYTES = 8  # of the header's length, before it
 STAGING = StagingOptions(
@@ -65,13 +65,13 @@ class CheckpointInfo:
 
 
 class Checkpoints:
-    """Checkpoints below a URI that every rank reaches: the newest `keep`, and the best one.
+    """Checkpoints below a URI that every rank reaches: the newest KEEP, and the best one.
 
     Every rank makes the same calls. Incomplete checkpoints of an interrupted run are deleted first.
     """
 
-    def __init__(self, uri: str, *, keep: int) -> None:
-        self.uri, self._keep = uri, keep
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         # Background collectives must not mix with those of training, and files need no GPU.
@@ -155,7 +155,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         best = next((_name(found.step) for found in self._newest_first() if found.best), None)
-        for name in self._folders()[: -self._keep]:
+        for name in self._folders()[:-KEEP]:
             if name != best:
                 fs.delete(fs.join(self.uri, name))
 

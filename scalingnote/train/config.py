@@ -1,18 +1,29 @@
-"""Knobs of stage I; the defaults of the losses are ScalingNote's, section 4.2 and appendix A."""
+"""Settings of stage I, of every training, and of a cross-encoder in stage I's place.
+
+The defaults of stage I are ScalingNote's, section 4.2 and appendix A.
+"""
 
 from collections.abc import Sequence
 from math import lcm
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scalingnote.config import Config, ElasticResources, ExecutionConfig
-from scalingnote.models.config import LookupConfig, QueryTowerConfig, TaskName, TokenWiseConfig, TowerConfig
+from scalingnote.core.config import Config, ElasticResources, ExecutionConfig
+from scalingnote.models.config import (
+    BackboneConfig,
+    LookupConfig,
+    QueryTowerConfig,
+    Scratch,
+    TaskName,
+    TokenWiseConfig,
+    TowerConfig,
+)
 
 
-def steps_of(length: float, steps: int) -> int:
-    """Steps of a part of a run: `length` is a share of all `steps` if it is below 1, else their number."""
-    return round(length * steps) if length < 1 else round(length)
+def steps_of(length: float, steps: Any) -> Any:
+    """`length` in steps, not rounded: below 1 it is a share of all `steps` of a run."""
+    return length * steps if length < 1 else length
 
 
 class Optimizer(Config):
@@ -29,48 +40,29 @@ class Optimizer(Config):
     )
     schedule: Literal["linear", "cosine"] = Field("linear", description="how the rate falls after it")
     floor: float = Field(0.0, ge=0, le=1, description="share of the peak at the last step")
-    weight_decay: float = Field(1e-3, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    clip: float = Field(1.0, gt=0, description="largest global gradient norm")
-
-
-class TeacherScores(Config):
-    """Learning from the scores a ranking model gave to each triplet's documents, where it gave any."""
-
-    kind: Literal["kl", "margin_mse"] = Field(
-        "kl", description="kl: the softmax over positive and negatives; margin_mse: differences of scores"
-    )
-    weight: float = Field(1.0, gt=0)
-    temperature: float = Field(1.0, gt=0, description="of the teacher's softmax (kl)")
+    weight_decay: float = Field(1e-3, ge=0, description="decoupled (AdamW), per unit of the rate")
 
 
 class Losses(Config):
-    """L = L_con + alpha * L_hard, on every view and every Matryoshka prefix (Eq. 5-12)."""
+    """L = L_con + alpha * L_hard, summed over views and Matryoshka prefixes (Eq. 5-12)."""
 
     temperature: float = Field(0.05, gt=0, lt=1, description="tau; not given in the paper")
-    learn_temperature: bool = Field(False, description="`temperature` is its initial value")
     denominator: Literal["positives_only", "positives_and_negatives"] = Field(
         "positives_and_negatives",
         description="whether a query's softmax also includes the gathered hard negatives",
     )
     bidirectional: bool = Field(True, description="also document to query (Eq. 6)")
-    mask_known: bool = Field(
-        True, description="mask duplicates and known positives of a query out of its negatives"
-    )
-    margin: float = Field(0.2, ge=0)
+    margin: float = Field(0.2, ge=0, description="of the margin loss, in cosine")
     alpha: float = Field(0.5, ge=0, description="weight of the margin loss")
-    view_weights: dict[Literal["title", "content", "summary"], float] = Field(
-        {}, description="weight of a view in every loss; 1 by default"
-    )
     matryoshka: tuple[int, ...] = Field(
         (16, 32, 64, 128),
-        description="prefix lengths, all weighted: those below `dim`, and always `dim` itself",
+        description="prefix lengths: those below `dim`, and always `dim` itself",
     )
-    matryoshka_weights: tuple[float, ...] | None = Field(
-        None, description="w^m; None means all 1. With weights, every prefix is named"
+    teacher: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the KL to a ranking model's softmax, of triplets whose documents it scored",
     )
-    teacher: TeacherScores | None = None
 
 
 def prefix_lengths(named: Sequence[int], *, dim: int) -> tuple[int, ...]:
@@ -85,17 +77,13 @@ def prefix_lengths(named: Sequence[int], *, dim: int) -> tuple[int, ...]:
 class Sparse(Config):
     """Term weights of documents beside their embeddings; a query is its tokens (LightRetriever, 2.3)."""
 
-    weight: float = Field(1.0, gt=0, description="of the contrastive loss of sparse scores")
-    align_weight: float = Field(
-        1.0, ge=0, description="of the KL of sparse scores to the whole query's dense ones; with `align` only"
-    )
     ramp: float = Field(
         0.0,
         ge=0,
-        description="steps over which both weights grow from 0; below 1: a share of all steps. At full "
-        "weight from the first step they are nearly all of the gradient, and the dense half learns nothing",
+        description="steps over which the losses of sparse scores grow from weight 0 to 1; below 1: a share "
+        "of all steps. At full weight from the first step they are nearly all of the gradient, and the dense "
+        "half learns nothing",
     )
-    temperature: float = Field(1.0, gt=0, description="of sparse scores, which no norm bounds")
     flops: float = Field(1e-3, ge=0, description="weight of the FLOPs regulariser (Eq. 9)")
     flops_ramp: float = Field(
         1 / 3,
@@ -105,20 +93,6 @@ class Sparse(Config):
     )
     query: Literal["counts", "binary"] = Field(
         "counts", description="how often a token occurs, or that it does"
-    )
-
-
-class Align(Config):
-    """KL of cheap queries' scores to those of the whole query through the whole backbone (Eq. 5).
-
-    The teacher is a transformer query tower, or the backbone of a token_wise one reading the query as a text.
-    It learns by the contrastive loss at the same time; the KL gives it no gradient.
-    """
-
-    weight: float = Field(1.0, gt=0, description="of the KL of dense scores")
-    prefix: Literal["widest", "same"] = Field(
-        "widest",
-        description="Matryoshka prefix of the teacher's scores: for all prefixes the widest, or each its own",
     )
 
 
@@ -140,18 +114,8 @@ class DeepSpeed(Config):
     """ZeRO: sharded optimizer state (1), gradients too (2), weights too (3)."""
 
     kind: Literal["deepspeed"] = "deepspeed"
-    stage: Literal[1, 2, 3] = 3
-    offload_optimizer: bool = Field(False, description="keep optimizer state in CPU memory")
-    offload_parameters: bool = Field(False, description="keep weights in CPU memory (stage 3)")
-
-    @model_validator(mode="after")
-    def _has_shards(self) -> "DeepSpeed":
-        if self.offload_parameters and self.stage != 3:
-            raise ValueError(
-                f"offload_parameters needs stage 3, found {self.stage}: stages 1 and 2 keep whole weights on "
-                "every rank"
-            )
-        return self
+    stage: Literal[1, 2, 3] = Field(3, description="of ZeRO")
+    offload: bool = Field(False, description="keep optimizer state, and with stage 3 weights, in CPU memory")
 
 
 Strategy = Annotated[Ddp | Fsdp2 | DeepSpeed, Field(discriminator="kind")]
@@ -167,12 +131,10 @@ class GradCache(Config):
 
 
 class Memory(Config):
-    """Ways to trade time for memory, or compilation for speed."""
+    """Ways to trade time for memory."""
 
     grad_cache: GradCache | None = None
     gradient_checkpointing: bool = Field(False, description="keep layer inputs only, recompute the rest")
-    packing: bool = Field(True, description="no padding: rows lie one after the other")
-    compile: bool = Field(False, description="torch.compile the towers")
 
 
 class Batching(Config):
@@ -180,11 +142,6 @@ class Batching(Config):
 
     sources: Literal["mixed", "homogeneous"] = Field(
         "mixed", description="homogeneous: all rows of a batch, on all ranks, are of one source and hop"
-    )
-    ratios: dict[str, float] = Field(
-        {},
-        description="share of rows by source (`click`) or source and hop (`click/multi`), drawn with "
-        "repetition where a part is too small; empty: as they are",
     )
     length_window: int = Field(
         1, ge=1, description="batches over which rows are sorted by length, so that padding is short; 1: none"
@@ -194,35 +151,37 @@ class Batching(Config):
 class DataAccess(ExecutionConfig):
     """How ranks reach the training rows. Batches have the same rows either way."""
 
-    stream: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="always: rows are written once in the order of the run, and each rank reads its share of "
-        "them; never: ranks draw rows from a mapped store, which every node copies if it is remote; auto: "
-        "always where the copy would exceed copy_limit_gb",
+    copy_limit_gb: float = Field(
+        32.0,
+        ge=0,
+        description="a remote store up to this size is copied to every node; rows of a larger one are "
+        "written once in the order of the run, and each rank reads its share; 0: so of any store",
     )
-    copy_limit_gb: float = Field(32.0, gt=0, description="of a remote store, on the disk of every node")
 
 
 class ValidationSchedule(Config):
-    """When to measure on held-out queries while training, and how it selects weights; for both stages."""
+    """When to measure on held-out queries while training; for both stages."""
 
+    metric: ClassVar[str]  # of the best checkpoint, the larger the better
     every: int = Field(200, ge=1, description="steps between measurements")
     queries: int = Field(256, ge=1, description="validation queries drawn, seeded")
-    metric: str = Field(description="chooses the best checkpoint")
     patience: int | None = Field(
-        None, ge=1, description="stop after this many measurements without a better one"
+        None,
+        ge=1,
+        description="stop after this many measurements without a better one, and keep the best weights",
     )
-    keep: Literal["last", "best"] = Field("last", description="which weights become the artifact")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best weights become the artifact, and not the last ones."""
+        return self.patience is not None
 
 
 class Validation(ValidationSchedule):
     """Measuring both towers of stage I on held-out queries."""
 
-    negatives: int = Field(256, ge=1, description="sampled per query for the contrastive entropy")
+    metric = "MRR@10"
     documents: int = Field(2000, ge=1, description="pool of recall and MRR, the positives among them")
-    metric: Literal["contrastive_entropy", "R@1", "R@10", "MRR@10"] = Field(
-        "MRR@10", description="chooses the best checkpoint"
-    )
 
 
 class Tracking(ExecutionConfig):
@@ -266,13 +225,12 @@ class Schedule(Config):
     )
     memory: Memory = Memory()
     checkpoint_every: int = Field(200, ge=1, description="steps between checkpoints")
-    keep_checkpoints: int = Field(2, ge=1)
     max_failures: int = Field(
         2,
         ge=0,
         description="restarts of the workers before giving up; with resources.workers: 0 there are none",
     )
-    seed: int = 0
+    seed: int = Field(0, description="of initial weights and batches")
     tracking: Tracking = Tracking()
     resources: Ranks = Ranks()
 
@@ -339,11 +297,11 @@ class TrainConfig(Schedule):
     dim: int = Field(128, ge=2, description="embedding width after the projection")
     losses: Losses = Field(Losses(), validate_default=True)
     sparse: Sparse | None = None
-    align: Align | None = None
-    document_seed: int | None = Field(
-        None,
-        description="of the weights of a document tower from scratch; null: seed + 1. With `seed` "
-        "both towers have equal weights, which match words before any training",
+    align: bool = Field(
+        False,
+        description="KL of cheap queries' scores to those of the whole query through the whole backbone "
+        "(LightRetriever, Eq. 5): a transformer query tower's, or that of the backbone of a token_wise one "
+        "reading the query as a text. It learns by the contrastive loss; the KL gives it no gradient",
     )
     mixture: dict[TaskName, MixtureSet] = Field(
         {},
@@ -353,9 +311,6 @@ class TrainConfig(Schedule):
     batching: Batching = Batching()
     data: DataAccess = DataAccess()
     validation: Validation | None = Validation()
-    share_base: bool = Field(
-        True, description="two LoRA towers on one backbone: frozen weights once, two adapters"
-    )
     merge_adapters: bool = Field(True, description="saved towers have their LoRA weights merged in")
 
     @field_validator("losses")
@@ -364,13 +319,6 @@ class TrainConfig(Schedule):
         if "dim" not in info.data:  # dim itself is invalid, and pydantic reports it
             return losses
         prefixes = prefix_lengths(losses.matryoshka, dim=info.data["dim"])
-        if losses.matryoshka_weights and len(losses.matryoshka_weights) != len(losses.matryoshka):
-            raise ValueError("matryoshka_weights needs one weight per prefix")
-        if losses.matryoshka_weights and prefixes != losses.matryoshka:
-            raise ValueError(
-                f"dim {info.data['dim']} makes the prefixes {list(prefixes)}, and matryoshka_weights has "
-                f"{list(losses.matryoshka)}: set matryoshka to {list(prefixes)}, and a weight for each"
-            )
         return losses.model_copy(update={"matryoshka": prefixes})
 
     @model_validator(mode="after")
@@ -394,8 +342,6 @@ class TrainConfig(Schedule):
     def _check_mixture(self) -> None:
         if sum(one.dataset is None for one in self.mixture.values()) > 1:
             raise ValueError("mixture: two sets are this run's own: give one of them dataset and triplets")
-        if self.mixture and self.batching.ratios:
-            raise ValueError("a mixture has epochs of each set: leave batching.ratios out")
         instructions = self.query.instructions if isinstance(self.query, TokenWiseConfig) else {}
         if unknown := sorted(set(instructions) - set(self.mixture)):
             raise ValueError(f"query.instructions names {', '.join(unknown)}, which is no set of `mixture`")
@@ -422,3 +368,47 @@ class TrainConfig(Schedule):
             return self.query
         shared = {name: getattr(self.document, name) for name in ("backbone", "lora", "projection")}
         return self.query.model_copy(update=shared)
+
+
+class CrossEncoderLosses(Config):
+    """Weights of a cross-encoder's losses; 0 leaves one out."""
+
+    one_hot: float = Field(1.0, ge=0, description="softmax cross entropy of the positive among candidates")
+    teacher: float = Field(
+        0.0, ge=0, description="a ranking model's scores of the triplets, where collect left any (Eq. 11)"
+    )
+    reconstruction: float = Field(
+        1.0, ge=0, description="predict every token from its own last state, which keeps the states distinct"
+    )
+
+    @model_validator(mode="after")
+    def _ranks(self) -> "CrossEncoderLosses":
+        if not max(self.one_hot, self.teacher):
+            raise ValueError("no loss teaches the cross-encoder to rank: give one_hot or teacher a weight")
+        return self
+
+
+class DualPooledConfig(Schedule):
+    """A cross-encoder whose score compares two pooled states (EmbedDistill, section 4.2, appendix B)."""
+
+    backbone: BackboneConfig = Scratch(architecture="bert")
+    pooling: Literal["special", "segments"] = Field(
+        "segments",
+        description="special: the states at [CLS] and [SEP] (Eq. 14); segments: a sum over each segment's "
+        "tokens, by 1/sqrt(its length) (Eq. 15)",
+    )
+    query_length: int = Field(32, ge=4, description="tokens of a query, [CLS] and [SEP] included")
+    document_length: int = Field(
+        96, ge=8, description="tokens of title, topic and content of a document; content is cut first"
+    )
+    in_batch: int = Field(
+        4, ge=0, description="positives of other queries that a query is paired with, as further negatives"
+    )
+    temperature: float | None = Field(
+        0.05,
+        gt=0,
+        lt=1,
+        description="of scores that are cosines of both states; null: products by 1/sqrt(dim), as in the "
+        "paper. Students and the index compare as it does, by cosine or by dot",
+    )
+    losses: CrossEncoderLosses = CrossEncoderLosses()

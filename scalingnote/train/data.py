@@ -7,8 +7,8 @@ A random order over a hundred million rows needs no memory, and all ranks of a m
 The order has no state: a resumed run, a restarted worker or another number of ranks sees the same batches.
 
 Rows are numbered part after part; a part is one source and hop. An epoch has as many slots per part as the
-part has rows, or as its ratio requires. The draws from a part follow one permutation of it after the other,
-across epochs, so a large part with a small ratio is read whole before a row repeats.
+part has rows, times the epochs of a mixture's set. The draws from a part follow one permutation of it after
+the other, across epochs, so a large part with few epochs is read whole before a row repeats.
 """
 
 import json
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
-from jaxtyping import Float64, Int64, Shaped, UInt64
+from jaxtyping import Int64, Shaped, UInt64
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.models.prompt import Row
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.models.prompt import TokenRow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Part
 from scalingnote.train.config import Batching, Schedule
@@ -38,7 +38,7 @@ StepRows = Int64[ndarray, "steps batch"]
 LengthOf = Callable[[RowNumbers], ndarray]
 
 
-class Rows:
+class RowTable:
     """Rows of several Arrow files, numbered from the first row of the first file."""
 
     def __init__(self, files: Sequence[Path | pa.Table]) -> None:
@@ -70,10 +70,12 @@ class Rows:
             out.append(values[offsets[row] : offsets[row + 1]])
         return out
 
-    def tokens(self, rows: RowNumbers) -> list[Row]:
+    def tokens(self, rows: RowNumbers) -> list[TokenRow]:
         """Token rows as a prompt made them."""
         positions = self.values("positions", rows).tolist()
-        return [Row(ids.tolist(), at) for ids, at in zip(self.lists("ids", rows), positions, strict=True)]
+        return [
+            TokenRow(ids.tolist(), at) for ids, at in zip(self.lists("ids", rows), positions, strict=True)
+        ]
 
     def lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
         """Number of tokens of each row; the tokens themselves are not read."""
@@ -122,10 +124,10 @@ class Store:
     ``store.json`` is written last and names the files of each table in order.
     """
 
-    tables: Mapping[str, Rows]
+    tables: Mapping[str, RowTable]
     facts: Mapping[str, Any]
 
-    def __getitem__(self, table: str) -> Rows:
+    def __getitem__(self, table: str) -> RowTable:
         return self.tables[table]
 
     @classmethod
@@ -137,7 +139,7 @@ class Store:
         # The index holds the sums of all files: a store of other contents is another version.
         folder = fs.download(uri, names, version=json.dumps(index, sort_keys=True))
         return cls(
-            {table: Rows([folder / name for name, *_ in files]) for table, files in kept.items()},
+            {table: RowTable([folder / name for name, *_ in files]) for table, files in kept.items()},
             index["facts"],
         )
 
@@ -170,7 +172,7 @@ class Store:
 
 
 def one_chunk(columns: Mapping[str, pa.Array]) -> pa.Table:
-    """A table of one record batch, which is what :class:`Rows` can map."""
+    """A table of one record batch, which is what :class:`RowTable` can map."""
     return pa.table(dict(columns)).combine_chunks()
 
 
@@ -190,9 +192,8 @@ class Order:
     """The rows of every step's global batch.
 
     `sizes` are the rows of each part (``click/one``; of a mixture, each set), in the order in which rows are
-    numbered; `epochs` the passes over each set of a mixture. DataError for fewer rows than one
-    global batch; ConfigError for ratios that do not fit the parts, or a part too small for one batch in an
-    epoch.
+    numbered; `epochs` the passes over each set of a mixture. DataError for fewer rows than one global batch;
+    ConfigError for a part too small for one batch in an epoch.
     """
 
     def __init__(
@@ -217,8 +218,12 @@ class Order:
                 f"{rows} training rows do not fill one global batch of {global_batch}: "
                 "lower global_batch or collect more"
             )
-        weights = part_shares(batching.ratios, sizes) if batching.ratios else None
-        self.steps_per_epoch, self._quota = self._plan(read, weights)
+        self._quota = read  # slots of each part in an epoch: rows, or whole batches if they are homogeneous
+        self.steps_per_epoch = rows // global_batch
+        if self._homogeneous:
+            self._quota = read // global_batch
+            self.steps_per_epoch = int(self._quota.sum())
+        self._require_slots()
         # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
         tail = self._sizes % global_batch if self._homogeneous else 0
         self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
@@ -255,27 +260,12 @@ class Order:
         rows: Int64[ndarray, " batch"] = self._last[1][place]
         return rows
 
-    def _plan(
-        self, read: Int64[ndarray, " parts"], weights: Float64[ndarray, " parts"] | None
-    ) -> tuple[int, Int64[ndarray, " parts"]]:
-        """Steps of an epoch, and its slots per part: rows, or whole batches where they are homogeneous."""
-        rows = int(read.sum())
-        steps = rows // self._batch
-        if weights is None:
-            quota = read // self._batch if self._homogeneous else read
-            too_small = quota == 0
-            remedy = "set batching.sources=mixed, give every part a ratio, or raise its epochs"
-            steps = int(quota.sum()) if self._homogeneous else steps
-        else:
-            quota = apportion(steps if self._homogeneous else rows, weights)
-            too_small, remedy = (quota == 0) & (weights > 0), "raise its ratio or lower global_batch"
-        if too_small.any():
-            part = int(np.flatnonzero(too_small)[0])
+    def _require_slots(self) -> None:
+        for part in np.flatnonzero(self._quota == 0).tolist():
             raise ConfigError(
                 f"{self._names[part]} ({self._sizes[part]:,} rows) would not fill one batch of "
-                f"{self._batch} in an epoch: {remedy}"
+                f"{self._batch} in an epoch: set batching.sources=mixed, or raise its epochs"
             )
-        return steps, quota
 
     def _rows_of_window(self, epoch: int, window: int, length_of: LengthOf | None) -> StepRows:
         first = window * self._window
@@ -337,12 +327,12 @@ def permuted(
     return np.asarray(out, dtype=np.int64)
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """One rank's rows of a step, and where the tokens of their documents are."""
 
-    rows: Rows
+    rows: RowTable
     chosen: Int64[ndarray, " queries"]  # of `rows`
-    documents: Rows
+    documents: RowTable
     places: Int64[ndarray, "queries group"]  # of `documents`, the positive first; see `stand_ins`
 
 
@@ -358,11 +348,11 @@ class MappedShares:
         self._rows, self._documents, self._order = store["train"], store["documents"], order
         self._rank, self._world = rank, world
 
-    def __call__(self, step: int) -> Share:
+    def __call__(self, step: int) -> RankShare:
         """Every `world`-th row, so that ranks get equally long rows where a batch is sorted by length."""
         chosen = self._order.batch(step, length_of=self._lengths)[self._rank :: self._world]
         places = stand_ins(self._rows.values("documents", chosen))
-        return Share(self._rows, chosen, self._documents, places)
+        return RankShare(self._rows, chosen, self._documents, places)
 
     def _lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
         """Tokens of each row's longest document: the width of a padded batch."""
@@ -370,35 +360,6 @@ class MappedShares:
         lengths = self._documents.lengths(documents.reshape(-1)).reshape(documents.shape)
         longest: ndarray = lengths.max(axis=1)
         return longest
-
-
-def part_shares(ratios: Mapping[str, float], sizes: Mapping[str, int]) -> Float64[ndarray, " parts"]:
-    """The share of each part, summing to 1, from ratios by part (``click/multi``) or source (``click``).
-
-    A source's ratio is divided by size among those of its parts that have no ratio of their own.
-    ConfigError for a negative ratio, for one without rows, and for rows without a ratio.
-    """
-    owner = {part: part if part in ratios else part.partition("/")[0] for part in sizes}
-    for name in sorted(set(ratios) - set(owner.values())):
-        raise ConfigError(f"batching.ratios: there are no rows of {name!r}, only of {', '.join(sizes)}")
-    for part in [part for part, name in owner.items() if name not in ratios]:
-        raise ConfigError(f"batching.ratios has no entry for {part} ({sizes[part]:,} rows): 0 leaves it out")
-    if min(ratios.values()) < 0 or not sum(ratios.values()) > 0:
-        raise ConfigError(f"batching.ratios must be 0 or more, and not all 0; found {dict(ratios)}")
-    rows = dict.fromkeys(ratios, 0)
-    for part, name in owner.items():
-        rows[name] += sizes[part]
-    weights = np.array([ratios[name] * sizes[part] / rows[name] for part, name in owner.items()])
-    return np.asarray(weights / weights.sum(), dtype=np.float64)
-
-
-def apportion(total: int, weights: Float64[ndarray, " parts"]) -> Int64[ndarray, " parts"]:
-    """`total` divided by `weights` (summing to 1) into whole numbers, largest remainders first."""
-    exact = total * weights
-    out: ndarray = np.floor(exact).astype(np.int64)
-    largest = np.argsort(out - exact, kind="stable")
-    out[largest[: total - int(out.sum())]] += 1
-    return out
 
 
 def _feistel(

@@ -1,37 +1,65 @@
-"""Engine: a module, its optimizer and their distribution over ranks, behind one interface for the loop.
+"""Engine: a module with losses, its optimizer and their distribution over ranks, behind one interface.
 
-The losses are such that the *mean over ranks* of the ranks' gradients is the gradient of one process that
-holds the whole batch (see :mod:`scalingnote.train.collectives`). Every engine takes that mean exactly once.
-
-GradCache is the step of a large batch in the memory of a small one. The loss sees the embeddings of the whole
-batch; only the towers run chunk by chunk, twice:
-
-    rows -> chunks -> embeddings, no graph -> loss -> gradients of embeddings -> chunks again, with a graph
-
-Gradients equal those of a plain backward pass over the same chunks, dropout included. (Gao et al., 2021,
-Scaling deep contrastive learning batch size under memory limited setup.)
+Each rank computes the loss of its *own* queries against the documents of *all* ranks. In the backward pass
+the gradients that all ranks hold for one rank's embeddings are summed and returned to it; the *mean over
+ranks* of the ranks' gradients, which every engine takes exactly once, is then the gradient of one process
+that holds the whole batch, without a correction factor (tested for 1 to 4 ranks). All ranks have equally many
+rows, so a mean over ranks of means is the mean over all rows. Weights of rows are factors within that mean,
+divided by the number of rows and not by their sum, so they need no exchange.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from jaxtyping import Shaped
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.models.batch import Batch
 from scalingnote.models.cross_encoder import CrossEncoder
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import compute_dtype
-from scalingnote.train.collectives import world_size
-from scalingnote.train.config import GradCache, Memory, Optimizer, Schedule
+from scalingnote.train.config import Optimizer, Schedule
 
 WHOLE = "whole"  # the layout of states that any number of ranks can read
+BETAS, EPS, CLIP_NORM = (0.9, 0.999), 1e-8, 1.0  # of Adam's moments and root; of the global gradient
+Encode = Callable[[str, Batch], dict[str, Tensor]]  # rows by the tower of a name: embeddings [rows, ...]
+WeightedLosses = tuple[dict[str, Tensor], dict[str, Tensor]]  # each times its weight; what the log shows
+
+
+class Objective(nn.Module):
+    """Encoders and losses as one module: what a step trains, plainly or through GradCache.
+
+    The losses depend on the parameters through embeddings alone.
+    """
+
+    def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of this rank (its mean over ranks is the global loss) and its parts, for the log."""
+        weighted, parts = self.losses(batch, self.encode)
+        return total(weighted), {name: part.detach() for name, part in parts.items()}
+
+    def losses(self, batch: Any, encode: Encode) -> WeightedLosses:
+        """This rank's losses, whose sum is trained, and their parts; rows become embeddings by `encode`."""
+        raise NotImplementedError
+
+    def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
+        """Named embeddings of some rows by the encoder `name`, each [rows, ...], in float32."""
+        raise NotImplementedError
+
+
+def total(losses: Mapping[str, Tensor]) -> Tensor:
+    """Their sum."""
+    first, *others = losses.values()
+    return sum(others, start=first)
 
 
 class Engine:
@@ -51,9 +79,14 @@ class Engine:
     _optimizer: torch.optim.Optimizer
 
     def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
-        self.module = apply_memory_settings(module, schedule.memory)
-        self._device, self._dtype = device, compute_dtype(schedule.precision, device)
-        self._clip = schedule.optimizer.clip
+        self.module = module
+        if schedule.memory.gradient_checkpointing:
+            for model in module.modules():
+                if isinstance(model, PreTrainedModel):
+                    # The reentrant kind cannot see a model that is used twice in one step.
+                    model.activation_checkpointing_enable({"use_reentrant": False})
+                    model.config.use_cache = False
+        self.device, self._dtype = device, compute_dtype(schedule.precision, device)
 
     def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's loss and its parts, in the configured precision."""
@@ -63,7 +96,7 @@ class Engine:
 
     def precision(self) -> AbstractContextManager[Any]:
         """The autocast that :meth:`__call__` runs under."""
-        return autocast(self._device, self._dtype)
+        return autocast(self.device, self._dtype)
 
     def backward(self, loss: Tensor) -> None:
         """The only backward pass of a plain step."""
@@ -105,7 +138,7 @@ class Engine:
         raise NotImplementedError
 
     def _clip_gradients(self) -> Tensor:
-        """Clip to the configured global norm; returns the norm before."""
+        """Clip to the global norm CLIP_NORM; returns the norm before."""
         raise NotImplementedError
 
 
@@ -114,22 +147,6 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     # Not strict: frozen parameters have no weights here, and those that two towers share have a name in each.
     unknown = module.load_state_dict(dict(weights), strict=False).unexpected_keys
     assert not unknown, f"weights of another module: {unknown[:4]}"
-
-
-def apply_memory_settings(module: nn.Module, memory: Memory) -> nn.Module:
-    """Switch on gradient checkpointing and compilation where `memory` asks for them, in place."""
-    if memory.gradient_checkpointing:
-        for model in module.modules():
-            if isinstance(model, PreTrainedModel):
-                # The reentrant kind cannot see a model that is used twice in one step.
-                model.activation_checkpointing_enable({"use_reentrant": False})
-                model.config.use_cache = False
-    if memory.compile:
-        for backbone in backbones(module):
-            for layer in layers(backbone):
-                # Layers are alike: one compilation serves all. Lengths differ from batch to batch.
-                layer.compile(dynamic=True)
-    return module
 
 
 def backbones(module: nn.Module) -> list[nn.Module]:
@@ -171,13 +188,13 @@ def make_optimizer(
     """An optimizer over groups of parameters. ConfigError when 8-bit moments are not available."""
     knobs: dict[str, Any] = {
         "lr": settings.peak_lr,
-        "betas": settings.betas,
-        "eps": settings.eps,
+        "betas": BETAS,
+        "eps": EPS,
         "weight_decay": settings.weight_decay,
     }
     filled = [{"params": list(group)} for group in groups if group]
     if settings.kind == "row_adam":
-        return RowAdam(filled, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps)
+        return RowAdam(filled, lr=settings.peak_lr)
     if settings.kind == "adamw":
         return torch.optim.AdamW(filled, fused=True, **knobs)
     if device.type != "cuda":
@@ -243,16 +260,9 @@ class RowAdam(torch.optim.Optimizer):
     An attribute `row_rates` [rows] of a parameter holds factors of its learning rate.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float) -> None:
         """`groups` as torch's optimizers take them."""
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(groups, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -273,158 +283,125 @@ class RowAdam(torch.optim.Optimizer):
         rows = (gradient if gradient.dim() == 1 else gradient.flatten(1).any(1)).nonzero()[:, 0]
         if not len(rows):
             return
-        (first, second), step = group["betas"], float(state["step"])
+        (first, second), step = BETAS, float(state["step"])
         shape = (-1, *[1] * (parameter.dim() - 1))
         passed = (step - state["last"][rows]).reshape(shape)
         own = gradient[rows]
         mean = state["exp_avg"][rows] * first**passed + (1 - first) * own
         square = state["exp_avg_sq"][rows] * second**passed + (1 - second) * own * own
         state["exp_avg"][rows], state["exp_avg_sq"][rows], state["last"][rows] = mean, square, step
-        moved = mean / (1 - first**step) / ((square / (1 - second**step)).sqrt() + group["eps"])
+        moved = mean / (1 - first**step) / ((square / (1 - second**step)).sqrt() + EPS)
         rates = getattr(parameter, "row_rates", None)
         if rates is not None:
             moved *= rates.to(moved.device)[rows].reshape(shape)
         parameter[rows] -= group["lr"] * moved
 
 
-# --- GradCache ---------------------------------------------------------------------------------------------
+# --- collectives ------------------------------------------------------------------------------------------
+
+# 64 MiB of float32: large enough for bandwidth, and a copy that is small beside a model.
+_BUCKET_ELEMENTS = 1 << 24
 
 
-class Cacheable(nn.Module):
-    """A module whose loss depends on its parameters through named embeddings alone.
+def world_size() -> int:
+    """Number of training processes; 1 outside of torch.distributed."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
-    A parameter that the loss needs (a learnt temperature) is one of these embeddings, made from no rows: the
-    loss itself reads no parameter, or that would get no gradient.
+
+def rank() -> int:
+    """Number of this process among them; 0 outside of torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(tensor: Shaped[Tensor, "rows ..."]) -> Shaped[Tensor, "all ..."]:
+    """Rows of all ranks, in rank order, with gradients; the shape must be the same on every rank."""
+    if world_size() == 1:
+        return tensor
+    gathered: Tensor = _Gather.apply(tensor)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty(len(tensor) * world_size(), *tensor.shape[1:])
+        dist.all_gather_single(gathered, tensor.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        own = grad.new_empty(len(grad) // world_size(), *grad.shape[1:])
+        dist.reduce_scatter_single(own, grad.contiguous())
+        return own
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The mean of `values` over ranks, equal on all of them; not finite where one rank's value is not."""
+    if world_size() == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total / world_size()
+
+
+def average_(tensors: list[Tensor]) -> None:
+    """Replace each tensor by its mean over ranks, in place. Every rank passes the same list."""
+    if world_size() == 1:
+        return
+    bucket: list[Tensor] = []
+    for position, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        last = position + 1 == len(tensors)
+        full = sum(one.numel() for one in bucket) >= _BUCKET_ELEMENTS
+        if last or full or tensors[position + 1].dtype != tensor.dtype:
+            _average_bucket_(bucket)
+            bucket = []
+
+
+def _average_bucket_(bucket: list[Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat)
+    flat /= world_size()
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+
+
+def broadcast_numbers(numbers: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Rank 0's values of `numbers`.
+
+    Machines round differently, and ranks that do not agree on when to stop would hang.
     """
-
-    def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of this rank (its mean over ranks is the global loss) and its parts, for the log."""
-        embeddings: dict[str, Tensor] = {}
-        for name, rows in self.inputs(batch).items():
-            embeddings |= self.encode(name, rows)
-        return self.loss(embeddings, batch)
-
-    def inputs(self, batch: Any) -> dict[str, Batch | None]:
-        """This rank's rows by the name of the encoder that reads them; None where it needs no rows."""
-        raise NotImplementedError
-
-    def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
-        """Named embeddings of some rows, each [rows, ...], in float32; without rows, of one row."""
-        raise NotImplementedError
-
-    def loss(self, embeddings: dict[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's loss and its parts without their weights, from the embeddings of all its rows."""
-        weighted, parts = self.weighted_losses(embeddings, batch)
-        return total(weighted), {name: part.detach() for name, part in parts.items()}
-
-    def weighted_losses(
-        self, embeddings: dict[str, Tensor], batch: Any
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The losses whose sum is :meth:`loss`, each times its weight; and what the log shows of them."""
-        raise NotImplementedError
+    if world_size() == 1:
+        return numbers
+    values = torch.tensor(list(numbers.values()), dtype=torch.float64, device=device)
+    dist.broadcast(values, src=0)
+    return dict(zip(numbers, values.tolist(), strict=True))
 
 
-def total(losses: Mapping[str, Tensor]) -> Tensor:
-    """Their sum."""
-    first, *others = losses.values()
-    return sum(others, start=first)
+def join_process_group(rank: int, world: int, store: str, backend: str, timeout_s: float) -> None:
+    """Connect the `world` ranks of one machine without a port that the network reaches.
 
-
-def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[Tensor, dict[str, Tensor]]:
-    """Forward and backward pass of one step through the module of `engine`; returns loss and parts.
-
-    The module is :class:`Cacheable`. Ranks run equally many chunks: those with fewer rows encode one of
-    theirs again, with gradient 0, since sharded weights are gathered by all ranks together.
+    Ray Train's own process group uses torch's TCP store, which listens on every interface and asks for no
+    token. Here ranks connect through the file `store`, which does not exist yet and only this user can read,
+    and Gloo and NCCL listen on loopback, unless the user has set an interface for them. `timeout_s` is that
+    of every collective.
     """
-    module = cast(Cacheable, engine.module)
-    chunks = _chunks(module.inputs(batch), config)
-    leaves, states = _leaves(engine, chunks)
-    with engine.precision():
-        loss, parts = module.loss(leaves, batch)
-    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-    for chunk, state in zip(chunks, states, strict=True):
-        with _replay(*state), engine.precision():
-            embeddings = module.encode(chunk.name, chunk.rows)
-        own = [gradients[name][chunk.start : chunk.stop] for name in embeddings]
-        if chunk.spare:
-            own = [torch.zeros_like(gradient) for gradient in own]
-        engine.backward_from(list(embeddings.values()), own, last=chunk is chunks[-1])
-    return loss.detach(), parts
+    loopback = _loopback_interface()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    # Without the =, NCCL takes every interface whose name begins so.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
-def cached_embeddings(
-    engine: Engine, inputs: dict[str, Batch | None], config: GradCache
-) -> dict[str, Tensor]:
-    """Embeddings of a batch by name, made chunk by chunk without a graph; they want gradients. Collective."""
-    return _leaves(engine, _chunks(inputs, config))[0]
-
-
-@contextmanager
-def keep_random_state() -> Iterator[None]:
-    """Afterwards the generators that dropout draws from are in the state they had before."""
-    with _replay(*_random_state()):
-        yield
-
-
-def _leaves(
-    engine: Engine, chunks: "Sequence[_Chunk]"
-) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor | None]]]:
-    """Embeddings of chunks, joined, and the state of the random generators before each."""
-    module = cast(Cacheable, engine.module)
-    states = []
-    pieces: dict[str, list[Tensor]] = {}
-    # Autocast caches the weights that it has cast. It is left and entered again between the passes, or the
-    # second pass would use those of the first, which have no graph.
-    with torch.no_grad(), engine.precision():
-        for chunk in chunks:
-            states.append(_random_state())
-            for name, piece in module.encode(chunk.name, chunk.rows).items():
-                if not chunk.spare:
-                    pieces.setdefault(name, []).append(piece.float())
-    return {name: torch.cat(parts).requires_grad_() for name, parts in pieces.items()}, states
-
-
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    name: str
-    rows: Batch | None
-    start: int
-    stop: int
-    spare: bool = False
-
-
-def _chunks(inputs: dict[str, Batch | None], config: GradCache) -> list[_Chunk]:
-    sizes = {"query": config.query_rows, "document": config.document_rows, "pair": config.document_rows}
-    counts = [1 if rows is None else -(-len(rows) // sizes[name]) for name, rows in inputs.items()]
-    if world_size() > 1:  # as many as the rank with most rows needs
-        device = next(rows.ids.device for rows in inputs.values() if rows is not None)
-        largest = torch.tensor(counts, device=device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        counts = largest.tolist()
-    chunks = []
-    for (name, rows), count in zip(inputs.items(), counts, strict=True):
-        if rows is None:
-            chunks.append(_Chunk(name, None, 0, 1))
-            continue
-        for start in range(0, count * sizes[name], sizes[name]):
-            if start < len(rows):
-                stop = min(start + sizes[name], len(rows))
-                chunks.append(_Chunk(name, rows.rows(start, stop), start, stop))
-            else:
-                chunks.append(_Chunk(name, rows.rows(0, 1), 0, 1, spare=True))
-    return chunks
-
-
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    """The state of the random generators that dropout draws from, on the CPU and on a GPU if there is one."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-
-@contextmanager
-def _replay(cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
-    """Draw the same numbers again; afterwards the generators are in the state they had before."""
-    with torch.random.fork_rng([] if cuda is None else [torch.cuda.current_device()]):
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
-        yield
+def _loopback_interface() -> str:
+    """Name of the interface of 127.0.0.1: lo, or on macOS lo0."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any((one.family, one.address) == (socket.AF_INET, "127.0.0.1") for one in addresses):
+            return name
+    return "lo"

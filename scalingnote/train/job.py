@@ -16,24 +16,22 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.torch import TorchTrainer, get_device
 from torch import nn
 
-from scalingnote import cluster, errors, ray_internals
-from scalingnote.config import dump, validate
-from scalingnote.errors import ConfigError, ScalingNoteError, TrainingError
-from scalingnote.log import configure, get_logger
+from scalingnote.core import cluster, errors, ray_internals
+from scalingnote.core.config import dump, validate
+from scalingnote.core.errors import ConfigError, ScalingNoteError, TrainingError
+from scalingnote.core.log import configure, get_logger
 from scalingnote.models import dual_encoder
 from scalingnote.models.config import TokenWiseConfig
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.weights import compute_dtype
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.collectives import join_process_group, mean_over_ranks
 from scalingnote.train.config import MIXED, DeepSpeed, Schedule, TrainConfig, ValidationSchedule
-from scalingnote.train.data import MappedShares, Order, Share, Store
-from scalingnote.train.engine import Engine, autocast, load_weights
-from scalingnote.train.loop import Tracker, TrainingHistory, Values, build_trackers, events_folder, fit
-from scalingnote.train.objective import StageOne
+from scalingnote.train.data import MappedShares, Order, RankShare, Store
+from scalingnote.train.engine import Engine, autocast, join_process_group, load_weights, mean_over_ranks
+from scalingnote.train.loop import MetricValues, Tracker, TrainingHistory, build_trackers, events_folder, fit
+from scalingnote.train.objective import StageOne, TripletBatches
 from scalingnote.train.prepare import PreparedStore, TrainingSet, mean_tokens, prepare, sparse_query
 from scalingnote.train.strategies import build
 from scalingnote.train.stream import StreamedShares, read_pool, write_stream
@@ -123,10 +121,10 @@ def _stream(
     config: TrainConfig, prepared: PreparedStore, order: Order, steps: int
 ) -> tuple[float, float] | None:
     """Write the stream of a run if it has one; returns :func:`mean_tokens` of its rows, or None without."""
-    data, store = config.data, prepared.store
+    limit, store = config.data.copy_limit_gb, prepared.store
     size = sum(file.bytes for table in ("train", "documents") for file in Store.files(store, table)) / 1e9
-    large = "://" in store and size > data.copy_limit_gb and not order.sorts
-    if not steps or data.stream == "never" or (data.stream == "auto" and not large):
+    large = size > limit and not order.sorts and ("://" in store or not limit)
+    if not steps or not large:
         return None
     pool = np.empty(0, np.int64)
     if config.validation:
@@ -258,7 +256,7 @@ def train_rank(
     settings: Settings,
     save: Callable[[M, Path], None],
     validation: ValidationSchedule | None = None,
-    validate_with: Callable[[Engine], Callable[[], Values] | None] = lambda engine: None,
+    validate_with: Callable[[Engine], Callable[[], MetricValues] | None] = lambda engine: None,
 ) -> Failure | None:
     """Train one rank's module through the loop; rank 0 then saves it and the loss curve as parts.
 
@@ -287,7 +285,7 @@ def train_rank(
             lambda step: batches(step).to(device),
             steps=settings["steps"],
             schedule=schedule,
-            checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=schedule.keep_checkpoints),
+            checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints")),
             section=settings["section"],
             trackers=trackers,
             validation=validation,
@@ -344,70 +342,66 @@ def _plain_error(error: ScalingNoteError) -> Failure:
     return {"kind": type(error).__name__, "text": str(error)}
 
 
+def build_stage_one(config: TrainConfig, tokenizers: dict[str, str]) -> StageOne:
+    """Both towers and their losses, with initial weights that follow from ``config.seed``.
+
+    `tokenizers` are JSON by tower, of those that start from scratch. Such a document tower has a seed of its
+    own: with equal weights in both towers an untrained decoder pair already matches words.
+    """
+    towers = dual_encoder.build(
+        config.query_tower,
+        config.document,
+        dim=config.dim,
+        tokenizers=tokenizers,
+        seed=config.seed,
+        document_seed=config.seed + 1,
+        share_base=True,
+        share_backbone=config.shares_backbone,
+        sparse=config.sparse is not None,
+    )
+    towers.sparse_query = sparse_query(config, towers.document.prompt.tokenizer)
+    return StageOne(towers, config.losses, sparse=config.sparse, align=config.align)
+
+
 def _worker(settings: Settings) -> Failure | None:
     """One rank of stage I."""
     config, rank, world = start_rank(TrainConfig, settings)
-
-    def build_stage() -> StageOne:
-        towers = dual_encoder.build(
-            config.query_tower,
-            config.document,
-            dim=config.dim,
-            tokenizers=settings["tokenizers"],
-            seed=config.seed,
-            document_seed=config.seed + 1 if config.document_seed is None else config.document_seed,
-            share_base=config.share_base,
-            share_backbone=config.shares_backbone,
-            sparse=config.sparse is not None,
-        )
-        towers.sparse_query = sparse_query(config, towers.document.prompt.tokenizer)
-        return StageOne(towers, config.losses, sparse=config.sparse, align=config.align)
-
-    stage = build_stage()
-    uri, packed, streamed = settings["store"], config.memory.packing, settings["streamed"]
-    pads = (stage.towers.query.pad, stage.towers.document.pad)
+    build_stage = partial(build_stage_one, config, settings["tokenizers"])
+    stage, uri, streamed = build_stage(), settings["store"], settings["streamed"]
+    towers = stage.towers
     store = Store.open(uri, ["validation"] if streamed else None)
-    shares: Callable[[int], Share] = (
-        StreamedShares(uri, rank=rank, world=world)
-        if streamed
-        else MappedShares(
-            store,
-            Order.of(config, store.facts["sizes"], config.batching, config.set_epochs),
-            rank=rank,
-            world=world,
-        )
-    )
+    shares: Callable[[int], RankShare]
+    if streamed:
+        shares = StreamedShares(uri, rank=rank, world=world)
+    else:
+        order = Order.of(config, store.facts["sizes"], config.batching, config.set_epochs)
+        shares = MappedShares(store, order, rank=rank, world=world)
     instructions = None
     if isinstance(config.query, TokenWiseConfig) and config.query.instructions:
         instructions = [config.query.instructions_of(name) for name in config.mixture]
+    pads = (towers.query.pad, towers.document.pad)
+    batches = TripletBatches(
+        shares,
+        store.facts,
+        pads=pads,
+        steps=settings["steps"],
+        instructions=instructions,
+        seed=config.seed,
+    )
+
+    def validate_with(engine: Engine) -> Callable[[], MetricValues] | None:
+        pool = read_pool(uri) if streamed and config.validation and len(store["validation"]) else None
+        return validator(store, engine, config, views=towers.document.views, pads=pads, pool=pool)
+
     return train_rank(
         stage,
-        TripletBatches(
-            shares,
-            store.facts,
-            pads=pads,
-            packed=packed,
-            steps=settings["steps"],
-            instructions=instructions,
-            seed=config.seed,
-        ),
+        batches,
         build_stage=build_stage,
         schedule=config,
         settings=settings,
         save=lambda whole, folder: _save(whole, folder, config=config, device=device_of(config)),
         validation=config.validation,
-        validate_with=lambda engine: validator(
-            store,
-            engine,
-            config.validation,
-            views=stage.towers.document.views,
-            pads=pads,
-            packed=packed,
-            temperature=config.losses.temperature,
-            device=device_of(config),
-            seed=config.seed,
-            pool=read_pool(uri) if streamed and config.validation and len(store["validation"]) else None,
-        ),
+        validate_with=validate_with,
     )
 
 

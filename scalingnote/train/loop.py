@@ -25,15 +25,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from scalingnote.errors import ConfigError, TrainingError
-from scalingnote.log import Progress, get_logger
+from scalingnote.core.errors import ConfigError, TrainingError
+from scalingnote.core.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.collectives import mean_over_ranks, rank
 from scalingnote.train.config import Optimizer, Schedule, Tracking, ValidationSchedule, steps_of
-from scalingnote.train.engine import Engine, cached_backward
-from scalingnote.train.gradient_shares import GradientShares
-from scalingnote.train.validation import better
+from scalingnote.train.engine import Engine, mean_over_ranks, rank
+from scalingnote.train.grad_cache import GradientShares, cached_backward
 
 EVENTS_FOLDER = "tensorboard"
 _UPLOAD_INTERVAL_S = 30.0  # a killed run loses the events since the last upload to a remote folder
@@ -41,7 +39,7 @@ _UPLOAD_INTERVAL_S = 30.0  # a killed run loses the events since the last upload
 CURVE_INTERVAL_STEPS = 10
 NOTICE_INTERVAL_S = 5.0  # between questions whether this machine is about to be taken away
 GRADIENT_NORM = "gradient_norm"
-Values = dict[str, float]
+MetricValues = dict[str, float]
 
 
 @dataclass
@@ -82,7 +80,7 @@ def fit(
     section: str,
     trackers: Sequence[Tracker] = (),
     validation: ValidationSchedule | None = None,
-    validate: Callable[[], Values] | None = None,
+    validate: Callable[[], MetricValues] | None = None,
     notice: Callable[[], bool] | None = None,
 ) -> TrainingHistory:
     """Train `engine` from its newest checkpoint to `steps`; afterwards it holds the weights to keep.
@@ -126,14 +124,14 @@ def fit(
                 )
                 break
     checkpoints.wait()
-    if validation is not None and validation.keep == "best" and history.worse:
+    if validation is not None and validation.keeps_best and history.worse:
         checkpoints.restore(engine, best=True)
         get_logger(section).info("weights of step %s are the best and kept", history.best_step)
     engine.module.eval()
     return history
 
 
-def _described(values: Values) -> str:
+def _described(values: MetricValues) -> str:
     """The loss and, in brackets, what differs from it: its parts before they are weighted, and measures."""
     loss = values["loss"]
     parts = [
@@ -166,14 +164,14 @@ class _Run:
     shares: GradientShares
     trackers: Sequence[Tracker]
     validation: ValidationSchedule | None
-    validate: Callable[[], Values] | None
+    validate: Callable[[], MetricValues] | None
     notice: Callable[[], bool] | None
     steps: int
     _polled_at: float = field(default_factory=time.monotonic)  # of `notice`
     _poll_due: bool = False
     _preempted: bool = False
 
-    def step(self, step: int, batch: Any) -> Values:
+    def step(self, step: int, batch: Any) -> MetricValues:
         """One optimizer step; returns loss, parts and gradient norm as means over ranks."""
         seed = (self.schedule.seed * 1_000_003 + step) * 4_099 + rank()
         torch.manual_seed(seed % 2**64)  # a generator takes 64 bits; a config's seed has no bound
@@ -209,7 +207,7 @@ class _Run:
             self.checkpoints.wait()
         return stop
 
-    def _means(self, parts: dict[str, Tensor], *, step: int) -> Values:
+    def _means(self, parts: dict[str, Tensor], *, step: int) -> MetricValues:
         """Means over ranks, in one exchange; in it rank 0's clock also decides whether a poll is due."""
         due = rank() == 0 and time.monotonic() - self._polled_at > NOTICE_INTERVAL_S
         numbers = [*parts.values(), torch.tensor(float(due))]
@@ -239,13 +237,13 @@ class _Run:
         history.measured.append({"step": done, **{k: round(v, 6) for k, v in metrics.items()}})
         self._track(done, {f"validation/{name}": value for name, value in metrics.items()})
         value = metrics[config.metric]
-        if better(config.metric, value, history.best_value):
+        if not math.isnan(value) and (history.best_value is None or value > history.best_value):
             history.best_step, history.best_value, history.worse = done, value, 0
-            return config.keep == "best" and done < self.steps, False
+            return config.keeps_best and done < self.steps, False
         history.worse += 1
         return False, _out_of_patience(config, history)
 
-    def _track(self, step: int, values: Values) -> None:
+    def _track(self, step: int, values: MetricValues) -> None:
         for tracker in self.trackers:
             tracker.log(step, values)
 
@@ -256,7 +254,7 @@ def _out_of_patience(validation: ValidationSchedule | None, history: TrainingHis
 
 def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
     """Linear from 0 to the peak over the warm-up (appendix A), then to the floor, linearly or as a cosine."""
-    warmup = max(steps_of(settings.warmup, steps), 1)
+    warmup: int = max(round(steps_of(settings.warmup, steps)), 1)
     if step < warmup:
         return settings.peak_lr * (step + 1) / warmup
     left = (steps - step) / max(steps - warmup, 1)
@@ -265,7 +263,7 @@ def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
     return settings.peak_lr * (settings.floor + (1 - settings.floor) * left)
 
 
-def _require_finite(values: Values, *, step: int) -> None:
+def _require_finite(values: MetricValues, *, step: int) -> None:
     if not all(map(math.isfinite, values.values())):
         listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
         raise TrainingError(

@@ -1,76 +1,137 @@
-"""The stage I loss of one rank: contrastive in both directions plus margin, on every view and prefix.
+"""Stage I: towers read the triplets of a step, all ranks' documents are candidates, and the losses add up.
 
+    TripletBatches      step number ─► this rank's rows ─► Triplets, as tensors
+    StageOne.losses     encode queries and documents ─► gather candidates ─► similarities ─► losses
     L = L_con + alpha L_hard                     ScalingNote, Eq. 12, over views and Matryoshka prefixes
       + weight L_teacher                         a ranking model's scores of each row's documents
       + the same for the whole query             LightRetriever, for a token_wise query tower
-      + weight L_sparse + flops L_flops          LightRetriever's term weights, Eq. 9; both weights grow
-      + weight KL(whole || cheap), of each half  LightRetriever, Eq. 5; that of the sparse half grows
+      + L_sparse + flops L_flops                 LightRetriever's term weights, Eq. 9; both weights grow
+      + KL(whole || cheap), of each half         LightRetriever, Eq. 5; that of the sparse half grows
 
-Candidates are the documents of all ranks (:mod:`scalingnote.train.candidates`); the equations themselves
-are in :mod:`scalingnote.losses`.
+groups       [queries, group, views, dim]   documents of this rank's queries: the positive, its negatives
+candidates   [docs, views, dim]             of all ranks: all positives, then all first negatives, and so on
+
+A row with fewer negatives than others has places whose document id is ABSENT. The row's positive is read in
+their stead, so that every batch has one shape, and every loss leaves them out. The equations themselves are
+in :mod:`scalingnote.train.losses`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int, Int64
+from numpy import ndarray
 from torch import Tensor
 
-from scalingnote.errors import ConfigError, TrainingError
-from scalingnote.losses import (
-    Temperature,
+from scalingnote.core.errors import TrainingError
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.models.token_wise import TokenWise
+from scalingnote.train.config import Losses, Sparse
+from scalingnote.train.data import ABSENT, RankShare
+from scalingnote.train.engine import Encode, Objective, WeightedLosses, gather, rank, total
+from scalingnote.train.losses import (
     align,
     align_scores,
     cross_entropy,
+    false_negative_documents,
+    false_negative_queries,
     flops,
     info_nce,
     margin_loss,
     prefixes,
     ramp,
     teacher_kl,
-    teacher_margin_mse,
 )
-from scalingnote.models.batch import Batch
-from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.token_wise import TokenWise
-from scalingnote.train.candidates import (
-    GatheredCandidates,
-    Triplets,
-    gather_candidates,
-    mean_term_weights,
-    sparse_scores,
-)
-from scalingnote.train.collectives import gather
-from scalingnote.train.config import Align, Losses, Sparse
-from scalingnote.train.engine import Cacheable, total
+
+R = TypeVar("R", bound="TensorRecord")
 
 
-class StageOne(Cacheable):
-    """Dual encoder and loss as one module; a step trains it plainly or through GradCache."""
+@dataclass(frozen=True)
+class TensorRecord:
+    """A batch whose fields are tensors, records of tensors, or None; it moves to a device as a whole."""
+
+    def to(self: R, device: torch.device) -> R:
+        """The same record on a device."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self)(**{n: None if part is None else part.to(device) for n, part in parts.items()})
+
+
+@dataclass(frozen=True)
+class Triplets(TensorRecord):
+    """One rank's share of a step. Ids are 63-bit hashes, so that ranks can compare them as integers."""
+
+    queries: Batch
+    documents: Batch  # the positives of all queries, then all first negatives, then all second ones...
+    query_ids: Int[Tensor, " queries"]
+    document_ids: Int[Tensor, " docs"]  # in the order of `documents`; ABSENT where a row has no negative
+    known_positives: Int[Tensor, "queries known"]  # padded with -1; equally wide on all ranks
+    weights: Float[Tensor, " queries"]  # of each row in every loss
+    # A teacher's score of the positive, then of each negative; NaN in unscored rows. None: no row was scored.
+    scores: Float[Tensor, "queries group"] | None = None
+    # Terms of the sparse queries, padded with -1, equally wide on all ranks; None without a sparse head.
+    terms: Int[Tensor, "queries terms"] | None = None
+    step: Float[Tensor, ""] | None = None  # from 0, of `steps`; None: weights that grow are whole
+    steps: Float[Tensor, ""] | None = None  # of the whole run
+
+    def grow(self, over: float) -> float | Float[Tensor, ""]:
+        """The factor, at this step, of a weight that grows over so many steps or such a share of all."""
+        return 1.0 if self.step is None or self.steps is None else ramp(self.step, self.steps, over=over)
+
+
+@dataclass(frozen=True)
+class GatheredCandidates:
+    """This rank's triplets, and the candidates of all ranks that its queries are compared with."""
+
+    triplets: Triplets
+    groups: Float[Tensor, "queries group views dim"]  # of this rank's queries
+    embeddings: Float[Tensor, "docs views dim"]  # of all ranks
+    columns: int  # of a group that are candidates
+    positives: Int[Tensor, " queries"]  # column of each query's positive among the candidates
+    present: Bool[Tensor, "queries group"]  # of the groups, those that are documents of their row
+    absent: Bool[Tensor, " docs"] | None  # of the candidates, those that are none; None: all are some
+    ignored_documents: Bool[Tensor, "queries docs"]  # absent, or false negatives
+    false_negative_queries: Bool[Tensor, "queries all"]
+
+
+class StageOne(Objective):
+    """Dual encoder and losses as one module."""
 
     def __init__(
-        self, towers: DualEncoder, losses: Losses, *, sparse: Sparse | None = None, align: Align | None = None
+        self, towers: DualEncoder, losses: Losses, *, sparse: Sparse | None = None, align: bool = False
     ) -> None:
         super().__init__()
         self.towers, self._losses, self._sparse, self._align = towers, losses, sparse, align
-        self.temperature = Temperature(losses.temperature) if losses.learn_temperature else None
-        self._view_weights = _view_weights(towers.document.views, losses.view_weights)
 
-    def inputs(self, batch: Triplets) -> dict[str, Batch | None]:
-        """Rows of both towers; a learnt temperature needs no rows."""
-        rows: dict[str, Batch | None] = {"query": batch.queries, "document": batch.documents}
-        return rows if self.temperature is None else rows | {"temperature": None}
+    def losses(self, batch: Triplets, encode: Encode) -> WeightedLosses:
+        """This rank's losses times their weights, and their parts; means of both over ranks are global."""
+        config = self._losses
+        embedded = encode("query", batch.queries) | encode("document", batch.documents)
+        # bfloat16 would round cosines to 1/256, twenty times that when divided by the temperature.
+        with torch.autocast(embedded["query"].device.type, enabled=False):
+            queries = whole = embedded["query"][:, 0]
+            candidates = gather_candidates(batch, embedded["document"], config)
+            parts = dense_losses(queries, candidates, config)
+            weighted = _weigh(parts, config)
+            if "whole_query" in embedded:
+                whole = embedded["whole_query"][:, 0]
+                weighted["whole"] = total(_weigh(dense_losses(whole, candidates, config), config))
+                weighted["align"] = dense_alignment(queries, whole, candidates, config)
+                parts |= {name: weighted[name] for name in ("whole", "align")}
+            if self._sparse:
+                more = self._sparse_losses(embedded["terms"], whole, candidates, self._sparse)
+                weighted, parts = weighted | more[0], parts | more[1]
+        return weighted, parts
 
-    def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
-        """``query`` [rows, 1, dim], ``document`` [rows, views, dim], in float32, or ``temperature`` [1].
+    def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
+        """``query`` [rows, 1, dim] or ``document`` [rows, views, dim], in float32.
 
         With ``query`` also ``whole_query`` of its shape, where the backbone of a token_wise tower also reads
         the whole text; with ``document`` also ``terms`` [rows, vocabulary], of a sparse head.
         """
-        if rows is None:
-            assert self.temperature is not None
-            return {"temperature": self.temperature().float().view(1)}
         if name == "document" and self._sparse:
             embeddings, terms = self.towers.document.read(rows)
             return {"document": embeddings.float(), "terms": terms.float()}
@@ -84,221 +145,273 @@ class StageOne(Cacheable):
         """Embeddings of some rows by one tower, in float32; for validation."""
         return self.towers.encode(name, rows).float()
 
-    def weighted_losses(
-        self, embeddings: dict[str, Tensor], batch: Triplets
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """This rank's losses times their weights, their parts, and the temperature if it is learnt.
-
-        Parts are of this rank alone: like the loss, their means over ranks are those of the global batch.
-        """
-        learnt = embeddings.get("temperature")
-        temperature = self._losses.temperature if learnt is None else learnt.squeeze()
-        # bfloat16 would round cosines to 1/256, twenty times that when divided by the temperature.
-        with torch.autocast(embeddings["query"].device.type, enabled=False):
-            weighted, parts = self._losses_of_queries(embeddings, batch, temperature)
-        if learnt is not None:
-            parts["temperature"] = learnt.squeeze()
-        return weighted, parts
-
-    def _losses_of_queries(
-        self, embeddings: dict[str, Tensor], triplets: Triplets, temperature: float | Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        gathered = gather_candidates(triplets, embeddings["document"], self._losses)
-        queries = embeddings["query"][:, 0]
-        knobs: dict[str, Any] = {"temperature": temperature, "view_weights": self._view_weights}
-        parts = dense_loss(queries, gathered, self._losses, **knobs)
-        weighted = _weighted(parts, self._losses)
-        teacher_queries = queries
-        if "whole_query" in embeddings:
-            assert self._align is not None
-            teacher_queries = embeddings["whole_query"][:, 0]
-            whole = dense_loss(teacher_queries, gathered, self._losses, **knobs)
-            weighted["whole"] = parts["whole"] = total(_weighted(whole, self._losses))
-            parts["align"] = dense_alignment(
-                queries, teacher_queries, gathered, self._losses, self._align, **knobs
-            )
-            weighted["align"] = self._align.weight * parts["align"]
-        if self._sparse:
-            more = self._sparse_losses(embeddings["terms"], teacher_queries, gathered, temperature)
-            weighted, parts = weighted | more[0], parts | more[1]
-        return weighted, parts
-
     def _sparse_losses(
         self,
         terms: Float[Tensor, "docs vocabulary"],
-        teacher_queries: Float[Tensor, "queries dim"],
-        gathered: GatheredCandidates,
-        temperature: float | Tensor,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        whole: Float[Tensor, "queries dim"],
+        candidates: GatheredCandidates,
+        config: Sparse,
+    ) -> WeightedLosses:
         """Contrastive loss and regulariser of term weights, and their alignment with dense scores."""
-        sparse, triplets = self._sparse, gathered.triplets
-        assert sparse is not None
+        triplets = candidates.triplets
         assert triplets.terms is not None, "the config has a sparse head, the batch no sparse queries"
         scores = sparse_scores(
-            terms, triplets.terms, columns=gathered.columns, binary=sparse.query == "binary"
+            terms, triplets.terms, columns=candidates.columns, binary=config.query == "binary"
         )
-        scores = scores / sparse.temperature
         parts = {
             "sparse": cross_entropy(
                 scores,
-                positives=gathered.positives,
-                ignore=gathered.ignored_documents,
-                weights=gathered.triplets.weights,
+                positives=candidates.positives,
+                ignore=candidates.ignored_documents,
+                weights=triplets.weights,
             ),
-            "flops": flops(mean_term_weights(terms, gathered.present)),
+            "flops": flops(mean_term_weights(terms, candidates.present)),
         }
-        grown = _grown(triplets, sparse.ramp)
-        penalty = _grown(triplets, sparse.flops_ramp) ** 2 * sparse.flops
-        weighted = {"sparse": grown * sparse.weight * parts["sparse"], "flops": penalty * parts["flops"]}
+        grown, penalty = (triplets.grow(over) for over in (config.ramp, config.flops_ramp))
+        weighted = {"sparse": grown * parts["sparse"], "flops": penalty**2 * config.flops * parts["flops"]}
         if self._align:
-            view = len(self._view_weights) - 1  # the last view stands behind all others in the text
-            widest = max(self._losses.matryoshka)
-            teacher = candidate_log_probabilities(teacher_queries, gathered, widest, view, temperature)
+            view = candidates.groups.shape[2] - 1  # the last view stands behind all others in the text
+            teacher = candidate_log_probabilities(whole, candidates, view, self._losses)
             parts["sparse_align"] = align_scores(
-                scores, teacher=teacher, weights=gathered.triplets.weights, absent=gathered.absent
+                scores, teacher=teacher, weights=triplets.weights, absent=candidates.absent
             )
-            weighted["sparse_align"] = grown * sparse.align_weight * parts["sparse_align"]
-        own = gathered.present.T.flatten()
+            weighted["sparse_align"] = grown * parts["sparse_align"]
+        own = candidates.present.T.flatten()
         parts["terms"] = ((terms > 0).sum(1) * own).sum() / own.sum()
         return weighted, parts
 
 
-def dense_loss(
-    queries: Float[Tensor, "queries dim"],
-    gathered: GatheredCandidates,
-    losses: Losses,
-    *,
-    temperature: float | Float[Tensor, ""],
-    view_weights: Sequence[float],
+def dense_losses(
+    queries: Float[Tensor, "queries dim"], candidates: GatheredCandidates, losses: Losses
 ) -> dict[str, Float[Tensor, ""]]:
     """L_con (Eq. 8), L_hard (Eq. 11) and the teacher's loss of this rank's queries, not yet weighted.
 
-    Returns ``contrastive``, ``margin`` and, where the config has one, ``teacher``: sums over prefixes and
-    over the views of the documents, by `view_weights`. A view of weight 0 costs nothing.
+    Returns ``contrastive``, ``margin`` and, if it has a weight, ``teacher``: sums over prefixes and views.
     """
     all_queries = gather(queries) if losses.bidirectional else queries
-    rows: dict[str, Any] = {"weights": gathered.triplets.weights}
-    softmax: dict[str, Any] = {"positives": gathered.positives, "temperature": temperature, **rows}
+    rows: dict[str, Any] = {"weights": candidates.triplets.weights}
+    softmax: dict[str, Any] = {
+        "positives": candidates.positives,
+        "temperature": losses.temperature,
+        **rows,
+    }
     contrastive = margin = teacher = torch.zeros((), device=queries.device)
-    for prefix_weight, (q, all_q, groups, candidates) in prefixes(
-        queries,
-        all_queries,
-        gathered.groups,
-        gathered.candidates,
-        dims=losses.matryoshka,
-        weights=losses.matryoshka_weights,
+    for q, all_q, groups, documents in prefixes(
+        queries, all_queries, candidates.groups, candidates.embeddings, dims=losses.matryoshka
     ):
-        for view, view_weight in enumerate(view_weights):
-            if not view_weight:
-                continue
-            weight = prefix_weight * view_weight
-            loss = info_nce(q, candidates[:, view], ignore=gathered.ignored_documents, **softmax)
+        for view in range(groups.shape[2]):
+            loss = info_nce(q, documents[:, view], ignore=candidates.ignored_documents, **softmax)
             if losses.bidirectional:
                 positives = groups[:, 0, view]
-                back = info_nce(positives, all_q, ignore=gathered.false_negative_queries, **softmax)
+                back = info_nce(positives, all_q, ignore=candidates.false_negative_queries, **softmax)
                 loss = (loss + back) / 2
-            contrastive = contrastive + weight * loss
+            contrastive = contrastive + loss
             cosines = torch.einsum("qd,qgd->qg", q, groups[:, :, view])
             if losses.alpha and cosines.shape[1] > 1:
-                hard = margin_loss(cosines, margin=losses.margin, present=gathered.present, **rows)
-                margin = margin + weight * hard
+                hard = margin_loss(cosines, margin=losses.margin, present=candidates.present, **rows)
+                margin = margin + hard
             if losses.teacher:
                 # The student's logits are those of its own softmax: cosines over the temperature.
-                logits = cosines / temperature
-                teacher = teacher + weight * _teacher_loss(logits, gathered, losses, rows)
+                logits = cosines / losses.temperature
+                scores = _teacher_scores(candidates.triplets)
+                teacher = teacher + teacher_kl(logits, scores, present=candidates.present, **rows)
     parts = {"contrastive": contrastive, "margin": margin}
     return parts | {"teacher": teacher} if losses.teacher else parts
 
 
-def _teacher_loss(
-    student: Float[Tensor, "queries group"],
-    gathered: GatheredCandidates,
-    losses: Losses,
-    rows: dict[str, Any],
-) -> Float[Tensor, ""]:
-    assert losses.teacher is not None
-    scores = gathered.triplets.scores
-    if scores is None:
+def _weigh(parts: Mapping[str, Tensor], losses: Losses) -> dict[str, Tensor]:
+    weights = {"contrastive": 1.0, "margin": losses.alpha, "teacher": losses.teacher}
+    return {name: weights[name] * part for name, part in parts.items()}
+
+
+def _teacher_scores(triplets: Triplets) -> Float[Tensor, "queries group"]:
+    if triplets.scores is None:
         raise TrainingError(
-            "losses.teacher is set, but the triplets carry no scores: collect them with a ranking model, "
-            "or leave losses.teacher out"
+            "losses.teacher has a weight, but the triplets carry no scores: collect them with a ranking "
+            "model, or set it to 0"
         )
-    rows = rows | {"present": gathered.present}
-    if losses.teacher.kind == "kl":
-        return teacher_kl(student, scores / losses.teacher.temperature, **rows)
-    return teacher_margin_mse(student, scores, **rows)
+    return triplets.scores
 
 
 def dense_alignment(
     queries: Float[Tensor, "queries dim"],
     whole: Float[Tensor, "queries dim"],
-    gathered: GatheredCandidates,
+    candidates: GatheredCandidates,
     losses: Losses,
-    config: Align,
-    *,
-    temperature: float | Float[Tensor, ""],
-    view_weights: Sequence[float],
 ) -> Float[Tensor, ""]:
-    """KL of cheap `queries` to `whole` ones (LightRetriever, Eq. 5), weighted like the contrastive loss."""
+    """KL of cheap `queries` to `whole` ones (LightRetriever, Eq. 5), over prefixes and views.
+
+    The teacher's scores are those of its widest prefix.
+    """
     total = torch.zeros((), device=queries.device)
-    dims, weights = losses.matryoshka, losses.matryoshka_weights
-    for view, view_weight in enumerate(view_weights):
-        if not view_weight:
-            continue
-        teacher_dims = [max(dims)] if config.prefix == "widest" else dims
-        teachers = {
-            dim: candidate_log_probabilities(whole, gathered, dim, view, temperature) for dim in teacher_dims
-        }
-        pairs = prefixes(queries, gathered.candidates[:, view], dims=dims, weights=weights)
-        for dim, (weight, (q, candidates)) in zip(dims, pairs, strict=True):
-            teacher = teachers[max(dims) if config.prefix == "widest" else dim]
-            loss = align(
+    for view in range(candidates.embeddings.shape[1]):
+        teacher = candidate_log_probabilities(whole, candidates, view, losses)
+        for q, documents in prefixes(queries, candidates.embeddings[:, view], dims=losses.matryoshka):
+            total = total + align(
                 q,
-                candidates,
+                documents,
                 teacher=teacher,
-                temperature=temperature,
-                weights=gathered.triplets.weights,
-                absent=gathered.absent,
+                temperature=losses.temperature,
+                weights=candidates.triplets.weights,
+                absent=candidates.absent,
             )
-            total = total + weight * view_weight * loss
     return total
 
 
 @torch.no_grad()
 def candidate_log_probabilities(
-    queries: Float[Tensor, "queries dim"],
-    gathered: GatheredCandidates,
-    prefix: int,
-    view: int,
-    temperature: float | Float[Tensor, ""],
+    queries: Float[Tensor, "queries dim"], candidates: GatheredCandidates, view: int, losses: Losses
 ) -> Float[Tensor, "queries docs"]:
-    """Log softmax over the candidates of one view, by the cosines of a prefix of `queries`; no gradient."""
-    ((_, (q, candidates)),) = prefixes(queries, gathered.candidates[:, view], dims=[prefix])
-    scores = q / temperature @ candidates.T
-    if gathered.absent is not None:
-        scores = scores.masked_fill(gathered.absent, -torch.inf)
+    """Log softmax over the candidates of one view, by cosines of the widest prefix of `queries`."""
+    ((q, documents),) = prefixes(queries, candidates.embeddings[:, view], dims=[max(losses.matryoshka)])
+    scores = q / losses.temperature @ documents.T
+    if candidates.absent is not None:
+        scores = scores.masked_fill(candidates.absent, -torch.inf)
     return scores.log_softmax(1)
 
 
-def _grown(triplets: Triplets, over: float) -> float | Float[Tensor, ""]:
-    """The factor of a weight at the step of these triplets."""
-    if triplets.step is None or triplets.steps is None:
-        return 1.0
-    return ramp(triplets.step, triplets.steps, over=over)
+# --- candidates of all ranks -------------------------------------------------------------------------------
 
 
-def _weighted(parts: Mapping[str, Tensor], losses: Losses) -> dict[str, Tensor]:
-    weighted = {"contrastive": parts["contrastive"], "margin": losses.alpha * parts["margin"]}
-    return weighted | {"teacher": losses.teacher.weight * parts["teacher"]} if losses.teacher else weighted
+def gather_candidates(
+    triplets: Triplets, documents: Float[Tensor, "docs views dim"], losses: Losses
+) -> GatheredCandidates:
+    """Gather positives and negatives of all ranks, with masks of the absent ones and of false negatives.
+
+    `documents` are the embeddings of this rank's documents, in the order of `triplets.documents`; `losses`
+    say whether negatives are gathered too.
+    """
+    query_ids, known = triplets.query_ids, triplets.known_positives
+    size = len(query_ids)
+    groups = documents.unflatten(0, (-1, size)).transpose(0, 1)
+    ids = triplets.document_ids.unflatten(0, (-1, size)).T
+    columns = 1 if losses.denominator == "positives_only" else groups.shape[1]
+    # One exchange for all ids.
+    gathered = gather(torch.cat([query_ids[:, None], ids[:, :columns], known], dim=1))
+    all_query_ids, all_ids, all_known = gathered.split([1, columns, known.shape[1]], dim=1)
+    candidate_ids = all_ids.T.flatten()
+    absent = None if columns == 1 else candidate_ids == ABSENT  # positives are never absent
+    answers = false_negative_documents(
+        query_ids, ids[:, 0], known, all_query_ids=all_query_ids[:, 0], candidate_ids=candidate_ids
+    )
+    return GatheredCandidates(
+        triplets,
+        groups,
+        # Positives of all ranks first, then each column of negatives, or labels would shift.
+        gather(groups[:, :columns]).transpose(0, 1).flatten(0, 1),
+        columns,
+        torch.arange(size, device=documents.device) + rank() * size,
+        ids != ABSENT,
+        absent,
+        answers if absent is None else answers | absent,
+        false_negative_queries(
+            query_ids,
+            ids[:, 0],
+            all_query_ids=all_query_ids[:, 0],
+            all_positive_ids=all_ids[:, 0],
+            all_known=all_known,
+        ),
+    )
 
 
-def _view_weights(views: Sequence[str], weights: Mapping[Any, float]) -> tuple[float, ...]:
-    if unknown := sorted(set(weights) - set(views)):
-        raise ConfigError(
-            f"losses.view_weights names {', '.join(unknown)}, but the document prompt gives "
-            f"{', '.join(views)}: add the placeholder to the prompt or leave the weight out"
+def sparse_scores(
+    documents: Float[Tensor, "docs vocabulary"],
+    queries: Int[Tensor, "queries terms"],
+    *,
+    columns: int,
+    binary: bool,
+) -> Float[Tensor, "queries candidates"]:
+    """Inner products of this rank's sparse queries with the candidates of all ranks, with gradients.
+
+    Each rank scores its own documents for the queries of all ranks, and the scores are gathered: gathering
+    term weights would move a vocabulary's worth of numbers for each document.
+
+    `documents` are all positives, all first negatives, and so on; the first `columns` of these are
+    candidates. `queries` are terms with repetition, padded with -1, equally wide on all ranks. If `binary`, a
+    term counts once, however often it occurs in the query.
+    """
+    size = len(queries)
+    all_queries = gather(queries)
+    distinct, place = all_queries.clamp(min=0).unique(return_inverse=True)
+    values = torch.zeros(len(all_queries), len(distinct), dtype=documents.dtype, device=documents.device)
+    values.scatter_add_(1, place, (all_queries >= 0).to(values.dtype))
+    if binary:
+        values.clamp_(max=1)
+    own = documents[: columns * size, distinct] @ values.T
+    groups = own.unflatten(0, (columns, size)).transpose(0, 1)  # [queries, columns, queries of all ranks]
+    scores = gather(groups)[:, :, rank() * size : (rank() + 1) * size]
+    return scores.transpose(0, 1).flatten(0, 1).T
+
+
+def mean_term_weights(
+    documents: Float[Tensor, "docs vocabulary"], present: Bool[Tensor, "queries group"]
+) -> Float[Tensor, " vocabulary"]:
+    """Mean term weights over the documents of all ranks that are `present`, with gradients.
+
+    The same on each rank. `documents` are all positives, all first negatives, and so on.
+    """
+    own = present.T.flatten()[:, None]
+    total = gather((documents * own).sum(0, keepdim=True)).sum(0)
+    return total / gather(own.sum().view(1, 1)).sum()
+
+
+# --- batches ---------------------------------------------------------------------------------------------
+
+
+class TripletBatches:
+    """Triplets of any step, for one rank: a function of the step number alone.
+
+    `share_of` gives this rank's rows of a step, from a mapped store or a stream; `facts` are those of the
+    store, `pads` the pad tokens of the query and the document tower, `steps` those of the whole run.
+    `instructions` are numbers of those of each set of a mixture; every batch draws one, by `seed`.
+    """
+
+    def __init__(
+        self,
+        share_of: Callable[[int], RankShare],
+        facts: Mapping[str, Any],
+        *,
+        pads: tuple[int, int],
+        steps: int | None = None,
+        instructions: Sequence[Sequence[int]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._share_of, self._pads, self._steps = share_of, pads, steps
+        self._instructions, self._seed = instructions, seed % 2**64
+        self._known, self._scored = max(facts["known"], 1), facts["scored"]
+        self._terms: int | None = facts.get("terms")
+
+    def __call__(self, step: int) -> Triplets:
+        """This rank's share of a step."""
+        rows, chosen, documents, places = self._share_of(step)
+        query_pad, document_pad = self._pads
+        terms = None
+        if self._terms is not None:
+            terms = torch.from_numpy(padded(rows.lists("terms", chosen), width=max(self._terms, 1)))
+        # Positives first, then each column of negatives: the layout that gather_candidates relies on.
+        tokens = documents.tokens(places.T.reshape(-1))
+        queries = collate(rows.tokens(chosen), pad=query_pad, packed=True)
+        if self._instructions:
+            own = self._instructions[int(rows.values("set", chosen[:1])[0])]
+            drawn = int(np.random.default_rng([self._seed, step]).integers(len(own)))
+            queries = replace(queries, instruction=own[drawn])
+        return Triplets(
+            queries=queries,
+            documents=collate(tokens, pad=document_pad, packed=True),
+            query_ids=torch.from_numpy(rows.values("query", chosen)),
+            document_ids=torch.from_numpy(rows.values("documents", chosen).T.reshape(-1)),
+            known_positives=torch.from_numpy(padded(rows.lists("known", chosen), width=self._known)),
+            weights=torch.from_numpy(rows.values("weight", chosen)),
+            scores=torch.from_numpy(rows.values("scores", chosen)) if self._scored else None,
+            terms=terms,
+            step=torch.tensor(float(step)) if self._steps else None,
+            steps=torch.tensor(float(self._steps)) if self._steps else None,
         )
-    by_view = tuple(weights.get(view, 1.0) for view in views)
-    if not any(by_view):
-        raise ConfigError("losses.view_weights leaves no view to learn from: give one a weight above 0")
-    return by_view
+
+
+def padded(lists: Sequence[ndarray], *, width: int) -> Int64[ndarray, "rows width"]:
+    """Lists of at most `width` numbers as a table, padded with -1; equally wide on every rank."""
+    out: ndarray = np.full((len(lists), width), -1, dtype=np.int64)
+    for row, values in enumerate(lists):
+        out[row, : len(values)] = values
+    return out

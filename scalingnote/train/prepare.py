@@ -22,13 +22,14 @@ from jaxtyping import Int64, Shaped, UInt64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.errors import DataError
-from scalingnote.log import get_logger
+from scalingnote.core.errors import DataError
+from scalingnote.core.log import get_logger
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
 from scalingnote.models.sparse_query import SparseQuery, needs_leading_space
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
+from scalingnote.storage.schema import DOCUMENT_COLUMNS
 from scalingnote.storage.shuffle import (
     JsonRecord,
     TaskRunner,
@@ -158,7 +159,7 @@ def _documents_of_slice(
     item: SetSlice, *, sets: Mapping[str, TrainingSet], prompt: DocumentPrompt, folder: str
 ) -> JsonRecord:
     number, (name, parts) = item
-    batches = tokens.read_columns(sets[name].dataset, parts, tokens.DOCUMENT_COLUMNS, prefix=name)
+    batches = tokens.read_columns(sets[name].dataset, parts, DOCUMENT_COLUMNS, prefix=name)
     wanted = read_array(fs.join(folder, "wanted.arrow"))
     table, problems = tokens.document_rows(batches, prompt=prompt, wanted=wanted)
     return {"files": write_tables(folder, {file_name("documents", number): table}), "problems": problems}
@@ -244,11 +245,11 @@ def number_documents(
     wanted: UInt64[ndarray, " named"], written: Sequence[JsonRecord], folder: str
 ) -> Int64[ndarray, " named"]:
     """The row number of each wanted document, or MISSING or UNREADABLE."""
-    place = np.full(len(wanted), tokens.MISSING, dtype=np.int64)
+    place = np.full(len(wanted), tokens.MISSING_ROW, dtype=np.int64)
     start = 0
     for record in written:
         for doc_id in record["problems"]:
-            place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE
+            place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE_ROW
         for name, part in named_parts(record["files"]):
             at = np.searchsorted(wanted, read_array(fs.join(folder, name)))
             if (place[at] >= 0).any() or len(np.unique(at)) < len(at):

@@ -24,22 +24,25 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import FrozenLinear, lower_frozen
-from scalingnote.train.collectives import average_, rank, world_size
 from scalingnote.train.config import DeepSpeed, Fsdp2, Schedule
 from scalingnote.train.engine import (
+    CLIP_NORM,
     Engine,
+    average_,
     backbones,
     initialize_state,
     layers,
     make_optimizer,
     named_state,
+    rank,
     restore_scalars,
     set_learning_rate,
     surrogate,
     trainable,
+    world_size,
 )
 
 
@@ -94,7 +97,7 @@ class DdpEngine(Engine):
         average_([p.grad for p in self._names.values() if p.grad is not None])
 
     def _clip_gradients(self) -> Tensor:
-        return nn.utils.clip_grad_norm_(self._names.values(), self._clip, foreach=True)
+        return nn.utils.clip_grad_norm_(self._names.values(), CLIP_NORM, foreach=True)
 
 
 class Fsdp2Engine(Engine):
@@ -149,7 +152,7 @@ class Fsdp2Engine(Engine):
         for name, value in self._names.items():
             whole = value.detach()
             if isinstance(whole, DTensor):
-                whole = whole.to(self._device).full_tensor()  # type: ignore[attr-defined]
+                whole = whole.to(self.device).full_tensor()  # type: ignore[attr-defined]
             if rank() == 0:
                 weights[name] = whole.to("cpu", torch.float32, copy=True)
         return weights if rank() == 0 else None
@@ -160,16 +163,16 @@ class Fsdp2Engine(Engine):
 
     def _clip_gradients(self) -> Tensor:
         """The norm is over all ranks' shards and, counted once, what every rank holds."""
-        squares = torch.zeros(2, device=self._device)  # of whole gradients, of shards
+        squares = torch.zeros(2, device=self.device)  # of whole gradients, of shards
         gradients: list[Tensor] = []  # this rank's parts of them
         for gradient in (p.grad for p in self._names.values() if p.grad is not None):
             own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            squares[int(isinstance(gradient, DTensor))] += own.float().square().sum().to(self._device)
+            squares[int(isinstance(gradient, DTensor))] += own.float().square().sum().to(self.device)
             gradients.append(own)
         if world_size() > 1:
             dist.all_reduce(squares[1:])
         norm = squares.sum().sqrt()
-        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        factor = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
         for own in gradients:
             own.mul_(factor.to(own.device))
         return norm
@@ -195,7 +198,7 @@ class ZeroEngine(Engine):
         self._stage = config.stage
         self._names = trainable(module)
         self._cached = schedule.memory.grad_cache is not None
-        state_device = torch.device("cpu") if config.offload_optimizer else device
+        state_device = torch.device("cpu") if config.offload else device
 
         def make(parameters: Any) -> torch.optim.Optimizer:
             return make_optimizer([list(parameters)], schedule.optimizer, device=state_device)
@@ -235,7 +238,7 @@ class ZeroEngine(Engine):
         self._engine.step()
         if self._cached:
             self._clear_gradients()
-        return torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
+        return torch.as_tensor(self._engine.get_global_grad_norm(), device=self.device)
 
     def state(self) -> dict[str, Tensor]:
         """As the base class: this rank's float32 partitions and their moments."""
@@ -337,17 +340,17 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 def _settings(config: DeepSpeed, schedule: Schedule, *, low: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": config.stage}
-    if config.offload_optimizer:
+    if config.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if config.offload_parameters:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        if config.stage == 3:
+            zero["offload_param"] = zero["offload_optimizer"]
     return {
         "train_batch_size": schedule.global_batch - schedule.global_batch % world_size(),
         "train_micro_batch_size_per_gpu": schedule.global_batch // world_size(),
         "gradient_accumulation_steps": 1,
         # GradCache: a step ends when step() is called, after however many backward passes.
         "managed_gradient_accumulation": schedule.memory.grad_cache is None,
-        "gradient_clipping": schedule.optimizer.clip,
+        "gradient_clipping": CLIP_NORM,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW is as fast and needs no compiler

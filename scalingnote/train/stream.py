@@ -29,15 +29,15 @@ import pyarrow.ipc
 from jaxtyping import Int64
 from numpy import ndarray
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.shuffle import JsonRecord, TaskRunner, named_stream, run_slices, scatter, stream
 from scalingnote.train.data import (
     Order,
+    RankShare,
     RowNumbers,
-    Rows,
-    Share,
+    RowTable,
     Store,
     StoredFile,
     file_and_row,
@@ -45,7 +45,7 @@ from scalingnote.train.data import (
     stand_ins,
 )
 
-INDEX, POOL = "stream.json", "pool.arrow"
+INDEX_FILE, POOL_FILE = "stream.json", "pool.arrow"
 CHUNK_ROWS = 1 << 16  # about 200 MB of rows with 8 documents of 96 tokens, for all ranks together
 MAX_CHUNKS = 1 << 12  # of a run; with more rows, chunks are larger
 MAX_CELLS = 1 << 10  # of a chunk
@@ -56,7 +56,7 @@ _INTERMEDIATE = ("places", "rows", "wanted", "tokens")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """How the steps of a run are divided into chunks, and the rows of a step into cells."""
 
     steps: int
@@ -65,7 +65,7 @@ class Layout:
     cells: int  # of a chunk; divides `batch`
 
     @classmethod
-    def of(cls, steps: int, batch: int) -> "Layout":
+    def of(cls, steps: int, batch: int) -> "ChunkLayout":
         """The layout of a run: chunks of about CHUNK_ROWS rows, cells as small as MAX_CELLS allows."""
         rows = max(CHUNK_ROWS, steps * batch // MAX_CHUNKS)
         cells = max(n for n in range(1, min(batch, MAX_CELLS) + 1) if batch % n == 0)
@@ -115,13 +115,13 @@ def write_stream(
     if order.sorts:
         raise ConfigError(
             "batching.length_window sorts rows by length, which a stream cannot: set it to 1, or "
-            "train.data.stream to never"
+            "train.data.copy_limit_gb above 0"
         )
     folder = fs.join(store, "stream")
-    index = fs.join(folder, INDEX)
+    index = fs.join(folder, INDEX_FILE)
     if fs.exists(index):
         return dict(json.loads(fs.read_bytes(index))["totals"])
-    layout = Layout.of(steps, batch)
+    layout = ChunkLayout.of(steps, batch)
     rows, documents = Store.files(store, "train"), Store.files(store, "documents")
     run = partial(run_slices, folder=folder, each=each, section="train")
     chunks = range(layout.chunks)
@@ -131,7 +131,7 @@ def write_stream(
     run("rows", partial(_scatter_rows, store=store, documents=documents, folder=folder), rows)
     run("tokens", partial(_scatter_tokens, store=store, folder=folder), documents)
     if len(pool):
-        write_table(fs.join(folder, POOL), _in_place(folder, "tokens", layout.chunks).combine_chunks())
+        write_table(fs.join(folder, POOL_FILE), _in_place(folder, "tokens", layout.chunks).combine_chunks())
     records = run("stream", partial(_write_chunk, layout=layout, folder=folder), chunks)
     totals = {name: sum(record[name] for record in records) for name in records[0] if name != "schema"}
     facts = {"layout": asdict(layout), "schema": records[0]["schema"], "totals": totals}
@@ -142,7 +142,7 @@ def write_stream(
 
 
 def _scatter_places(
-    item: tuple[int, int], *, order: Order, layout: Layout, files: Sequence[StoredFile], folder: str
+    item: tuple[int, int], *, order: Order, layout: ChunkLayout, files: Sequence[StoredFile], folder: str
 ) -> JsonRecord:
     chunk, _ = item
     batches = np.stack([order.batch(step) for step in layout.steps_of(chunk)])
@@ -198,7 +198,7 @@ def _scatter_tokens(item: tuple[int, Any], *, store: str, folder: str) -> JsonRe
     return {}
 
 
-def _write_chunk(item: tuple[int, int], *, layout: Layout, folder: str) -> JsonRecord:
+def _write_chunk(item: tuple[int, int], *, layout: ChunkLayout, folder: str) -> JsonRecord:
     chunk, _ = item
     rows, tokens = _in_place(folder, "rows", chunk), _in_place(folder, "tokens", chunk)
     group = rows.schema.field("documents").type.list_size
@@ -256,14 +256,14 @@ class StreamedShares:
 
     def __init__(self, store: str, *, rank: int, world: int) -> None:
         self._folder = fs.join(store, "stream")
-        index = json.loads(fs.read_bytes(fs.join(self._folder, INDEX)))
-        self._layout, self._schema = Layout(**index["layout"]), base64.b64decode(index["schema"])
+        index = json.loads(fs.read_bytes(fs.join(self._folder, INDEX_FILE)))
+        self._layout, self._schema = ChunkLayout(**index["layout"]), base64.b64decode(index["schema"])
         lanes = self._layout.batch // world
         self._first, self._stop = rank * lanes, (rank + 1) * lanes
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="stream")
-        self._held: dict[int, Future[tuple[Rows, Rows]]] = {}
+        self._held: dict[int, Future[tuple[RowTable, RowTable]]] = {}
 
-    def __call__(self, step: int) -> Share:
+    def __call__(self, step: int) -> RankShare:
         """This rank's rows of a step. The next chunk is read while those of this one are used."""
         chunk, within = divmod(step, self._layout.chunk_steps)
         wanted = [number for number in (chunk, chunk + 1) if number < self._layout.chunks]
@@ -275,9 +275,9 @@ class StreamedShares:
         before = self._first // self._layout.cell_lanes * self._layout.cell_lanes
         chosen = np.arange(self._first - before, self._stop - before) * steps + within
         group = len(documents) // len(rows)
-        return Share(rows, chosen, documents, chosen[:, None] * group + np.arange(group))
+        return RankShare(rows, chosen, documents, chosen[:, None] * group + np.arange(group))
 
-    def _read(self, chunk: int) -> tuple[Rows, Rows]:
+    def _read(self, chunk: int) -> tuple[RowTable, RowTable]:
         """The cells of a chunk that hold this rank's lanes: rows, and tokens of their documents."""
         uri, lanes = _chunk_uri(self._folder, chunk), self._layout.cell_lanes
         first, stop = self._first // lanes, -(-self._stop // lanes)
@@ -286,9 +286,11 @@ class StreamedShares:
         data = fs.read_range(uri, int(bounds[0]), int(bounds[-1] - bounds[0]))
         table = pa.ipc.open_stream(self._schema + data).read_all().combine_chunks()
         tokens = {name: table[f"document_{name}"].combine_chunks().flatten() for name in ("ids", "positions")}
-        return Rows([table.drop_columns([f"document_{name}" for name in tokens])]), Rows([one_chunk(tokens)])
+        return RowTable([table.drop_columns([f"document_{name}" for name in tokens])]), RowTable(
+            [one_chunk(tokens)]
+        )
 
 
-def read_pool(store: str) -> Rows:
+def read_pool(store: str) -> RowTable:
     """Documents of the validation sample, in the order in which they were asked for."""
-    return Rows([read_table(fs.join(store, "stream", POOL)).combine_chunks()])
+    return RowTable([read_table(fs.join(store, "stream", POOL_FILE)).combine_chunks()])

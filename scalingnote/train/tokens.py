@@ -17,13 +17,13 @@ from jaxtyping import Bool, Int64, UInt64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.errors import TrainingError
+from scalingnote.core.errors import TrainingError
 from scalingnote.models import backbone as backbones
 from scalingnote.models import published_tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupPrompt
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, list_column, token_columns
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, list_column, token_columns
 from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
@@ -31,18 +31,18 @@ from scalingnote.models.token_wise import TokenDocumentTower, TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.schema import DOCUMENT_COLUMNS
 from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.data import ABSENT, RowNumbers, one_chunk
 
-MISSING, UNREADABLE = -1, -2  # in place of a row number
+MISSING_ROW, UNREADABLE_ROW = -1, -2  # in place of a row number
 MAX_KNOWN_POSITIVES = 16  # of a query, kept for masking; further ones are not masked
 _BLOCK_ROWS = 8192
 
 Named = UInt64[ndarray, " named"]  # sorted hashes of the doc_ids of all documents that triplets name
-Places = Int64[ndarray, " named"]  # the row number of each of them, or MISSING or UNREADABLE
+Places = Int64[ndarray, " named"]  # the row number of each of them, or MISSING_ROW or UNREADABLE_ROW
 AnyTower = TowerConfig | LookupConfig | TokenWiseConfig
 ArrowRows = TypeVar("ArrowRows", pa.Table, pa.RecordBatch)
-DOCUMENT_COLUMNS = ["doc_id", "title", "topic", "content"]
 # A tokenizer learns nothing new from the far end of long documents, or from the second million of them.
 _TOKENIZER_CHARS = 2000
 _TOKENIZER_TEXTS = 1_000_000
@@ -152,10 +152,10 @@ def build_prompt(
             assert config.backbone is not None, "a tower without a backbone of its own reads as another does"
             shell = backbones.shell(config.backbone.path)
             backbones.read_as(shell, config.backbone)
-        # LoRA and fast attention change no prompt, and may need a GPU.
-        plain = config.model_copy(update={"lora": None, "attention": "eager"})
+        plain = config.model_copy(update={"lora": None})  # which changes no prompt
         if isinstance(plain, TokenWiseConfig):
             return TokenWise(shell, plain, dim=1).prompt
+        plain = plain.model_copy(update={"attention": "eager"})  # others may need a GPU
         if plain.reads == "tokens":
             return TokenDocumentTower(shell, plain, dim=1).prompt
         return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
@@ -181,17 +181,17 @@ def document_rows(
     hashes = [np.empty(0, np.uint64)]
     problems: dict[str, str] = {}
 
-    def blocks() -> Iterator[list[Row]]:
+    def blocks() -> Iterator[list[TokenRow]]:
         for batch in batches:
             of_batch = hash_of(batch["doc_id"])
             kept = in_sorted(of_batch, wanted)
             texts = batch.filter(pa.array(kept))
             rows = prompt.rows(*(texts[name].to_pylist() for name in ("title", "topic", "content")))
-            readable = np.array([isinstance(row, Row) for row in rows], dtype=bool)
+            readable = np.array([isinstance(row, TokenRow) for row in rows], dtype=bool)
             for at in np.flatnonzero(~readable).tolist():
                 problems[texts["doc_id"][at].as_py()] = str(rows[at])
             hashes.append(of_batch[kept][readable])
-            yield [row for row in rows if isinstance(row, Row)]
+            yield [row for row in rows if isinstance(row, TokenRow)]
 
     columns = token_columns(blocks(), views=prompt.width)
     return one_chunk({"hash": pa.array(np.concatenate(hashes)), **columns}), problems
@@ -232,19 +232,19 @@ def triplet_columns(
 ) -> tuple[dict[str, pa.Array], Bool[ndarray, " rows"]]:
     """All columns of triplets but the texts, and a mask of rows whose positive is readable.
 
-    `place` holds a row number for each of the `wanted` hashes, or MISSING or UNREADABLE. Columns of a row:
-    ``query`` (see :func:`query_number`), ``documents`` (`group` row numbers, the positive first; ABSENT where
-    the row has fewer, or one cannot be read), ``known`` (row numbers of documents known to answer the query),
-    ``weight``, ``scores`` (NaN where there are none), and ``split`` and ``part`` (source/hop), by which rows
-    are divided into tables.
+    `place` holds a row number for each of the `wanted` hashes, or MISSING_ROW or UNREADABLE_ROW. Columns of
+    a row: ``query`` (see :func:`query_number`), ``documents`` (`group` row numbers, the positive first;
+    ABSENT where the row has fewer, or one cannot be read), ``known`` (row numbers of documents known to
+    answer the query), ``weight``, ``scores`` (NaN where there are none), and ``split`` and ``part``
+    (source/hop), by which rows are divided into tables.
     """
     ids = pa.chunked_array(
         [*triplets["positive"].chunks, *pc.list_flatten(triplets["negatives"]).chunks], pa.string()
     )
     hashes = hash_of(ids)
     rows = row_numbers(hashes, wanted, place)
-    if (rows == MISSING).any():
-        missing = ids[int(np.flatnonzero(rows == MISSING)[0])].as_py()
+    if (rows == MISSING_ROW).any():
+        missing = ids[int(np.flatnonzero(rows == MISSING_ROW)[0])].as_py()
         raise TrainingError(f"triplets name document {missing!r}, which the dataset lacks: re-run collect")
     size = len(triplets)
     documents = np.full((size, group), ABSENT, dtype=np.int64)
@@ -292,9 +292,9 @@ def query_number(query_ids: pa.Array | pa.ChunkedArray) -> Int64[ndarray, " rows
 def row_numbers(
     hashes: UInt64[ndarray, " hashes"], wanted: Named, place: Places
 ) -> Int64[ndarray, " hashes"]:
-    """Row numbers of documents by the hashes of their ids: `place` of the `wanted`, else MISSING."""
+    """Row numbers of documents by the hashes of their ids: `place` of the `wanted`, else MISSING_ROW."""
     known = in_sorted(hashes, wanted)
-    rows = np.full(len(hashes), MISSING, dtype=np.int64)
+    rows = np.full(len(hashes), MISSING_ROW, dtype=np.int64)
     rows[known] = place[np.searchsorted(wanted, hashes[known])]
     return rows
 

@@ -15,40 +15,28 @@ from jaxtyping import Bool, Float, Int64
 from numpy import ndarray
 from torch import nn
 
-from scalingnote.log import get_logger
+from scalingnote.core.log import get_logger
 from scalingnote.models.batch import collate
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 from scalingnote.storage import arrow
-from scalingnote.train.collectives import broadcast_numbers, gather, rank, world_size
-from scalingnote.train.config import Validation
-from scalingnote.train.data import Rows, Store, permuted
-from scalingnote.train.engine import Engine
+from scalingnote.storage.schema import INDEXED_VIEW
+from scalingnote.train.config import TrainConfig, Validation
+from scalingnote.train.data import RowTable, Store, permuted
+from scalingnote.train.engine import Engine, broadcast_numbers, gather, rank, world_size
 
 _QUERIES, _DOCUMENTS, _NEGATIVES = range(3)  # purpose of a permutation, part of its key
-SMALLER_IS_BETTER = frozenset({"contrastive_entropy", "squared_distance", "qkd"})
-INDEXED_VIEW = "summary"
+NEGATIVES = 256  # sampled per query for the contrastive entropy
 _ROWS_PER_FORWARD = 64
-
-
-def better(metric: str, value: float, best: float | None) -> bool:
-    """Whether `value` is better than `best` (None: nothing measured so far). A NaN never is."""
-    if best is None:
-        return not np.isnan(value)
-    return value < best if metric in SMALLER_IS_BETTER else value > best
 
 
 def validator(
     store: Store,
     engine: Engine,
-    config: Validation | None,
+    config: TrainConfig,
     *,
     views: Sequence[str],
     pads: tuple[int, int],
-    packed: bool,
-    temperature: float,
-    device: torch.device,
-    seed: int,
-    pool: Rows | None = None,
+    pool: RowTable | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """A function that measures the towers of `engine` as they are when it is called; None without a sample.
 
@@ -57,37 +45,33 @@ def validator(
     Args:
         store: of stage I.
         engine: its module has `embeddings(name, rows)` for ``query`` and ``document``.
-        config: size of the sample; None measures nothing.
+        config: of stage I; its `validation` is the size of the sample, None measures nothing. The temperature
+            of the contrastive entropy is that of the losses.
         views: of the document tower.
         pads: pad tokens of the query and the document tower.
-        packed: rows lie one after the other, without padding.
-        temperature: of the contrastive entropy; not a learnt one, so that all steps can be compared.
-        device: of the towers.
-        seed: of the sample.
-        pool: its documents, where the store's are not at hand.
+        pool: documents of the sample, if the store's are not at hand.
     """
-    sample = draw_sample(store, config, seed=seed, pool=pool) if config else None
+    if config.validation is None:
+        return None
+    sample = draw_sample(store, config.validation, seed=config.seed, pool=pool)
     if sample is None:
-        if config:
-            get_logger("train").info("the triplets have no validation split: nothing is measured in training")
+        get_logger("train").info("the triplets have no validation split: nothing is measured in training")
         return None
     view = views.index(INDEXED_VIEW) if INDEXED_VIEW in views else len(views) - 1
 
     def validate() -> dict[str, float]:
-        queries, pool = (
-            encode_rows(name, rows, engine=engine, pad=pad, packed=packed, device=device)
-            for name, rows, pad in zip(
-                ("query", "document"), (sample.queries, sample.pool), pads, strict=True
-            )
+        queries = encode_rows("query", sample.queries, engine=engine, pad=pads[0])
+        documents = encode_rows("document", sample.pool, engine=engine, pad=pads[1])
+        metrics = measure_retrieval(
+            queries[:, 0], documents[:, view], sample, temperature=config.losses.temperature
         )
-        metrics = measure_retrieval(queries[:, 0], pool[:, view], sample, temperature=temperature)
-        return broadcast_numbers(metrics, device)
+        return broadcast_numbers(metrics, engine.device)
 
     return validate
 
 
 def encode_rows(
-    name: str, rows: Sequence[Row], *, engine: Engine, pad: int, packed: bool, device: torch.device
+    name: str, rows: Sequence[TokenRow], *, engine: Engine, pad: int
 ) -> Float[ndarray, "rows views dim"]:
     """Embeddings of all rows by the tower `name` of `engine`, on every rank; training is not affected.
 
@@ -100,10 +84,10 @@ def encode_rows(
     own = longest_first[np.minimum(np.arange(share) * world + rank(), len(rows) - 1)].tolist()
     encode = cast(Any, engine.module).embeddings
     parts = []
-    with _evaluation_mode(engine.module, device), engine.precision():
+    with _evaluation_mode(engine.module, engine.device), engine.precision():
         for start in range(0, share, _ROWS_PER_FORWARD):
             chosen = [rows[number] for number in own[start : start + _ROWS_PER_FORWARD]]
-            parts.append(encode(name, collate(chosen, pad=pad, packed=packed).to(device)).float())
+            parts.append(encode(name, collate(chosen, pad=pad, packed=True).to(engine.device)).float())
         gathered = gather(torch.cat(parts)).unflatten(0, (world, share))
     sorted_rows = gathered.transpose(0, 1).flatten(0, 1)[: len(rows)]
     out = np.empty(tuple(sorted_rows.shape), dtype=np.float32)
@@ -131,15 +115,15 @@ def _evaluation_mode(module: nn.Module, device: torch.device) -> Iterator[None]:
 class ValidationSample:
     """Validation queries, and a pool of documents: their positives and others drawn from all documents."""
 
-    queries: list[Row]
-    pool: list[Row]
+    queries: list[TokenRow]
+    pool: list[TokenRow]
     positives: Int64[ndarray, " queries"]  # the column of the pool that holds a query's positive
     relevant: Bool[ndarray, "queries docs"]  # the positive, and other documents known to answer the query
     negatives: Int64[ndarray, "queries negatives"]  # columns drawn from those not known to answer it
 
 
 def draw_sample(
-    store: Store, config: Validation, *, seed: int, pool: Rows | None = None
+    store: Store, config: Validation, *, seed: int, pool: RowTable | None = None
 ) -> ValidationSample | None:
     """The sample of a store; None where its triplets have no validation split.
 
@@ -154,8 +138,8 @@ def draw_sample(
     positives = np.searchsorted(answers, rows.values("documents", chosen)[:, 0])
     relevant = np.stack([np.isin(documents, known) for known in rows.lists("known", chosen)])
     relevant[np.arange(len(chosen)), positives] = True
-    first = len(answers) if (~relevant[:, len(answers) :]).sum(1).min() >= config.negatives else 0
-    width = min(config.negatives, int((~relevant[:, first:]).sum(1).min()))
+    first = len(answers) if (~relevant[:, len(answers) :]).sum(1).min() >= NEGATIVES else 0
+    width = min(NEGATIVES, int((~relevant[:, first:]).sum(1).min()))
     negatives = np.empty((len(chosen), width), np.int64)
     for number, row in enumerate(relevant):
         others = first + np.flatnonzero(~row[first:])
@@ -177,7 +161,7 @@ def _drawn_rows(
     rows, size, seed = store["validation"], store.facts["documents"], seed % 2**64
     chosen = _rows_of_distinct_queries(rows, config.queries, key=(seed, _QUERIES))
     answers = np.unique(rows.values("documents", chosen)[:, 0])
-    wanted = max(config.documents - len(answers), config.negatives)
+    wanted = max(config.documents - len(answers), NEGATIVES)
     drawn = np.arange(min(wanted + len(answers), size))
     others = permuted(drawn, size=size, key=(seed, _DOCUMENTS))
     others = others[~np.isin(others, answers)][:wanted]
@@ -214,7 +198,9 @@ def measure_retrieval(
     }
 
 
-def _rows_of_distinct_queries(rows: Rows, count: int, *, key: tuple[int, ...]) -> Int64[ndarray, " chosen"]:
+def _rows_of_distinct_queries(
+    rows: RowTable, count: int, *, key: tuple[int, ...]
+) -> Int64[ndarray, " chosen"]:
     """Rows of up to `count` different queries, drawn from all rows."""
     chosen: dict[int, int] = {}
     for start in range(0, len(rows), count):

@@ -28,3 +28,11 @@ def test_a_decoder_pooled_at_its_last_state_learns_in_sixty_steps(pairs: Pairs, 
     found: Figures = decoders.ours(pairs, tmp_path, read="whole", layers=smollm.LAYERS, steps=60)
     assert found["loss at end"] <= 1.0  # chance: ln 16 = 2.77
     assert found["dense R@10"] >= 0.8
+
+
+@pytest.mark.timeout(3000)
+def test_lightretriever_learns_its_whole_objective_in_150_steps(pairs: Pairs, tmp_path: Path):
+    found = decoders.lightretriever(pairs, tmp_path, layers=smollm.LAYERS, steps=decoders.ALL_LOSSES_STEPS)
+    dense, sparse, hybrid = (found[f"{half} R@10"] for half in ("dense", "sparse", "hybrid"))
+    assert dense >= 0.8
+    assert hybrid >= max(dense, sparse) - 0.02

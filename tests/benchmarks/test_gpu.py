@@ -40,16 +40,16 @@ def test_each_measurement_is_saved_as_it_ends_and_may_fail_alone(
 
     def measured(name: str, *_: Any) -> tuple[list[gpu.Figures], str]:
         seen.append(list(json.loads(saved.read_text())["problems"]) if saved.exists() else [])
-        return ([], "exit code 1: no kernel") if name == "index" else ([row], "")
+        return ([], "exit code 1: no kernel") if name == "engines" else ([row], "")
 
     monkeypatch.setattr(gpu, "_in_process", measured)
-    words = ["--dry-run", "--json", str(saved), "--only", "index", "encode packed", "queries", "--minutes"]
-    monkeypatch.setattr(gpu, "OTHERS", {"index": lambda _: {}, "queries": lambda _: {"queries": 1.0}})
+    words = ["--dry-run", "--json", str(saved), "--only", "engines", "encode packed", "queries", "--minutes"]
+    monkeypatch.setattr(gpu, "OTHERS", {"engines": lambda _: {}, "queries": lambda _: {"queries": 1.0}})
     monkeypatch.setattr(sys, "argv", ["gpu", *words, "8"])
     gpu.main()
     found = json.loads(saved.read_text())
-    assert seen == [[], ["index"], ["index"]]
-    assert found["problems"] == {"index": "exit code 1: no kernel"}
+    assert seen == [[], ["engines"], ["engines"]]
+    assert found["problems"] == {"engines": "exit code 1: no kernel"}
     assert found["metrics"]["encode_packed_mfu"] == 0.5
     assert found["metrics"]["queries"] == 1.0
     monkeypatch.setattr(sys, "argv", ["gpu", *words, "0.1"])

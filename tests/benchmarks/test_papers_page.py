@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks.pages import TABLE
+from benchmarks.performance import TABLE
 
 RESULTS = Path("docs/results")
 MOST_WORDS = 2000

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import distillation, trial, trials
 from benchmarks.trial import Outcome, Side, Trial
-from scalingnote.errors import DataError
+from scalingnote.core.errors import DataError
 
 ONE = Trial("medquad", "scratch", "methods/scalingdual", 0, 10)
 
@@ -28,7 +28,7 @@ def test_a_line_holds_the_whole_outcome(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fault", [DataError("nothing to learn from"), RuntimeError("Ray did not start")])
-def test_only_what_has_no_line_is_run_and_what_fails_leaves_none(
+def test_only_unfinished_trials_run_and_a_failure_leaves_no_line(
     fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     started: list[Trial] = []
@@ -40,30 +40,19 @@ def test_only_what_has_no_line_is_run_and_what_fails_leaves_none(
         return outcome(trial, [1.0, 0.0])
 
     monkeypatch.setattr(trials, "run", run)
+    monkeypatch.setenv("SCALINGNOTE_PRECISION", "float32")
     wanted = [Trial("medquad", "scratch", "methods/scalingdual", seed, 10) for seed in range(4)]
     path = tmp_path / "trials.jsonl"
+    options = trials.trial_parser(None, datasets=[]).parse_args(["--trials", str(path), "--finished"])
+    with pytest.raises(SystemExit, match="none of 4 trials"):
+        trials.run_given(wanted, options)
     path.write_text(trials._line(outcome(wanted[1], [1.0, 1.0])), encoding="utf-8")
-    left = [trial for trial in wanted if trial != wanted[1]]
-    for group in trials._groups(left):
-        trials._group(group, path, str(tmp_path))
-    assert started == left
-    assert [found.trial for found in trials.read(path)] == [wanted[1], wanted[0], wanted[3]]
-    # Nothing is left but the one that failed; what is there comes back in the order that was asked for.
-    there = trials.run_all([wanted[3], wanted[0]], path, run_dir=str(tmp_path), processes=1)
-    assert [found.trial for found in there] == [wanted[3], wanted[0]]
-    some = trials.run_all(wanted, path, run_dir=str(tmp_path), processes=0)
-    assert [found.trial for found in some] == [wanted[0], wanted[1], wanted[3]]
-
-
-def test_data_that_cannot_be_collected_stop_no_other_trial(monkeypatch: pytest.MonkeyPatch):
-    def configured(trial: Trial, *, run_dir: str) -> None:
-        raise DataError("nothing to learn from")
-
-    told: list[str] = []
-    monkeypatch.setattr(trials, "configured", configured)
-    monkeypatch.setattr(trials.log, "error", lambda form, *values: told.append(form % values))
-    trials._collect(ONE, "runs")  # of a pool's process: raised, it would end them all
-    assert told == [f"{ONE.key}: nothing to learn from"]
+    options.finished = False
+    there = trials.run_given(wanted, options)
+    assert started == [wanted[0], wanted[2], wanted[3]]
+    assert [one.trial for one in there] == [wanted[0], wanted[1], wanted[3]]
+    with pytest.raises(SystemExit, match="1 of 4 trials failed"):
+        trials.require(wanted, there, options)
 
 
 def test_a_row_without_a_seed_of_the_teachers_has_no_share_of_it():
@@ -88,17 +77,6 @@ def test_knobs_of_stage_two_are_for_methods_that_have_one(monkeypatch: pytest.Mo
     assert plain.dataset.max_documents == student.dataset.max_documents == 500
 
 
-def test_trials_that_share_stage_one_are_one_process_work():
-    student = Trial("medquad", "scratch", "methods/scalingnote-1l", 0, 10, ("distill.global_batch=64",))
-    other_data = Trial("medquad", "scratch", "methods/scalingdual", 0, 10, ("dataset.max_documents=9",))
-    other_towers = Trial("medquad", "scratch", "methods/twinbert", 0, 10)
-    other_seed = Trial("medquad", "scratch", "methods/scalingdual", 1, 10)
-    first, *others = trials._groups([other_seed, other_data, other_towers, ONE, student])
-    assert first == [ONE, student]  # the largest first
-    assert sorted(map(len, others)) == [1, 1, 1]
-    assert others[-1] == [other_seed]  # after all of the first seed
-
-
 def test_the_table_compares_with_the_teacher_over_all_seeds():
     seeds = [Trial("medquad", "scratch", "methods/scalingdual", seed, 10) for seed in range(2)]
     teacher = [outcome(trial, [1.0] * 9 + [0.0]) for trial in seeds]
@@ -113,7 +91,7 @@ def test_the_table_compares_with_the_teacher_over_all_seeds():
     assert float(second["p"]) == pytest.approx(
         distillation.p_value(rows["scalingnote-1l"], rows["scalingdual"]), abs=1e-3
     )
-    rows["scalingnote-4l"] = distillation.rows([students[0]])["scalingnote-1l"]  # of the first seed alone
+    rows["scalingnote-4l"] = distillation.rows([students[0]])["scalingnote-1l"]  # only the first seed
     assert distillation.share(rows["scalingnote-4l"], rows["scalingdual"]) == pytest.approx(8 / 9)
     del rows["scalingnote-4l"]
     assert distillation.metrics({"medquad": rows}) == {"scalingnote_over_scalingdual_R50": 0.8333}

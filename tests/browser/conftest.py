@@ -1,14 +1,24 @@
 """One browser, page and server for each file of tests, as good as new for each test."""
 
+import shutil
 from collections.abc import Iterator
 
-import chromium
 import pytest
 from page_corpus import DOCUMENTS
 from playwright.sync_api import Page, expect, sync_playwright
 from served_page import Served, Switches, running
 from small_index import build
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 DESK = {"width": 1280, "height": 800}
 expect.set_options(timeout=30_000)  # a busy machine is no failure
 
@@ -19,16 +29,16 @@ def server() -> Iterator[Served]:
         yield served
 
 
-# Not for the session: while Playwright runs, nobody else in this process can start an event loop. Not for the
+# Not for the session: while Playwright runs, this process can start no other event loop. Not for the
 # test: a window costs a second of processor time, a test in it a tenth.
 @pytest.fixture(scope="module")
 def window(server: Served) -> Iterator[Page]:
-    if chromium.PATH is None:
+    if CHROMIUM is None:
         pytest.skip(
             "no chromium on PATH: the page is tested in a real browser (Debian: apt install chromium)"
         )
     with sync_playwright() as playwright:
-        browser = chromium.launch(playwright)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         page = browser.new_context(base_url=server.url).new_page()
         page.set_default_timeout(30_000)
         yield page

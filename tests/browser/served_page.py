@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 import scalingnote.serve
-from scalingnote.errors import SearchError
+from scalingnote.core.errors import SearchError
 from scalingnote.search.searcher import SearchHit
 
 PAGE = Path(scalingnote.serve.__file__).parent / "page"
@@ -52,7 +52,7 @@ class Failing:
 
 @dataclass
 class Switches:
-    """What the server does wrong, and what it was asked."""
+    """What the server does wrong, and the requests that it got."""
 
     failures: deque[Failing] = field(default_factory=deque)  # of the next searches
     slow: dict[str, float] = field(default_factory=dict)  # query, or /info -> seconds
@@ -60,7 +60,7 @@ class Switches:
     api_key: str | None = None
     arms: tuple[str, ...] = ("words", "trigrams")
     info: dict[str, Any] = field(default_factory=dict)  # laid over what /info says
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -120,37 +120,35 @@ class App:
         return JSONResponse(found | self.switches.info)
 
     async def search(self, request: Request) -> Response:
-        asked = await request.json()
-        self.switches.asked.append(asked)
+        body = await request.json()
+        self.switches.requests.append(body)
         if refused := self._refused(request):
             return refused.response()
-        if "query" in asked:
-            await asyncio.sleep(self.switches.slow.get(asked["query"], 0.0))
+        if "query" in body:
+            await asyncio.sleep(self.switches.slow.get(body["query"], 0.0))
             if self.switches.failures:
                 return self.switches.failures.popleft().response()
-            if len(asked["query"]) > MAX_QUERY_CHARS:
-                message = (
-                    f"query has {len(asked['query'])} characters, this server takes up to {MAX_QUERY_CHARS}"
-                )
+            if len(body["query"]) > MAX_QUERY_CHARS:
+                message = f"query has {len(body['query'])} characters: send up to {MAX_QUERY_CHARS}"
                 return Failing(422, "invalid", message, "query").response()
-        arm = asked.get("arm") or self.switches.arms[0]
+        arm = body.get("arm") or self.switches.arms[0]
         if arm not in self.switches.arms:
             return Failing(422, "invalid", f"no arm is called {arm!r}", "arm").response()
         start = time.perf_counter()
         tower = self.index.towers[arm]
-        embedding = np.array(asked["vector"], np.float32) if "vector" in asked else tower(asked["query"])
+        embedding = np.array(body["vector"], np.float32) if "vector" in body else tower(body["query"])
         encoded = time.perf_counter()
-        return self._answer(asked, arm, embedding, encode=1000 * (encoded - start))
+        return self._answer(body, arm, embedding, encode=1000 * (encoded - start))
 
     async def similar(self, request: Request) -> Response:
-        asked = await request.json()
-        self.switches.asked.append(asked)
-        document = self.index.searcher.get(asked["doc_id"])
+        body = await request.json()
+        self.switches.requests.append(body)
+        document = self.index.searcher.get(body["doc_id"])
         if document is None:
-            return _absent(asked["doc_id"])
+            return _absent(body["doc_id"])
         text = f"{document['title']} {document['snippet']}"
         both = np.sum([tower(text) for tower in self.index.towers.values()], axis=0)
-        return self._answer(asked, self.switches.arms[0], both, left_out=asked["doc_id"])
+        return self._answer(body, self.switches.arms[0], both, left_out=body["doc_id"])
 
     def document(self, request: Request) -> Response:
         wanted = request.path_params["doc_id"]
@@ -159,7 +157,7 @@ class App:
 
     def _answer(
         self,
-        asked: Mapping[str, Any],
+        body: Mapping[str, Any],
         arm: str,
         embedding: np.ndarray,
         *,
@@ -167,9 +165,9 @@ class App:
         left_out: str | None = None,
     ) -> Response:
         searcher, start = self.index.searcher, time.perf_counter()
-        k = asked.get("k", 10)
+        k = body.get("k", 10)
         try:
-            found = searcher.search(embedding[None], k=k + 1, where=asked.get("filter"))[0]
+            found = searcher.search(embedding[None], k=k + 1, where=body.get("filter"))[0]
         except SearchError as error:
             return Failing(422, "invalid", str(error), "filter").response()
         answering = len(searcher.shards) - self.switches.silent_shards

@@ -54,7 +54,7 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
         name: lambda text, half=half, at=at: np.pad(half(text), (at * width, (1 - at) * width))
         for at, (name, half) in enumerate(halves.items())
     }
-    shared = families.train(matrix, Flat(), nlist=1, iterations=1, seed=0)
+    shared = families.train(matrix, Flat(), nlist=1, seed=0)
     bounds = [len(rows) * number // shards for number in range(shards + 1)]
     tables, opened = [], []
     for number, (start, stop) in enumerate(pairwise(bounds)):
@@ -62,7 +62,7 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
         ivf.add(lists, matrix[start:stop])
         tables.append(_table(rows[start:stop], fields))
         opened.append(shard.Shard(number, lists, tables[-1]))
-    layout = shard.Layout(
+    layout = shard.IndexLayout(
         dim=2 * width,
         documents=len(rows),
         shards=shards,

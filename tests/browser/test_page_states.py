@@ -28,9 +28,7 @@ TOO_WIDE = """
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.1, 0.15, 0.3])
-def test_what_is_typed_while_the_page_still_loads_is_asked(
-    page: Page, served: Served, seconds: float
-) -> None:
+def test_a_query_typed_during_loading_is_sent(page: Page, served: Served, seconds: float) -> None:
     """What the server offers is known before, while and after a pause of typing is waited for."""
     served.switches.slow["/info"] = seconds
     ask(page)
@@ -145,7 +143,7 @@ def test_busy_twice_leaves_it_to_the_reader(page: Page, served: Served) -> None:
     expect(alert).to_have_count(0)
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, served: Served) -> None:
+def test_a_key_is_kept_for_the_tab(page: Page, served: Served) -> None:
     served.switches.api_key = "sesame"
     page.goto("/?q=stars")
     dialog = page.get_by_role("dialog", name="API key")
@@ -162,7 +160,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, served: Served) -> 
     assert page.evaluate("localStorage.length") == 0
 
 
-def test_a_key_lasts_as_long_as_the_page_where_storage_is_forbidden(page: Page, served: Served) -> None:
+def test_without_storage_a_key_lasts_as_long_as_the_page(page: Page, served: Served) -> None:
     served.switches.api_key = "sesame"
     private = page.context.new_page()
     private.add_init_script("""
@@ -191,11 +189,11 @@ def test_an_odd_address_is_only_a_filter(
 ) -> None:
     with page.expect_response("**/search"):
         page.goto(f"/?q=stars&{conditions}")
-    assert served.switches.asked[-1]["filter"] == filter_
+    assert served.switches.requests[-1]["filter"] == filter_
     assert page.evaluate("({}).min === undefined")
 
 
-def test_a_condition_that_does_not_fit_its_field_can_be_chosen_anew(page: Page) -> None:
+def test_a_condition_that_does_not_fit_can_be_chosen_anew(page: Page) -> None:
     page.goto("/?q=stars&is.topic=true")
     page.get_by_role("checkbox", name="travel").check()
     expect(page).to_have_url(re.compile(r"in\.topic=travel$"))
@@ -265,18 +263,18 @@ def test_what_a_server_does_not_offer_is_not_there(page: Page, served: Served) -
     expect(page.get_by_role("region", name="Results", exact=True)).to_be_visible()
 
 
-def test_what_a_server_offers_is_asked_for(page: Page, served: Served) -> None:
+def test_options_of_the_server_are_sent(page: Page, served: Served) -> None:
     arms = [{"name": "words", "tower": "lookup", "personalised": True}]
     served.switches.info = {"sparse": True, "rerank": True, "arms": arms}
     ask(page)
     found(page)
-    assert {"dense_weight", "rerank", "user_id", "arm"}.isdisjoint(served.switches.asked[-1])
+    assert {"dense_weight", "rerank", "user_id", "arm"}.isdisjoint(served.switches.requests[-1])
     page.get_by_role("slider", name="Weight of embeddings against terms").press("ArrowRight")
     page.get_by_role("checkbox", name="re-rank the best").check()
     with page.expect_response("**/search"):
         page.get_by_label("Search as user").fill("ada")
         page.get_by_label("Search as user").press("Enter")
-    asked = served.switches.asked[-1]
-    assert (asked["dense_weight"], asked["rerank"], asked["user_id"]) == (0.55, 20, "ada")
+    requests = served.switches.requests[-1]
+    assert (requests["dense_weight"], requests["rerank"], requests["user_id"]) == (0.55, 20, "ada")
     page.get_by_role("button", name="Reset").click()
     expect(page.get_by_text("as the index was tuned")).to_be_visible()

@@ -26,9 +26,7 @@ def best(served: Served, query: str, *, tower: str = "words", k: int = 10, where
     return [hit.document["title"] for hit in hits]
 
 
-def test_results_come_while_typing_and_the_back_button_takes_the_query_back(
-    page: Page, served: Served
-) -> None:
+def test_results_come_while_typing(page: Page, served: Served) -> None:
     page.goto("/")
     box = page.get_by_role("searchbox", name="Query")
     expect(box).to_be_focused()
@@ -38,7 +36,7 @@ def test_results_come_while_typing_and_the_back_button_takes_the_query_back(
     expect(page).to_have_url(re.compile(r"\?q=stars$"))
     expect(page).to_have_title("stars · ScalingNote")
     expect(page.locator("#timings")).to_contain_text(re.compile(r"[\d.]+ ms"))
-    assert len([a for a in served.switches.asked if "query" in a]) < 5  # not for every letter
+    assert len([a for a in served.switches.requests if "query" in a]) < 5  # not for every letter
     page.go_back()
     expect(box).to_have_value("")
     expect(page.get_by_role("listitem")).to_have_count(0)
@@ -125,10 +123,10 @@ def test_two_query_towers_side_by_side(page: Page, served: Served) -> None:
     columns = {name: page.get_by_role("region", name=f"Results of {name}") for name in sides}
     for (name, column), other in zip(columns.items(), reversed(sides.values()), strict=True):
         expect(column.get_by_role("heading", level=3)).to_have_text(sides[name])
-        told = [there.index(t) - at if t in (there := other) else None for at, t in enumerate(sides[name])]
+        moves = [there.index(t) - at if t in (there := other) else None for at, t in enumerate(sides[name])]
         signs = [
             "only here" if by is None else "=" if not by else f"{'↑' if by > 0 else '↓'}{abs(by)}"
-            for by in told
+            for by in moves
         ]
         expect(column.locator(".badge")).to_have_text([re.compile(f"^{sign}") for sign in signs])
     shared = set(sides["words"]) & set(sides["trigrams"])
@@ -158,7 +156,7 @@ def ways(served: Served) -> None:
     served.switches.info = {"arms": [arm], "sparse": True}
 
 
-def test_one_tower_is_compared_with_words_and_with_itself_alone(page: Page, served: Served) -> None:
+def test_one_tower_is_compared_with_words(page: Page, served: Served) -> None:
     ways(served)
     ask(page, "stars")
     page.get_by_role("button", name="Compare").click()
@@ -166,13 +164,13 @@ def test_one_tower_is_compared_with_words_and_with_itself_alone(page: Page, serv
         expect(page.get_by_role("region", name=f"Results of {name}").get_by_role("listitem")).to_have_count(
             10
         )
-    hybrid, words = sorted(served.switches.asked[-2:], key=lambda asked: "dense_weight" in asked)
+    hybrid, words = sorted(served.switches.requests[-2:], key=lambda requests: "dense_weight" in requests)
     assert (hybrid["arm"], "dense_weight" in hybrid) == ("words", False)
     assert (words["dense_weight"], "arm" in words) == (0, False)
     page.get_by_label("Column on the left").select_option("table alone")
     expect(page.get_by_role("region", name="Results of table alone")).to_be_visible()
-    alone = {"arm": "words", "dense_weight": 1}
-    assert any(alone.items() <= asked.items() for asked in served.switches.asked[-2:])
+    table_only = {"arm": "words", "dense_weight": 1}
+    assert any(table_only.items() <= requests.items() for requests in served.switches.requests[-2:])
     expect(page.locator(".badge").first).to_have_attribute("title", re.compile("BM25 alone|table alone"))
     page.reload()  # all of it is in the address
     expect(page.get_by_role("region", name="Results of table alone")).to_be_visible()

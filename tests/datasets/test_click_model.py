@@ -1,6 +1,6 @@
 """The simulated click log: position bias, relevance, what may be exposed, determinism.
 
-That each click model's parameters come back out of its log is in test_click_recovery.py.
+That the model's parameters come back out of its log is in test_click_recovery.py.
 """
 
 import numpy as np
@@ -8,14 +8,13 @@ import pyarrow as pa
 import pytest
 
 from scalingnote.datasets import simulate as simulator
-from scalingnote.datasets.config import Beir, CascadeClicks, DynamicBayesianClicks, PositionClicks
+from scalingnote.datasets.config import Beir, PositionClicks
 from scalingnote.datasets.job import run
 from scalingnote.datasets.simulate import simulate
 from scalingnote.storage.schema import IMPRESSIONS, QRELS
 
 DOCS = [f"d{n:04d}" for n in range(2000)]
 TOPICS = [f"t{n % 20}" for n in range(2000)]
-KINDS = {"position": PositionClicks, "cascade": CascadeClicks, "dbn": DynamicBayesianClicks}
 
 
 def judged(queries=1000, grades=(1,)):
@@ -27,8 +26,8 @@ def judged(queries=1000, grades=(1,)):
     return pa.Table.from_pylist(rows, schema=QRELS)
 
 
-def log(qrels, kind="position", **settings):
-    chunks = simulate(qrels, doc_ids=DOCS, topics=TOPICS, config=KINDS[kind](**settings))
+def log(qrels, **settings):
+    chunks = simulate(qrels, doc_ids=DOCS, topics=TOPICS, config=PositionClicks(**settings))
     return pa.concat_tables(chunks)
 
 
@@ -52,7 +51,7 @@ def test_click_through_falls_with_position_as_stated():
 def test_better_grades_get_more_clicks():
     qrels = judged(2000, grades=(1, 3))
     grade_of = {(r["query_id"], r["doc_id"]): r["relevance"] for r in qrels.to_pylist()}
-    table = log(qrels, eta=0.0, noise=0.05, attractiveness=0.9)
+    table = log(qrels, eta=0.0, noise=0.05)
     keys = [
         grade_of.get(pair, 0)
         for pair in zip(table["query_id"].to_pylist(), table["doc_id"].to_pylist(), strict=True)
@@ -93,62 +92,41 @@ def test_only_the_documents_it_was_given_are_exposed():
     assert set(table["query_id"].to_pylist()) == usable
 
 
-def test_same_topic_share():
+def test_same_topic_share(monkeypatch):
     topic_of = dict(zip(DOCS, TOPICS, strict=True))
     relevant = {row["query_id"]: row["doc_id"] for row in judged().to_pylist()}
     for share in (0.0, 0.5, 1.0):
-        rows = [
-            r
-            for r in log(judged(), same_topic_share=share).to_pylist()
-            if r["doc_id"] != relevant[r["query_id"]]
-        ]
+        monkeypatch.setattr(simulator, "_SAME_TOPIC_SHARE", share)
+        rows = [r for r in log(judged()).to_pylist() if r["doc_id"] != relevant[r["query_id"]]]
         alike = np.mean([topic_of[row["doc_id"]] == topic_of[relevant[row["query_id"]]] for row in rows])
         assert alike == pytest.approx(share + (1 - share) / 20, abs=0.03)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_seeded(kind):
-    assert log(judged(50), kind, seed=1).equals(log(judged(50), kind, seed=1))
-    assert not log(judged(50), kind, seed=1).equals(log(judged(50), kind, seed=2))
+def test_seeded():
+    assert log(judged(50), seed=1).equals(log(judged(50), seed=1))
+    assert not log(judged(50), seed=1).equals(log(judged(50), seed=2))
 
 
-@pytest.mark.parametrize("at_a_time", [65_536, 40])
-def test_the_kinds_differ_in_clicks_alone(monkeypatch, at_a_time):
-    monkeypatch.setattr(simulator, "_SESSIONS_PER_CHUNK", at_a_time)
-    logs = {kind: log(judged(50), kind) for kind in KINDS}
-    for kind in KINDS:
-        assert (
-            logs[kind]
-            .drop_columns(["clicked", "dwell_s"])
-            .equals(logs["position"].drop_columns(["clicked", "dwell_s"]))
-        )
-    assert len({tuple(table["clicked"].to_pylist()) for table in logs.values()}) == 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_chunks_follow_each_other_in_time(monkeypatch, kind):
+def test_chunks_follow_each_other_in_time(monkeypatch):
     monkeypatch.setattr(simulator, "_SESSIONS_PER_CHUNK", 40)
-    config = KINDS[kind](seconds_between_sessions=60)
-    chunks = list(simulate(judged(50), doc_ids=DOCS, topics=TOPICS, config=config))
+    chunks = list(simulate(judged(50), doc_ids=DOCS, topics=TOPICS, config=PositionClicks()))
     assert [len(chunk["session_id"].unique()) for chunk in chunks] == [40, 40, 40, 30]
     table = pa.concat_tables(chunks)
-    assert table.equals(log(judged(50), kind, seconds_between_sessions=60))
+    assert table.equals(log(judged(50)))
     start = np.datetime64("2024-01-01T00:00:00")
     np.testing.assert_array_equal(
-        table["timestamp"].to_numpy(), np.repeat(start + 60 * np.arange(150).astype("m8[s]"), 10)
+        table["timestamp"].to_numpy(), np.repeat(start + 30 * np.arange(150).astype("m8[s]"), 10)
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dwell_is_known_of_clicks_alone(kind):
-    table = log(judged(100), kind)
+def test_dwell_is_known_of_clicks_only():
+    table = log(judged(100))
     assert table.schema.equals(IMPRESSIONS)
     assert table["dwell_s"].is_valid().to_pylist() == table["clicked"].to_pylist()
     assert min(table["dwell_s"].drop_null().to_pylist()) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_artifact_says_which_model_clicked(tmp_path, kind):
+def test_the_artifact_says_which_model_clicked(tmp_path):
     (tmp_path / "corpus.jsonl").write_text(
         "".join(f'{{"_id": "d{n}", "title": "t{n}", "text": "text {n}"}}\n' for n in range(20))
     )
@@ -158,11 +136,23 @@ def test_the_artifact_says_which_model_clicked(tmp_path, kind):
     (tmp_path / "qrels").mkdir()
     pairs = "".join(f"q{n}\td{n}\t1\n" for n in range(20))
     (tmp_path / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + pairs)
-    artifact = run(Beir(path=str(tmp_path), click_model=KINDS[kind]()), output=str(tmp_path / "out"))
+    artifact = run(Beir(path=str(tmp_path), click_model=PositionClicks()), output=str(tmp_path / "out"))
     assert artifact.manifest.info["simulated_clicks"] is True
-    assert artifact.manifest.info["click_model"] == kind
+    assert artifact.manifest.info["click_model"] == "position"
     clicked, dwell = (artifact.table("impressions.parquet")[name] for name in ("clicked", "dwell_s"))
     assert dwell.is_valid().to_pylist() == clicked.to_pylist()
+
+
+def test_users_may_find_documents_unattractive():
+    def appeal(users, docs):
+        return np.broadcast_to(docs % 2, np.broadcast_shapes(users.shape, docs.shape))
+
+    chunks = simulate(judged(50), doc_ids=DOCS, topics=TOPICS, config=PositionClicks(), appeal=appeal)
+    table = pa.concat_tables(chunks)
+    odd = np.array([int(name[1:]) % 2 for name in table["doc_id"].to_pylist()])
+    clicked = np.asarray(table["clicked"])
+    assert clicked[odd == 1].any()
+    assert not clicked[odd == 0].any()
 
 
 def test_a_pool_smaller_than_the_list():

@@ -1,4 +1,4 @@
-"""Each click model's parameters, estimated from its log alone, are the ones the log was simulated with.
+"""The click model's parameters, estimated from its log alone, are the ones the log was simulated with.
 
 The estimators see impressions only: which session showed which document where, what was clicked and for
 how long. Relevance grades serve to look the true values up, never to estimate.
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets.config import CascadeClicks, DynamicBayesianClicks, PositionClicks
+from scalingnote.datasets.config import PositionClicks
 from scalingnote.datasets.simulate import simulate
 from scalingnote.storage.schema import QRELS
 
@@ -22,21 +22,16 @@ GRADES = np.zeros((QUERIES, DOCS), int)
 for query in range(QUERIES):
     GRADES[query, 3 * query : 3 * query + 3] = 3, 2, 1
 GRADES = GRADES.ravel()
-SHARED = {
-    "sessions_per_query": 5000,
-    "results_per_session": K,
-    "attractiveness": 0.75,
-    "noise": 0.15,
-    "satisfaction": 0.9,
-    "satisfaction_noise": 0.2,
-}
-ATTRACTIVENESS = np.array([0.15, 0.25, 0.5, 0.75])[GRADES]
-SATISFACTION = np.array([0.2, 0.3, 0.6, 0.9])[GRADES]
-USERS = {
-    "position": PositionClicks(eta=0.7, ranker_skill=1.5, **SHARED),
-    "cascade": CascadeClicks(**SHARED),
-    "dbn": DynamicBayesianClicks(perseverance=0.8, **SHARED),
-}
+ATTRACTIVENESS = np.array([0.15, 0.3, 0.6, 0.9])[GRADES]
+SATISFIED = (0.05, 0.8 / 3, 1.6 / 3, 0.8)  # by grade
+SATISFACTION = np.array(SATISFIED)[GRADES]
+USERS = PositionClicks(
+    eta=0.7,
+    ranker_skill=1.5,
+    sessions_per_query=5000,
+    results_per_session=K,
+    noise=0.15,
+)
 
 
 @dataclass
@@ -47,17 +42,9 @@ class Log:
     clicked: np.ndarray
     dwell: np.ndarray  # NaN where not clicked
 
-    def count(self, weight):
-        """Sum of one weight per place and session, by pair."""
-        return np.bincount(self.pair.ravel(), weight.ravel().astype(float), PAIRS)
-
 
 @pytest.fixture(scope="module")
-def logs():
-    return {kind: simulated(config) for kind, config in USERS.items()}
-
-
-def simulated(config):
+def log():
     qrels = [
         {"query_id": f"q{n // DOCS}", "doc_id": f"d{n % DOCS}", "relevance": grade}
         for n, grade in enumerate(GRADES.tolist())
@@ -66,7 +53,7 @@ def simulated(config):
         pa.Table.from_pylist(qrels, schema=QRELS),
         doc_ids=[f"d{n}" for n in range(DOCS)],
         topics=["one"] * DOCS,
-        config=config,
+        config=USERS,
     )
     table = pa.concat_tables(chunks).combine_chunks()
     # Sessions follow each other, and every one filled its K places.
@@ -85,9 +72,8 @@ def assert_recovered(estimate, truth, *, of_grade, of_pair):
     assert np.abs(estimate - truth)[GRADES > 0].max() < of_pair
 
 
-def test_position_based_by_expectation_maximisation(logs):
+def test_position_based_by_expectation_maximisation(log):
     """Examination and attractiveness are told apart, although better documents stand higher."""
-    log = logs["position"]
     cell = log.pair + PAIRS * np.arange(K)[:, None]
     seen = np.bincount(cell.ravel(), minlength=K * PAIRS).reshape(K, PAIRS)
     clicks = np.bincount(cell[log.clicked], minlength=K * PAIRS).reshape(K, PAIRS)
@@ -108,66 +94,8 @@ def test_position_based_by_expectation_maximisation(logs):
     assert_recovered(attractive, ATTRACTIVENESS, of_grade=0.02, of_pair=0.06)
 
 
-def test_cascade_by_first_clicks(logs):
-    """All down to the click was examined, so that a plain ratio estimates the attractiveness."""
-    log = logs["cascade"]
-    assert log.clicked.sum(0).max() == 1  # never a click after a click
-    examined = np.cumsum(log.clicked, axis=0) - log.clicked == 0
-    assert_recovered(
-        log.count(log.clicked) / log.count(examined), ATTRACTIVENESS, of_grade=0.01, of_pair=0.05
-    )
-    for place in range(K):  # an examined document is as attractive at the end of a list as at its top
-        at = examined[place]
-        expected = ATTRACTIVENESS[log.pair[place, at]].mean()
-        assert log.clicked[place, at].mean() == pytest.approx(expected, abs=0.03)
-
-
-def test_dynamic_bayesian_by_expectation_maximisation(logs):
-    log = logs["dbn"]
-    attractive, satisfying, gamma = np.full(PAIRS, 0.5), np.full(PAIRS, 0.5), 0.5
-    for _ in range(25):
-        attractive, satisfying, gamma = dbn_step(log, attractive, satisfying, gamma)
-    assert gamma == pytest.approx(0.8, abs=0.02)
-    assert_recovered(attractive, ATTRACTIVENESS, of_grade=0.015, of_pair=0.05)
-    assert_recovered(satisfying, SATISFACTION, of_grade=0.04, of_pair=0.1)
-
-
-def dbn_step(log, attractive, satisfying, gamma):
-    """One step of expectation maximisation: better a, s and gamma, as ratios of expected counts.
-
-    Down to the last click everything was read and no earlier click satisfied. What is hidden: whether the
-    last click satisfied, and if not (or without a click), how far down the user still read.
-    """
-    a, s = attractive[log.pair], satisfying[log.pair]
-    sessions = np.arange(a.shape[1])
-    last = np.where(log.clicked.any(0), K - 1 - log.clicked[::-1].argmax(0), -1)
-    some = last >= 0
-    # silent[i]: P(no click below place i | i was read and did not satisfy).
-    silent = np.ones_like(a)
-    for i in reversed(range(K - 1)):
-        silent[i] = (1 - gamma) + gamma * (1 - a[i + 1]) * silent[i + 1]
-
-    stopped = s[last, sessions] / (s[last, sessions] + (1 - s[last, sessions]) * silent[last, sessions])
-    satisfied = np.zeros_like(a)
-    satisfied[last[some], sessions[some]] = stopped[some]
-
-    place = np.arange(K)[:, None]
-    read = (place <= np.maximum(last, 0)).astype(float)  # the top is always read
-    may_go_on, goes_on = 0.0, 0.0
-    for i in range(K - 1):
-        undecided = (i >= last) * (read[i] - satisfied[i])
-        below = undecided * gamma * (1 - a[i + 1]) * silent[i + 1] / silent[i]
-        read[i + 1] += below
-        may_go_on += (i < last).sum() + undecided.sum()
-        goes_on += (i < last).sum() + below.sum()
-    clicks = log.count(log.clicked)
-    return clicks / log.count(read), log.count(satisfied) / clicks, goes_on / may_go_on
-
-
-@pytest.mark.parametrize("kind", USERS)
-def test_dwell_by_a_mixture_of_two_lognormals(logs, kind):
+def test_dwell_by_a_mixture_of_two_lognormals(log):
     """Both medians, their spread, and the share of satisfied clicks come out of the dwell times alone."""
-    log = logs[kind]
     np.testing.assert_array_equal(np.isnan(log.dwell), ~log.clicked)
     seconds = np.log(log.dwell[log.clicked].astype(float))
     share, means, spread = 0.5, np.quantile(seconds, [0.9, 0.1]), seconds.std()
@@ -183,17 +111,9 @@ def test_dwell_by_a_mixture_of_two_lognormals(logs, kind):
     assert share == pytest.approx(SATISFACTION[log.pair[log.clicked]].mean(), abs=0.03)
 
 
-def test_whoever_clicks_on_was_not_satisfied(logs):
-    """In the dynamic Bayesian model every click but the last has the shorter median."""
-    log = logs["dbn"]
-    later = log.clicked[::-1].cumsum(0)[::-1] > 1
-    assert np.median(log.dwell[log.clicked & later]) == pytest.approx(10, rel=0.05)
-
-
-def test_a_dwell_threshold_finds_the_satisfying_documents(logs):
+def test_a_dwell_threshold_finds_the_satisfying_documents(log):
     """What `min_dwell_s` keeps: the share of clicks of half a minute follows the grade."""
-    log = logs["position"]
     grade = GRADES[log.pair[log.clicked]]
     shares = [(log.dwell[log.clicked][grade == g] >= 30).mean() for g in range(4)]
     # 81 % of the satisfied clicks and 8 % of the others.
-    np.testing.assert_allclose(shares, [0.807 * s + 0.085 * (1 - s) for s in (0.2, 0.3, 0.6, 0.9)], atol=0.03)
+    np.testing.assert_allclose(shares, [0.807 * s + 0.085 * (1 - s) for s in SATISFIED], atol=0.03)

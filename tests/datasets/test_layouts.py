@@ -8,14 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scalingnote.core.errors import DataError
 from scalingnote.datasets import layouts, sources
 from scalingnote.datasets.config import Columns, MsMarco, NewDocuments, TableFile, Texts
-from scalingnote.datasets.file_formats import read_documents
-from scalingnote.datasets.layouts import SUMMARIES, TEXTS
-from scalingnote.datasets.raw_rows import Quarantine
+from scalingnote.datasets.input_files import Quarantine
+from scalingnote.datasets.layouts import SUMMARY_NAMES, TEXT_NAMES
+from scalingnote.datasets.readers import read_documents
 from scalingnote.datasets.sources import read_texts
-from scalingnote.errors import DataError
-from scalingnote.run_config import RunConfig
+from scalingnote.run.config import RunConfig
 
 ONE = {"doc_id": "7", "title": "", "content": "long words"}
 
@@ -66,13 +66,13 @@ def test_public_layouts_are_read_and_named(tmp_path, told, name, suffix):
     assert line.partition("not read: ")[2] == ", ".join(map(repr, unread))
 
 
-@pytest.mark.parametrize("column", [*TEXTS, *SUMMARIES])
+@pytest.mark.parametrize("column", [*TEXT_NAMES, *SUMMARY_NAMES])
 def test_texts_beside_a_title_are_never_left_out(tmp_path, column):
     path = write(tmp_path / "a.jsonl", {"id": 7, "title": "One", column: "long words"})
     assert list(read_texts(path)) == [ONE | {"title": "One"}]
 
 
-@pytest.mark.parametrize("column", layouts.IDS)
+@pytest.mark.parametrize("column", layouts.ID_NAMES)
 def test_ids_of_every_known_name(tmp_path, column):
     assert list(read_texts(write(tmp_path / "a.jsonl", {column: "7", "text": "long words"}))) == [ONE]
 
@@ -232,19 +232,22 @@ def test_other_sources_read_documents_by_the_same_names(tmp_path, told):
         tmp_path / "a.jsonl", {"docid": 7, "title": "One", "body": "long words", "price": 2, "shop": "x"}
     )
     new = NewDocuments(documents=TableFile(path=str(path)), features={"price": "int64"})
-    (row,) = read_documents(new).documents
+    (row,) = read_documents(new).rows("documents")
     assert row == {"doc_id": 7, "title": "One", "content": "long words", "price": 2}
     assert "price from 'price' (MS MARCO documents layout); not read: 'shop'" in told.text
-    files = {name: {"path": str(path)} for name in ("queries", "qrels")}
+    judged = write(tmp_path / "judged.jsonl", {"query_id": "q", "query": "x", "doc_id": "7"})
+    files = {name: {"path": str(judged)} for name in ("queries", "qrels")}
     own = Columns(documents={"path": str(path), "columns": {"content": "shop"}}, **files)
-    (row,) = sources.read(own).documents
+    (row,) = sources.read(own).rows("documents")
     assert row == {"doc_id": 7, "title": "One", "content": "x"}
     without = write(tmp_path / "b.jsonl", {"title": "One", "text": "long words"})
     with pytest.raises(DataError, match=r"no column of ids by a known name.*--id-column"):
         read_documents(NewDocuments(documents=TableFile(path=str(without))))
     features: dict[str, Any] = {"description": "string", "url": "string"}
     path = write(tmp_path / "c.jsonl", {"doc_id": "7", "title": "One", "description": "d", "url": "u"})
-    (row,) = read_documents(NewDocuments(documents=TableFile(path=str(path)), features=features)).documents
+    (row,) = read_documents(NewDocuments(documents=TableFile(path=str(path)), features=features)).rows(
+        "documents"
+    )
     assert row == {"doc_id": "7", "title": "One", "description": "d", "url": "u"}
 
 
@@ -256,7 +259,7 @@ def test_msmarco_documents_in_a_file_of_any_name(tmp_path):
     config = MsMarco(
         collection=str(path), train_queries=str(tmp_path / "queries"), train_qrels=str(tmp_path / "qrels")
     )
-    assert list(sources.read(config).documents) == [ONE | {"title": "One"}]
+    assert list(sources.read(config).rows("documents")) == [ONE | {"title": "One"}]
 
 
 def test_a_config_chooses_columns():

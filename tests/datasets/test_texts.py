@@ -2,15 +2,17 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalingnote.datasets import sources
-from scalingnote.datasets.raw_rows import Quarantine, Source
+from scalingnote.core.errors import DataError
+from scalingnote.datasets import job, sources
+from scalingnote.datasets.config import Texts
+from scalingnote.datasets.input_files import Quarantine, Source
 from scalingnote.datasets.sources import read_texts
-from scalingnote.errors import DataError
 
 
 def lines(path, *rows):
@@ -130,7 +132,7 @@ def test_errors_before_any_row_is_read(tmp_path):
     with pytest.raises(DataError, match="needs settings"):
         read_texts("beir")
     with pytest.raises(DataError, match="whose columns are known"):
-        read_texts("medquad", {"content": "answer"})
+        read_texts("python_docs", {"content": "answer"})
 
 
 def test_no_text_at_all(tmp_path):
@@ -142,5 +144,35 @@ def test_no_text_at_all(tmp_path):
 
 def test_registered_data_set(monkeypatch):
     rows = [{"doc_id": "a", "title": "One", "topic": "", "content": "first", "group": "a"}]
-    monkeypatch.setattr(sources, "read", lambda config: Source(documents=rows, queries=()))
-    assert list(read_texts("medquad")) == [document("a", "One", "first")]
+    monkeypatch.setattr(sources, "read", lambda config: Source({"documents": [rows]}))
+    assert list(read_texts("python_docs")) == [document("a", "One", "first")]
+
+
+def markdown_folder(folder: Path) -> Path:
+    (folder / "guide").mkdir(parents=True)
+    (folder / "readme.md").write_text("\ufeff# Read me first #\n\nOne text.\n")
+    (folder / "guide" / "keys.md").write_text("Some words.\n\n## Keys\n\nMore.\n")
+    (folder / "guide" / "bare.md").write_text("No heading at all.\n")
+    (folder / "guide" / "broken.md").write_bytes(b"\xff\xfe\x00")
+    return folder
+
+
+def test_a_markdown_file_is_a_document(tmp_path):
+    folder = markdown_folder(tmp_path / "docs")
+    made = job.run(Texts(path=str(folder)), output=str(tmp_path / "dataset"))
+    found = made.table("documents").select(["doc_id", "title", "content"]).to_pylist()
+    assert found == [
+        {"doc_id": "guide/bare.md", "title": "bare", "content": "No heading at all."},
+        {"doc_id": "guide/keys.md", "title": "Keys", "content": "Some words.\n\n## Keys\n\nMore."},
+        {"doc_id": "readme.md", "title": "Read me first", "content": "One text."},
+    ]
+    assert made.manifest.info["rejected_by_reason"] == {"documents: invalid UTF-8": 1}
+    globbed = job.run(Texts(path=f"{folder}/guide/*.md"), output=str(tmp_path / "globbed"))
+    assert globbed.table("documents")["doc_id"].to_pylist() == ["bare.md", "keys.md"]
+
+
+def test_markdown_beside_other_files_is_refused(tmp_path):
+    folder = markdown_folder(tmp_path / "docs")
+    (folder / "more.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match="has Markdown and other files"):
+        job.run(Texts(path=str(folder)), output=str(tmp_path / "dataset"))

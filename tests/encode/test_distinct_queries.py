@@ -31,14 +31,11 @@ def written(uri: Path, *, rows_per_part: int, generated: bool = True) -> Artifac
         for i in (0, 1)
     ]
     draft = Draft(str(uri), kind="triplets", config=tiny.Nothing(), parents={})
-    for table, schema, found in (
-        ("triplets", job.QUERY, rows),
-        ("generated", job.GENERATED, near),
-    ):
+    for table, found in (("triplets", rows), ("generated", near)):
         if table == "generated" and not generated:
             continue
         for start in range(0, len(found), rows_per_part):
-            piece = pa.Table.from_pylist(found[start : start + rows_per_part], schema=schema)
+            piece = pa.Table.from_pylist(found[start : start + rows_per_part], schema=job.QUERY_TABLES[table])
             draft.write_table(f"{table}/part-{start // rows_per_part:05d}.parquet", piece)
     return draft.commit(counts={})
 
@@ -55,14 +52,14 @@ def twin(triplets: Artifact) -> dict[str, tuple[str, str]]:
     return found
 
 
-def settled(triplets: Artifact, folder: Path, *, buckets: int, rows_per_piece: int) -> list[pa.Table]:
-    for item in enumerate(shuffle.slices(triplets, *job.TABLES)):
+def settled(triplets: Artifact, folder: Path, *, buckets: int) -> list[pa.Table]:
+    for item in enumerate(shuffle.slices(triplets, *job.QUERY_TABLES)):
         job.scatter_queries(item, triplets=triplets, folder=str(folder), buckets=buckets)
     tables = []
     for bucket in range(buckets):
-        for piece in job.merge_bucket((bucket, bucket), folder=str(folder), rows_per_piece=rows_per_piece):
+        for piece in job.merge_bucket((bucket, bucket), folder=str(folder)):
             tables.append(pq.read_table(job.piece_uri(str(folder), piece["name"])))
-            assert len(tables[-1]) == piece["rows"] <= rows_per_piece
+            assert len(tables[-1]) == piece["rows"] <= job.QUERIES_PER_PART
     return tables
 
 
@@ -71,8 +68,9 @@ def settled(triplets: Artifact, folder: Path, *, buckets: int, rows_per_piece: i
 @pytest.mark.parametrize("generated", [True, False])
 def test_every_query_comes_out_once(tmp_path, monkeypatch, rows_per_part, buckets, generated):
     monkeypatch.setattr(shuffle, "ROWS_PER_SLICE", 40)
+    monkeypatch.setattr(job, "QUERIES_PER_PART", 9)
     triplets = written(tmp_path / "triplets", rows_per_part=rows_per_part, generated=generated)
-    rows = [r for t in settled(triplets, tmp_path, buckets=buckets, rows_per_piece=9) for r in t.to_pylist()]
+    rows = [r for t in settled(triplets, tmp_path, buckets=buckets) for r in t.to_pylist()]
     found = {row["query_id"]: (row["query"], row["split"]) for row in rows}
     assert len(found) == len(rows)
     assert found == twin(triplets)
@@ -80,17 +78,17 @@ def test_every_query_comes_out_once(tmp_path, monkeypatch, rows_per_part, bucket
 
 def test_a_step_done_again_changes_nothing(tmp_path):
     triplets = written(tmp_path / "triplets", rows_per_part=50)
-    first = settled(triplets, tmp_path / "work", buckets=3, rows_per_piece=9)
-    again = settled(triplets, tmp_path / "work", buckets=3, rows_per_piece=9)
+    first = settled(triplets, tmp_path / "work", buckets=3)
+    again = settled(triplets, tmp_path / "work", buckets=3)
     assert all(one.equals(other) for one, other in zip(first, again, strict=True))
 
 
 def test_slices_and_buckets_follow_the_number_of_rows(tmp_path, monkeypatch):
     triplets = written(tmp_path / "triplets", rows_per_part=50)
-    assert len(shuffle.slices(triplets, *job.TABLES)) == job.bucket_count(triplets) == 1
+    assert len(shuffle.slices(triplets, *job.QUERY_TABLES)) == job.bucket_count(triplets) == 1
     monkeypatch.setattr(shuffle, "ROWS_PER_SLICE", 100)
-    monkeypatch.setattr(job, "MAX_BUCKET_ROWS", 100)
-    found = shuffle.slices(triplets, *job.TABLES)
+    monkeypatch.setattr(job, "QUERIES_PER_BUCKET", 100)
+    found = shuffle.slices(triplets, *job.QUERY_TABLES)
     assert sorted(part for parts in found for part in parts) == sorted(
         [*triplets.names("triplets/"), *triplets.names("generated/")]
     )

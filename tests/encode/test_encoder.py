@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tiny
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.encode.encoder import Encoder, by_tokens
-from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.tower import Tower

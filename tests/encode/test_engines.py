@@ -1,6 +1,5 @@
 """Other engines than our own: the same artifact, resumed alike; what they cannot encode is told in time."""
 
-import itertools
 import sys
 import tempfile
 import time
@@ -20,11 +19,12 @@ from transformers import AutoModel
 import published
 import tiny
 from in_process import without_ray
-from scalingnote.config import validate
-from scalingnote.encode import documents, engines, parts
+from scalingnote.core import model_files
+from scalingnote.core.config import validate
+from scalingnote.core.errors import ConfigError
+from scalingnote.encode import documents, engines
 from scalingnote.encode.config import EncodeConfig, Fleet
-from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, dual_encoder, published_model, published_tower
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.publish import write_router
 from scalingnote.storage import arrow, schema
 from scalingnote.storage import filesystem as fs
@@ -72,10 +72,10 @@ def towers(name: str, folder: Path, *, sparse: bool = False) -> Artifact:
             source = published.folder(folder, prompts=published.PROMPTS, dense=dense)
         if name == "router":
             for role in ("query", "document"):
-                published_tower.open_published(source, role).save(folder / role)
+                dual_encoder.load_tower(source, role).save(folder / role)
             source = folder / "router"
             write_router(folder / "query", folder / "document", source)
-        published_tower.open_published(published_model.local_folder(source), "document").save(place)
+        dual_encoder.load_tower(model_files.local_folder(source), "document").save(place)
     return draft.commit(counts={})
 
 
@@ -108,28 +108,6 @@ def test_sentence_transformers_gives_our_artifact(name: str, dataset: Artifact, 
         encode("own", dataset, made, tmp_path / "own"),
         encode("sentence-transformers", dataset, made, tmp_path / "library"),
     )
-
-
-def test_a_run_that_was_killed_is_continued_by_the_same_engine(
-    dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    made = towers("published", tmp_path)
-    whole = encode("sentence-transformers", dataset, made, tmp_path / "whole")
-    asked = []
-
-    def killed(*given: Any, run: Any = parts._execute, **where: Any) -> Any:
-        asked.append(given[1])
-        found = run(*given, **where)
-        yield from itertools.islice(found, 1 if len(asked) == 1 else None)
-        if len(asked) == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(parts, "_execute", killed)
-    with pytest.raises(KeyboardInterrupt):
-        encode("sentence-transformers", dataset, made, tmp_path / "resumed")
-    resumed = encode("sentence-transformers", dataset, made, tmp_path / "resumed")
-    assert [len(names) for names in asked] == [3, 2]
-    assert resumed.digest == whole.digest
 
 
 class FakeLLM:

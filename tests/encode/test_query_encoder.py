@@ -1,7 +1,11 @@
 """Every form of a query tower gives the tower's embeddings, one query or many."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import jaxtyping
@@ -11,17 +15,19 @@ import torch
 from tokenizers import Tokenizer
 
 import tiny
+from scalingnote.cli import main as cli
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import ExportConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.lookup import _WIDENED_SCALE, LookupEncoder, _widened
 from scalingnote.encode.query_encoder import QueryCache, QueryEncoder
-from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models import backbone, dual_encoder, lookup, onnx, onnx_export
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupStart, LookupTower
-from scalingnote.models.lookup_table import frequent_features
+from scalingnote.models.lookup_onnx import INPUT
+from scalingnote.models.lookup_table import frequent_features, read_table
 from scalingnote.storage.artifact import Artifact, Draft
 
 TEXTS = [row["content"] for row in tiny.document_rows()]
@@ -118,7 +124,7 @@ def test_a_table_encodes_with_numpy_and_its_tokenizer_alone(knobs: dict, tmp_pat
     program = (
         "import sys\nfrom pathlib import Path\n"
         "from scalingnote.encode.query_encoder import QueryEncoder\n"
-        f"made = QueryEncoder.load(Path({str(tmp_path)!r}))\n"
+        f"made = QueryEncoder(Path({str(tmp_path)!r}))\n"
         "shapes = [made.encode_queries(['ba ko'] * many).shape for many in (1, 2, 100)]\n"
         f"print(made.form, shapes, sorted(set({HEAVY}) & set(sys.modules)))"
     )
@@ -130,7 +136,7 @@ def test_a_table_encodes_with_numpy_and_its_tokenizer_alone(knobs: dict, tmp_pat
 def test_every_form_of_a_transformer_gives_its_embeddings(form: str, folder: Path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # it takes a minute
     expected = Encoder.load(folder, precision="float32").encode_queries(QUERIES)
-    made = QueryEncoder.load(folder, form, threads=1, precision="float32")
+    made = QueryEncoder(folder, form, threads=1, precision="float32")
     assert (made.form, made.dim) == (form, 16)
     exact = 0.999 if form == "onnx_int8" else 0.99999
     assert cosines(made.encode_queries(QUERIES), expected).min() > exact
@@ -141,7 +147,7 @@ def test_every_form_of_a_transformer_gives_its_embeddings(form: str, folder: Pat
 def test_no_queries_give_no_embeddings(form: str, folder: Path, tmp_path: Path):
     if form == "lookup":
         table(tmp_path)
-    made = QueryEncoder.load(tmp_path if form == "lookup" else folder, form)
+    made = QueryEncoder(tmp_path if form == "lookup" else folder, form)
     assert made.encode_queries([]).shape == (0, made.dim)
 
 
@@ -152,7 +158,7 @@ def test_what_is_no_query_is_named_and_half_a_pair_is_replaced(
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations in tests alone
     if form == "lookup":
         table(tmp_path)
-    made = QueryEncoder.load(tmp_path if form == "lookup" else folder, form)
+    made = QueryEncoder(tmp_path if form == "lookup" else folder, form)
     np.testing.assert_array_equal(
         made.encode_queries(["cut \ud83d", "ba"]), made.encode_queries(["cut \ufffd", "ba"])
     )
@@ -164,20 +170,20 @@ def test_what_is_no_query_is_named_and_half_a_pair_is_replaced(
 
 
 def test_auto_takes_the_fastest_form_that_is_there(folder: Path, tmp_path: Path, monkeypatch):
-    assert QueryEncoder.load(folder).form == "onnx_int8"
+    assert QueryEncoder(folder).form == "onnx_int8"
     table(tmp_path)
-    assert QueryEncoder.load(tmp_path).form == "lookup"
+    assert QueryEncoder(tmp_path).form == "lookup"
     assert query_encoder.choose(["torch", "compiled"]) == "torch"
     assert query_encoder.choose(["onnx"]) == "onnx"
     monkeypatch.setattr(query_encoder, "_has_gpu", lambda: True)
-    assert QueryEncoder.load(folder).form == "torch"
+    assert QueryEncoder(folder).form == "torch"
 
 
 def test_a_form_that_is_not_there_is_answered_with_those_that_are(folder: Path, tmp_path: Path):
     with pytest.raises(ArtifactError, match="as 'lookup', it holds onnx, onnx_int8, torch, compiled"):
-        QueryEncoder.load(folder, "lookup")
+        QueryEncoder(folder, "lookup")
     with pytest.raises(ArtifactError, match="is not a tower"):
-        QueryEncoder.load(tmp_path)
+        QueryEncoder(tmp_path)
 
 
 def test_a_document_tower_is_refused(tmp_path: Path):
@@ -186,7 +192,7 @@ def test_a_document_tower_is_refused(tmp_path: Path):
     )
     made.save(tmp_path)
     with pytest.raises(ConfigError, match="cannot encode queries"):
-        QueryEncoder.load(tmp_path)
+        QueryEncoder(tmp_path)
 
 
 class Counting:
@@ -219,7 +225,7 @@ def test_a_full_cache_forgets_what_was_asked_longest_ago():
 
 
 def test_a_hit_is_the_vector_that_was_computed(folder: Path):
-    made = QueryEncoder.load(folder, "onnx_int8", threads=1, cache=10)
+    made = QueryEncoder(folder, "onnx_int8", threads=1, cache=10)
     first = made.encode_queries(QUERIES[:3])
     np.testing.assert_array_equal(made.encode_queries(QUERIES[:3][::-1]), first[::-1])
     assert made.cache is not None
@@ -248,7 +254,59 @@ def test_an_export_is_an_artifact_that_is_found_again(student: Artifact, tmp_pat
     for form in ("auto", "onnx_int8"):
         found = exports.find(student, form, run_dir)
         assert (found.digest, found.manifest.kind) == (made.digest, "query_encoder")
-        assert QueryEncoder.load(found.directory("query"), form).form == "onnx_int8"
+        assert QueryEncoder(found.directory("query"), form).form == "onnx_int8"
     assert exports.find(student, "torch", run_dir).digest == student.digest
     again = exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
     assert again.digest == made.digest
+
+
+def session_of(folder: Path) -> Callable[[str], np.ndarray]:
+    """What a runtime does with an exported table: tokenizer.json, then the graph."""
+    graph = pytest.importorskip("onnxruntime").InferenceSession(folder / "model.onnx")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda text: graph.run(None, {INPUT: np.array(tokenizer.encode(text).ids, np.int64)})[0]
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_a_table_is_exported_for_other_runtimes_and_served_as_it_is(features: bool, tmp_path: Path):
+    run_dir, dataset = str(tmp_path / "run"), tiny.dataset(str(tmp_path / "dataset"))
+    draft = Draft(str(tmp_path / "artifact"), kind="student", config=tiny.Nothing(), parents={})
+    table(tmp_path / "artifact" / "query", features=features)
+    student = draft.commit(counts={})
+    with pytest.raises(ConfigError, match="is a table, which has no 8-bit products: --form onnx"):
+        exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
+    made = exports.build(ExportConfig(form="onnx"), tower=student, dataset=dataset, run_dir=run_dir)
+    assert made.manifest.info["least_cosine"] > 1 - 1e-6
+    encode = session_of(Path(made.directory("query")))
+    for query in QUERIES:
+        (expected,) = QueryEncoder(student.directory("query")).encode(query)
+        np.testing.assert_allclose(encode(query), expected, atol=1e-5)
+    for form in ("auto", "onnx"):
+        assert exports.find(student, form, run_dir).digest == student.digest
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_the_table_of_a_folder_is_checked_by_its_own_tokens(features: bool, tmp_path: Path, monkeypatch):
+    table(tmp_path / "table", features=features)
+    into = tmp_path / "web"
+    assert cli.main(["export", "--model", str(tmp_path / "table"), "--to", str(into)]) == 0
+    for wrong in (["--form", "onnx_int8"], ["towers"]):
+        assert cli.main(["export", *wrong, "--model", str(tmp_path / "table"), "--to", str(into)]) == 2
+    golden = json.loads((into / "golden.json").read_text())
+    assert len({*golden}) > 32
+    expected = QueryEncoder(tmp_path / "table").encode(golden)
+    np.testing.assert_allclose(np.load(into / "golden.npy"), expected, atol=1e-6)
+    encode = session_of(into)
+    np.testing.assert_allclose([*map(encode, golden)], expected, atol=1e-5)
+    if features:  # or the check would not see a pair
+        keys = {*feature_keys().tolist()}
+        split = Tokenizer.from_file(str(into / "tokenizer.json"))
+        ids = [split.encode(query).ids for query in golden]
+        tokens = split.get_vocab_size()
+        assert sum(a * tokens + b in keys for row in ids for a, b in pairwise(row)) > len(golden)
+    other = tmp_path / "other"
+    short = replace(read_table(tmp_path / "table"), max_length=2)
+    monkeypatch.setattr(exports, "read_table", lambda _: short)
+    with pytest.raises(ConfigError, match="gives other embeddings than the table"):
+        exports.export_lookup(tmp_path / "table", other)
+    assert not [*other.iterdir()]

@@ -15,7 +15,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     texts = [row["content"] for row in tiny.document_rows()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(query_encoder, "_data", lambda: (texts, [text[:20] for text in texts]))
-        patch.setattr(query_encoder, "alone", lambda work, *args: work(*args))
+        patch.setattr(query_encoder, "run_isolated", lambda work, *args: work(*args))
         for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
             patch.setenv(name, "1")  # put back afterwards
         sizes = ["--layers", "1", "--hidden", "64", "--rounds", "1", "--threads", "1", "--batches", "1", "64"]

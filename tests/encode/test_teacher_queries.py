@@ -11,17 +11,17 @@ from tokenizers import Tokenizer
 
 import tiny
 from in_process import without_ray
-from scalingnote.distillation import job as distillation
-from scalingnote.distillation.config import DistillConfig
+from scalingnote.core.errors import ConfigError
 from scalingnote.encode import job
 from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.train.distillation import job as distillation
+from scalingnote.train.distillation.config import DistillConfig
 
 GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
 
@@ -46,8 +46,10 @@ def test_generated_queries_teach_unless_their_source_is_for_validation(tmp_path,
     made.save(Path(draft.path("query")))
     towers = draft.commit(counts={})
 
+    monkeypatch.setattr(job, "QUERIES_PER_PART", 8)
+
     def embedded(name: str, **knobs: bool) -> Artifact:
-        config = TeacherConfig(rows_per_part=8, resources=Fleet(workers=1), **knobs)
+        config = TeacherConfig(resources=Fleet(workers=1), **knobs)
         output = str(tmp_path / name)
         return job.run_queries(config, triplets=triplets.uri, dual_encoder=towers.uri, output=output)
 

@@ -13,12 +13,12 @@ from transformers import AutoModel, Gemma3TextConfig
 import families
 import published
 import tiny
-from scalingnote.cross_encoder.pairs import PairEncoder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, dual_encoder, published_model
 from scalingnote.models.config import Lora
 from scalingnote.models.published_tower import LibraryTower
 from scalingnote.models.weights import cast_parameters
+from scalingnote.train.cross_encoder.pairs import PairEncoder
 
 LOW = torch.bfloat16
 DOCUMENTS = pa.Table.from_pylist(tiny.document_rows(6))

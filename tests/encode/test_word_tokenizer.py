@@ -79,7 +79,7 @@ def test_a_word_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_dictionary_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "MAX_WORDS", 2)
+    monkeypatch.setattr(lookup, "MAX_CACHED_WORDS", 2)
     tokens = WordTokenizer(BERT)
     text = "a b c d ab a"
     assert tokens.ids([text], 20) == [BERT.encode(text, add_special_tokens=False).ids]

@@ -50,7 +50,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_against_all_documents_it_is_the_softmax_of_all_that_do_not_answer(world):
+def test_against_all_documents_it_is_the_whole_softmax(world):
     pools, encoded, documents = world
     found = entropies(pools, encoded, test=TEST, negatives=256, **KNOBS)
     assert found.negatives == 37  # 39 that both pools have, less the two that answer q2
@@ -59,9 +59,9 @@ def test_against_all_documents_it_is_the_softmax_of_all_that_do_not_answer(world
         exact = [math.exp(cosine(encoded[name].embeddings[2], matrix[i]) / 0.1) for i in (6, *own)]
         assert found.values[name][2] == pytest.approx(-math.log(exact[0] / sum(exact)), rel=1e-5)
         assert np.isnan(found.values[name]).tolist() == [False, True, False]
-    told = found.section()
-    assert (told["queries"], told["negatives"], told["temperature"]) == (2, 37, 0.1)
-    assert told["methods"]["dual"] == pytest.approx(np.nanmean(found.values["dual"]))
+    section = found.section()
+    assert (section["queries"], section["negatives"], section["temperature"]) == (2, 37, 0.1)
+    assert section["methods"]["dual"] == pytest.approx(np.nanmean(found.values["dual"]))
 
 
 def test_few_negatives_are_the_same_for_all_and_answer_no_query(world, monkeypatch):
@@ -83,7 +83,7 @@ def test_few_negatives_are_the_same_for_all_and_answer_no_query(world, monkeypat
         assert found.values["dual"][2] <= max(0.0, best - right) / 0.001 + math.log(39)
 
 
-def test_nothing_is_told_where_no_positive_is_in_the_pool(world):
+def test_nothing_is_measured_if_no_positive_is_in_the_pool(world):
     pools, encoded, _ = world
     test = test_set.TestSet(["q1"], ["b"], {"q1": {"gone": 1}}, 0)
     assert entropies(pools, encoded, test=test, negatives=3, **KNOBS) is None

@@ -19,13 +19,15 @@ from sklearn.metrics import roc_auc_score
 
 import tiny
 from in_process import without_ray
-from scalingnote.config import validate
+from scalingnote.core.config import validate
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.reports import markdown_text
 from scalingnote.datasets.config import TableFile
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.evaluate import job, retrieval_methods, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
-from scalingnote.evaluate.report import comparison_table, lineage, merge_artifacts
+from scalingnote.evaluate.merge import comparison, merge_artifacts
+from scalingnote.evaluate.report import lineage
 from scalingnote.evaluate.test_set import QueryEmbeddings
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.storage import arrow, trec
@@ -33,7 +35,7 @@ from scalingnote.storage.artifact import Draft
 from trec_files import read_qrels, read_run
 
 DIM = 16
-CONFIG = EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2, distances=8)
+CONFIG = EvaluateConfig(recall_at=(1, 10))
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ class ForgetfulSearcher:
 def world(tmp_path_factory):
     """Artifacts as the stages before would leave them; documents lie near their query's embedding."""
     root = tmp_path_factory.mktemp("world")
-    dataset = tiny.dataset(str(root / "dataset"))
+    dataset = tiny.dataset(str(root / "prepare/0"))
     texts = [" ".join(row.values()) for row in tiny.document_rows()]
     tokenizer = backbone.train_tokenizer(texts, vocabulary=400)
 
     made = {"dataset": dataset}
-    for seed, kind in enumerate(("dual_encoder", "student")):
-        draft = Draft(str(root / kind), kind=kind, config=tiny.Nothing(), parents={"dataset": dataset})
+    for seed, (stage, kind) in enumerate((("train", "dual_encoder"), ("distill", "student"))):
+        draft = Draft(str(root / stage / "0"), kind=kind, config=tiny.Nothing(), parents={"dataset": dataset})
         built = dual_encoder.build_tower(
             tiny.query_tower(), role="query", dim=DIM, tokenizer_json=tokenizer, seed=seed
         )
@@ -83,13 +85,13 @@ def world(tmp_path_factory):
     )
     ids = dataset.table("documents")["doc_id"].to_pylist()
     parents = {"dataset": dataset, "dual_encoder": made["dual_encoder"]}
-    draft = Draft(str(root / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents=parents)
+    draft = Draft(str(root / "encode/0"), kind="embeddings", config=tiny.Nothing(), parents=parents)
     for number, start in enumerate(range(0, len(ids), 32)):
         part = {"doc_id": ids[start : start + 32], "summary": arrow.to_arrow(near[start : start + 32])}
         draft.write_table(f"embeddings/part-{number:05d}.parquet", pa.table(part))
     made["embeddings"] = draft.commit(counts={"documents": len(ids)})
     parents = {"dataset": dataset, "embeddings": made["embeddings"]}
-    draft = Draft(str(root / "index"), kind="index", config=tiny.Nothing(), parents=parents)
+    draft = Draft(str(root / "index/0"), kind="index", config=tiny.Nothing(), parents=parents)
     made["index"] = draft.commit(counts={"bytes_per_vector": 20})
     return made, ids, near, encoder
 
@@ -166,18 +168,17 @@ def test_report(cluster, world, searcher, tmp_path):
     scores = arrow.l2_normalize(encoder.encode_queries(test.queries)) @ near.T
     run = read_run(artifact.file("runs/scalingdual.trec"))
     for query_id, row in zip(test.query_ids, scores, strict=True):
-        best = np.argsort(-row, kind="stable")[:20]
+        best = np.argsort(-row, kind="stable")[:100]
         assert [doc for doc, _ in run[query_id]] == [ids[i] for i in best]
         assert [s for _, s in run[query_id]] == pytest.approx(row[best].tolist(), abs=1e-6)
     own = [q for q in test.query_ids if run[q][0][0] == "d" + q[1:]]
     assert report["methods"]["scalingdual"]["R@1"] == pytest.approx(len(own) / 12)
-    told = report["significance"]
-    assert told["baseline"] == "scalingdual"
-    assert set(told["differences"]) == {"scalingnote", "scalingnote (index)", "bm25"}
-    assert set(report["slices"]) == {"typos"}  # length and topic do not tell these queries apart
+    significance = report["significance"]
+    assert significance["baseline"] == "scalingdual"
+    assert set(significance["differences"]) == {"scalingnote", "scalingnote (index)", "bm25"}
+    assert set(report["slices"]) == {"typos"}
     assert set(report["distance"]["splits"]) == {"test"}  # no teacher's embeddings lie in this lineage
-    assert report["distance"]["splits"]["test"]["queries"] == 8  # of 12
-    assert report["distance"]["discrepancy"]["pairs"] == 8 * 7 // 2
+    assert report["distance"]["splits"]["test"]["queries"] == 12
     written, typed = report["slices"]["typos"]
     assert written["methods"] == report["methods"]
     assert typed["methods"]["bm25"]["nDCG@10"] < written["methods"]["bm25"]["nDCG@10"]
@@ -204,10 +205,7 @@ def test_report(cluster, world, searcher, tmp_path):
     ]
     html = Path(artifact.file("report.html")).read_text()
     assert all(kind in html for kind in ALL)
-    assert html.count("<details>") == 2
     assert "<h2>Contrastive entropy</h2>" in html
-    assert "Where a method differs most from scalingdual by nDCG@10" in html
-    assert re.search(r"<summary>.*<span class=\"small\">scalingnote [+-]\d.\d{3} nDCG@10</span>", html)
 
 
 def through_index(*_, test, **__):
@@ -257,7 +255,7 @@ def test_a_run_after_a_kill_repeats_no_finished_task(world, monkeypatch, tmp_pat
         patched.setattr(job, "_kept", record_tasks(tmp_path / "log"))
         resumed = job.run(CONFIG, **arguments)
     tasks = (tmp_path / "log").read_text().splitlines()
-    assert len(tasks) == len(set(tasks)) > 12
+    assert len(tasks) == len(set(tasks)) > 7  # so many until the kill
     # What a kill interrupted is what a run gives that nothing interrupts.
     whole = job.run(CONFIG, **arguments | {"output": str(tmp_path / "whole")})
     assert resumed.table("per_query.parquet").equals(whole.table("per_query.parquet"))
@@ -266,7 +264,7 @@ def test_a_run_after_a_kill_repeats_no_finished_task(world, monkeypatch, tmp_pat
         assert resumed.read_bytes(name) == whole.read_bytes(name)
 
 
-def test_shards_of_an_index_are_searched_apart_and_merged_in_any_order(world, monkeypatch):
+def test_shards_are_searched_apart_and_merged_in_any_order(world, monkeypatch):
     made, ids, near, encoder = world
     test = test_set.load_test_set(made["dataset"])
     queries = arrow.l2_normalize(encoder.encode_queries(test.queries))
@@ -304,7 +302,7 @@ def test_exact_search_of_a_sample_is_said_in_the_report(world, searcher, here, t
         text = Path(artifact.file(name)).read_text()
         assert f"a seeded sample of {searched} of 96 documents" in text
         assert f"{searched}" in text.split("scalingdual")[1]
-    table = comparison_table(merge_artifacts([[artifact]]), differences=False)
+    table = markdown_text(comparison(merge_artifacts([[artifact]]))[:2])
     rows = [re.split(r" *\| *", line) for line in table.splitlines()]
     column = {row[1]: row[2] for row in rows if len(row) > 3}
     expected = {"scalingdual": str(searched), "bm25": str(searched), "scalingnote (index)": "96"}
@@ -313,37 +311,13 @@ def test_exact_search_of_a_sample_is_said_in_the_report(world, searcher, here, t
 
 def test_without_student_the_dual_encoder_is_served(world, searcher, here, tmp_path):
     made, *_ = world
-    update = {"bm25": False, "typos": 0.0, "entropy_negatives": 0}
+    update = {"bm25": False, "typos": 0.0, "tower_measures": False}
     config = CONFIG.model_copy(update=update)
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
     report = artifact.read_json("report.json")
     assert set(report["methods"]) == {"scalingdual", "scalingdual (index)"}
     assert report["slices"] == {}
-    assert not {"auc", "reranking", "relaxed", "contrastive_entropy"} & set(report)
-
-
-def test_queries_of_words_that_training_met_are_the_head(world, searcher, here, monkeypatch, tmp_path):
-    made, *_ = world
-    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
-    for name in ("qrels.parquet", *made["dataset"].table_parts("documents")):
-        draft.write_table(name, made["dataset"].table(name))
-    rows = made["dataset"].table("queries").to_pylist()
-    for number, row in enumerate(rows):  # q000, q008 and so on are asked
-        row["query"] = ["often", "often", "seldom", "often"][number % 4]
-        if row["split"] == "test":
-            row["query"] = ["Often", "often seldom", "new often"][number // 8 % 3]
-    draft.write_table("queries.parquet", pa.Table.from_pylist(rows))
-    parents = uris(made, *ALL[1:4]) | {"dataset": draft.commit(counts={"queries": 96}).uri}
-    report = job.run(CONFIG, **parents, output=str(tmp_path / "report")).read_json("report.json")
-    assert [(one["label"], one["queries"]) for one in report["slices"]["frequency"]] == [
-        ("head (word met > 24 times)", 4),
-        ("tail (1–24 times)", 4),
-        ("word never met", 4),
-    ]
-    monkeypatch.setattr(test_set, "MAX_COUNTED_QUERIES", 48)  # every other query of training
-    report = job.run(CONFIG, **parents, output=str(tmp_path / "some")).read_json("report.json")
-    head, *_ = report["slices"]["frequency"]
-    assert (head["label"], head["queries"]) == ("head (word met > 12 times)", 4)
+    assert not {"auc", "reranking", "relaxed", "contrastive_entropy", "distance"} & set(report)
 
 
 def test_what_a_user_brings_is_measured(world, searcher, here, tmp_path):
@@ -404,15 +378,8 @@ def test_what_a_user_brings_is_measured(world, searcher, here, tmp_path):
     assert all(f"## {title}" in text for title in ("Judged pairs", "Re-ranking", "Answers found"))
 
 
-def test_without_distances_nothing_is_compared_with_the_teacher(world, searcher, here, tmp_path):
-    made, *_ = world
-    config = CONFIG.model_copy(update={"bm25": False, "typos": 0.0, "entropy_negatives": 0, "distances": 0})
-    artifact = job.run(config, **uris(made, *ALL), output=str(tmp_path / "report"))
-    assert "distance" not in artifact.read_json("report.json")
-
-
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "match"),
     [
         ({"student": "scalingdual"}, "calls both towers 'scalingdual'"),
         ({"student": "bm25"}, "holds 'bm25', which is the name of another row"),
@@ -420,12 +387,12 @@ def test_without_distances_nothing_is_compared_with_the_teacher(world, searcher,
         ({"dual_encoder": "teacher (index)"}, r"holds 'teacher \(index\)'"),
     ],
 )
-def test_two_rows_cannot_have_one_name(names, told):
-    with pytest.raises(ConfigError, match=told):
+def test_two_rows_cannot_have_one_name(names: dict[str, str], match: str):
+    with pytest.raises(ConfigError, match=match):
         validate(EvaluateConfig, {"names": names}, source="test")
 
 
-def test_a_baseline_that_is_no_method_is_refused_before_anything_is_searched(world, tmp_path):
+def test_an_unknown_baseline_is_refused_before_the_search(world, tmp_path):
     made, *_ = world
     config = CONFIG.model_copy(update={"baseline": "twinbert"})
     with pytest.raises(ConfigError, match="set one of scalingdual, scalingnote, "):
@@ -453,7 +420,7 @@ def test_a_dataset_without_judged_test_queries_is_refused(tmp_path):
         test_set.load_test_set(draft.commit(counts={}))
 
 
-def test_judgements_of_a_trec_file_take_the_place_of_the_datasets(tmp_path):
+def test_judgements_of_a_trec_file_replace_the_datasets(tmp_path):
     dataset = tiny.dataset(str(tmp_path / "dataset"))
     given = {"q008": {"d001": 2, "d002": 0}, "q001": {"d001": 1}, "q016": {"d001": 0}}
     trec.write_qrels(str(tmp_path / "qrels.trec"), given)
@@ -465,14 +432,14 @@ def test_judgements_of_a_trec_file_take_the_place_of_the_datasets(tmp_path):
         test_set.load_test_set(dataset, judgements=str(tmp_path / "qrels.trec"))
 
 
-def test_lineage_tells_what_is_gone(tmp_path):
-    dataset = tiny.dataset(str(tmp_path / "dataset"), count=8)
-    triplets = tiny.triplets(str(tmp_path / "triplets"), dataset)
+def test_lineage_shows_what_is_gone(tmp_path):
+    dataset = tiny.dataset(str(tmp_path / "prepare/0"), count=8)
+    triplets = tiny.triplets(str(tmp_path / "collect@1/0"), dataset)
     assert [(a.stage, a.artifact is None) for a in lineage([triplets])] == [
         ("prepare", False),
         ("collect", False),
     ]
-    (tmp_path / "dataset" / "manifest.json").unlink()
+    (tmp_path / "prepare/0/manifest.json").unlink()
     assert [(a.stage, a.artifact is None) for a in lineage([triplets])] == [
         ("prepare", True),
         ("collect", False),

@@ -1,6 +1,7 @@
 """Exact search part by part equals all scores at once: dense, sparse, and both."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,17 +9,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote import hybrid, topk
-from scalingnote.bm25 import BM25
+from scalingnote.core import topk
+from scalingnote.core.bm25 import BM25
 from scalingnote.encode.encodings import TopTerms
 from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
-from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, PairTable, TermScores, TopDocuments
+from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, SparseScores, TopDocuments
 from scalingnote.evaluate.pool import Pool, Sample
 from scalingnote.evaluate.retrieval_methods import Bm25Pool
+from scalingnote.index import hybrid
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage import arrow, schema, shuffle
-from scalingnote.storage.artifact import Artifact, Draft, write_table
+from scalingnote.storage.artifact import Artifact, Draft
 from tiny import Nothing
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -79,10 +81,10 @@ def check(found: TopDocuments, scores: np.ndarray) -> None:
     assert found.documents == scores.shape[1]
 
 
-def term_scores(counts: np.ndarray) -> TermScores:
+def term_scores(counts: np.ndarray) -> SparseScores:
     matrix = exact_search.query_matrix(sparse_rows(counts), vocabulary=VOCABULARY)
-    read = partial(exact_search._own_terms, vocabulary=VOCABULARY)
-    return TermScores(matrix, read, ("terms", "impacts"))
+    read = partial(exact_search._part_matrix, read=exact_search._own_terms, vocabulary=VOCABULARY)
+    return SparseScores(matrix, read, ("terms", "impacts"))
 
 
 def backwards(task: Callable[..., Any], items: Sequence[Any]) -> Iterator[Any]:
@@ -123,7 +125,7 @@ def test_every_kind_of_search_equals_all_scores_at_once(tmp_path, monkeypatch, k
         same(found, again[name])
 
 
-def test_of_equal_scores_the_first_document_is_best_in_whatever_order_tasks_end(tmp_path, monkeypatch):
+def test_of_equal_scores_the_first_document_is_best(tmp_path, monkeypatch):
     monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
     rng = np.random.default_rng(2)
     documents = rng.integers(0, 2, (DOCUMENTS, DIM)).astype(np.float32)
@@ -139,7 +141,7 @@ def test_a_sample_holds_its_share_and_what_is_judged(tmp_path, monkeypatch):
     sides = {"dense": DenseScores(queries)}
     found = {}
     for seed in (0, 1):
-        sample = Sample(0.4, seed, pa.array(["d3", "d49"]))
+        sample = Sample(0.4, pa.array(["d3", "d49"]), seed)
         kept = np.flatnonzero(sample.holds(pa.chunked_array([[f"d{i}" for i in range(DOCUMENTS)]])))
         assert {3, 49} <= set(kept.tolist())
         assert 10 < len(kept) < 35
@@ -171,17 +173,15 @@ def test_pairs_are_scored_wherever_their_document_is(tmp_path, monkeypatch):
     pool = Pool(artifact(str(tmp_path / "embeddings"), documents, weights))
     # Names of query sides are free: the default student is called `table`.
     sides = {"table": DenseScores(queries), "pair": term_scores(counts)}
-    asked, rows = np.array([0, 1, 1, 6, 0, 3]), [49, 0, 20, 20, 5, 4]
+    numbers, rows = np.array([0, 1, 1, 6, 0, 3]), [49, 0, 20, 20, 5, 4]
     names = [f"d{row}" for row in rows]
     names[4] = "nowhere"
-    table = pa.table({"query": [f"query {n}" for n in asked], "doc_id": names})
-    write_table(str(tmp_path / "pairs.parquet"), table.slice(2))
-    pairs = [PairTable(table.slice(0, 2), 2), PairTable(str(tmp_path / "pairs.parquet"), 4)]
+    pairs = pa.table({"query": [f"query {n}" for n in numbers], "doc_id": names})
     texts = [f"query {n}" for n in range(QUERIES)]
     found = exact_search.score_pairs(pool, sides, texts, pairs, each=backwards)
     whole = {"table": queries @ documents.T, "pair": counts @ weights.T.astype(np.float32)}
     for name, scored in found.items():
-        expected = whole[name][asked, rows].astype(np.float64)
+        expected = whole[name][numbers, rows].astype(np.float64)
         expected[4] = np.nan
         np.testing.assert_allclose(scored, expected, **CLOSE)
 
@@ -191,7 +191,7 @@ def test_bm25_of_parts_is_that_of_an_index(tmp_path, monkeypatch):
     rng = np.random.default_rng(3)
     words = [f"w{i}" for i in range(12)]
     texts = [" ".join(rng.choice(words, rng.integers(0, 9))) for _ in range(DOCUMENTS)]
-    asked = [" ".join(rng.choice([*words, "unknown"], 4)) for _ in range(QUERIES)]
+    queries = [" ".join(rng.choice([*words, "unknown"], 4)) for _ in range(QUERIES)]
     ids, empty = [f"d{i}" for i in range(DOCUMENTS)], [""] * DOCUMENTS
     embeddings = Draft(str(tmp_path / "embeddings"), kind="embeddings", config=Nothing(), parents={})
     dataset = Draft(str(tmp_path / "dataset"), kind="dataset", config=Nothing(), parents={})
@@ -205,9 +205,9 @@ def test_bm25_of_parts_is_that_of_an_index(tmp_path, monkeypatch):
     counts = {"documents": DOCUMENTS - 1}
     pool = Pool(embeddings.commit(counts=counts), dataset.commit(counts=counts))
     index = BM25.build(texts[1:], k1=0.9, b=0.4)
-    counted = Bm25Pool.count(pool, asked, k1=0.9, b=0.4, each=backwards)
-    found = exact_search.search(pool, {"bm25": counted.scores(asked)}, k=K)["bm25"]
-    for query, ids_of, scored in zip(asked, found.ids, found.scores, strict=True):
+    counted = replace(Bm25Pool.count(pool, queries, each=backwards), k1=0.9, b=0.4)
+    found = exact_search.search(pool, {"bm25": counted.scores(queries)}, k=K)["bm25"]
+    for query, ids_of, scored in zip(queries, found.ids, found.scores, strict=True):
         expected = index.scores(query)
         np.testing.assert_allclose(scored, -np.sort(-expected)[:K], **CLOSE)
         np.testing.assert_allclose(scored, expected[ids_of], **CLOSE)
@@ -229,7 +229,7 @@ class CountedReads(Artifact):
 
 
 def test_the_caller_reads_no_part(cluster, tmp_path, monkeypatch):
-    from scalingnote import cluster as ray_cluster
+    from scalingnote.core import cluster as ray_cluster
 
     monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
     queries, documents, counts, weights = drawn()
@@ -239,15 +239,15 @@ def test_the_caller_reads_no_part(cluster, tmp_path, monkeypatch):
     found = exact_search.search(Pool(counted), sides, k=K, each=ray_cluster.map_tasks)
     pools.document_ids(Pool(counted), found["dense"].ids, each=ray_cluster.map_tasks)
     pools.gather_embeddings(Pool(counted), ["d4", "d30"], each=ray_cluster.map_tasks)
-    pairs = PairTable(pa.table({"query": ["q", "q"], "doc_id": ["d4", "d30"]}), 2)
-    exact_search.score_pairs(Pool(counted), sides, ["q"], [pairs], each=ray_cluster.map_tasks)
+    pairs = pa.table({"query": ["q", "q"], "doc_id": ["d4", "d30"]})
+    exact_search.score_pairs(Pool(counted), sides, ["q"], pairs, each=ray_cluster.map_tasks)
     assert counted.reads == []
     for name, one in exact_search.search(Pool(plain), sides, k=K).items():
         check(one, {"dense": queries @ documents.T, "terms": counts @ weights.T.astype(np.float32)}[name])
         np.testing.assert_allclose(one.scores, found[name].scores, **CLOSE)
 
 
-def test_terms_are_ascending_and_positive_and_those_no_query_has_are_left_out():
+def test_terms_that_no_query_has_are_left_out():
     weights = np.array([[0, 2, 0, 1], [0, 0, 0, 0], [3, 0, 1, 5]], np.float16)
     terms, impacts = (pa.chunked_array([column]) for column in columns(weights))
     assert terms.to_pylist() == [[1, 3], [], [0, 2, 3]]

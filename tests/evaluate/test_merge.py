@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scalingnote.errors import DataError
+from scalingnote.core.errors import DataError
+from scalingnote.core.reports import markdown_text
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.measures import differences_from_baseline
-from scalingnote.evaluate.report import comparison_table, merge_artifacts
+from scalingnote.evaluate.merge import comparison, merge_artifacts
 from scalingnote.storage.artifact import Artifact, Draft
 
 QUERIES = [f"q{number}" for number in range(60)]
@@ -27,38 +27,32 @@ def report(
     queries: list[str] = QUERIES,
     index: dict[str, float] = INDEX,
 ) -> Artifact:
-    config = EvaluateConfig(recall_at=(10,), alpha=0.01, bootstrap=100)
+    config = EvaluateConfig(recall_at=(10,))
     draft = Draft(uri, kind="report", config=config, parents={})
     entropies = {next(iter(methods)): np.ones(len(queries))}  # of towers alone
     draft.write_table("per_query.parquet", measures.per_query_table(methods, entropies, query_ids=queries))
-    told = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
-    told |= {"index": index, "seconds": {"train": 1.0}, "environment": {}}
-    told |= {"methods": measures.means(methods)}
-    told |= {"significance": measures.significance_section(config, methods, baseline=next(iter(methods)))}
-    draft.write_json("report.json", told)
+    section = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
+    section |= {"index": index, "seconds": {"train": 1.0}, "environment": {}}
+    section |= {"methods": measures.means(methods)}
+    section |= {"significance": measures.significance_section(methods, baseline=next(iter(methods)))}
+    draft.write_json("report.json", section)
     return draft.commit(counts={})
 
 
-def test_methods_of_several_reports_are_tested_against_the_baseline_of_the_first(tmp_path: Path):
+def test_merged_methods_are_tested_against_the_first_baseline(tmp_path: Path):
     first = {"dual": values(0.9, "R@10", "nDCG@10"), "bm25": values(0.6, "R@10", "nDCG@10")}
     second = {"small": values(0.2, "R@10"), "dual": values(0.85, "R@10")}
     merged = merge_artifacts([[report(f"{tmp_path}/a", first)], [report(f"{tmp_path}/b", second)]])
-    told = merged["significance"]
-    assert (told["baseline"], told["alpha"]) == ("dual", 0.01)
+    section = merged["significance"]
+    assert section["baseline"] == "dual"
     # Holm's correction is over all methods of both reports; what only some have is not compared.
     rows = {"dual": first["dual"], "bm25": first["bm25"], "small": second["small"], "dual #2": second["dual"]}
-    expected = differences_from_baseline(
-        "dual", {n: {"R@10": row["R@10"]} for n, row in rows.items()}, alpha=0.01, resamples=100, seed=0
-    )
-    assert told["differences"].keys() == expected.keys() == {"bm25", "small", "dual #2"}
-    for name, row in expected.items():
-        assert told["differences"][name].keys() == {"R@10"}
-        assert told["differences"][name]["R@10"]["p_holm"] == pytest.approx(row["R@10"].p_holm)
-    lines = [line for line in comparison_table(merged).splitlines() if "small" in line]
-    assert "▼" in lines[0]
-    difference = told["differences"]["small"]["R@10"]
+    common = {name: {"R@10": row["R@10"]} for name, row in rows.items()}
+    assert section == measures.significance_section(common, baseline="dual")
+    lines = [line for line in markdown_text(comparison(merged)).splitlines() if line.startswith("| R@10")]
+    difference = section["differences"]["small"]["R@10"]
     assert difference["p_holm"] < 0.001
-    assert f"{difference['difference']:+.3f} (p < 0.001)" in lines[-1]
+    assert f"{difference['difference']:+.3f}, p < 0.001 ▼" in lines[-1]
 
 
 def test_seeds_of_a_method_are_pooled_query_by_query(tmp_path: Path):
@@ -90,7 +84,7 @@ def test_seeds_of_a_method_are_pooled_query_by_query(tmp_path: Path):
     )
     smallest = min(2 * by_hand[0], 1)
     assert corrected == pytest.approx([smallest, max(smallest, by_hand[1])])
-    text = comparison_table(merged)
+    text = markdown_text(comparison(merged))
     assert f"± {merged['spread']['dual']['R@10']:.3f}" in text
     assert "Means over 3 trainings with different seeds" in text
     assert len(merged["index"]) == 2

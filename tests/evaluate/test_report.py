@@ -2,11 +2,13 @@ import copy
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
-from scalingnote.errors import DataError
-from scalingnote.evaluate.page import markdown, page
-from scalingnote.evaluate.report import comparison_table, measures_of, merge_reports
-from scalingnote.evaluate.test_set import ExampleQuery, ResultDocument
+from scalingnote.core.errors import DataError
+from scalingnote.core.reports import markdown_text, render
+from scalingnote.evaluate import pictures
+from scalingnote.evaluate.merge import comparison, merge_reports
+from scalingnote.evaluate.report import measures_of, report_page
 
 REPORT = {
     "dataset": "shop",
@@ -46,6 +48,14 @@ REPORT = {
 }
 
 
+def written(template, report):
+    return render(template, page=report_page(report, []))
+
+
+def compared(report):
+    return markdown_text(comparison(merge_reports([report])))
+
+
 def other(name, r1):
     report = copy.deepcopy(REPORT)
     rows = report["methods"]
@@ -55,7 +65,7 @@ def other(name, r1):
 
 
 def test_table_lines_up_and_marks_the_best():
-    lines = comparison_table(merge_reports([REPORT])).splitlines()
+    lines = compared(REPORT).splitlines()
     assert lines[0] == "shop: 1,200 documents, 40 queries"
     table = [line for line in lines if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in table[2:5]] == [
@@ -63,7 +73,7 @@ def test_table_lines_up_and_marks_the_best():
         "scalingdual (index)",
         "bm25",
     ]
-    assert "**0.950**" in table[4]
+    assert "**0.950▲**" in table[4]
     assert "**0.500**" in table[2]
     assert len({len(line) for line in table[:5]}) == 1
     assert "0.930" in table[7]
@@ -71,13 +81,13 @@ def test_table_lines_up_and_marks_the_best():
 
 
 def test_what_is_significant_is_marked():
-    row = next(line for line in comparison_table(merge_reports([REPORT])).splitlines() if "bm25" in line)
+    row = next(line for line in compared(REPORT).splitlines() if "bm25" in line)
     cells = [cell.strip() for cell in row.split("|")[2:-1]]
-    assert cells == ["0.300▼", "**0.950**▲", "0.400", "0.500"]
-    text = markdown(REPORT)
+    assert cells == ["0.300▼", "**0.950▲**", "0.400", "0.500"]
+    text = written("report.md", REPORT)
     assert "## Against scalingdual" in text
     assert "-0.200 [-0.300, -0.100], p < 0.001 ▼" in text
-    html = page(REPORT, examples=[], ancestors=[])
+    html = written("report.html", REPORT)
     assert "0.300▼</td>" in html
     assert "<h2>Against scalingdual</h2>" in html
 
@@ -114,7 +124,7 @@ def test_merge_refuses_other_data():
 
 
 def test_markdown_tells_times_and_environment():
-    text = markdown(REPORT)
+    text = written("report.md", REPORT)
     assert (
         "| train   |    62.2 |    1,200 |     100.0 |          0.0 |         0.50 |           2.00 |" in text
     )
@@ -124,21 +134,20 @@ def test_markdown_tells_times_and_environment():
 
 def test_page_escapes_data_and_needs_nothing_else():
     report = {**REPORT, "dataset": "<script>alert(1)</script>"}
-    example = ExampleQuery(
-        "a < b",
-        {"bm25": [ResultDocument("d&1", "T<i>tle", relevant=True), ResultDocument("d2", "", relevant=False)]},
-    )
-    html = page(report, examples=[example], ancestors=[])
+    report["queries_per_core_second"] = {"scalingdual": 250.0}
+    report["methods"] = report["methods"] | {"a < b": REPORT["methods"]["bm25"]}
+    html = written("report.html", report)
     assert "<script" not in html
-    assert "a &lt; b" in html
-    assert "T&lt;i&gt;tle" in html
-    assert html.count("<svg") == 3
+    assert "&lt;script&gt;alert(1)" in html
+    assert "a < b" not in html
+    assert html.count(">a &lt; b<") == 3  # in both tables and beside the bars
+    assert html.count("<svg") == 2
     ids = re.findall(r'\bid="([^"]*)"', html)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', html)) <= set(ids)
     assert "currentColor" in html
     assert "http" not in html
-    assert html == page(report, examples=[example], ancestors=[])
+    assert html == written("report.html", report)
 
 
 def test_sections_are_in_markdown_and_on_the_page():
@@ -148,70 +157,63 @@ def test_sections_are_in_markdown_and_on_the_page():
         {"label": "with <typos>", "queries": 40, "methods": rows},
     ]
     splits = {"train": {"queries": 9, "mean": 0.25, "bound": 0.5, "cosine": 0.9, "mean_as_given": 3.0}}
-    pairs = {
-        "split": "train",
-        "pairs": 3,
-        "mean": 0.0,
-        "deviation": 0.1,
-        "counts": [1, 2],
-        "edges": [-1, 0, 1],
-    }
     report = {**REPORT, "methods": rows, "slices": {"typos": part}}
-    report["distance"] = {"splits": splits, "discrepancy": pairs}
-    text, html = markdown(report), page(report, examples=[], ancestors=[])
-    assert "Recall@10" not in comparison_table(merge_reports([report]))
+    report["distance"] = {"splits": splits}
+    text, html = written("report.md", report), written("report.html", report)
+    assert "Recall@10" not in compared(report)
     for title in ("Recall", "Against scalingdual", "With typos", "Distance from the teacher"):
         assert f"## {title}\n" in text
         assert f"<h2>{title}</h2>" in html
     assert "| with <typos> |      40 |       0.700 |" in text
     assert "with &lt;typos&gt;" in html
-    assert 'aria-label="discrepancy of pairwise distances"' in html
 
 
 def test_a_method_may_have_any_name():
     names = ["cost $x_{$", "_mine", "$a$ or $b$", r"back\$lash"]
-    html = page(
-        {**REPORT, "methods": dict.fromkeys(names, REPORT["methods"]["bm25"])}, examples=[], ancestors=[]
-    )
+    html = written("report.html", {**REPORT, "methods": dict.fromkeys(names, REPORT["methods"]["bm25"])})
+    picture = html.split("<svg")[1].split("</svg>")[0]
     for name in names:
-        assert html.count(f">{name}<") == 2  # in the table and beside the bars
-
-
-def test_the_page_says_why_an_example_is_shown_and_where_its_first_relevant_document_stands():
-    hits = {"scalingdual": [ResultDocument("d1", "one", relevant=True)], "bm25": []}
-    ranks = {"scalingdual": 1, "bm25": None}
-    html = page(REPORT, examples=[ExampleQuery("a query", hits, ranks, "bm25", -0.25)], ancestors=[])
-    assert "Where a method differs most from scalingdual by nDCG@10" in html
-    assert "Drawn at random;" not in html
-    assert 'a query <span class="small">bm25 -0.250 nDCG@10</span></summary>' in html
-    assert "<h4>scalingdual · first relevant: 1</h4>" in html
-    assert "<h4>bm25 · first relevant: not found</h4>" in html
+        assert picture.count(f">{name}</text>") == 1
+        assert f">{name}</th>" in html
 
 
 def test_the_page_opens_with_quality_against_cost():
-    html = page({**REPORT, "queries_per_core_second": {"scalingdual": 250.0}}, examples=[], ancestors=[])
+    html = written("report.html", {**REPORT, "queries_per_core_second": {"scalingdual": 250.0}})
     first = html.split("<section>")[1]
     assert "<h2>Quality and cost</h2>" in first
-    places = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', first)
-    assert len(places) == 2  # exact and through the index; BM25 encodes nothing
-    assert len({x for x, _ in places}) == 1  # of one tower
-    assert float(places[0][1]) < float(places[1][1])  # nDCG@10 0.7 is above 0.65
-    assert first.count("stroke-dasharray") == 1
-    for label in (
-        "scalingdual: 0.700",
-        "scalingdual (index): 0.650",
-        "bm25: 0.500",
-        "<text",
-        ">100<",
-        ">1,000<",
-    ):
-        assert label in first
-    assert "Quality and cost" not in page(REPORT, examples=[], ancestors=[])
+    assert 'aria-label="quality and cost of the methods"' in first
+    for label in ("scalingdual: 0.700", "scalingdual (index): 0.650", "bm25: 0.500"):
+        assert f">{label}</text>" in first
+    for tick in ("100", "1,000"):
+        assert f">{tick}</text>" in first
+    assert "Quality and cost" not in written("report.html", REPORT)
+
+
+def test_methods_stand_at_their_cost_and_quality():
+    axes = Figure().subplots()
+    points = {"dual": (250.0, 0.7), "small": (9000.0, 0.6), "bm25": (None, 0.5)}
+    pictures.draw_quality_and_cost(axes, points, measure="nDCG@10")
+    assert [tuple(dots.get_offsets()[0]) for dots in axes.collections] == [(250, 0.7), (9000, 0.6)]
+    (line,) = axes.lines  # BM25 encodes nothing
+    assert ({*line.get_ydata()}, line.get_linestyle()) == ({0.5}, "--")
+    assert axes.get_xscale() == "log"
+
+
+def test_bars_and_intervals_have_the_lengths_of_their_values():
+    axes = Figure().subplots()
+    pictures.draw_groups(axes, {"R@1": [0.5, 0.3], "R@10": [0.9, 0.8]}, ["dual", "bm25"])
+    assert [bar.get_height() for bar in axes.patches] == [0.5, 0.9, 0.3, 0.8]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["R@1", "R@10"]
+    axes = Figure().subplots()
+    pictures.draw_intervals(axes, {"errors": (-4.0, -1.0, 2.0)})
+    interval, point, zero = axes.lines
+    assert (list(interval.get_xdata()), list(point.get_xdata())) == ([-1.0, 0.5], [-0.25])
+    assert {*zero.get_xdata()} == {0}
 
 
 @pytest.mark.parametrize("suffix", [" (sparse)", " (hybrid)", " (raw hybrid)", " + bm25"])
 def test_every_method_of_a_tower_costs_what_its_encoder_costs(suffix: str):
     methods = REPORT["methods"] | {f"scalingdual{suffix}": REPORT["methods"]["scalingdual"]}
     report = {**REPORT, "methods": methods, "queries_per_core_second": {"scalingdual": 250.0}}
-    first = page(report, examples=[], ancestors=[]).split("<section>")[1]
-    assert (first.count("<circle"), first.count("stroke-dasharray")) == (3, 1)
+    (table,) = report_page(report, []).sections[0].tables
+    assert {row[0]: row[1] for row in table.rows} == dict.fromkeys(methods, "250") | {"bm25": "–"}

@@ -7,11 +7,10 @@ import pyarrow as pa
 import pytest
 
 import tiny
-from scalingnote.datasets import raw_rows
+from scalingnote.core.errors import DataError
 from scalingnote.datasets.config import TableFile
-from scalingnote.errors import DataError
 from scalingnote.evaluate import test_set, user_files
-from scalingnote.evaluate.config import EvaluateConfig, Judgements
+from scalingnote.evaluate.config import Judgements
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Draft
 
@@ -23,7 +22,7 @@ def lines(path, rows) -> str:
     return str(path)
 
 
-def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_path, monkeypatch):
+def test_judgements_name_queries_by_text_or_id(tmp_path):
     rows = [
         {"query": "new", "doc_id": "a", "SAT": 1},
         {"query_id": "q1", "doc_id": 7, "SAT": 0},
@@ -37,30 +36,24 @@ def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_
     path = lines(tmp_path / "judged.jsonl", rows)
     draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
     draft.write_table("queries.parquet", pa.table({"query_id": ["q0", "q1"], "query": ["none", "one"]}))
-    knobs = {"dataset": draft.commit(counts={}), "folder": str(tmp_path / "pairs")}
-    found = user_files.read_judgements(Judgements(path=path, labels=("SAT",)), **knobs)
+    dataset = draft.commit(counts={})
+    found = user_files.read_judgements(Judgements(path=path, labels=("SAT",)), dataset)
     assert (found.queries, found.unusable) == (["new", "one", "2024"], 4)
-    (table,) = (table.read(["query", "doc_id"]).to_pydict() for table in found.pairs)
-    assert table == {"query": ["new", "one", "one", "2024"], "doc_id": ["a", "7", "0", "a"]}
+    pairs = found.pairs.select(["query", "doc_id"]).to_pydict()
+    assert pairs == {"query": ["new", "one", "one", "2024"], "doc_id": ["a", "7", "0", "a"]}
     assert found.values("SAT").tolist() == [1, 0, 1, 0]
-    # Slices are read in tasks of their own, in any order.
-    monkeypatch.setattr(raw_rows, "SLICE_BYTES", 100)
-    many = user_files.read_judgements(
-        Judgements(path=path, labels=("SAT",)), **knobs, each=lambda task, items: map(task, reversed(items))
-    )
-    assert len(many.pairs) > 2
-    assert (many.queries, many.values("SAT").tolist()) == (found.queries, [1, 0, 1, 0])
-    with pytest.raises(DataError, match=r"SAT is 1 in all rows"):
-        user_files.read_judgements(
-            Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), **knobs
-        )
-    with pytest.raises(DataError, match=r"none of 8 rows .* REL: map its columns"):
-        user_files.read_judgements(Judgements(path=path, labels=("REL",)), **knobs)
+    for bad, labels, match in (
+        (rows[:1], ("SAT",), r"SAT is 1 in all rows"),
+        (rows, ("REL",), r"none of 8 rows .* REL: map its columns"),
+    ):
+        config = Judgements(path=lines(tmp_path / "bad.jsonl", bad), labels=labels)
+        with pytest.raises(DataError, match=match):
+            user_files.read_judgements(config, dataset)
 
 
 def test_own_judgements_need_two_grades():
     found = user_files.test_set_pairs(TEST)
-    assert found.pairs[0].read(["query", "doc_id"]).to_pydict() == {
+    assert found.pairs.select(["query", "doc_id"]).to_pydict() == {
         "query": ["one", "two", "two"],
         "doc_id": ["a", "b", "c"],
     }
@@ -100,17 +93,17 @@ def test_an_answer_is_found_as_words_in_any_case():
     assert found == {"q": {"a": 1, "c": 1, "e": 1, "g": 1}, "empty": {}}
 
 
-def test_candidates_that_nobody_can_score_keep_the_order_they_came_in():
+def test_candidates_without_a_score_keep_their_order():
     run = {"q1": [("x", 3.0), ("a", 2.0), ("y", 1.0)], "q2": [("z", 2.0), ("b", 1.0)]}
     known = {"a": 0.5, "b": -0.5}
     part, found = user_files.reranking_section(
-        EvaluateConfig(recall_at=(1,)),
         run,
         TEST,
         lambda _, pairs: {
-            "some": np.array([known.get(doc, np.nan) for doc in pairs[0].source["doc_id"].to_pylist()]),
-            "none": np.full(pairs[0].rows, np.nan),
+            "some": np.array([known.get(doc, np.nan) for doc in pairs["doc_id"].to_pylist()]),
+            "none": np.full(len(pairs), np.nan),
         },
+        recall_at=(1,),
     )
     assert {q: [doc for doc, _ in hits] for q, hits in found["some"].items()} == {
         "q1": ["a", "x", "y"],

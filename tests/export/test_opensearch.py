@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterator
 
 import numpy as np
+import opensearch_server
 import pyarrow as pa
 import pytest
 
-from benchmarks import opensearch
-from scalingnote.config import Config
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.core.config import Config
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.export import databases, vectors
-from scalingnote.export.vectors import Source
+from scalingnote.export.vectors import ExportSource
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -19,8 +19,8 @@ ROWS, DIM = 30, 4
 
 
 @pytest.fixture
-def server() -> Iterator[opensearch.Server]:
-    with opensearch.running("docs") as made:
+def server() -> Iterator[opensearch_server.Server]:
+    with opensearch_server.running("docs") as made:
         yield made
 
 
@@ -43,7 +43,7 @@ def embeddings(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 def test_an_index_is_made_and_filled_by_id(server, embeddings, tmp_path):
     made = databases.connect("opensearch", server.url, "docs")
     checkpoint = str(tmp_path / "c.json")
-    done = vectors.export(Source(embeddings), made, checkpoint=checkpoint, batch_rows=8, most=20)
+    done = vectors.export(ExportSource(embeddings), made, checkpoint=checkpoint, batch_rows=8, most=20)
     assert (done.written, done.held) == (20, 20)
     properties = server.mapping["mappings"]["properties"]
     assert server.mapping["settings"]["index"]["knn"] is True
@@ -52,7 +52,7 @@ def test_an_index_is_made_and_filled_by_id(server, embeddings, tmp_path):
     assert properties["terms"] == {"type": "rank_features"}
     assert [path for _, path in server.requests].count("/_bulk") == 3
 
-    done = vectors.export(Source(embeddings), made, checkpoint=checkpoint, batch_rows=8)
+    done = vectors.export(ExportSource(embeddings), made, checkpoint=checkpoint, batch_rows=8)
     assert (done.written, done.held) == (10, ROWS)
     rows = embeddings.table("embeddings")
     for i, vector in enumerate(arrow.to_numpy(rows["summary"]).tolist()):
@@ -66,10 +66,10 @@ def test_a_document_that_is_refused_is_named_and_nothing_after_it_is_counted(ser
     server.refused, checkpoint = "d11", tmp_path / "c.json"
     made = databases.connect("opensearch", server.url, "docs")
     with pytest.raises(DataError, match=r"OpenSearch refused document 'd11': .*bad vector"):
-        vectors.export(Source(embeddings), made, checkpoint=str(checkpoint), batch_rows=8)
+        vectors.export(ExportSource(embeddings), made, checkpoint=str(checkpoint), batch_rows=8)
     assert json.loads(checkpoint.read_bytes())["rows"] == 8
     server.refused = ""
-    done = vectors.export(Source(embeddings), made, checkpoint=str(checkpoint), batch_rows=8)
+    done = vectors.export(ExportSource(embeddings), made, checkpoint=str(checkpoint), batch_rows=8)
     assert (done.written, done.held) == (ROWS - 8, ROWS)
 
 
@@ -79,4 +79,4 @@ def test_an_index_of_other_vectors_is_refused(server, embeddings, tmp_path):
     with pytest.raises(
         ConfigError, match="there with 7 dimensions of 'dense', no 'terms'; the vectors have 4"
     ):
-        vectors.export(Source(embeddings), made, checkpoint=str(tmp_path / "c.json"))
+        vectors.export(ExportSource(embeddings), made, checkpoint=str(tmp_path / "c.json"))

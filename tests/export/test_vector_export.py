@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalingnote.config import Config
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.core.config import Config
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.export import databases, vectors
-from scalingnote.export.vectors import Source
+from scalingnote.export.vectors import ExportSource
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -173,7 +173,7 @@ def test_the_hybrid_query_of_the_guide_runs(artifacts, tmp_path, to):
     url = str(tmp_path / FILES[to])
     made = databases.connect(to, url, "docs")
     vectors.export(
-        Source(*artifacts, columns=("title",)), made, checkpoint=str(tmp_path / "c.json"), most=500
+        ExportSource(*artifacts, columns=("title",)), made, checkpoint=str(tmp_path / "c.json"), most=500
     )
     if to != "lancedb":
         made._client.close()
@@ -188,21 +188,21 @@ def test_the_hybrid_query_of_the_guide_runs(artifacts, tmp_path, to):
 
 
 def test_rows_that_the_database_lost_are_written_again(artifacts, tmp_path):
-    source, checkpoint = Source(artifacts[0]), str(tmp_path / "checkpoint.json")
+    source, checkpoint = ExportSource(artifacts[0]), str(tmp_path / "checkpoint.json")
     for folder in ("one", "two"):
         made = databases.connect("parquet", str(tmp_path / folder), "docs")
         assert vectors.export(source, made, checkpoint=checkpoint).written == ROWS
     with pytest.raises(ConfigError, match="of an export of other rows"):
-        vectors.export(Source(*artifacts, columns=("title",)), made, checkpoint=checkpoint)
+        vectors.export(ExportSource(*artifacts, columns=("title",)), made, checkpoint=checkpoint)
 
 
 def test_a_collection_of_another_layout_is_refused(artifacts, tmp_path):
     made = databases.connect("lancedb", str(tmp_path / "lance"), "docs")
-    made.open(vectors.Layout(DIM // 2, False, pa.schema([])))
+    made.open(vectors.ExportLayout(DIM // 2, False, pa.schema([])))
     with pytest.raises(
         ConfigError, match=r"with 8 dimensions of 'dense', no 'terms'; the vectors have 16 and"
     ):
-        vectors.export(Source(artifacts[0]), made, checkpoint=str(tmp_path / "c.json"))
+        vectors.export(ExportSource(artifacts[0]), made, checkpoint=str(tmp_path / "c.json"))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_collection_of_another_layout_is_refused(artifacts, tmp_path):
 )
 def test_a_column_that_is_not_there_is_refused(artifacts, columns, message):
     with pytest.raises(ConfigError, match=message):
-        Source(*artifacts, columns=columns).layout()
+        ExportSource(*artifacts, columns=columns).layout()
 
 
 def test_a_repeated_id_is_found_by_counting(tmp_path):
@@ -223,7 +223,7 @@ def test_a_repeated_id_is_found_by_counting(tmp_path):
     draft.write_table("embeddings/part-00000.parquet", table)
     made = databases.connect("qdrant", str(tmp_path / "q"), "docs")
     with pytest.raises(DataError, match="holds 2 of 3 rows: ids repeat"):
-        vectors.export(Source(draft.commit(counts={})), made, checkpoint=str(tmp_path / "c.json"))
+        vectors.export(ExportSource(draft.commit(counts={})), made, checkpoint=str(tmp_path / "c.json"))
 
 
 def test_a_client_that_is_not_installed_is_named(monkeypatch):
@@ -260,14 +260,14 @@ def test_columns_that_a_server_filters_by_are_indexed(monkeypatch):
         "tags": pa.list_(pa.string()),
     }
     databases.connect("qdrant", "http://qdrant:6333", "docs").open(
-        vectors.Layout(DIM, False, pa.schema(columns.items()))
+        vectors.ExportLayout(DIM, False, pa.schema(columns.items()))
     )
     assert indexes == {"topic": "keyword", "price": "float", "year": "integer", "new": "bool"}
     assert {*indexes.values()} <= {kind.value for kind in qdrant_client.models.PayloadSchemaType}
 
 
 def test_the_command_says_what_it_wrote(artifacts, tmp_path, capsys, monkeypatch):
-    from scalingnote.cli import main
+    from scalingnote.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     given = ["export", "vectors", "--to", "parquet", "--embeddings", artifacts[0].uri, "--columns", "price"]

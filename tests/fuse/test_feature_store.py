@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.fuse import feature_store
 from scalingnote.fuse.feature_store import Event, FeatureStore, StoreConfig, User, consume, open_store
 
@@ -152,11 +152,6 @@ def test_who_is_silent_is_forgotten_and_starts_anew(url: str):
     assert store.get_many(["u", "other"]) == [User({}, ()), User({}, ("2-0-0", "3-0-0"))]
     store.write([click(4)])
     assert store.get_many(["u"]) == [User({}, ("4-0-0",))]
-
-
-def test_another_process_finds_what_was_written(url: str):
-    opened(url).write([click(1)])
-    assert opened(url).get_many(["u"])[0].history == ("1-0-0",)
 
 
 def _write(url: str, seed: int) -> int:

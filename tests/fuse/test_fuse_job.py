@@ -1,55 +1,37 @@
 """The stage: clicks in, final embeddings and both sides' networks out, the same after a kill."""
 
 import datetime as dt
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 from safetensors import numpy as safetensors
 
-import ranks
 import tiny
 from in_process import without_ray
-from scalingnote.config import dump
-from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.fuse import impressions, job
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.fuse import job, prepare
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.feature_store import User
 from scalingnote.fuse.fusion import DocumentFusion, QueryFusion
-from scalingnote.fuse.impressions import SCHEMA, training_rows
-from scalingnote.fuse.prepare import FusedCorpus, read_part
+from scalingnote.fuse.prepare import SCHEMA, FusedCorpus, read_part, training_rows
 from scalingnote.index.job import _require_same_origin
 from scalingnote.models import backbone, dual_encoder
-from scalingnote.planner.planner import WORD_COUNTS
 from scalingnote.quantize.kmeans import encode_nearest, fit
-from scalingnote.quantize.semantic_id import assign_suffixes, to_table
+from scalingnote.quantize.semantic_id import suffixes, to_table
 from scalingnote.storage import schema
 from scalingnote.storage.arrow import to_arrow, to_numpy
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table
-from scalingnote.train.collectives import rank, world_size
-from scalingnote.train.job import Settings
+from scalingnote.triplets.planner.planner import WORD_COUNTS
 
 DOCUMENTS, PER_PART, DIM, USERS = 60, 24, 16, 12
-FEATURES = [{"kind": "categorical", "column": "brand", "width": 4}, {"kind": "numeric", "column": "price"}]
+FEATURES = [{"kind": "categorical", "column": "brand"}, {"kind": "numeric", "column": "price"}]
 CONFIG = {
-    "document": {
-        "features": FEATURES,
-        "ids": {"buckets": 64, "width": 4},
-        "network": {"kind": "mlp", "hidden": [32]},
-    },
-    "query": {
-        "profile": [{"kind": "categorical", "column": "brand", "width": 4}],
-        "crosses": ["brand"],
-        "history": {"last": 5},
-        "planner": {"buckets": 64, "width": 4},
-        "network": {"kind": "mlp", "hidden": [32]},
-    },
+    "document": {"features": FEATURES, "id_buckets": 64},
+    "query": {"profile": FEATURES[:1], "crosses": ["brand"], "history": 5},
     "losses": {"matryoshka": [8, DIM], "skipped": 2},
     "optimizer": {"peak_lr": 0.02},
     "global_batch": 16,
@@ -125,7 +107,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     planner = draft.commit(counts={})
     matrix = np.random.default_rng(1).standard_normal((DOCUMENTS, DIM)).astype(np.float32)
     matrix /= np.linalg.norm(matrix, axis=1, keepdims=True)
-    codebooks = fit(matrix, levels=2, codes=4, iterations=3, seed=0)
+    codebooks = fit(matrix, levels=2, codes=4, seed=0)
     codes = encode_nearest(matrix, codebooks)
     draft = Draft(f"{base}/embeddings", kind="embeddings", config=tiny.Nothing(), parents={"dataset": source})
     ids = [f"d{i:03d}" for i in range(DOCUMENTS)]
@@ -140,7 +122,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     parents = {"embeddings": embeddings}
     draft = Draft(f"{base}/semantic_ids", kind="semantic_ids", config=tiny.Nothing(), parents=parents)
     draft.write_bytes("codebooks.safetensors", safetensors.save({"codebooks": codebooks}))
-    named = to_table(pa.chunked_array([pa.array(ids)]), codes, assign_suffixes([], pa.array(ids), codes)[0])
+    named = to_table(pa.chunked_array([pa.array(ids)]), codes, suffixes(pa.array(ids)))
     for number, start in enumerate(starts):
         draft.write_table(f"codes/part-{number:05d}.parquet", named.slice(start, PER_PART))
     found = (source, planner, embeddings, draft.commit(counts={}), towers)
@@ -185,7 +167,7 @@ def test_clicks_on_held_out_documents_and_of_test_queries_are_left_out(fused: Ar
 
 def test_what_test_queries_show_is_in_no_history_and_no_share_of_clicks(inputs: Inputs, tmp_path: Path):
     source = open_artifact(inputs.uris["dataset"], kind="dataset")
-    impressions.read_clicks(config(parts=1), source, folder=str(tmp_path), each=map)
+    prepare._write_clicks(config(parts=1), source, folder=str(tmp_path), each=map)
     seen = [row for row in source.table("impressions").to_pylist() if row["doc_id"] not in ("d000", "d001")]
     usable = pa.Table.from_pylist([row for row in seen if row["query_id"] != "q1"], schema=schema.IMPRESSIONS)
     wanted = training_rows(usable.select(SCHEMA.names), last=5, skipped=2)
@@ -252,39 +234,6 @@ def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
     assert job.run(config(), **inputs.uris, output=output).digest == fused.digest
 
 
-def as_rank(worker: Callable[[Settings], Any], settings: Settings) -> None:
-    """This rank's worker, as Ray Train's local mode calls it; tests/train starts workers by Ray Train."""
-    of_group = {"local_rank": rank(), "local_world_size": world_size(), "node_rank": 0}
-    given = {"experiment_name": "fuse", "dataset_shards": None, **of_group}
-    set_train_fn_utils(LocalTrainFnUtils(world_rank=rank(), world_size=world_size(), **given))
-    assert worker(settings) is None
-
-
-def test_two_ranks_train_what_one_process_trains(inputs: Inputs, tmp_path: Path, monkeypatch):
-    without_ray(monkeypatch)
-    short, runs = config(epochs=2, hide=0.0), []
-    for name in ("one", "two"):
-        runs.append(job.run(short, **inputs.uris, output=f"{tmp_path}/{name}"))
-        monkeypatch.setattr(
-            job,
-            "launch",
-            lambda worker, settings, *, schedule, section: ranks.run(
-                as_rank, worker, {**settings, "config": dump(schedule), "section": section}, world=2
-            ),
-        )
-    losses = [[point["loss"] for point in run.read_json("curve.json")] for run in runs]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
-    final = [to_numpy(run.table("embeddings")["summary"]) for run in runs]
-    np.testing.assert_allclose(final[1], final[0], atol=1e-3)
-
-
-def test_no_epoch_leaves_every_embedding_as_it_was(inputs: Inputs, tmp_path: Path, monkeypatch):
-    without_ray(monkeypatch)
-    artifact = job.run(config(epochs=0), **inputs.uris, output=f"{tmp_path}/fused")
-    final = to_numpy(artifact.table("embeddings")["summary"])
-    np.testing.assert_allclose(final, inputs.embeddings, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("knobs", "says"),
     [
@@ -311,7 +260,7 @@ def test_inputs_that_do_not_belong_together_are_refused(
             config(), **{k: v for k, v in inputs.uris.items() if k != "dual_encoder"}, output=f"{tmp_path}/b"
         )
     silent = tiny.dataset(f"{tmp_path}/silent")
-    sides = {"document": CONFIG["document"] | {"features": []}, "query": {"history": {"last": 5}}}
+    sides = {"document": CONFIG["document"] | {"features": []}, "query": {"history": 5}}
     with pytest.raises(DataError, match="no impressions"):
         job.run(config(**sides), **{**inputs.uris, "dataset": silent.uri}, output=f"{tmp_path}/c")
 
@@ -332,8 +281,8 @@ def test_a_document_that_was_not_encoded_is_left_out(inputs: Inputs, tmp_path: P
 
 
 def test_a_config_that_fuses_nothing_is_refused():
-    nothing = {"semantic_ids": False, "ids": None}
+    nothing = {"semantic_ids": False, "id_buckets": 0}
     with pytest.raises(ValueError, match="nothing to fuse"):
-        config(document=nothing, query={"planner": None, "history": None})
+        config(document=nothing, query={"planner": False, "history": 0})
     with pytest.raises(ValueError, match="crosses name"):
         config(query={"crosses": ["country"]})

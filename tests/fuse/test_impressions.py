@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.fuse.impressions import NO_HASH, SCHEMA, training_rows
+from scalingnote.fuse.prepare import NO_HASH, SCHEMA, training_rows
 from scalingnote.storage.shuffle import hash_of
 
 

@@ -1,11 +1,13 @@
 """An index of the documents in a module's SHARDS, built once, and a live one over it for each test."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from live_shards import index
-from scalingnote.index.live_index import LiveIndex
+from scalingnote.index.live import wal
+from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.storage.artifact import Artifact
 
 
@@ -17,3 +19,11 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def live(built: Artifact, tmp_path: Path) -> LiveIndex:
     return LiveIndex(tmp_path / "live", built.uri)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_segments() -> Iterator[None]:
+    """Logs of many files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wal, "SEGMENT_BYTES", 2000)
+        yield

@@ -3,8 +3,8 @@
 import numpy as np
 import pyarrow as pa
 
-from scalingnote import hybrid, topk
-from scalingnote.index import postings
+from scalingnote.core import topk
+from scalingnote.index import hybrid, postings
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
 

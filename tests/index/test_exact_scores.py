@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalingnote import topk
+from scalingnote.core import topk
 from scalingnote.index import ivf
 from synthetic_corpus import queries, vectors
 

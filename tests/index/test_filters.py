@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalingnote.config import validate
-from scalingnote.errors import ConfigError, SearchError
+from scalingnote.core.config import validate
+from scalingnote.core.errors import ConfigError, SearchError
 from scalingnote.index import filters
 from scalingnote.index.config import IndexConfig
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from live_shards import DIM, quantizer, table
-from scalingnote.errors import DataError
-from scalingnote.index.live_index import LiveIndex, LiveShard, owners
+from scalingnote.core.errors import DataError
+from scalingnote.index.live.live_index import LiveIndex, LiveShard, owners
 from scalingnote.search.searcher import LiveSearcher
 from synthetic_corpus import vectors
 

@@ -1,5 +1,4 @@
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import jaxtyping
@@ -10,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from live_shards import DIM, brute_force, quantizer, scored, search, shard, table
-from scalingnote.errors import ArtifactError, ConfigError, DataError, SearchError
-from scalingnote.index import families, ivf, live_state, wal
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError, SearchError
+from scalingnote.index import families, ivf
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
-from scalingnote.index.live_index import LiveShard, owners
+from scalingnote.index.live import live_state, wal
+from scalingnote.index.live.live_index import LiveShard, owners
 from scalingnote.index.shard import DocIds, Shard
 from scalingnote.storage import arrow
 from synthetic_corpus import vectors
@@ -358,25 +358,6 @@ def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> No
         np.testing.assert_array_equal(found[0], expected[0])
         if k == 1000:  # a tie of codes at the last place is anyone's
             np.testing.assert_array_equal(found[1], expected[1])
-
-
-def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds(
-    shared: families.Quantizer, tmp_path: Path
-) -> None:
-    small = shard(shared, BASE)
-    titles = pa.chunked_array([pa.array(["short", "x" * 2**27])] * 30)
-    documents = small.documents.set_column(1, "title", titles)
-    live = LiveShard(replace(small, documents=documents), shared, log=tmp_path / "log")
-    live.upsert(table(["d1", "new"], 2), NEW[:2])
-    assert live.get("d58") == table(["d58"]).to_pylist()[0] | {"title": "short"}
-    assert live.get("new") == table(["new"], 2).to_pylist()[0]
-    found = live.snapshot.documents([61, 58, 0, 60])
-    assert found.select(["doc_id", "title"]).to_pylist() == [
-        {"doc_id": "new", "title": "title 2 of new"},
-        {"doc_id": "d58", "title": "short"},
-        {"doc_id": "d0", "title": "short"},
-        {"doc_id": "d1", "title": "title 2 of d1"},
-    ]
 
 
 def test_live_rows_lie_in_few_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.errors import ArtifactError
+from scalingnote.core.errors import ArtifactError
 from scalingnote.index import shard
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalingnote.errors import ArtifactError, DataError, SearchError
+from scalingnote.core.errors import ArtifactError, DataError, SearchError
 from scalingnote.index import postings, sparse
 from scalingnote.models.sparse_query import SparseRows
 
@@ -30,7 +30,7 @@ queries_of = st.lists(
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(postings, "BLOCK", 7)
+        patch.setattr(postings, "DOCUMENTS_PER_BLOCK", 7)
         yield
 
 

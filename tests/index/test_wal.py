@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import wal
-from scalingnote.index.wal import Log, read
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.index.live import wal
+from scalingnote.index.live.wal import Log, read
 
 
 def _write(folder: Path, *payloads: bytes, **knobs: int) -> None:

@@ -10,10 +10,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from in_process import run_without_ray
-from scalingnote import hybrid
-from scalingnote.hybrid import HybridCandidates, Joining
-from scalingnote.index import job
+from scalingnote.index import hybrid, job
 from scalingnote.index.config import FastScan, IndexConfig, Tuning
+from scalingnote.index.hybrid import HybridCandidates, Joining
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact, Draft
@@ -28,7 +27,6 @@ CONFIG = IndexConfig(
     nlist=3,
     nprobe=3,
     refine_factor=100,
-    iterations=2,
     tuning=Tuning(k=DOCUMENTS),
 )
 

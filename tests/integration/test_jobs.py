@@ -20,14 +20,15 @@ import psutil
 import pytest
 from ray.job_submission import JobSubmissionClient
 
-from scalingnote import cli, pipeline
-from scalingnote.config import load
-from scalingnote.run_config import RunConfig
+from scalingnote.cli import main as cli
+from scalingnote.core.config import load
+from scalingnote.run import pipeline
+from scalingnote.run.config import RunConfig
 from scalingnote.storage.artifact import open_artifact
 from tiny_run import run_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
-ROOT = Path(pipeline.__file__).parents[1]
+ROOT = Path(pipeline.__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
 STAGES = ("prepare", "planner")
 of_rays_client = pytest.mark.filterwarnings("ignore:ssl=None is deprecated:DeprecationWarning")
@@ -183,12 +184,12 @@ def command(project: Path, *arguments: str) -> CompletedProcess[str]:
 
 
 def submit(
-    project: Path, head: Head, stage: str, run_dir: str, *more: str, patch: pytest.MonkeyPatch
+    project: Path, head: Head, run_dir: str, *more: str, patch: pytest.MonkeyPatch
 ) -> CompletedProcess[str]:
     # An address in the environment must not win over the one that is given.
     patch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
     where = ("--address", head.dashboard, "--set", f"run_dir={run_dir}")
-    return command(project, "submit", stage, "configs/tiny.yaml", *where, *more)
+    return command(project, "submit", "configs/tiny.yaml", *where, *more)
 
 
 def digests(project: Path, run_dir: str) -> dict[str, str]:
@@ -206,28 +207,19 @@ def in_process(project: Path) -> dict[str, str]:
     return digests(project, "runs/in-process")
 
 
-def test_a_job_without_its_inputs_ends_with_the_stage_to_run(project: Path, head: Head) -> None:
-    options = ("--config", "configs/tiny.yaml", "--set", f"run_dir={project}/runs/empty")
-    address = ("--set", f"address={head.address}")
-    done = shell(project, "jobs/collect.py", *options, *address, program="python")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "run stage 'prepare' first" in done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-
-
 @of_rays_client
 def test_a_whole_run_is_one_job_and_resumes(
     project: Path, head: Head, in_process: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "whole" / STAGES[0])
     driver = ("--driver-cpus", "0.1", "--driver-memory", "0.1", "--driver-resource", "driver")
-    done = submit(project, head, "run", "runs/whole", "--until", STAGES[-1], *driver, patch=monkeypatch)
+    done = submit(project, head, "runs/whole", "--until", STAGES[-1], *driver, patch=monkeypatch)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1/2 prepare: finished before" in done.stdout
     assert digests(project, "runs/whole") == in_process
-    refused = submit(project, head, "planner", "runs/whole", "--until", STAGES[-1], patch=monkeypatch)
+    refused = submit(project, head, "runs/whole", "--only", "plannr", patch=monkeypatch)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "scalingnote submit run" in refused.stderr
+    assert "did you mean 'planner'" in refused.stderr
 
 
 def test_a_run_is_submitted_without_a_checkout(
@@ -237,41 +229,32 @@ def test_a_run_is_submitted_without_a_checkout(
     shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "wheel" / STAGES[0])
     config, run_dir = str(project / "configs" / "tiny.yaml"), f"run_dir={project}/runs/wheel"
     more = ("--until", STAGES[-1], "--address", head.dashboard, "--set", run_dir)
-    done = shell(tmp_path, "submit", "run", config, *more)
+    done = shell(tmp_path, "submit", config, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     assert digests(project, "runs/wheel") == in_process
     assert "Uploading" not in done.stderr  # Ray's account of it
 
 
-def test_the_shell_builds_what_is_built_in_process(
-    project: Path, head: Head, in_process: dict[str, str]
-) -> None:
-    shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "shell" / STAGES[0])
-    options = ("--set", "run_dir=runs/shell", "--set", f"address={head.address}")
-    done = shell(project, STAGES[1], "configs/tiny.yaml", *options)
-    assert done.returncode == 0, done.stderr
-    assert digests(project, "runs/shell") == in_process
-
-
 def test_a_job_refuses_a_run_dir_that_would_vanish_with_it(project: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "jobs/prepare.py", "--config", "configs/tiny.yaml"],
+        [sys.executable, "jobs/run.py", "configs/tiny.yaml", "--only", "prepare"],
         cwd=project,
-        env=shell_environment(RAY_ADDRESS="127.0.0.1:9"),
+        env=shell_environment(RAY_JOB_CONFIG_JSON_ENV_VAR="{}"),
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("prepare: run_dir is 'runs/tiny'")
+    assert done.stderr.startswith("scalingnote: run_dir is 'runs/tiny'")
 
 
 def test_a_submission_id_is_used_once(project: Path, head: Head, in_process: dict[str, str]) -> None:
     arguments = (
         "submit",
-        "prepare",
         "configs/tiny.yaml",
+        "--only",
+        "prepare",
         "--address",
         head.dashboard,
         "--submission-id",
@@ -286,7 +269,7 @@ def test_a_submission_id_is_used_once(project: Path, head: Head, in_process: dic
     # The relative run_dir was pinned: the artifact outlives the job's own directory.
     artifact = open_artifact(line["uri"], kind=KINDS[0])
     assert Path(line["uri"]).is_relative_to(project / "runs" / "tiny")
-    assert (line["stage"], line["digest"]) == (STAGES[0], artifact.digest)
+    assert (line["kind"], line["digest"]) == (KINDS[0], artifact.digest)
     assert line["counts"] == artifact.counts
     assert artifact.digest == in_process[STAGES[0]]
 
@@ -305,16 +288,15 @@ sys.exit({codes}[number - 1])
 """
 
 
-def test_a_job_outlives_who_sent_it_and_the_same_command_follows_it_again(
-    project: Path, head: Head, tmp_path: Path
-) -> None:
+def test_a_job_outlives_its_sender_and_is_followed_again(project: Path, head: Head, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     shutil.copytree(project / "configs", checkout / "configs")
-    (checkout / "scalingnote").mkdir()
-    (checkout / "scalingnote" / "__init__.py").touch()
+    (checkout / "scalingnote" / "cli").mkdir(parents=True)
+    for package in ("scalingnote", "scalingnote/cli"):
+        (checkout / package / "__init__.py").touch()
     slow = SLOW_JOB.format(place=str(tmp_path), codes=[1, 2])
-    (checkout / "scalingnote" / "entrypoint.py").write_text(slow)
-    command = ["submit", "mine", "configs/tiny.yaml", "--address", head.dashboard, "--retries", "2"]
+    (checkout / "scalingnote" / "cli" / "main.py").write_text(slow)
+    command = ["submit", "configs/tiny.yaml", "--address", head.dashboard, "--retries", "2"]
 
     def send() -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -335,22 +317,8 @@ def test_a_job_outlives_who_sent_it_and_the_same_command_follows_it_again(
         assert any("is running already: following it" in line for line in again.stdout)
         for attempt in (1, 2):
             (tmp_path / f"go-{attempt}").touch()
-        told = [line.strip() for line in again.stdout if line.endswith(" line\n")]
+        lines = [line.strip() for line in again.stdout if line.endswith(" line\n")]
     # Followed from its first line; it fails, is tried once more, and the second time its input is wrong.
-    assert told == ["first line", "last line"] * 2
+    assert lines == ["first line", "last line"] * 2
     assert again.returncode == 2
     assert (tmp_path / "starts").read_text() == "xx"
-
-
-def test_what_the_cluster_could_not_find_is_not_submitted(project: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside.yaml"
-    outside.write_text((project / "configs" / "tiny.yaml").read_text())
-    nowhere = ("--address", "http://127.0.0.1:9")
-    for place, config, reason in (
-        (project, str(outside), "copy it there"),
-        (project, "configs/tiny.yaml", "no Ray cluster answers at http://127.0.0.1:9"),
-    ):
-        done = command(place, "submit", "prepare", config, *nowhere)
-        assert done.returncode == 2
-        assert reason in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr

@@ -15,10 +15,10 @@ import pytest
 import ray
 
 import tiny
-from scalingnote import pipeline
-from scalingnote.config import load
+from scalingnote.core.config import load
 from scalingnote.encode.encoder import Encoder
-from scalingnote.run_config import RunConfig
+from scalingnote.run import pipeline
+from scalingnote.run.config import RunConfig
 from scalingnote.storage import arrow
 from tiny_run import run_here, write_config
 
@@ -58,12 +58,15 @@ def test_a_killed_driver_loses_and_doubles_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     config = write_config(tmp_path)
-    shorter, alone = "train.epochs=4", "train.resources.workers=0"  # where a run trains is not what it learns
-    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}", shorter, alone])
+    shorter, inside = (
+        "train.epochs=4",
+        "train.resources.workers=0",
+    )  # where a run trains is not what it learns
+    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}", shorter, inside])
     expected = run_here(undisturbed, until="train")
 
     run_dir = tmp_path / "killed"
-    killed = load(RunConfig, [config], [f"run_dir={run_dir}", shorter, alone])
+    killed = load(RunConfig, [config], [f"run_dir={run_dir}", shorter, inside])
     for stage in ("prepare", "planner", "collect"):  # their own tests kill them
         shutil.copytree(tmp_path / "undisturbed" / stage, run_dir / stage)
     checkpoints = "train/*/_work/checkpoints/*/checkpoint.json"

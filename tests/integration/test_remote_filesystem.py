@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from in_process import without_ray
-from scalingnote.config import Config, Resources
-from scalingnote.errors import ArtifactError
+from scalingnote.core.config import Config, Resources
+from scalingnote.core.errors import ArtifactError
 from scalingnote.index import job as index_job
 from scalingnote.index.config import IndexConfig
 from scalingnote.quantize import job as quantize_job
@@ -23,10 +23,8 @@ from scalingnote.storage.artifact import Draft, open_artifact
 from scalingnote.storage.lease import Lease
 from synthetic_corpus import Corpus, queries
 
-QUANTIZE = QuantizeConfig(
-    levels=2, codes=16, sample_documents=200, iterations=3, resources=Resources(workers=1)
-)
-INDEX = IndexConfig(nlist=4, iterations=3)
+QUANTIZE = QuantizeConfig(levels=2, codes=16, sample_documents=200, resources=Resources(workers=1))
+INDEX = IndexConfig(nlist=4)
 SIZES = [120, 90]
 
 
@@ -63,10 +61,10 @@ def test_stages_give_the_same_artifacts_there_as_here(
     again = quantize_job.run(QUANTIZE, embeddings=corpus.uris["embeddings"], output=f"{bucket}/run/ids")
     assert again.digest == there["ids"]
 
-    asked = queries(corpus.matrix, 5)
+    probes = queries(corpus.matrix, 5)
     remote, local = Searcher.open(f"{bucket}/run/index"), Searcher.open(f"{tmp_path}/index")
-    assert remote.search(asked, k=5) == local.search(asked, k=5)
-    first = remote.search(asked, k=1)[0][0]
+    assert remote.search(probes, k=5) == local.search(probes, k=5)
+    first = remote.search(probes, k=1)[0][0]
     assert first.document["doc_id"] == first.doc_id
 
 
@@ -111,7 +109,7 @@ def test_a_part_is_one_request_to_write_and_one_to_read(bucket: str, requests: l
     assert [name.split()[0] for name in requests] == ["GET", "GET"]  # the manifest and the part
 
 
-def test_an_artifact_is_begun_in_six_requests_and_committed_in_five(bucket: str, requests: list[str]) -> None:
+def test_an_artifact_takes_eleven_requests(bucket: str, requests: list[str]) -> None:
     draft = Draft(f"{bucket}/begun", kind="rows", config=Config(), parents={})
     assert len(requests) == 6
     requests.clear()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scalingnote.errors import ConfigError, SearchError
+from scalingnote.core.errors import ConfigError, SearchError
 from scalingnote.integrations.client import Client, client
 
 # Looked for, not imported: both test processes collect this file, one of them runs it.
@@ -26,11 +26,11 @@ Calls = list[tuple[str, str | None, str, Any]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    """Servers that answer without a network, and what they were asked: server, key, path, body."""
-    asked: Calls = []
+    """Servers that answer without a network, and the calls that they got: server, key, path, body."""
+    made: Calls = []
 
     def answer(self: Client, path: str, body: dict[str, Any] | None = None) -> Any:
-        asked.append((self._url, self._key, path, body))
+        made.append((self._url, self._key, path, body))
         if path == "/info":
             return {"model_id": f"model of {self._url}"}
         if path == "/search":
@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
     client.cache_clear()  # clients know the models of their servers
     monkeypatch.setattr(Client, "_call", answer)
-    yield asked
+    yield made
     client.cache_clear()
 
 
@@ -103,9 +103,9 @@ def test_a_key_in_plain_text_is_refused_by_haystack_s_components():
 
     with pytest.raises(
         ConfigError, match=r"not a str: give Secret\.from_env_var\('SCALINGNOTE_API_KEY'\)"
-    ) as told:
+    ) as error:
         haystack_components(KEY)
-    assert KEY not in str(told.value)
+    assert KEY not in str(error.value)
     pipeline = Pipeline()
     pipeline.add_component("ours", haystack_components(None)[0])
     text = pipeline.dumps().replace("api_key: null", f"api_key: {KEY}")
@@ -219,7 +219,7 @@ def load(text: str, made: Any, **knobs: Any) -> Any:
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_langchain_reads_what_it_wrote_and_gets_the_key_from_its_secrets(number, monkeypatch):
+def test_langchain_gets_the_key_from_its_secrets(number, monkeypatch):
     from langchain_core.load import dumps
 
     made = langchain_classes()[number]
@@ -305,22 +305,22 @@ def test_what_is_no_address_is_refused_when_a_class_is_made(wrong):
 
 
 def test_secrets_are_not_shown_in_errors():
-    with pytest.raises(SearchError, match="give the key as api_key") as told:
+    with pytest.raises(SearchError, match="give the key as api_key") as error:
         Client("http://me:secret@host:8000")
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(error.value)
     for key in (f"{KEY}\n", f"{KEY}é"):
-        with pytest.raises(SearchError, match="no header may have") as told:
+        with pytest.raises(SearchError, match="no header may have") as error:
             Client(URL, api_key=key)
-        assert KEY not in str(told.value)
+        assert KEY not in str(error.value)
 
 
 def test_a_server_that_changed_its_model_is_asked_again(monkeypatch):
-    models, asked = ["old", "new"], []
+    models, named = ["old", "new"], []
 
     def answer(self: Client, path: str, body: dict[str, Any] | None = None) -> Any:
         if body is None:
             return {"model_id": models[0]}
-        asked.append(body["model"])
+        named.append(body["model"])
         if body["model"] != models[0]:
             raise SearchError("no such model")
         return {"data": [{"embedding": "AACAPw=="}]}
@@ -333,4 +333,4 @@ def test_a_server_that_changed_its_model_is_asked_again(monkeypatch):
     with pytest.raises(SearchError, match="no such model"):
         called.embed(["zo"], "query")
     assert called.embed(["zo"], "query") == [[1.0]]
-    assert asked == ["old", "old", "old", "new"]
+    assert named == ["old", "old", "old", "new"]

@@ -59,14 +59,6 @@ def test_grad_cache_goes_forward_once_more(tokens: float, checkpointing: bool):
     assert cached.model == plain.model
 
 
-def test_long_rows_cost_six_operations_a_weight_and_token_and_their_attention():
-    tokens = 1000.0
-    work = flops.row(SHAPE, tokens=tokens, pooled=0, dim=1)
-    weights = SHAPE.layers * SHAPE.layer_weights
-    attention = 3 * 2 * tokens**2 * SHAPE.layers * SHAPE.query_width
-    assert work.model == 6 * weights * tokens + attention
-
-
 def test_scores_cost_what_their_products_do():
     work = flops.loss(rows=5, columns=2, views=3, prefixes=(4, 8), bidirectional=True)
     there = sum(2 * 5 * 10 * m for m in (4, 8)) * 3

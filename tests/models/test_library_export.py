@@ -58,21 +58,22 @@ def test_queries_are_encoded_the_same(family: str, tmp_path: Path):
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_documents_are_encoded_the_same(family: str, tmp_path: Path):
     folder = saved(tmp_path, family, "document")
-    ours = Encoder.load(folder, precision="float32").encode_documents(pa.table(ROWS))["summary"]
+    encoder = Encoder.load(folder, precision="float32")
     model = SentenceTransformer(str(folder), device="cpu")
+    ours = encoder.encode_documents(pa.table(ROWS))["summary"]
     np.testing.assert_allclose(model.encode(texts(folder)), ours, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_a_prompt_is_restored_without_its_model(family: str, tmp_path: Path):
-    folder = saved(tmp_path, family, "document")
+    # A text by itself is the content of a document without title.
+    contents = ROWS["content"][:3]
+    ours = encoder.encode_documents(pa.table({"title": [""] * 3, "topic": [""] * 3, "content": contents}))
+    np.testing.assert_allclose(model.encode_document(contents), ours["summary"], atol=1e-4)
+    # The prompt is restored without its model.
     facts = json.loads((folder / "tower.json").read_text())
     restored = DocumentPrompt.restore(facts, (folder / "tokenizer.json").read_text())
     fields = [ROWS[name] for name in ("title", "topic", "content")]
     fields[0] = [*fields[0][:3], "too long a title " * 99]
-    read = [restored.rows(*fields), load_tower(folder).prompt.rows(*fields)]
-    assert read[0][:3] == read[1][:3]
-    assert str(read[0][3]) == str(read[1][3])  # why it cannot be read, where positions are bounded
+    rows = [restored.rows(*fields), load_tower(folder).prompt.rows(*fields)]
+    assert rows[0][:3] == rows[1][:3]
+    assert str(rows[0][3]) == str(rows[1][3])  # why it cannot be read, if positions are bounded
 
 
 @pytest.mark.parametrize("family", ["qwen2", "bert"])
@@ -84,16 +85,6 @@ def test_the_indexed_view_of_any_prompt_is_exported(family: str, prompt: str, tm
     view = "summary" if "summary" in encoder.views else encoder.views[-1]
     found = SentenceTransformer(str(folder), device="cpu").encode(texts(folder)[:2])
     np.testing.assert_allclose(found, ours[view], atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "bert"])
-def test_a_text_alone_is_the_content_of_a_document_without_title(family: str, tmp_path: Path):
-    folder = saved(tmp_path, family, "document")
-    contents = ROWS["content"][:3]
-    table = pa.table({"title": [""] * 3, "topic": [""] * 3, "content": contents})
-    ours = Encoder.load(folder, precision="float32").encode_documents(table)["summary"]
-    found = SentenceTransformer(str(folder), device="cpu").encode_document(contents)
-    np.testing.assert_allclose(found, ours, atol=1e-4)
 
 
 def test_merged_towers_are_exported_and_kept_adapters_are_not(tmp_path: Path):

@@ -38,9 +38,7 @@ def test_frequent_pairs_and_ends_are_learnt_and_found_again():
 
 
 def tower(*, attention: bool = False) -> LookupTower:
-    config = LookupConfig(
-        weighting="learned", attention=attention, bigrams=50, ends=True, start_weights="inverse_frequency"
-    )
+    config = LookupConfig(weighting="learned", attention=attention, bigrams=50, ends=True)
     keys = lookup_table.frequent_features(ids_of(TEXTS), tokens=TOKENS, bigrams=50, ends=True)
     features = LookupFeatures(keys, tokens=TOKENS)
     counts = np.bincount([token for ids in ids_of(TEXTS) for token in ids], minlength=TOKENS)
@@ -83,11 +81,3 @@ def test_a_saved_table_encodes_as_the_tower_does(tmp_path: Path):
             np.testing.assert_allclose(
                 again(collate(again.prompt.rows(queries), pad=0))[:, 0], expected, rtol=1e-4, atol=1e-5
             )
-
-
-def test_features_are_no_part_of_an_empty_query(tmp_path: Path):
-    made = tower()
-    made.save(tmp_path, storage="float32")
-    np.testing.assert_allclose(
-        LookupEncoder(tmp_path).encode([""])[0], made.table[:TOKENS].mean(0).detach().numpy(), rtol=1e-4
-    )

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.models import weights
 from scalingnote.models.weights import compute_dtype
 

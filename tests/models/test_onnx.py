@@ -10,8 +10,8 @@ import pytest
 
 import families
 import tiny
+from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, dual_encoder, onnx, onnx_export
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.onnx import OnnxTower
@@ -95,10 +95,10 @@ def test_forms_lie_side_by_side_and_one_that_fails_spoils_no_other(towers: Path,
             onnx_export.export_graph(towers / "bert", tmp_path, queries=["another query"], form="onnx_int8")
     assert OnnxTower.load(tmp_path, "onnx", threads=1).agreement() > 0.99999
     onnx_export.export_graph(towers / "bert", tmp_path, queries=QUERIES, form="onnx_int8")
-    for form in onnx.FILES:
+    for form in onnx.ONNX_FILES:
         OnnxTower.load(tmp_path, form, threads=1)
     beside = {"tower.json", "tokenizer.json", "onnx.json", "golden.json", "golden.npy"}
-    assert {path.name for path in tmp_path.iterdir()} == {*onnx.FILES.values(), *beside}
+    assert {path.name for path in tmp_path.iterdir()} == {*onnx.ONNX_FILES.values(), *beside}
 
 
 def test_other_embeddings_than_the_golden_ones_are_refused_when_read(graph: Path, tmp_path: Path):
@@ -134,7 +134,7 @@ def test_what_has_no_graph_is_refused(towers: Path, tmp_path: Path, monkeypatch)
         onnx_export.export_graph(tmp_path / "lookup", tmp_path / "graph", queries=QUERIES)
     with pytest.raises(ConfigError, match="give some"):
         onnx_export.export_graph(towers / "bert", tmp_path / "graph", queries=[])
-    monkeypatch.setattr(onnx_export, "_MAX_GRAPH_BYTES", 1000)
+    monkeypatch.setattr(onnx_export, "MAX_GRAPH_BYTES", 1000)
     with pytest.raises(ConfigError, match="an ONNX file takes 2"):
         onnx_export.export_graph(towers / "bert", tmp_path / "graph", queries=QUERIES)
     assert not (tmp_path / "graph").exists()

@@ -1,6 +1,5 @@
 """Packed rows give what padded rows give, and each row what it gives alone, on every family."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +8,10 @@ from torch import Tensor
 
 import families
 import tiny
-from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, batch, dual_encoder
+from scalingnote.core.errors import ConfigError
+from scalingnote.models import batch, dual_encoder
 from scalingnote.models.batch import Batch, collate
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 from scalingnote.models.tower import Tower
 
 
@@ -23,7 +22,7 @@ def document(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0)
 
 
-def rows_of(made: Tower) -> list[Row]:
+def rows_of(made: Tower) -> list[TokenRow]:
     return made.prompt.rows(*families.DOCUMENTS)
 
 
@@ -70,21 +69,6 @@ def test_packed_rows_keep_their_embeddings_in_bfloat16(document: Tower):
     assert (packed - exact).norm() / exact.norm() < 2 * noise + 1e-3
 
 
-def test_checkpointed_layers_recompute_packed_attention(document: Tower):
-    rows = collate(rows_of(document), pad=document.pad, packed=True)
-    _, plain = gradients(document, rows)
-    document.backbone.activation_checkpointing_enable()
-    document.train()
-    try:
-        _, again = gradients(document, rows)
-    finally:
-        document.backbone.activation_checkpointing_disable()
-        document.eval()
-    largest = max(gradient.abs().max() for gradient in plain.values())
-    for name, gradient in plain.items():
-        torch.testing.assert_close(again[name] / largest, gradient / largest, atol=1e-6, rtol=1e-5, msg=name)
-
-
 def test_no_mask_of_the_whole_line_is_ever_built(document: Tower, monkeypatch: pytest.MonkeyPatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a [total, total] mask")
@@ -93,30 +77,9 @@ def test_no_mask_of_the_whole_line_is_ever_built(document: Tower, monkeypatch: p
     document(collate(rows_of(document), pad=document.pad, packed=True))
 
 
-def test_rows_cut_from_a_batch_are_a_batch_of_those_rows(document: Tower):
-    rows = rows_of(document)
-    for packed in (False, True):
-        whole = collate(rows, pad=document.pad, packed=packed)
-        both = document(whole)
-        parts = [document(whole.rows(start, start + 2)) for start in (0, 2)]
-        torch.testing.assert_close(torch.cat(parts), both, atol=1e-5, rtol=1e-5)
-
-
-def test_a_packed_batch_pads_to_what_padding_gives():
-    rows = [Row([1, 2, 3], [2]), Row([4], [0]), Row([5, 6], [1])]
-    padded, packed = (collate(rows, pad=9, packed=packed) for packed in (False, True))
-    assert packed.ids.tolist() == [[1, 2, 3, 4, 5, 6]]
-    again = packed.padded(9)
-    assert again.mask is not None
-    assert padded.mask is not None
-    assert torch.equal(again.ids, padded.ids)
-    assert torch.equal(again.mask, padded.mask)
-    assert len(again) == len(packed) == 3
-
-
 def test_on_a_cpu_rows_of_one_length_are_a_batch_without_pads(document: Tower):
     first, *_ = rows_of(document)
-    mirrored = Row(first.ids[::-1], first.positions)
+    mirrored = TokenRow(first.ids[::-1], first.positions)
     together = collate([first, mirrored], pad=document.pad, packed=True)
     read, order = together.for_model(pad=document.pad, packed=True)
     assert read.packing is None
@@ -134,12 +97,6 @@ def test_a_tower_that_cannot_pack_pads_the_rows_itself():
     rows = rows_of(made)
     packed = made(collate(rows, pad=made.pad, packed=True))
     torch.testing.assert_close(packed, made(collate(rows, pad=made.pad)), atol=0, rtol=0)
-
-
-def test_positions_of_roberta_leave_room_for_where_it_starts_to_count(tmp_path: Path):
-    loaded = backbone.load(families.folder(tmp_path, "roberta"))
-    assert batch.first_position(loaded.model) == 2
-    assert loaded.max_positions == 62
 
 
 def varlen_twin(

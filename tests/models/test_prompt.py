@@ -1,10 +1,10 @@
 import pytest
 from tokenizers import Tokenizer
 
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.models import backbone
 from scalingnote.models.config import PAPER_PROMPT
-from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt, Row, SpecialTokens
+from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt, SpecialTokens, TokenRow
 
 ENCODER = SpecialTokens(pad=0, end=5, first=2)
 DECODER = SpecialTokens(pad=0, end=5, first=None)
@@ -24,9 +24,9 @@ def prompt(tokenizer: Tokenizer, *, causal: bool, max_length: int = 400, **more:
     )
 
 
-def one(made: DocumentPrompt, *fields: str) -> Row:
+def one(made: DocumentPrompt, *fields: str) -> TokenRow:
     (row,) = made.rows(*([field] for field in fields))
-    assert isinstance(row, Row)
+    assert isinstance(row, TokenRow)
     return row
 
 
@@ -73,7 +73,7 @@ def test_content_is_cut_first_then_topic_never_the_title(tokenizer: Tokenizer):
 def test_a_title_beyond_the_models_positions_is_an_error_in_its_place(tokenizer: Tokenizer):
     made = prompt(tokenizer, causal=True, max_positions=300)
     good, bad = made.rows(["short", "word " * 400], ["", ""], ["", ""])
-    assert isinstance(good, Row)
+    assert isinstance(good, TokenRow)
     assert isinstance(bad, DataError)
     assert "shorten the title" in str(bad)
 

@@ -9,14 +9,14 @@ from sentence_transformers import SentenceTransformer
 
 import families
 import tiny
-from scalingnote.distillation.config import DistillConfig, DistillLosses
+from scalingnote.core.errors import ArtifactError
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ArtifactError
 from scalingnote.models import dual_encoder, lookup
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.publish import publish
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train.config import TrainConfig
+from scalingnote.train.distillation.config import DistillConfig, DistillLosses
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,11 @@ def test_a_card_says_what_the_manifest_says(trained: Artifact, tmp_path: Path):
         for said in (
             "library_name: sentence-transformers",
             f"# {folder.name.capitalize()} tower, 128 dimensions",
-            "qwen2 from scratch, 1 layers of 32, all weights trained",
-            "contrastive (temperature 0.05, positives and negatives) + 0.5 x margin (0.2)",
+            "  backbone:\n    bos: auto\n    lowercase: false\n    kind: scratch\n    architecture: qwen2",
+            "  temperature: 0.05",
             "1,234 triplets",
             "Clicks: simulated from judged data",
-            "| R@10 | 0.5000 |",
+            "| R@10    | 0.5000 |",
             trained.digest[:16],
         ):
             assert said in card
@@ -80,7 +80,7 @@ def test_an_artifact_without_towers_is_refused(dataset: Artifact, tmp_path: Path
 
 
 def test_a_lookup_has_a_card_too(dataset: Artifact, tmp_path: Path):
-    config = DistillConfig(student=LookupConfig(), losses=DistillLosses(one_hot=0.5, cosine_weight=2))
+    config = DistillConfig(student=LookupConfig(), losses=DistillLosses(one_hot=0.5))
     draft = Draft(f"{dataset.uri}-lookup", kind="student", config=config, parents={"dataset": dataset})
     learnt = families.tokenizer().backend_tokenizer.to_str()
     made = lookup.build(LookupConfig(), dim=16, tokenizer_json=learnt, seed=0)
@@ -91,8 +91,8 @@ def test_a_lookup_has_a_card_too(dataset: Artifact, tmp_path: Path):
         "# Query tower, 16 dimensions",
         "distilled from a teacher query tower",
         f"rows of {made.tokens:,} tokens as float16",
-        "cosine (weight 2) to the teacher's query embeddings + 0.5 x cross entropy of labels",
-        "QueryEncoder.load",
+        "  one_hot: 0.5",
+        "QueryEncoder(PATH)",
     ):
         assert said in card
     assert "sentence-transformers" not in card

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from scalingnote.errors import ArtifactError
+from scalingnote.core.errors import ArtifactError
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.sparse_query import SparseQuery, needs_leading_space
 
@@ -75,7 +75,23 @@ def test_words_split_by_another_version_of_the_analyzer_are_refused(tmp_path: Pa
     assert SparseQuery.load(tmp_path).tokens(["दिन दान दीन"]) == [[1, 0]]
     settings = tmp_path / "sparse_query.json"
     facts = json.loads(settings.read_text())
-    assert facts.pop("analyzer") == 2
+    assert facts.pop("analyzer") == 3
+    assert facts.pop("language") == "none"
+    settings.write_text(json.dumps(facts | {"analyzer": 2}))  # as it was written before words had a language
+    assert SparseQuery.load(tmp_path).tokens(["दिन दान दीन"]) == [[1, 0]]
     settings.write_text(json.dumps(facts))  # as earlier ones were written
     with pytest.raises(ArtifactError, match=r"by version 1 of the analyzer.*build bm25 and index again"):
         SparseQuery.load(tmp_path)
+
+
+def test_words_have_the_language_that_was_saved(tmp_path: Path):
+    tokenizer = Tokenizer(WordLevel({"instal": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    SparseQuery(tokenizer, max_length=2, weighting="counts", analysis="words", language="english").save(
+        tmp_path
+    )
+    saved = SparseQuery.load(tmp_path)
+    assert saved.tokens(["how was it installed: installing", "the"]) == [
+        [0, 0],
+        [],
+    ]  # stop words are no terms
+    assert saved.length("how was it installed: installing") == 2

@@ -4,37 +4,26 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from transformers import (
     AlbertConfig,
     AutoModel,
     BertConfig,
-    CamembertConfig,
-    Data2VecTextConfig,
     DistilBertConfig,
-    ElectraConfig,
-    EsmConfig,
     GPT2Config,
-    IBertConfig,
     LongformerConfig,
-    LukeConfig,
     MPNetConfig,
     PreTrainedConfig,
     RobertaConfig,
-    RobertaPreLayerNormConfig,
-    XLMRobertaConfig,
-    XLMRobertaXLConfig,
-    XmodConfig,
 )
 
 import families
 import tiny
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import attention_arguments, collate
 from scalingnote.models.config import Pretrained, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.dual_encoder import load_tower
-from scalingnote.models.prompt import PLACEHOLDERS, Row
+from scalingnote.models.prompt import PLACEHOLDERS, TokenRow
 from scalingnote.models.tower import Tower
 from scalingnote.train.config import Losses, TrainConfig
 from scalingnote.train.tokens import build_prompt
@@ -54,17 +43,6 @@ def build(tokenizer_json: str, scratch: Scratch, role: str, **more: object) -> T
     return dual_encoder.build_tower(config, role=role, dim=16, tokenizer_json=tokenizer_json, seed=0).eval()
 
 
-@pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
-def test_padding_changes_nothing(tokenizer_json: str, scratch: Scratch):
-    made = build(tokenizer_json, scratch, "document")
-    rows = made.prompt.rows(*DOCUMENTS)
-    together = made(collate(rows, pad=made.pad))
-    assert together.shape == (2, 3, 16)
-    for i, row in enumerate(rows):
-        alone = made(collate([row], pad=made.pad))
-        torch.testing.assert_close(alone[0], together[i], atol=1e-5, rtol=1e-5)
-
-
 def test_a_causal_view_ignores_what_follows_it(tokenizer_json: str):
     made = build(tokenizer_json, tiny.CAUSAL, "document")
     rows = made.prompt.rows(["same title"] * 2, ["one", "two"], ["first content", "another"])
@@ -77,7 +55,7 @@ def test_the_pooled_state_is_the_one_that_predicts_the_placeholder(tokenizer_jso
     made = build(tokenizer_json, tiny.CAUSAL, "document")
     (row,) = made.prompt.rows(["a title"], ["topic"], ["content"])
     emb = made.tokenizer.convert_tokens_to_ids("[EMB]")
-    fed = collate([Row([*row.ids, emb], row.positions)], pad=made.pad)
+    fed = collate([TokenRow([*row.ids, emb], row.positions)], pad=made.pad)
     torch.testing.assert_close(made(fed), made(collate([row], pad=made.pad)), atol=1e-6, rtol=1e-6)
 
 
@@ -98,21 +76,6 @@ def test_both_towers_of_one_seed_start_from_the_same_backbone(tokenizer_json: st
     document = build(tokenizer_json, tiny.CAUSAL, "document")
     for left, right in zip(query.backbone.parameters(), document.backbone.parameters(), strict=True):
         torch.testing.assert_close(left, right, atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
-def test_any_hugging_face_folder_is_a_backbone(tokenizer_json: str, tmp_path: Path, scratch: Scratch):
-    deep = scratch.model_copy(update={"layers": 3})
-    made = backbone.build(deep, tokenizer_json=tokenizer_json, seed=1)
-    made.model.save_pretrained(tmp_path)
-    made.tokenizer.save_pretrained(tmp_path)
-    config = TowerConfig(
-        backbone=Pretrained(path=str(tmp_path), layers=2), max_length=40, prompt=tiny.SHORT_PROMPT
-    )
-    loaded = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
-    assert loaded.causal == (scratch.architecture == "qwen2")
-    assert loaded.backbone.config.num_hidden_layers == 2
-    assert loaded(collate(loaded.prompt.rows(*DOCUMENTS), pad=loaded.pad)).shape == (2, 3, 16)
 
 
 @pytest.mark.parametrize("family", ["qwen2-sliding", "qwen3", "modernbert", "bert"])
@@ -216,13 +179,6 @@ def test_states_as_wide_as_embeddings_start_as_they_are(tmp_path: Path, family: 
             start(role, 16, projection="none")
 
 
-def test_a_projection_of_a_model_from_scratch_stays_random(tokenizer_json: str):
-    config = tiny.query_tower()
-    dim = config.backbone.hidden
-    made = dual_encoder.build_tower(config, role="query", dim=dim, tokenizer_json=tokenizer_json, seed=0)
-    assert (made.projection.weight - torch.eye(dim)).abs().max() > 0.1
-
-
 def test_a_token_wise_tower_starts_its_projection_as_the_document_tower_does(tmp_path: Path):
     folder = families.folder(tmp_path / "base", "qwen2")
     document = families.tower_config(folder, role="document", projection="none")
@@ -257,23 +213,6 @@ def test_a_saved_tokenizer_splits_words_as_in_training(tmp_path: Path):
     assert again.prompt.rows(texts) == made.prompt.rows(texts)
     asserted = again.tokenizer.backend_tokenizer.encode(texts[0], add_special_tokens=False)
     assert asserted.tokens == Tokenizer.from_str(learnt).encode(texts[0]).tokens
-
-
-def test_a_decoder_whose_tokenizer_starts_texts_gets_its_first_token(tmp_path: Path):
-    path = families.folder(tmp_path / "base", "llama")
-    tokenizer = families.tokenizer()
-    tokenizer.bos_token = "[CLS]"
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A", special_tokens=[("[CLS]", tokenizer.cls_token_id)]
-    )
-    tokenizer.save_pretrained(path)
-    config = families.tower_config(path, role="query")
-    made = dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=None, seed=0)
-    made.save(tmp_path / "tower")
-    for one in (made, load_tower(tmp_path / "tower")):
-        (row,) = one.prompt.rows(["words"])
-        assert (row.ids[0], row.ids[-1]) == (tokenizer.cls_token_id, tokenizer.eos_token_id)
-        assert row.positions == [len(row.ids) - 1]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -315,19 +254,9 @@ def test_a_shell_reads_as_the_backbone_it_stands_for(tmp_path: Path):
 # Families by whether positions start behind the pad token, whose id is 1; further settings of their configs.
 COUNTED: dict[Any, tuple[int, dict[str, Any]]] = {
     RobertaConfig: (32, {}),
-    XLMRobertaConfig: (32, {}),
-    CamembertConfig: (32, {}),
     MPNetConfig: (32, {}),
     LongformerConfig: (32, {"attention_window": 8}),
-    EsmConfig: (32, {"position_embedding_type": "absolute", "mask_token_id": 4, "token_dropout": False}),
-    LukeConfig: (32, {"entity_vocab_size": 8}),
-    Data2VecTextConfig: (32, {}),
-    IBertConfig: (32, {}),
-    RobertaPreLayerNormConfig: (32, {}),
-    XLMRobertaXLConfig: (32, {}),
-    XmodConfig: (32, {"default_language": "en_XX", "languages": ["en_XX"]}),
     BertConfig: (34, {}),
-    ElectraConfig: (34, {}),
     DistilBertConfig: (34, {}),
 }
 
@@ -339,7 +268,9 @@ def test_a_row_may_be_as_long_as_its_family_has_positions(kind: Any):
     settings = kind(vocab_size=64, max_position_embeddings=34, pad_token_id=1, **size, **more)
     model = AutoModel.from_config(settings).eval()
     assert backbone.Backbone(model, families.tokenizer(), causal=False).max_positions == longest
-    rows = [Row([5 + token % 50 for token in range(length)], [0]) for length in (longest, longest - 7, 1)]
+    rows = [
+        TokenRow([5 + token % 50 for token in range(length)], [0]) for length in (longest, longest - 7, 1)
+    ]
     batch = collate(rows, pad=1)
     assert batch.mask is not None
     own = model(input_ids=batch.ids, attention_mask=batch.mask).last_hidden_state

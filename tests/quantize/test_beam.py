@@ -18,7 +18,7 @@ def error(sample: np.ndarray, codes: np.ndarray, codebooks: np.ndarray) -> np.nd
 
 @pytest.mark.parametrize("codes", [16, 11])  # faiss counts in bits, we do not
 def test_a_beam_leaves_less_over_and_both_searches_find_the_same(sample: np.ndarray, codes: int) -> None:
-    codebooks = kmeans.fit(sample, levels=4, codes=codes, iterations=5, seed=0)
+    codebooks = kmeans.fit(sample, levels=4, codes=codes, seed=0)
     fresh = vectors(300, 16, seed=4)
     energies = [error(fresh, kmeans.encode_nearest(fresh, codebooks), codebooks).mean()]
     for width in (2, 8):
@@ -34,7 +34,7 @@ def test_a_beam_leaves_less_over_and_both_searches_find_the_same(sample: np.ndar
 
 
 def test_a_beam_of_all_tuples_finds_the_best_one(sample: np.ndarray) -> None:
-    codebooks = kmeans.fit(sample, levels=3, codes=5, iterations=3, seed=0)
+    codebooks = kmeans.fit(sample, levels=3, codes=5, seed=0)
     everything = np.array(list(product(range(5), repeat=3)))
     decoded = kmeans.decode(everything, codebooks).astype(np.float64)
     least = np.square(sample[:100, None] - decoded).sum(axis=2).min(axis=1)
@@ -44,7 +44,7 @@ def test_a_beam_of_all_tuples_finds_the_best_one(sample: np.ndarray) -> None:
 
 
 def test_a_beam_of_one_is_greedy(sample: np.ndarray) -> None:
-    codebooks = kmeans.fit(sample, levels=3, codes=16, iterations=3, seed=0)
+    codebooks = kmeans.fit(sample, levels=3, codes=16, seed=0)
     greedy = kmeans.encode_nearest(sample, codebooks)
     np.testing.assert_array_equal(kmeans.encode_by_residuals(sample, codebooks, beam=1), greedy)
     assert (kmeans.encode_by_table(sample, codebooks, beam=1) == greedy).mean() > 0.999  # it rounds otherwise
@@ -53,7 +53,7 @@ def test_a_beam_of_one_is_greedy(sample: np.ndarray) -> None:
 def test_large_codebooks_are_searched_without_a_table(
     sample: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codebooks = kmeans.fit(sample, levels=2, codes=16, iterations=3, seed=0)
+    codebooks = kmeans.fit(sample, levels=2, codes=16, seed=0)
     by_table = kmeans.encode(sample, codebooks, beam=4)
     monkeypatch.setattr(kmeans, "_TABLE_BYTES", 0)
     monkeypatch.delattr(kmeans, "encode_by_table")

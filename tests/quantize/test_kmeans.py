@@ -4,7 +4,7 @@ import faiss
 import numpy as np
 import pytest
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.quantize import kmeans
 from synthetic_corpus import vectors
 
@@ -18,7 +18,7 @@ def sample() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def codebooks(sample: np.ndarray) -> np.ndarray:
-    return kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=0)
+    return kmeans.fit(sample, levels=LEVELS, codes=CODES, seed=0)
 
 
 def test_the_error_of_the_decoded_vector_falls_with_each_level(
@@ -59,9 +59,9 @@ def test_decode_is_the_sum_of_centroids(codebooks: np.ndarray) -> None:
 def test_fit_and_encode_are_deterministic_whatever_the_batch(
     sample: np.ndarray, codebooks: np.ndarray
 ) -> None:
-    again = kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=0)
+    again = kmeans.fit(sample, levels=LEVELS, codes=CODES, seed=0)
     assert again.tobytes() == codebooks.tobytes()
-    other = kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=1)
+    other = kmeans.fit(sample, levels=LEVELS, codes=CODES, seed=1)
     assert other.tobytes() != codebooks.tobytes()
     whole = kmeans.encode_nearest(sample, codebooks)
     halves = [kmeans.encode_nearest(half, codebooks) for half in (sample[:700], sample[700:])]
@@ -74,10 +74,10 @@ def test_no_vectors_have_no_codes(codebooks: np.ndarray) -> None:
 
 def test_a_sample_smaller_than_a_codebook_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"quantize.codes=16 .* found 15: set quantize.codes=3"):
-        kmeans.fit(vectors(15, 8), levels=1, codes=16, iterations=2, seed=0)
+        kmeans.fit(vectors(15, 8), levels=1, codes=16, seed=0)
 
 
-@pytest.mark.parametrize("rows", [700, kmeans.BLOCK, 2 * kmeans.BLOCK + 1])
+@pytest.mark.parametrize("rows", [700, kmeans.VECTORS_PER_BLOCK, 2 * kmeans.VECTORS_PER_BLOCK + 1])
 def test_blocks_do_not_show(codebooks: np.ndarray, rows: int) -> None:
     many = vectors(rows, 24, seed=5)
     codes = kmeans.encode_nearest(many, codebooks)
@@ -102,7 +102,7 @@ def test_a_level_is_clustered_on_every_gpu_there_is(
 
     monkeypatch.setattr(faiss, "Kmeans", Kmeans)
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: gpus)
-    kmeans.cluster(sample, codes=4, iterations=1, seed=0)
+    kmeans.cluster(sample, codes=4, seed=0)
     assert asked == [gpus]
 
 

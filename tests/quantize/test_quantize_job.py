@@ -8,19 +8,17 @@ import pytest
 from safetensors.numpy import load
 
 from in_process import without_ray
-from scalingnote.config import Resources
-from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.quantize import job, kmeans, naming
+from scalingnote.core.config import Resources
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.quantize import job, kmeans, naming, semantic_id
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.kmeans import draw, shares
 from scalingnote.quantize.semantic_id import SemanticIds
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from synthetic_corpus import dataset, embeddings, suffixes, vectors
+from synthetic_corpus import dataset, embeddings, vectors
 
 SIZES = [300, 250, 50]
-CONFIG = QuantizeConfig(
-    levels=2, codes=16, sample_documents=400, iterations=5, resources=Resources(workers=1)
-)
+CONFIG = QuantizeConfig(levels=2, codes=16, sample_documents=400, resources=Resources(workers=1))
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +46,18 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sample_is_the_same_whatever_a_task_draws_of_it(
-    here: None, source: Artifact, monkeypatch: pytest.MonkeyPatch
+    here: None, source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawn() -> list[np.ndarray]:
-        return [task.value for task in job.sample(source, documents=90, seed=0)]
+    def drawn(name: str, rows: int, documents: int = 90) -> tuple[int, list[list[float]]]:
+        monkeypatch.setattr(job, "ROWS_PER_SLICE", rows)
+        folder = f"{tmp_path}/{name}"
+        files = job.store_sample(source, documents=documents, seed=0, folder=folder, section="quantize")
+        return files, job.read_sample(folder, files).tolist()
 
-    one_by_one = drawn()
-    monkeypatch.setattr(job, "SAMPLE_TASKS", 2)
-    together = drawn()
-    assert (len(one_by_one), len(together)) == (3, 2)
-    assert np.concatenate(one_by_one).tolist() == np.concatenate(together).tolist()
-    assert job.sample(source, documents=0, seed=0) == []
+    one_by_one, together = drawn("parts", 1), drawn("all", 1000)
+    assert (one_by_one[0], together[0]) == (3, 1)
+    assert one_by_one[1] == together[1]
+    assert len(together[1]) == 90
 
 
 def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact, matrix: np.ndarray) -> None:
@@ -68,10 +67,10 @@ def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact,
     assert table["codes"].to_pylist() == kmeans.encode_nearest(matrix, codebooks).tolist()
     assert len(set(table["semantic_id"].to_pylist())) == sum(SIZES)
     codes = np.array(table["codes"].to_pylist())
-    assert table["suffix"].to_pylist() == suffixes(codes).tolist()
+    assert table["suffix"].to_pylist() == semantic_id.suffixes(table["doc_id"]).tolist()
     statistics = json.loads(Path(ids.file("statistics.json")).read_text())
     assert statistics["documents"] == sum(SIZES)
-    assert statistics["collisions"] == sum(suffix > 0 for suffix in table["suffix"].to_pylist()) > 0
+    assert statistics["collisions"] == sum(SIZES) - len({tuple(row) for row in codes.tolist()}) > 0
     assert [ids.manifest.parts[name].rows for name in ids.names("codes/")] == SIZES
 
 
@@ -91,7 +90,7 @@ def test_a_killed_run_keeps_its_coded_parts(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(naming, "name", die)
+        patch.setattr(naming, "sort", die)
         with pytest.raises(KeyboardInterrupt):
             job.run(CONFIG, embeddings=source.uri, output=output)
     coded = sorted(Path(output, "_work", "codes").iterdir())
@@ -101,28 +100,27 @@ def test_a_killed_run_keeps_its_coded_parts(
     before = [coded[0].stat().st_mtime_ns, coded[2].stat().st_mtime_ns]
     times = []
 
-    def name(*arguments: Any, **knobs: Any) -> naming.NamedCorpus:
+    def sort(*arguments: Any, **knobs: Any) -> naming.SortedCorpus:
         times.extend(path.stat().st_mtime_ns for path in coded)
         return original(*arguments, **knobs)
 
-    original = naming.name
-    monkeypatch.setattr(naming, "name", name)
+    original = naming.sort
+    monkeypatch.setattr(naming, "sort", sort)
     assert job.run(CONFIG, embeddings=source.uri, output=output).digest == ids.digest
     assert [times[0], times[2]] == before
     assert not Path(output, "_work").exists()
 
 
-def test_a_sample_beyond_one_worker_is_fitted_by_many_and_a_beam_leaves_less_over(
+def test_codebooks_are_of_the_sample_and_a_beam_leaves_less_over(
     here: None, source: Artifact, matrix: np.ndarray, tmp_path: Path
 ) -> None:
-    config = CONFIG.model_copy(update={"documents_per_worker": 150, "refinements": 3, "beam": 8})
-    made = job.run(config, embeddings=source.uri, output=f"{tmp_path}/ids")
-    rows = []
+    made = job.run(CONFIG.model_copy(update={"beam": 8}), embeddings=source.uri, output=f"{tmp_path}/ids")
     takes = shares(SIZES, size=400, seed=0)
-    for n, (vectors_of, take) in enumerate(zip(np.split(matrix, [300, 550]), takes, strict=True)):
-        sampled = vectors_of[draw(len(vectors_of), take=take, seed=0, part=n)]
-        rows.append(kmeans.store(sampled, folder=f"{tmp_path}/twin", file=n))
-    twin = kmeans.fit_files(config, rows, folder=f"{tmp_path}/twin", each=map)
+    sampled = [
+        part[draw(len(part), take=take, seed=0, part=n)]
+        for n, (part, take) in enumerate(zip(np.split(matrix, [300, 550]), takes, strict=True))
+    ]
+    twin = kmeans.fit(np.concatenate(sampled), levels=CONFIG.levels, codes=CONFIG.codes, seed=0)
     codebooks = load(Path(made.file("codebooks.safetensors")).read_bytes())["codebooks"]
     assert codebooks.tobytes() == twin.tobytes()
     codes = np.array(made.table("codes")["codes"].to_pylist())

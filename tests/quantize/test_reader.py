@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import save
 
-from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.quantize import kmeans, naming, semantic_id
 from scalingnote.quantize.semantic_id import SemanticIds
 from scalingnote.storage.artifact import Draft, write_table
@@ -26,7 +26,7 @@ def rows() -> list[tuple[tuple[int, ...], int, str]]:
 @pytest.fixture(scope="module")
 def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
     matrix = vectors(sum(SIZES), DIM)
-    codebooks = kmeans.fit(matrix[:400], levels=LEVELS, codes=SIZE, iterations=4, seed=0)
+    codebooks = kmeans.fit(matrix[:400], levels=LEVELS, codes=SIZE, seed=0)
     codes = kmeans.encode_nearest(matrix, codebooks)
     draft = Draft(f"{tmp_path_factory.mktemp('reader')}", kind="semantic_ids", config=Settings(), parents={})
     parts = [f"codes/part-{i:05d}.parquet" for i in range(len(SIZES))]
@@ -37,14 +37,14 @@ def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(naming, "ROWS", 120)  # several files
         where = naming.CodedCorpus(draft.uri, draft.work(), LEVELS, SIZE)
-        named = naming.name(where, parts, SIZES, each=map)
-    draft.write_json(semantic_id.BY_CODE_SUMMARY, named.ranges)
+        found = naming.sort(where, parts, SIZES, each=map)
+    draft.write_json(semantic_id.BY_CODE_SUMMARY, found.ranges)
     draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))
     artifact = draft.commit(counts={})
     assert len(artifact.names("by_code/")) > 3
-    table = artifact.table("codes")
-    columns = [table[name].to_pylist() for name in ("codes", "suffix", "doc_id")]
-    rows += sorted((tuple(code), suffix, doc_id) for code, suffix, doc_id in zip(*columns, strict=True))
+    doc_ids = [f"d{i}" for i in range(sum(SIZES))]
+    suffixes = semantic_id.suffixes(pa.array(doc_ids)).tolist()
+    rows += sorted(zip(map(tuple, codes.tolist()), suffixes, doc_ids, strict=True))
     return SemanticIds.open(artifact.uri)
 
 

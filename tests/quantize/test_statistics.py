@@ -3,20 +3,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.quantize import naming, semantic_id
-from scalingnote.quantize.naming import CodeTally, PrefixCounts
+from scalingnote.quantize import code_statistics, semantic_id
+from scalingnote.quantize.code_statistics import CodeTally, PrefixCounts
 
 
-def report(codes: np.ndarray, energy: np.ndarray, *, size: int, collisions: int = 0) -> dict:
-    return naming.report(
-        CodeTally.of(codes, energy, size=size), PrefixCounts.of(codes), collisions=collisions
-    )
+def report(codes: np.ndarray, energy: np.ndarray, *, size: int) -> dict:
+    return code_statistics.report(CodeTally.of(codes, energy, size=size), PrefixCounts.of(codes))
 
 
 def test_statistics_of_a_corpus_counted_by_hand() -> None:
     codes = np.array([[0, 0], [0, 1], [1, 1], [1, 1]], np.uint16)
     energy = np.array([[1.0, 0.25], [0.5, 0.25], [0.25, 0.5], [0.25, 0.0]], np.float32)
-    found = report(codes, energy, size=4, collisions=1)
+    found = report(codes, energy, size=4)
     assert (found["documents"], found["distinct_codes"], found["collisions"]) == (4, 3, 1)
     assert (found["uniqueness"], found["largest_collision"]) == (0.5, 2)
     assert [level["usage"] for level in found["levels"]] == [0.5, 0.5]
@@ -39,9 +37,9 @@ def test_ranges_add_up_to_the_whole(documents: int, levels: int, ranges: int, se
     tally = CodeTally(0, np.zeros(levels), np.zeros((levels, 4), np.int64))
     for piece in pieces:
         tally += CodeTally.of(codes[piece], energy[piece], size=4)
-    tally = naming.load_tally(naming.dump_tally(tally))
+    tally = code_statistics.load_tally(code_statistics.dump_tally(tally))
     spread = PrefixCounts.merged(PrefixCounts.of(codes[piece]) for piece in pieces)
-    found = naming.report(tally, spread, collisions=0)
+    found = code_statistics.report(tally, spread)
     whole = report(codes, energy, size=4)
     for level, expected in zip(found.pop("levels"), whole.pop("levels"), strict=True):
         assert level == pytest.approx(expected)
@@ -57,25 +55,25 @@ def test_drift_of_documents_like_the_fitted_and_unlike_them() -> None:
     fitted, alike = (
         CodeTally.of(codes[half], energy[half], size=8) for half in (slice(2000), slice(2000, 4000))
     )
-    found = naming.drift(alike, fitted, refit_above=1.1)
+    found = code_statistics.drift(alike, fitted, refit_above=1.1)
     assert (found["documents"], found["refit"]) == (2000, False)
     for level in found["levels"]:
         assert level["residual_energy_ratio"] == pytest.approx(1, abs=0.05)
         assert level["usage_divergence_bits"] < 0.01
     # A third of the codes, and a fifth more left over after the last level.
     unlike = CodeTally.of(codes[:500] // 3, energy[:500] * [1, 1, 1.2], size=8)
-    found = naming.drift(unlike, fitted, refit_above=1.1)
+    found = code_statistics.drift(unlike, fitted, refit_above=1.1)
     assert found["refit"]
     assert found["levels"][2]["residual_energy_ratio"] == pytest.approx(1.2, abs=0.05)
     assert found["levels"][0]["usage_divergence_bits"] > 0.3
-    assert not naming.drift(unlike, fitted, refit_above=1.3)["refit"]
+    assert not code_statistics.drift(unlike, fitted, refit_above=1.3)["refit"]
     few = CodeTally.of(codes[:50], 2 * energy[:50], size=8)
-    assert not naming.drift(few, fitted, refit_above=1.1)["refit"]  # too few to tell
+    assert not code_statistics.drift(few, fitted, refit_above=1.1)["refit"]  # too few to tell
     apart = CodeTally(1, np.ones(1), np.array([[1, 0]])), CodeTally(1, np.ones(1), np.array([[0, 5]]))
-    assert naming.drift(*apart, refit_above=2.0)["levels"][0]["usage_divergence_bits"] == 1
-    assert not naming.drift(unlike, few, refit_above=0.5)["refit"]
+    assert code_statistics.drift(*apart, refit_above=2.0)["levels"][0]["usage_divergence_bits"] == 1
+    assert not code_statistics.drift(unlike, few, refit_above=0.5)["refit"]
     nothing = CodeTally(0, np.zeros(1), np.zeros((1, 2), np.int64))
-    assert naming.drift(nothing, apart[1], refit_above=2.0) == {
+    assert code_statistics.drift(nothing, apart[1], refit_above=2.0) == {
         "documents": 0,
         "levels": [],
         "refit": False,

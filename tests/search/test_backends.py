@@ -11,17 +11,18 @@ import pyarrow as pa
 import pytest
 
 from in_process import without_ray
-from scalingnote.config import Config
-from scalingnote.errors import ConfigError, DatabaseError, SearchError
+from scalingnote.core.config import Config
+from scalingnote.core.errors import ConfigError, DatabaseError, SearchError
 from scalingnote.export import databases, vectors
-from scalingnote.hybrid import Joining
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
+from scalingnote.index.hybrid import Joining
+from scalingnote.index.shard import DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.collection import MOST_EF, _expression
 from scalingnote.search.config import SearchConfig
-from scalingnote.search.searcher import Searcher, rank, with_documents
+from scalingnote.search.searcher import Candidates, Results, Searcher, rank, with_documents
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 from synthetic_corpus import queries, semantic_ids
@@ -29,7 +30,7 @@ from synthetic_corpus import vectors as clustered
 
 CLIENTS = {"qdrant": "qdrant_client", "milvus": "pymilvus"}
 ENGINES = ("own", *CLIENTS)
-PARTS, DIM, TERMS, ASKED = (110, 130), 16, 60, 12
+PARTS, DIM, TERMS, QUERIES = (110, 130), 16, 60, 12
 ROWS = sum(PARTS)
 FILTERS = ("topic", "price", "rating", "in stock", "größe")
 COLLECTION = "documents"
@@ -39,7 +40,6 @@ EXACT = IndexConfig(
     family=FastScan(refine="flat"),
     nlist=4,
     nprobe=4,
-    iterations=2,
     train_documents=200,
     refine_factor=100,
     filters=FILTERS,
@@ -59,12 +59,12 @@ class Corpus:
     dense: np.ndarray  # [documents, DIM]
     sparse: np.ndarray  # [documents, TERMS]
     columns: dict[str, list[Any]]
-    asked: np.ndarray  # [queries, DIM]
+    probes: np.ndarray  # [queries, DIM]
     weights: np.ndarray  # [queries, TERMS], the last query has none
     artifacts: dict[str, Artifact]
     index: str
 
-    def terms(self, chosen: Sequence[int] = range(ASKED)) -> SparseRows:
+    def terms(self, chosen: Sequence[int] = range(QUERIES)) -> SparseRows:
         rows = self.weights[[*chosen]]
         at = rows.nonzero()
         offsets = np.concatenate([[0], np.cumsum((rows != 0).sum(1))])
@@ -96,7 +96,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     chance = rng.random((ROWS, TERMS)) < 0.1
     sparse = np.where(chance, rng.uniform(0.1, 3, (ROWS, TERMS)), 0).astype(np.float16)
     sparse[::20] = 0  # documents without terms
-    weights = np.where(rng.random((ASKED, TERMS)) < 0.08, rng.uniform(0.5, 2, (ASKED, TERMS)), 0)
+    weights = np.where(rng.random((QUERIES, TERMS)) < 0.08, rng.uniform(0.5, 2, (QUERIES, TERMS)), 0)
     weights[-1] = 0
     types = [pa.string(), pa.int64(), pa.float64(), pa.bool_(), pa.string()]
     dataset = Draft(f"{root}/dataset", kind="dataset", config=Config(), parents={})
@@ -130,16 +130,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
         index = job.run(EXACT, **{name: each.uri for name, each in artifacts.items()}, output=f"{root}/index")
-    asked = queries(dense, ASKED)
+    probes = queries(dense, QUERIES)
     return Corpus(
-        dense, sparse.astype(np.float32), columns_of(range(ROWS)), asked, weights, artifacts, index.uri
+        dense, sparse.astype(np.float32), columns_of(range(ROWS)), probes, weights, artifacts, index.uri
     )
 
 
 def loaded(backend: str, corpus: Corpus, folder: Path, *, columns: Sequence[str] = FILTERS) -> SearchConfig:
     """A database with the documents of the corpus."""
     url = str(folder / ("qdrant" if backend == "qdrant" else "milvus.db"))
-    source = vectors.Source(corpus.artifacts["embeddings"], corpus.artifacts["dataset"], None, tuple(columns))
+    source = vectors.ExportSource(
+        corpus.artifacts["embeddings"], corpus.artifacts["dataset"], None, tuple(columns)
+    )
     made = databases.connect(backend, url, COLLECTION)
     vectors.export(source, made, checkpoint=str(folder / "checkpoint.json"))
     made._client.close()
@@ -165,17 +167,21 @@ def engine(
 
 
 def search(
-    engine: SearchBackend, asked: np.ndarray, terms: SparseRows | None = None, **how: Any
+    engine: SearchBackend, probes: np.ndarray, terms: SparseRows | None = None, **how: Any
 ) -> list[Found]:
     """The answers of a service: ranked candidates with their documents."""
     joining = how.setdefault("joining", Joining())
     store, answers = engine.store, []
-    for found in engine.find(asked, terms, **how):
-        best = rank([found], k=how["k"], joining=joining, layout=engine.layout)
+    for found in engine.find(probes, terms, **how):
+        best = rank(found, k=how["k"], joining=joining, layout=engine.layout)
         hits = with_documents(best, store).hits()
         assert all(hit.document["title"].startswith("Title ") for hit in hits)
         answers.append([(hit.doc_id, hit.score) for hit in hits])
     return answers
+
+
+def documents_of(found: Candidates, store: DocumentStore) -> Sequence[Any]:
+    return with_documents(Results(found, found.dense.tolist()), store).best.documents
 
 
 def ids(answers: list[Found]) -> list[list[str]]:
@@ -183,41 +189,39 @@ def ids(answers: list[Found]) -> list[list[str]]:
 
 
 def test_the_nearest_are_those_of_brute_force(engine: SearchBackend, corpus: Corpus) -> None:
-    found = search(engine, 3 * corpus.asked, k=10)  # a query's length does not matter
-    best = corpus.best(corpus.asked @ corpus.dense.T, 10)
+    found = search(engine, 3 * corpus.probes, k=10)  # a query's length does not matter
+    best = corpus.best(corpus.probes @ corpus.dense.T, 10)
     assert ids(found) == ids(best)
     np.testing.assert_allclose(
         [[s for _, s in f] for f in found], [[s for _, s in b] for b in best], atol=1e-5
     )
 
 
-def test_embeddings_and_terms_together_are_joined_as_the_own_index_joins_them(
-    engine: SearchBackend, corpus: Corpus
-) -> None:
+def test_hybrid_scores_are_those_of_the_own_index(engine: SearchBackend, corpus: Corpus) -> None:
     own = Searcher.open(corpus.index)
     for joining in (Joining(dense_weight=0.3, candidates=40), Joining(kind="reciprocal_rank", candidates=40)):
         found, expected = (
-            search(each, corpus.asked, corpus.terms(), k=10, joining=joining) for each in (engine, own)
+            search(each, corpus.probes, corpus.terms(), k=10, joining=joining) for each in (engine, own)
         )
         shared = [len({*a} & {*b}) / 10 for a, b in zip(ids(found), ids(expected), strict=True)]
         assert np.mean(shared) >= 0.99
         scores = ([[score for _, score in answer] for answer in answers] for answers in (found, expected))
         np.testing.assert_allclose(*scores, atol=1e-3)
-    (candidates,) = engine.find(corpus.asked[:1], corpus.terms([0]), k=10)
+    (candidates,) = engine.find(corpus.probes[:1], corpus.terms([0]), k=10)
     assert candidates.sparse is not None
     rows = {doc_id(row): row for row in range(ROWS)}
     store = Searcher.open(corpus.index).store
     for hit, dense, sparse in zip(
-        with_documents(candidates, store).documents, candidates.dense, candidates.sparse, strict=True
+        documents_of(candidates, store), candidates.dense, candidates.sparse, strict=True
     ):
         row = rows[hit["doc_id"]]
-        assert dense == pytest.approx(corpus.dense[row] @ corpus.asked[0], abs=1e-5)
+        assert dense == pytest.approx(corpus.dense[row] @ corpus.probes[0], abs=1e-5)
         assert sparse == pytest.approx(corpus.sparse[row] @ corpus.weights[0], abs=1e-3)
 
 
 def test_a_query_without_terms_is_ranked_by_its_embedding(engine: SearchBackend, corpus: Corpus) -> None:
-    found = search(engine, corpus.asked, corpus.terms(), k=10)
-    assert ids(found)[-1] == ids(corpus.best(corpus.asked[-1:] @ corpus.dense.T, 10))[0]
+    found = search(engine, corpus.probes, corpus.terms(), k=10)
+    assert ids(found)[-1] == ids(corpus.best(corpus.probes[-1:] @ corpus.dense.T, 10))[0]
 
 
 @pytest.mark.parametrize(
@@ -249,27 +253,27 @@ def test_a_filter_finds_only_what_it_describes(
 ) -> None:
     rows = [{name: values[row] for name, values in corpus.columns.items()} for row in range(ROWS)]
     keep = np.array([bool(matches(row)) for row in rows])
-    best = corpus.best(corpus.asked @ corpus.dense.T, 10, keep=keep)
-    assert ids(search(engine, corpus.asked, k=10, where=where)) == ids(best)
-    joined = search(engine, corpus.asked, corpus.terms(), k=ROWS, where=where)
+    best = corpus.best(corpus.probes @ corpus.dense.T, 10, keep=keep)
+    assert ids(search(engine, corpus.probes, k=10, where=where)) == ids(best)
+    joined = search(engine, corpus.probes, corpus.terms(), k=ROWS, where=where)
     assert all({*found} == {doc_id(row) for row in np.flatnonzero(keep)} for found in ids(joined))
 
 
 def test_k_beyond_the_documents_gives_all_of_them(engine: SearchBackend, corpus: Corpus) -> None:
-    found = search(engine, corpus.asked[:3], k=1000)
+    found = search(engine, corpus.probes[:3], k=1000)
     assert all(sorted(answer) == sorted(map(doc_id, range(ROWS))) for answer in ids(found))
     assert all(answer == sorted(answer, key=lambda each: -each[1]) for answer in found)
 
 
 def test_a_batch_and_its_queries_one_by_one_find_the_same(engine: SearchBackend, corpus: Corpus) -> None:
     for terms in (None, corpus.terms()):
-        batch = search(engine, corpus.asked, terms, k=7)
+        batch = search(engine, corpus.probes, terms, k=7)
         for query, found in enumerate(batch):
             own = None if terms is None else corpus.terms([query])
-            (alone,) = search(engine, corpus.asked[query : query + 1], own, k=7)
-            assert [name for name, _ in alone] == [name for name, _ in found]
-            assert [score for _, score in alone] == pytest.approx([score for _, score in found], abs=1e-5)
-    assert engine.find(corpus.asked[:0], k=5) == []
+            (single,) = search(engine, corpus.probes[query : query + 1], own, k=7)
+            assert [name for name, _ in single] == [name for name, _ in found]
+            assert [score for _, score in single] == pytest.approx([score for _, score in found], abs=1e-5)
+    assert engine.find(corpus.probes[:0], k=5) == []
 
 
 def test_a_document_and_its_vector_are_found_by_any_id(engine: SearchBackend, corpus: Corpus) -> None:
@@ -286,9 +290,9 @@ def test_a_document_and_its_vector_are_found_by_any_id(engine: SearchBackend, co
 def test_columns_of_candidates_are_read_without_their_documents(
     engine: SearchBackend, corpus: Corpus
 ) -> None:
-    (found,) = engine.find(corpus.asked[:1], k=4)
+    (found,) = engine.find(corpus.probes[:1], k=4)
     shown = engine.columns(found.ids.tolist())
-    documents = with_documents(found, engine.store).documents
+    documents = documents_of(found, engine.store)
     assert len(documents) == len(shown) == 4
     for candidate, document in zip(found.ids.tolist(), documents, strict=True):
         for name in ("doc_id", "topic", "price"):
@@ -319,7 +323,7 @@ def test_a_search_that_cannot_be_done_is_refused_alike(
     # Below the type checker of the tests, as a caller without one would.
     find = partial(getattr(type(engine).find, "__wrapped__", type(engine).find), engine)
     with pytest.raises(SearchError, match=message):
-        find(**{"queries": corpus.asked, "k": 5} | change)
+        find(**{"queries": corpus.probes, "k": 5} | change)
 
 
 # --- databases ------------------------------------------------------------------------------------------
@@ -335,7 +339,7 @@ def test_what_was_deleted_in_the_database_is_found_no_more(
     search_config: SearchConfig, corpus: Corpus
 ) -> None:
     searcher = opened(corpus, search_config)
-    before = ids(search(searcher, corpus.asked, k=10))
+    before = ids(search(searcher, corpus.probes, k=10))
     gone = {name for answer in before for name in answer[:3]}
     client = searcher._collection._client
     if search_config.backend == "qdrant":
@@ -343,8 +347,8 @@ def test_what_was_deleted_in_the_database_is_found_no_more(
     else:
         client.delete(COLLECTION, filter=_expression("doc_id", [*gone]))  # its own by ids does not escape
     keep = np.array([doc_id(row) not in gone for row in range(ROWS)])
-    best = corpus.best(corpus.asked @ corpus.dense.T, 10, keep=keep)
-    assert ids(search(searcher, corpus.asked, k=10)) == ids(best)
+    best = corpus.best(corpus.probes @ corpus.dense.T, 10, keep=keep)
+    assert ids(search(searcher, corpus.probes, k=10)) == ids(best)
     assert searcher.vector(min(gone)) is None
     searcher.close()
     with pytest.raises(
@@ -361,9 +365,12 @@ def test_a_document_that_only_the_database_has_is_left_out(
     made = object.__new__(writer)
     made.__dict__.update(searcher._collection.__dict__)
     table = pa.table({"terms": [[1]], "impacts": [[1.0]]})
-    made.write(vectors.Rows(0, ["new"], corpus.asked[:1], table, pa.table({"topic": ["new"]})), known=True)
-    expected = ids(corpus.best(corpus.asked[:1] @ corpus.dense.T, 9))
-    assert ids(search(searcher, corpus.asked[:1], k=10)) == expected  # it takes one of the ten places
+    made.write(
+        vectors.ExportRows(0, ["new"], corpus.probes[:1], table, pa.table({"topic": ["new"]})),
+        known=True,
+    )
+    expected = ids(corpus.best(corpus.probes[:1] @ corpus.dense.T, 9))
+    assert ids(search(searcher, corpus.probes[:1], k=10)) == expected  # it takes one of the ten places
     assert searcher.vector("new") is None
     searcher.close()
 
@@ -379,8 +386,8 @@ def test_a_database_that_fails_is_no_fault_of_the_query(
     for name in ("query_batch_points", "search", "retrieve", "get", "count", "query"):
         monkeypatch.setattr(searcher._collection._client, name, fail, raising=False)
     for call in (
-        lambda: searcher.find(corpus.asked, k=3),
-        lambda: searcher.find(corpus.asked, corpus.terms(), k=3),
+        lambda: searcher.find(corpus.probes, k=3),
+        lambda: searcher.find(corpus.probes, corpus.terms(), k=3),
         lambda: searcher.vector(doc_id(0)),
         searcher.answers,
     ):
@@ -404,34 +411,16 @@ def test_a_collection_of_other_documents_is_refused_at_the_start(
         opened(corpus, other)
     for name, dim, message in (("other", 8, "has 8 dimensions and no terms, the index 16 and terms"),):
         made = databases.connect(backend, str(search.url), name)
-        made.open(vectors.Layout(dim, False, pa.schema([])))
+        made.open(vectors.ExportLayout(dim, False, pa.schema([])))
         made._client.close()
         with pytest.raises(ConfigError, match=message):
             opened(corpus, other)
     made = databases.connect(backend, str(search.url), "moved")
-    made.open(vectors.Layout(DIM, True, pa.schema([])))
-    source = vectors.Source(corpus.artifacts["embeddings"], corpus.artifacts["dataset"], None, FILTERS)
+    made.open(vectors.ExportLayout(DIM, True, pa.schema([])))
+    source = vectors.ExportSource(corpus.artifacts["embeddings"], corpus.artifacts["dataset"], None, FILTERS)
     for rows in source.batches(start=0, stop=ROWS, size=ROWS):
-        moved = vectors.Rows(rows.first, rows.ids, -rows.dense, rows.sparse, rows.payload)
+        moved = vectors.ExportRows(rows.first, rows.ids, -rows.dense, rows.sparse, rows.payload)
         made.write(moved, known=False)
     made._client.close()
     with pytest.raises(ConfigError, match=r"has another vector of .* than the index"):
         opened(corpus, search.model_copy(update={"collection": "moved"}))
-
-
-def test_a_name_of_a_collection_may_hold_the_version() -> None:
-    search = SearchConfig(backend="milvus", url="http://db:19530", collection="docs_{version}")
-    assert (search.collection_of("3f0c"), search.is_local) == ("docs_3f0c", False)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"backend": "qdrant"}, "backend qdrant needs a url"),
-        ({"url": "http://localhost:6333"}, "set backend to qdrant or milvus"),
-        ({"ef": 64}, "set backend to qdrant or milvus"),
-    ],
-)
-def test_settings_at_odds_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SearchConfig(**values)

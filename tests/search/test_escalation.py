@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from scalingnote.errors import ConfigError
-from scalingnote.search.query_path import doubt, threshold
+from scalingnote.core.errors import ConfigError
+from scalingnote.search.escalation import MIN_QUERIES, DoubtWindow, doubt, threshold
 
 INF = float("inf")
 
@@ -48,3 +48,22 @@ def test_threshold_errors():
     with pytest.raises(ConfigError, match="no held-out queries"):
         threshold(np.empty(0), 0.3)
     assert threshold(np.empty(0), 0.0) == INF
+
+
+def test_the_share_is_of_the_latest_queries():
+    def spread(value: float) -> np.ndarray:
+        return 0.9 - value * np.arange(10, dtype=np.float32)
+
+    rng = np.random.default_rng(0)
+    window = DoubtWindow(share=0.3)
+    first = [window.is_uncertain(spread(value)) for value in rng.random(MIN_QUERIES)]
+    assert not any(first)  # nothing is known of the scores yet
+    for scale in (1.0, 0.01):  # another index, whose scores lie closer together
+        for value in rng.random(1000):
+            window.is_uncertain(spread(scale * value))
+        chosen = [window.is_uncertain(spread(scale * value)) for value in rng.random(2000)]
+        assert np.mean(chosen) == pytest.approx(0.3, abs=0.04)
+    assert [window.is_uncertain(spread(0.01 * value)) for value in (0.0, 1.0)] == [True, False]
+    single = np.ones(1, np.float32)  # one document has no order
+    assert not window.is_uncertain(single)
+    assert not DoubtWindow(share=1.0).is_uncertain(single)

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from live_shards import DIM, NLIST, index, table, term_columns
-from scalingnote.errors import DataError, SearchError
-from scalingnote.hybrid import Joining
-from scalingnote.index import versions
+from scalingnote.core.errors import DataError, SearchError
 from scalingnote.index.config import LiveConfig
-from scalingnote.index.live_index import LiveIndex
+from scalingnote.index.hybrid import Joining
+from scalingnote.index.live import versions
+from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.searcher import LiveSearcher, Searcher
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
 COUNT, VOCABULARY, STRONGEST = 50, 12, 4
-MATRIX, NEW, ASKED = vectors(COUNT, DIM), vectors(300, DIM, seed=7), vectors(3, DIM, seed=9)
+MATRIX, NEW, PROBES = vectors(COUNT, DIM), vectors(300, DIM, seed=7), vectors(3, DIM, seed=9)
 Document = tuple[np.ndarray, dict[int, float]]
 
 
@@ -71,13 +71,21 @@ def _write(live: LiveIndex, written: dict[str, Document]) -> None:
 
 
 def _agree(live: LiveIndex, truth: dict[str, Document], uri: str) -> None:
-    """What is found is what an index built anew finds."""
-    anew = Searcher.open(_built(uri, truth, shards=1).uri)
+    """Searches, documents, vectors and facets are those of an index built anew."""
+    anew, here = Searcher.open(_built(uri, truth, shards=1).uri), LiveSearcher(live)
+    assert here.facets(most=1000) == anew.facets(most=1000)
+    for name in ("d7", "d49", "n3", "nothing"):
+        vector, expected_vector = here.vector(name), anew.vector(name)
+        assert (here.get(name) is None, vector is None) == (name not in truth, name not in truth)
+        assert vector is None or np.allclose(vector, expected_vector, atol=1e-6)
+    for nprobe in (0, -1):
+        with pytest.raises(SearchError, match=f"nprobe is {nprobe}"):
+            here.search(PROBES, k=3, nprobe=nprobe)
     for joining in JOININGS:
         for where in (None, {"topic": [f"topic 0 of d{i}" for i in range(0, 80, 3)]}):
             knobs = {"k": 9, "joining": joining, "where": where}
-            found = LiveSearcher(live).search(ASKED, TERMS, **knobs)
-            expected = anew.search(ASKED, TERMS, **knobs)
+            found = LiveSearcher(live).search(PROBES, TERMS, **knobs)
+            expected = anew.search(PROBES, TERMS, **knobs)
             for hits, results in zip(found, expected, strict=True):
                 np.testing.assert_allclose([h.score for h in hits], [r.score for r in results], atol=1e-6)
                 if joining.kind == "interpolation":  # sums of ranks hang on how ties were ranked
@@ -99,7 +107,7 @@ def test_any_history_is_searched_like_an_index_built_anew(
     built: Artifact, tmp_path_factory: pytest.TempPathFactory, history: list
 ) -> None:
     folder, truth, drawn = tmp_path_factory.mktemp("live"), dict(BASE), iter(enumerate(NEW))
-    config = LiveConfig(merge_rows=10_000, segment_bytes=4000)
+    config = LiveConfig(merge_rows=10_000)
     live = LiveIndex(folder / "live", built.uri, config=config)
     for kind, numbers in history:
         names = [f"d{number}" for number in dict.fromkeys(numbers)]
@@ -142,10 +150,10 @@ def test_a_version_holds_the_terms_of_what_was_written(built: Artifact, tmp_path
     version = live.compact()
     assert version is not None
     _agree(live, truth, f"{tmp_path}/compacted")
-    terms, asked = Searcher.open(version.uri), Searcher.open(f"{tmp_path}/before")
+    terms, before = Searcher.open(version.uri), Searcher.open(f"{tmp_path}/before")
     joining = Joining(candidates=30)
     for one, other in zip(
-        *(each.search(ASKED, TERMS, k=9, joining=joining) for each in (terms, asked)), strict=True
+        *(each.search(PROBES, TERMS, k=9, joining=joining) for each in (terms, before)), strict=True
     ):
         assert [(r.doc_id, pytest.approx(r.score)) for r in one] == [(r.doc_id, r.score) for r in other]
 
@@ -163,8 +171,8 @@ def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tm
         "impacts",
         pa.array([None, [1.0, 2.0], [1.0, float("nan")], [1.0]], pa.list_(pa.float32())),
     )
-    told = live.upsert(documents, NEW[:4])
-    rejected = sorted((row["row"], row["reason"]) for each in told.values() for row in each.rejected)
+    answers = live.upsert(documents, NEW[:4])
+    rejected = sorted((row["row"], row["reason"]) for each in answers.values() for row in each.rejected)
     assert [name for name, _ in rejected] == ["n1", "n2"]
     assert "has term 3 with impact 2.0: terms must be ascending" in rejected[0][1]
     live.upsert(table(["n9"]), NEW[9:10])
@@ -176,15 +184,15 @@ def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tm
     plain.upsert(documents, NEW[:4])  # further columns are left out
     assert len(plain) == 5
     with pytest.raises(SearchError, match="this index has no terms"):
-        LiveSearcher(plain).search(ASKED, TERMS, k=3)
+        LiveSearcher(plain).search(PROBES, TERMS, k=3)
 
 
-def test_an_exact_search_by_both_misses_nothing_that_few_lists_miss(built: Artifact, tmp_path: Path) -> None:
+def test_an_exact_hybrid_search_misses_nothing(built: Artifact, tmp_path: Path) -> None:
     for searcher in (Searcher.open(built.uri), LiveSearcher(LiveIndex(tmp_path / "live", built.uri))):
 
         def scores(searcher: Searcher | LiveSearcher = searcher, **knobs: Any) -> list[list[float]]:
             # Few of either kind: whom a list hides, terms do not find either.
-            found = searcher.find(ASKED, terms=TERMS, k=5, joining=Joining(candidates=5), **knobs)
+            found = searcher.find(PROBES, terms=TERMS, k=5, joining=Joining(candidates=5), **knobs)
             return [sorted(answer.dense.tolist()) for answer in found]
 
         assert scores(nprobe=1, exact=True) == scores(nprobe=NLIST) != scores(nprobe=1)

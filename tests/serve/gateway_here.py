@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 import httpx
 
+from scalingnote.run.service_config import ServeConfig
 from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts
-from scalingnote.serve.service import ServedArm, Service
-from scalingnote.serve.versions import Catalog, Version, Versions
-from scalingnote.serve.writer import WriteHandles
-from scalingnote.serve_config import ServeConfig
+from scalingnote.serve.service import Service
+from scalingnote.serve.versions import Catalog, Version
 from scalingnote.storage.artifact import Artifact
 
 T = TypeVar("T")
@@ -49,10 +49,8 @@ def service(
     config: ServeConfig,
     *,
     groups: int = 1,
-    writing: WriteHandles | None = None,
     teacher: Any = None,
-    documents: LocalHandle | None = None,
-    reranker: LocalHandle | None = None,
+    **parts: LocalHandle,
 ) -> Service:
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
     encoder = LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student"))))
@@ -61,15 +59,7 @@ def service(
         LocalHandle(IndexSearcher(catalog, shards=shards, search=config.search, timeout_s=config.deadline_s))
         for shards in held
     ]
+    if teacher is not None:
+        parts["teacher"] = LocalHandle(teacher)
     arms = [ServedArm("default", encoder, "torch", False)]
-    asked = None if teacher is None else LocalHandle(teacher)
-    return Service(
-        arms,
-        searchers,
-        Versions(catalog, searchers),
-        config,
-        writing=writing,
-        teacher=asked,
-        documents=documents,
-        reranker=reranker,
-    )
+    return Service(Deployed(arms, catalog, searchers, **parts), config)

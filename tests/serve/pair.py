@@ -25,7 +25,6 @@ def built(folder: Path, *, corpus_seed: int = 0, shards: int = 2) -> Artifact:
         nlist=4,
         nprobe=4,
         refine_factor=100,
-        iterations=2,
         filters=("topic",),
     )
     return run_without_ray(job.run, config, **corpus.uris, output=f"{folder}/index")

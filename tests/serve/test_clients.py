@@ -18,15 +18,15 @@ from numpy import ndarray
 from pair import DIM
 
 import tiny
+from scalingnote.core.errors import SearchError
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import SearchError
 from scalingnote.models import dual_encoder
 from scalingnote.models.backbone import train_tokenizer
+from scalingnote.run.service_config import ServeConfig
 from scalingnote.serve import api
 from scalingnote.serve.access import Admission
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.towers import DocumentTower, document_encoder
-from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.artifact import Artifact, Draft
 
 # Looked for, not imported: both test processes collect this file, one of them runs it.
@@ -174,12 +174,12 @@ def test_haystack_keeps_the_sides_apart(url, sides):
 @pytest.mark.parametrize("name", ["langchain", "llama_index", "haystack"])
 def test_examples_run(name, url, capsys):
     example(name).main(url, KEY)
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 4
-    assert told[0].startswith("own texts: ")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("own texts: ")
 
 
-def test_what_goes_wrong_is_told(url):
+def test_a_client_gets_the_reason_of_a_refusal(url):
     from scalingnote.integrations.client import Client
 
     with pytest.raises(SearchError, match=r"refuses with 401.*API key"):

@@ -11,7 +11,7 @@ from scalingnote.serve import concurrency
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time
 
 
-def test_what_arrives_during_a_batch_is_the_next_one():
+def test_calls_during_a_batch_form_the_next_one():
     batches: list[list[int]] = []
     begun, go_on = threading.Event(), threading.Event()
 
@@ -35,23 +35,7 @@ def test_what_arrives_during_a_batch_is_the_next_one():
     assert batches == [[0], [1, 2, 3], [4, 5]]
 
 
-def test_an_error_of_one_is_raised_for_it_alone_and_one_of_the_work_for_all():
-    def work(batch):
-        if "all" in batch:
-            raise OSError("the disk is gone")
-        return [ValueError(each) if each == "bad" else each for each in batch]
-
-    async def crowd(*asked):
-        batcher = ThreadBatcher(work, max_batch=8)
-        return await asyncio.gather(*map(batcher, asked), return_exceptions=True)
-
-    alone, good, bad = asyncio.run(crowd("x", "good", "bad"))
-    assert (alone, good) == ("x", "good")
-    assert isinstance(bad, ValueError)
-    assert all(isinstance(each, OSError) for each in asyncio.run(crowd("all")))
-
-
-def test_whoever_gave_up_is_not_worked_for():
+def test_a_cancelled_call_is_left_out_of_its_batch():
     seen: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
 
@@ -84,7 +68,7 @@ def test_other_work_takes_its_turn_between_batches():
     assert asyncio.run(main()) == [1, "between", 2]
 
 
-def test_calls_of_one_turn_of_the_loop_are_worked_on_at_once_by_the_loop_itself():
+def test_a_loop_batcher_works_in_the_event_loop():
     batches: list[list[int]] = []
 
     def work(batch):
@@ -109,83 +93,59 @@ def test_calls_of_one_turn_of_the_loop_are_worked_on_at_once_by_the_loop_itself(
     assert max(map(len, batches)) <= 3
 
 
-def test_work_that_fails_at_once_fails_all_who_wait_for_it():
+@pytest.mark.parametrize("batcher", [ThreadBatcher, LoopBatcher])
+def test_an_error_of_one_call_or_of_the_whole_batch(batcher):
     def work(batch):
-        raise OSError("the disk is gone")
+        if "all" in batch:
+            raise OSError("the disk is gone")
+        return [ValueError(each) if each == "bad" else each for each in batch]
 
-    async def crowd():
-        at_once = LoopBatcher(work, max_batch=8)
-        return await asyncio.gather(at_once(1), at_once(2), return_exceptions=True)
+    async def call(*values):
+        each = batcher(work, max_batch=8)
+        return await asyncio.gather(*map(each, values), return_exceptions=True)
 
-    assert all(isinstance(each, OSError) for each in asyncio.run(crowd()))
-
-
-# --- calls with a deadline
-
-
-async def answer(value: int, *, after_s: float = 0.0) -> int:
-    await asyncio.sleep(after_s)
-    return value
+    first, good, bad = asyncio.run(call("x", "good", "bad"))
+    assert (first, good) == ("x", "good")
+    assert isinstance(bad, ValueError)
+    assert all(isinstance(each, OSError) for each in asyncio.run(call("all", "all")))
 
 
-async def fail() -> int:
-    raise OSError("the disk is gone")
-
-
-def test_answers_keep_the_order_of_the_calls():
-    async def ask():
-        return await gather_in_time([answer(1, after_s=0.05), answer(2)], deadline_s=5)
-
-    assert asyncio.run(ask()) == [1, 2]
-
-
-def test_the_slow_and_the_broken_cost_nobody_else():
-    async def ask():
-        return await gather_in_time([answer(1), answer(2, after_s=60), fail(), answer(4)], deadline_s=0.2)
-
-    start = time.monotonic()
-    assert asyncio.run(ask()) == [1, None, None, 4]
-    assert time.monotonic() - start < 30
-
-
-def test_many_stuck_calls_wait_together_not_one_after_the_other():
-    async def ask():
-        return await gather_in_time([answer(n, after_s=600) for n in range(50)], deadline_s=0.2)
-
-    start = time.monotonic()
-    assert asyncio.run(ask()) == [None] * 50
-    assert time.monotonic() - start < 5  # 10 s, were the deadlines added up
-
-
-def test_a_call_left_out_is_cancelled():
+def test_a_slow_or_failing_call_costs_the_others_nothing():
     cancelled = []
 
-    async def stuck():
+    async def answer(value: int, *, after_s: float = 0.0) -> int:
         try:
-            await asyncio.sleep(600)
+            await asyncio.sleep(after_s)
         except asyncio.CancelledError:
-            cancelled.append(True)
+            cancelled.append(value)
             raise
+        return value
 
-    asyncio.run(gather_in_time([stuck()], deadline_s=0.05))
-    assert cancelled == [True]
+    async def fail() -> int:
+        raise OSError("the disk is gone")
 
+    stuck = [answer(n, after_s=600) for n in range(50)]  # ten seconds, were the deadlines added up
+    calls = [answer(1, after_s=0.05), answer(2), fail(), answer(4), *stuck]
+    start = time.monotonic()
+    assert asyncio.run(gather_in_time(calls, deadline_s=0.2)) == [1, 2, None, 4, *[None] * 50]
+    assert time.monotonic() - start < 8
+    assert cancelled == [*range(50)]
 
-def test_whoever_cancels_the_request_cancels_the_calls():
-    async def ask():
-        task = asyncio.create_task(gather_in_time([answer(1, after_s=600)], deadline_s=600))
+    async def cancel() -> None:
+        task = asyncio.create_task(gather_in_time([answer(7, after_s=600)], deadline_s=600))
         await asyncio.sleep(0.1)
         task.cancel()
         await task
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(ask())
+        asyncio.run(cancel())
+    assert cancelled[-1] == 7  # a cancelled request cancels its calls
 
 
 # --- periodic tasks
 
 
-def test_a_lasting_failure_leaves_two_lines(caplog: pytest.LogCaptureFixture, monkeypatch):
+def test_a_series_of_failures_logs_two_lines(caplog: pytest.LogCaptureFixture, monkeypatch):
     monkeypatch.setattr(concurrency, "log", logging.getLogger("following"))  # Serve's has handlers of its own
     caplog.set_level(logging.INFO)
     turns = 0
@@ -203,7 +163,7 @@ def test_a_lasting_failure_leaves_two_lines(caplog: pytest.LogCaptureFixture, mo
         task.cancel()
 
     asyncio.run(until(9))
-    told = [(record.levelname, record.message) for record in caplog.records if record.name == "following"]
+    lines = [(record.levelname, record.message) for record in caplog.records if record.name == "following"]
     failed = ("ERROR", "looking failed; it is tried again every 0 s")
-    assert told == [failed, ("INFO", "looking works again")] * 2
+    assert lines == [failed, ("INFO", "looking works again")] * 2
     assert "the storage is away" in caplog.text

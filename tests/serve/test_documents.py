@@ -4,19 +4,21 @@ import asyncio
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_here import Client, service
 
-from scalingnote.errors import ArtifactError
+from scalingnote.core.errors import ArtifactError
 from scalingnote.index.shard import DocumentStore, documents_file
+from scalingnote.run.service_config import ServeConfig
 from scalingnote.serve import api, versions
 from scalingnote.serve.access import RefusedError
 from scalingnote.serve.messages import SearchRequest, SearchResponse
 from scalingnote.serve.service import Service
-from scalingnote.serve_config import Rerank, ServeConfig
+from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 QUERY = {"query": "bakoli menura", "k": 5}
@@ -24,7 +26,7 @@ QUERY = {"query": "bakoli menura", "k": 5}
 
 @pytest.fixture
 def moved(index: Artifact, tmp_path: Path) -> tuple[Artifact, Path]:
-    """An index of which a shard's documents are gone, and where they are now."""
+    """An index without the documents of one shard, and the place where these are."""
     copied = shutil.copytree(index.uri, tmp_path / "index")
     away = tmp_path / "documents.arrow"
     os.rename(copied / documents_file(1), away)
@@ -33,7 +35,7 @@ def moved(index: Artifact, tmp_path: Path) -> tuple[Artifact, Path]:
 
 @pytest.fixture
 def made(moved: tuple[Artifact, Path], query_tower: Artifact) -> Service:
-    config = ServeConfig(deadline_s=60, rerank=Rerank(model="a fake"))
+    config = ServeConfig(deadline_s=60, rerank="a fake")
     return service(moved[0], query_tower, config, groups=2)
 
 
@@ -54,7 +56,7 @@ def whole(index: Artifact, query_tower: Artifact) -> list[dict[str, Any]]:
     return results
 
 
-def test_a_gateway_without_documents_answers_by_ids_and_says_so(
+def test_unreadable_documents_degrade_the_answer(
     client: Client, made: Service, moved: tuple[Artifact, Path], whole: Any, monkeypatch: pytest.MonkeyPatch
 ):
     answer = client.search(**QUERY, explain=True).json()
@@ -82,17 +84,17 @@ def test_a_gateway_without_documents_answers_by_ids_and_says_so(
     assert client("GET", "/documents/d7").json()["title"] == "Title 7"
 
 
-def test_the_cross_encoder_is_not_asked_about_documents_that_nobody_can_read(client: Client, made: Service):
+def test_unreadable_documents_are_not_reranked(client: Client, made: Service):
     class Never:
         @property
         def score(self) -> Any:
             raise AssertionError("it has no texts to score")
 
-    made._reranker = Never()  # type: ignore[assignment]
+    made._deployed = replace(made._deployed, reranker=Never())  # type: ignore[arg-type]
     assert client.search(**QUERY, rerank=3).json()["degraded"] == ["documents_unreadable", "not_reranked"]
 
 
-def test_documents_that_fail_while_they_are_read_are_opened_again(
+def test_documents_that_fail_during_a_read_are_reopened(
     client: Client, made: Service, moved: tuple[Artifact, Path], whole: Any, monkeypatch: pytest.MonkeyPatch
 ):
     os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
@@ -111,7 +113,7 @@ def test_documents_that_fail_while_they_are_read_are_opened_again(
     assert client.search(**QUERY, explain=True).json()["results"] == whole
 
 
-def test_results_whose_ids_nobody_can_read_are_left_out_and_none_is_no_answer(client: Client, made: Service):
+def test_results_without_readable_ids_are_left_out(client: Client, made: Service):
     held = made.versions.documents._searchers
     made.versions.documents._searchers = held[:1]
     answer = client.search(query="bakoli menura", k=50).json()
@@ -120,7 +122,7 @@ def test_results_whose_ids_nobody_can_read_are_left_out_and_none_is_no_answer(cl
     assert all(int(hit["doc_id"].removeprefix("d")) < 210 for hit in answer["results"])
     made.versions.documents._searchers = []
     with pytest.raises(RefusedError, match="neither documents nor ids") as refused:
-        client.wait(made.search(SearchRequest(**QUERY), {"request_id": "r"}))
+        client.wait(made.search(SearchRequest(**QUERY), RequestRecord("r")))
     assert refused.value.status == 503
 
 

@@ -8,27 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalingnote.index.shard import DOCUMENTS
+from scalingnote.index.shard import SHARD_DOCUMENTS
+from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve.fan_out import (
     HEDGED_SHARE,
     MAX_CALLS,
-    MIN_MEASURED,
+    MIN_HEDGE_CALLS,
     Aggregator,
     Answer,
     FanOut,
-    GroupCandidates,
     Hedge,
     Packed,
-    hedged,
-    merged,
-    packed,
+    best_by_embedding,
+    is_hedged,
+    pack,
     read_queries,
     sizes,
 )
 from scalingnote.serve.towers import Refused
-from scalingnote.serve_config import FanOutConfig, ServeConfig
 
 GROUPS = 24
 ROWS = 5
@@ -38,12 +37,12 @@ def query(number: int = 0, k: int = 10) -> Query:
     return Query(np.float32([[number]]), k=k, version="v")
 
 
-def of_group(group: int, asked: Query) -> Candidates:
+def of_group(group: int, sent: Query) -> Candidates:
     """Five documents; scores interleave between groups, and some are equal."""
     ids = group + GROUPS * np.arange(ROWS)
-    scores = np.float32((ids * 7 + int(asked.embedding[0, 0])) % 50)
-    documents = [dict.fromkeys(DOCUMENTS.names, str(each)) for each in ids]
-    return Candidates(ids, np.full(ROWS, group), scores, None, documents, searched=1, version=asked.version)
+    scores = np.float32((ids * 7 + int(sent.embedding[0, 0])) % 50)
+    documents = [dict.fromkeys(SHARD_DOCUMENTS.names, str(each)) for each in ids]
+    return Candidates(ids, np.full(ROWS, group), scores, None, documents, searched=1, version=sent.version)
 
 
 class Replica:
@@ -77,14 +76,14 @@ class Replica:
             raise
         finally:
             self.in_flight -= 1
-        return packed([self.answer(each) for each in queries])
+        return pack([self.answer(each) for each in queries])
 
-    def answer(self, asked: Query) -> Answer:
-        return GroupCandidates([of_group(self._group, asked)])
+    def answer(self, sent: Query) -> Answer:
+        return of_group(self._group, sent)
 
 
-def direct(replicas: Sequence[Any], hedge_after: float | str = "off") -> FanOut:
-    return FanOut(replicas, [[n] for n in range(len(replicas))], hedge_after=hedge_after)
+def direct(replicas: Sequence[Any], *, hedged: bool = False) -> FanOut:
+    return FanOut(replicas, [[n] for n in range(len(replicas))], hedged=hedged)
 
 
 class Deployed:
@@ -101,23 +100,23 @@ class Deployed:
 
 
 def tree(replicas: Sequence[Replica], per_aggregator: int) -> tuple[FanOut, list[Any]]:
-    groups = sizes(len(replicas), FanOutConfig(groups_per_aggregator=per_aggregator))
-    made: list[Any] = [Deployed(Aggregator([replicas[g] for g in own], own, "off")) for own in groups]  # type: ignore[misc]
-    return FanOut(made, groups, hedge_after="off"), made
+    groups = sizes(len(replicas), ServeConfig(groups_per_aggregator=per_aggregator))
+    made: list[Any] = [Deployed(Aggregator([replicas[g] for g in own], own, False)) for own in groups]  # type: ignore[misc]
+    return FanOut(made, groups), made
 
 
 def best(found: Answer, k: int) -> list[tuple[int, float]]:
-    assert isinstance(found, GroupCandidates)
-    together = merged(found.candidates, k=k)
+    assert isinstance(found, Candidates)
+    together = best_by_embedding(found, k=k)
     return list(zip(together.ids.tolist(), together.dense.tolist(), strict=True))
 
 
 def test_groups_are_shared_out_evenly_above_sixteen():
-    assert [sizes(groups, FanOutConfig()) for groups in (1, 8, 16)] == [[], [], []]
-    of_48 = sizes(48, FanOutConfig())
+    assert [sizes(groups, ServeConfig()) for groups in (1, 8, 16)] == [[], [], []]
+    of_48 = sizes(48, ServeConfig())
     assert [len(own) for own in of_48] == [16, 16, 16]
     assert [group for own in of_48 for group in own] == [*range(48)]
-    assert [len(own) for own in sizes(17, FanOutConfig(groups_per_aggregator=4))] == [3, 3, 4, 3, 4]
+    assert [len(own) for own in sizes(17, ServeConfig(groups_per_aggregator=4))] == [3, 3, 4, 3, 4]
 
 
 def test_a_tree_finds_what_direct_calls_find():
@@ -130,10 +129,9 @@ def test_a_tree_finds_what_direct_calls_find():
     for number in range(20):
         flat, deep = asyncio.run(both(number))
         assert best(deep, 10) == best(flat, 10)
-        assert sum(each.searched for each in deep.candidates) == GROUPS
+        assert deep.searched == flat.searched == GROUPS
         assert deep.missing == flat.missing == ()
-        assert len(deep.candidates) == 5
-        together = merged(deep.candidates, k=10)
+        together = best_by_embedding(deep, k=10)
         assert [json.loads(row)["doc_id"] for row in together.documents] == [
             str(each) for each in together.ids
         ]
@@ -141,15 +139,15 @@ def test_a_tree_finds_what_direct_calls_find():
 
 def test_candidates_with_terms_go_up_whole():
     class Hybrid(Replica):
-        def answer(self, asked: Query) -> Answer:
-            c = of_group(self._group, asked)
-            return GroupCandidates([Candidates(c.ids, c.shards, c.dense, c.dense, c.documents, searched=1)])
+        def answer(self, sent: Query) -> Answer:
+            c = of_group(self._group, sent)
+            return Candidates(c.ids, c.shards, c.dense, c.dense, c.documents, searched=1)
 
     through, _ = tree([Hybrid(group) for group in range(6)], 3)
     found = asyncio.run(through.search(query(k=2), 5))
-    assert isinstance(found, GroupCandidates)
-    assert [len(each) for each in found.candidates] == [ROWS] * 6
-    np.testing.assert_array_equal(found.candidates[2].sparse, found.candidates[2].dense)
+    assert isinstance(found, Candidates)
+    assert len(found) == ROWS * 6
+    np.testing.assert_array_equal(found.sparse, found.dense)
 
 
 def test_queries_that_wait_share_a_call():
@@ -167,7 +165,7 @@ def test_queries_that_wait_share_a_call():
 
     answers = asyncio.run(crowd())
     assert [best(found, 3) for found in answers] == [
-        best(GroupCandidates([of_group(0, query(number))]), 3) for number in range(43)
+        best(of_group(0, query(number)), 3) for number in range(43)
     ]
     assert replica.calls[0] == 3
     assert sum(replica.calls) == 43
@@ -180,64 +178,63 @@ def test_groups_that_are_dead_or_late_are_named():
     replicas[3], replicas[11] = Replica(3, lambda _: -1.0), Replica(11, lambda _: 60.0)
     through, aggregators = tree(replicas, 5)
     found = asyncio.run(through.search(query(), 0.5))
-    assert isinstance(found, GroupCandidates)
+    assert isinstance(found, Candidates)
     assert found.missing == (3, 11)
-    assert sum(each.searched for each in found.candidates) == GROUPS - 2
-    assert replicas[11].cancelled == 1  # nobody waits for it any more
+    assert found.searched == GROUPS - 2
+    assert replicas[11].cancelled == 1  # no request waits for it
 
     def dead(*_: Any) -> Any:
         raise OSError("the aggregator is gone")
 
     aggregators[0].remote = dead
     found = asyncio.run(through.search(query(), 0.5))
-    assert isinstance(found, GroupCandidates)
+    assert isinstance(found, Candidates)
     assert found.missing == (0, 1, 2, 3, 11)
 
 
 def test_a_tree_without_time_has_no_answer():
     through, _ = tree([Replica(group, lambda _: 60.0) for group in range(6)], 3)
-    assert asyncio.run(through.search(query(), 0.05)) == GroupCandidates([], (0, 1, 2, 3, 4, 5))
+    found = asyncio.run(through.search(query(), 0.05))
+    assert isinstance(found, Candidates)
+    assert (len(found), found.searched, found.missing) == (0, 0, (0, 1, 2, 3, 4, 5))
 
 
 def test_a_refusal_is_an_answer():
     class Refusing(Replica):
-        def answer(self, asked: Query) -> Answer:
+        def answer(self, sent: Query) -> Answer:
             return Refused("no such field")
 
     through, _ = tree([Replica(0), Refusing(1), Replica(2), Replica(3)], 2)
     assert asyncio.run(through.search(query(), 5)) == Refused("no such field")
 
 
-def test_a_second_call_answers_for_one_that_is_stuck():
-    stuck = Replica(0, lambda call: 60.0 if call == 1 else 0.0)
-    found = asyncio.run(direct([stuck], hedge_after=5.0).search(query(), 5))
-    assert isinstance(found, GroupCandidates)
-    assert (found.missing, stuck.calls, stuck.cancelled) == ((), [1, 1], 1)
-    dead = Replica(0, lambda call: -1.0 if call == 1 else 0.0)
-    assert isinstance(asyncio.run(direct([dead], hedge_after=5000.0).search(query(), 5)), GroupCandidates)
-    both = Replica(0, lambda _: -1.0)
-    found = asyncio.run(direct([both], hedge_after=5.0).search(query(), 5))
-    assert isinstance(found, GroupCandidates)
-    assert (found.missing, both.calls) == ((0,), [1, 1])
-    off = Replica(0, lambda call: 60.0 if call == 1 else 0.0)
-    found = asyncio.run(direct([off]).search(query(), 0.05))
-    assert isinstance(found, GroupCandidates)
-    assert (found.missing, off.calls) == ((0,), [1])
+@pytest.mark.parametrize(
+    ("seconds", "hedged", "missing", "calls"),
+    [
+        ((60.0, 0.0), True, (), [1, 1]),  # the first call is stuck
+        ((-1.0, 0.0), True, (), [1, 1]),  # it fails before the delay
+        ((-1.0, -1.0), True, (0,), [1, 1]),
+        ((60.0, 0.0), False, (0,), [1]),
+    ],
+)
+def test_a_second_call_answers_for_a_stuck_one(seconds, hedged, missing, calls, monkeypatch):
+    monkeypatch.setattr(Hedge, "delay_s", lambda _: 0.005)
+    replica = Replica(0, lambda call: seconds[call - 1])
+    found = asyncio.run(direct([replica], hedged=hedged).search(query(), 5 if hedged else 0.05))
+    assert isinstance(found, Candidates)
+    assert (found.missing, replica.calls) == (missing, calls)
+    assert replica.cancelled == (seconds[0] > 0)
 
 
-def test_the_delay_is_of_the_usual_target_and_second_calls_have_a_budget():
-    hedge = Hedge("auto")
+def test_second_calls_follow_the_usual_target_and_a_budget():
+    hedge = Hedge()
     assert hedge.delay_s() is None
-    for _ in range(MIN_MEASURED):
+    for _ in range(MIN_HEDGE_CALLS):
         for target in range(4):
             hedge.observe(target, 0.010 * (1 + target / 10) if target else 3.0)
-    delay_s = hedge.delay_s()
-    assert delay_s is not None
-    assert 0.010 < delay_s < 0.020
-    for _ in range(int(HEDGED_SHARE * 5 * MIN_MEASURED) + 1):
+    assert 0.010 < (hedge.delay_s() or 0) < 0.020
+    for _ in range(int(HEDGED_SHARE * 5 * MIN_HEDGE_CALLS) + 1):
         hedge.count()
     assert hedge.delay_s() is None
-    assert Hedge("off").delay_s() is None
-    assert Hedge(7.0).delay_s() == pytest.approx(0.007)
-    assert hedged(ServeConfig()) == "off"  # a second call would come to the same replica
-    assert hedged(ServeConfig(searcher_replicas=2)) == "auto"
+    assert not is_hedged(ServeConfig())  # a second call would come to the same replica
+    assert is_hedged(ServeConfig(deployments={"searcher": {"num_replicas": 2}}))

@@ -8,10 +8,11 @@ import pytest
 from pair import student
 
 import tiny
-from scalingnote import Index, pipeline
+from scalingnote import Index
+from scalingnote.core.errors import ConfigError
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ConfigError
-from scalingnote.run_config import RunConfig
+from scalingnote.run import pipeline
+from scalingnote.run.config import RunConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
 
@@ -30,7 +31,7 @@ def run(
     splits = ["test", *["train"] * (len(QUERIES) - 1)]
     dataset = SimpleNamespace(table=lambda *_: pa.table({"query": QUERIES, "split": splits}))
     built = {"index": index, "student": query_tower, "dual_encoder": teacher, "dataset": dataset}
-    config = RunConfig.model_validate({"dataset": {"name": "medquad"}})
+    config = RunConfig.model_validate({"dataset": {"name": "python_docs"}})
     monkeypatch.setattr(pipeline, "load_run", lambda _: config)
     monkeypatch.setattr(pipeline, "locate", lambda _, kind: built[kind])
     return config
@@ -55,7 +56,7 @@ def test_the_student_or_its_teacher_answers(
     assert found(Index("a run", escalate=1.0), query) == teacher_ids
 
 
-def test_a_share_of_the_queries_is_asked_of_the_teacher(
+def test_a_share_of_the_queries_is_encoded_by_the_teacher(
     run: RunConfig, index: Artifact, query_tower: Artifact, teacher: Artifact
 ):
     half = Index("a run", escalate=0.5)

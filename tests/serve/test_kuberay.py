@@ -1,6 +1,5 @@
 """The manifests for Kubernetes, checked by structure: no cluster is needed."""
 
-import argparse
 import json
 import re
 import shlex
@@ -14,10 +13,10 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 import scalingnote
-from scalingnote import entrypoint
-from scalingnote.config import Resources, load
-from scalingnote.run_config import RunConfig
-from scalingnote.serve_config import PROXY_TIMEOUTS
+from scalingnote.cli import main as cli
+from scalingnote.core.config import Resources, load
+from scalingnote.run.config import RunConfig
+from scalingnote.run.service_config import PROXY_TIMEOUTS
 
 ROOT = Path(scalingnote.__file__).parents[1]
 FOLDER = ROOT / "configs" / "kuberay"
@@ -46,10 +45,6 @@ def pods(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         yield pod, container
 
 
-def test_there_is_one_of_each_kind():
-    assert {each["kind"] for each in MANIFESTS.values()} == {"RayCluster", *INSIDE}
-
-
 @every_manifest
 def test_kuberay_knows_every_field(name):
     manifest = MANIFESTS[name]
@@ -60,27 +55,7 @@ def test_kuberay_knows_every_field(name):
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-@pytest.mark.parametrize("name", ["cluster", "job-run", "service"])  # one of each kind
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("rayVersion:", "rayversion:"),
-        ("minReplicas:", "minReplica:"),
-        ("- groupName: ", "- groupname: "),
-        ("mountPath: /tmp", "mountpath: /tmp"),
-        ("runAsNonRoot: true", 'runAsNonRoot: "yes"'),
-        ("mode: token", "mode: tokens"),
-        ("containers:", "container:"),
-        (r"memory: \d+Gi", "memory: 32 GB"),
-    ],
-)
-def test_a_typo_is_found(name, old, new):
-    text, replaced = re.subn(old, new, (FOLDER / f"{name}.yaml").read_text(), count=1)
-    assert replaced
-    assert list(kuberay_schemas.faults(yaml.safe_load(text)))
-
-
-def test_typos_in_what_a_kind_has_alone_are_found():
+def test_a_typo_in_a_manifest_is_found():
     for name, old in (
         ("cluster", "idleTimeoutSeconds"),
         ("job-run", "entrypointNumCpus"),
@@ -122,7 +97,7 @@ def test_versions_are_those_that_are_locked(name):
         assert re.fullmatch(rf"your-registry/scalingnote:{re.escape(tag)}-(cpu|gpu)", container["image"])
 
 
-def test_the_image_has_the_locked_ray_and_all_that_a_wheel_is_built_from():
+def test_the_image_has_the_locked_ray_and_the_sources():
     text = (ROOT / "Dockerfile").read_text()
     assert re.search(r"^ARG RAY=(.*)$", text, re.MULTILINE)[1] == RAY
     stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
@@ -143,7 +118,7 @@ def test_the_image_has_the_locked_ray_and_all_that_a_wheel_is_built_from():
 
 
 @every_job
-def test_a_job_ends_with_its_cluster_and_is_started_again_on_another(name):
+def test_a_job_ends_with_its_cluster_and_is_retried(name):
     spec = MANIFESTS[name]["spec"]
     assert spec["shutdownAfterJobFinishes"]
     assert spec["backoffLimit"] == 3  # of clusters; stages resume
@@ -167,7 +142,7 @@ def test_an_entrypoint_is_a_job_that_its_cluster_has_room_for(name):
     stage = Path(script).stem
     assert python == "python"
     assert in_image(script).is_file()
-    options = options_of(stage, arguments)
+    options = cli._parser().parse_args(["run", *arguments])
     config = load(RunConfig, [in_image(path) for path in options.config], options.overrides)
     assert "://" in config.run_dir
     assert config.address is None
@@ -217,7 +192,3 @@ def test_the_service_is_the_deployment_file_of_a_cluster():
 def in_image(path: str) -> Path:
     """What is copied to /app, where it comes from."""
     return ROOT / Path(path).relative_to("/app")
-
-
-def options_of(stage: str, arguments: list[str]) -> argparse.Namespace:
-    return entrypoint._parser(stage, "").parse_args(arguments)

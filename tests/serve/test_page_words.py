@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 from playwright._impl._driver import compute_driver_executable
 
-from scalingnote.terminal import highlighted
+from scalingnote.cli.terminal import highlighted
 
 JAMO = unicodedata.normalize("NFD", "한국어")
 CASES = [
@@ -30,6 +30,11 @@ CASES = [
     ("strasse", "Straße", "<Straße>"),
     ("istanbul", "İstanbul", "<İstanbul>"),
     ("what is the sun", "the sun", "the <sun>"),
+    ("to be", "To be or not to be", "<To> <be> or not <to> <be>"),  # only function words
+    ("Attack", "attacks, attack", "<attacks>, <attack>"),
+    ("star", "star starting", "<star> starting"),
+    ("x", "café", "café"),
+    ("key", "", ""),
 ]  # fmt: skip
 # The page's own module, in playwright's node; a fragment is a list of strings and elements.
 PROGRAM = """
@@ -56,5 +61,6 @@ def on_the_page() -> list[str]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[query for query, _, _ in CASES])
 def test_whole_words_are_marked(number: int, on_the_page: list[str]):
     query, text, expected = CASES[number]
-    assert highlighted(text, query, "<{}>".format) == expected
+    marked = (f"<{piece}>" if is_word else piece for piece, is_word in highlighted(text, query))
+    assert "".join(marked) == expected
     assert on_the_page[number] == expected

@@ -1,20 +1,20 @@
-"""What Ray is told to reserve, and what no node could run: found before anything is deployed."""
+"""Reservations of Ray, and parts that no node could run: found before anything is deployed."""
 
 from typing import Any
 
 import pytest
 from ray.serve import Deployment
 
-from scalingnote.config import load
-from scalingnote.errors import ConfigError
+from scalingnote.core.config import load
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.units import GIB
 from scalingnote.index.shard import open_layout, vector_files
+from scalingnote.run.service_config import AppArgs, DeploymentConfig, ServeConfig
 from scalingnote.serve import app, artifacts, placement
 from scalingnote.serve.artifacts import ServedArtifacts
-from scalingnote.serve_config import AppArgs, Placement, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
-GIB = 2**30
-APART = {"searchers_in": "replicas", "shards_per_searcher": 1, "searcher_replicas": 2}
+APART = {"shards_per_searcher": 1}  # two groups, each with two replicas
 
 
 @pytest.fixture
@@ -23,6 +23,10 @@ def args(index: Artifact, query_tower: Artifact) -> dict[str, Any]:
 
 
 def served(args: dict[str, Any], **knobs: Any) -> ServedArtifacts:
+    if "shards_per_searcher" in knobs:
+        deployments = knobs.get("deployments", {})
+        searcher = {"num_replicas": 2, **deployments.get("searcher", {})}
+        knobs = {**knobs, "deployments": {**deployments, "searcher": searcher}}
     found = artifacts.find(AppArgs.model_validate({**args, "serve": knobs}))
     assert isinstance(found, ServedArtifacts)
     return found
@@ -55,9 +59,9 @@ def test_rays_own_options_reach_ray_by_their_own_names(args: dict[str, Any]):
             "max_replicas_per_node": 1,
         },
         "gateway": {"label_selector": {"zone": "!b"}},
-        "encoder": {"num_gpus": 0.25},
+        "encoder": {"num_replicas": 1, "num_gpus": 0.25},
     }
-    found = served(args, **APART, encoder_in="replicas", placement=config)
+    found = served(args, **APART, deployments=config)
     for each in searchers(found):
         assert each.ray_actor_options == {
             "num_cpus": 2,
@@ -68,25 +72,30 @@ def test_rays_own_options_reach_ray_by_their_own_names(args: dict[str, Any]):
         assert each._replica_config.max_replicas_per_node == 1
     gateway = app.bind(found)._bound_deployment
     assert gateway.ray_actor_options == {"num_cpus": 0.1, "label_selector": {"zone": "!b"}}
-    encoder = app._in_replicas(found.arms[0], found.config).encoder._bound_deployment
+    encoder = app._arm(found.arms[0], found.config).encoder._bound_deployment
     assert encoder.ray_actor_options == {"num_cpus": 0.1, "num_gpus": 0.25}
 
 
-def test_placement_can_be_set_in_the_shell():
-    knobs = ["model=m", "serve.placement.searcher.max_replicas_per_node=1", "serve.placement.writer.memory=5"]
+def test_deployments_can_be_set_in_the_shell():
+    knobs = [
+        "model=m",
+        "serve.deployments.searcher.max_replicas_per_node=1",
+        "serve.deployments.writer.memory=5",
+    ]
     config = load(AppArgs, (), knobs).serve
-    assert config.placement == {"searcher": Placement(max_replicas_per_node=1), "writer": Placement(memory=5)}
+    assert config.deployments == {
+        "searcher": DeploymentConfig(max_replicas_per_node=1),
+        "writer": DeploymentConfig(memory=5),
+    }
     for wrong, reason in {
         "serchers.memory=1": "serchers",
         "searcher.memori=1": "did you mean 'memory'",
     }.items():
         with pytest.raises(ConfigError, match=reason):
-            load(AppArgs, (), ["model=m", f"serve.placement.{wrong}"])
+            load(AppArgs, (), ["model=m", f"serve.deployments.{wrong}"])
 
 
-def test_a_searcher_reserves_its_vectors_for_each_version_and_shared_pages_once(
-    args: dict[str, Any], index: Artifact
-):
+def test_a_searcher_reserves_memory_for_each_version(args: dict[str, Any], index: Artifact):
     def memory(shard: int, **knobs: Any) -> int:
         deployed = searchers(served(args, **APART | knobs))
         return int((deployed[shard].ray_actor_options or {}).get("memory", 0))
@@ -98,10 +107,10 @@ def test_a_searcher_reserves_its_vectors_for_each_version_and_shared_pages_once(
         assert memory(shard, versions_kept=1) == vectors + others
         assert memory(shard, versions_kept=3) == 3 * vectors + others
         two = {"searcher": {"max_replicas_per_node": 2}}
-        assert memory(shard, placement=two, versions_kept=1) == vectors + -(-others // 2)
+        assert memory(shard, deployments=two, versions_kept=1) == vectors + -(-others // 2)
         own = {"searcher": {"max_replicas_per_node": 1}}
-        assert memory(shard, placement=own, versions_kept=1) == vectors + others
-        assert memory(shard, placement={"searcher": {"memory": 0}}) == 0
+        assert memory(shard, deployments=own, versions_kept=1) == vectors + others
+        assert memory(shard, deployments={"searcher": {"memory": 0}}) == 0
     # The kept vectors of this index can stay in their files, its lists of fast scan cannot.
     kept = index.manifest.parts["shard-00000/kept.faiss"].bytes
     vectors, others = files(index, 0)
@@ -111,49 +120,56 @@ def test_a_searcher_reserves_its_vectors_for_each_version_and_shared_pages_once(
     assert gateway.ray_actor_options["memory"] == both
 
 
-def told(found: ServedArtifacts, *nodes: Any) -> str:
+def reported(found: ServedArtifacts, *nodes: Any) -> str:
     return "\n".join(placement.problems(app.bind(found), nodes))
 
 
 def test_what_fits_is_no_problem(args: dict[str, Any]):
-    found = served(args, **APART, placement={"searcher": {"max_replicas_per_node": 1, "memory": 3 * GIB}})
-    assert told(found, node(4, 8), node(4, 8)) == ""
+    found = served(args, **APART, deployments={"searcher": {"max_replicas_per_node": 1, "memory": 3 * GIB}})
+    assert reported(found, node(4, 8), node(4, 8)) == ""
 
 
-def test_memory_that_no_node_has_is_named_with_the_sizes_of_the_nodes(args: dict[str, Any]):
-    found = served(args, **APART, placement={"searcher": {"memory": 9 * GIB}})
-    reason = told(found, node(4, 8), node(4, 8), node(0, 2), {"Alive": False, "Resources": {"memory": 1e15}})
+def test_memory_that_no_node_has_is_named(args: dict[str, Any]):
+    found = served(args, **APART, deployments={"searcher": {"memory": 9 * GIB}})
+    reason = reported(
+        found, node(4, 8), node(4, 8), node(0, 2), {"Alive": False, "Resources": {"memory": 1e15}}
+    )
     assert reason.splitlines()[0] == (
         "IndexSearcher-000 asks for 0.1 CPUs and 9.0 GiB memory a replica, no node has that; the cluster has "
         "2 nodes of 4 CPUs, 8.0 GiB memory; 1 nodes of 0 CPUs, 2.0 GiB memory"
     )
-    crowded = served(args, **APART, placement={"searcher": {"memory": 5 * GIB}})  # each alone would fit
-    assert "the replicas reserve 20.0 GiB memory, the cluster has 16.0 GiB memory" in told(
+    crowded = served(args, **APART, deployments={"searcher": {"memory": 5 * GIB}})  # each would fit by itself
+    assert "the replicas reserve 20.0 GiB memory, the cluster has 16.0 GiB memory" in reported(
         crowded, node(4, 8), node(4, 8)
     )
 
 
 def test_resources_and_labels_that_no_node_has_are_named(args: dict[str, Any]):
-    found = served(args, **APART, placement={"searcher": {"resources": {"nvme": 1}}})
-    assert "IndexSearcher-000 asks for 1 nvme, no node has any" in told(found, node(4, 8))
-    assert told(found, node(4, 8, nvme=4.0)) == ""
-    found = served(args, **APART, placement={"searcher": {"label_selector": {"disk": "in(nvme, ssd)"}}})
-    assert "labels {'disk': 'in(nvme, ssd)'}, no node has them" in told(found, node(4, 8, {"disk": "hdd"}))
-    assert told(found, node(4, 8, {"disk": "ssd"})) == ""
-    found = served(args, **APART, placement={"searcher": {"label_selector": {"market": "!spot"}}})
-    assert told(found, node(4, 8)) == ""
-    assert "no node has them" in told(found, node(4, 8, {"market": "spot"}))
+    found = served(args, **APART, deployments={"searcher": {"resources": {"nvme": 1}}})
+    assert "IndexSearcher-000 asks for 1 nvme, no node has any" in reported(found, node(4, 8))
+    assert reported(found, node(4, 8, nvme=4.0)) == ""
+    found = served(args, **APART, deployments={"searcher": {"label_selector": {"disk": "in(nvme, ssd)"}}})
+    assert "labels {'disk': 'in(nvme, ssd)'}, no node has them" in reported(
+        found, node(4, 8, {"disk": "hdd"})
+    )
+    assert reported(found, node(4, 8, {"disk": "ssd"})) == ""
+    found = served(args, **APART, deployments={"searcher": {"label_selector": {"market": "!spot"}}})
+    assert reported(found, node(4, 8)) == ""
+    assert "no node has them" in reported(found, node(4, 8, {"market": "spot"}))
 
 
 def test_replicas_that_are_to_be_apart_need_as_many_nodes(args: dict[str, Any]):
-    found = served(args, **APART, placement={"searcher": {"max_replicas_per_node": 1}})
+    found = served(args, **APART, deployments={"searcher": {"max_replicas_per_node": 1}})
     reason = "IndexSearcher-000 has 2 replicas, at most 1 a node, and 1 nodes that fit"
-    assert reason in told(found, node(4, 8), node(0, 8))
+    assert reason in reported(found, node(4, 8), node(0, 8))
 
 
-def test_a_small_cpu_cluster_is_told_what_all_replicas_reserve(args: dict[str, Any]):
-    assert "the replicas reserve 6 CPUs, the cluster has 2 CPUs: lower serve.cpus_per_replica" in told(
+def test_the_sum_of_all_reservations_is_checked(args: dict[str, Any]):
+    assert "the replicas reserve 6 CPUs, the cluster has 2 CPUs: lower serve.cpus_per_replica" in reported(
         served(args, **APART, cpus_per_replica=1), node(2, 8)
     )
     config = ServeConfig(cpus_per_replica=0.0)
-    assert placement.options(config, "gateway", num_cpus=0.0) == {"ray_actor_options": {"num_cpus": 0.0}}
+    assert placement.options(config, "gateway") == {
+        "num_replicas": 1,
+        "ray_actor_options": {"num_cpus": 0.0},
+    }

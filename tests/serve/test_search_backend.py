@@ -1,36 +1,24 @@
 """A service with a vector database behind it answers as one with its own index, or says why it cannot."""
 
-import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from gateway_here import Client, service
 from pair import DIM, built
 from test_grpc import Call
 
-from in_process import without_ray
-from scalingnote.config import validate
-from scalingnote.errors import ConfigError
+from scalingnote.core.config import validate
+from scalingnote.core.errors import ConfigError
 from scalingnote.export import databases, vectors
-from scalingnote.index import job
-from scalingnote.index.config import FastScan, IndexConfig
-from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.config import SearchConfig
-from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
+from scalingnote.run.service_config import AppArgs, ServeConfig
 from scalingnote.serve import api, artifacts
 from scalingnote.serve.access import Admission
-from scalingnote.serve.fan_out import GroupCandidates, packed, unpacked
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.replicas import IndexSearcher
-from scalingnote.serve.towers import Refused
-from scalingnote.serve.versions import Catalog, Version
-from scalingnote.serve_config import AppArgs, ServeConfig
 from scalingnote.storage.artifact import Artifact, open_artifact
 from synthetic_corpus import Corpus, queries
 
@@ -44,7 +32,7 @@ def loaded(backend: str, index: Artifact, folder: Path, collection: str = "scali
         open_artifact(index.manifest.parents[kind]["uri"], kind=kind) for kind in ("dataset", "embeddings")
     )
     made = databases.connect(backend, url, collection)
-    source = vectors.Source(embeddings, dataset, None, ("title", "topic"))
+    source = vectors.ExportSource(embeddings, dataset, None, ("title", "topic"))
     vectors.export(source, made, checkpoint=f"{folder}/{collection}.json")
     made._client.close()
     return {"backend": backend, "url": url, "collection": collection}
@@ -71,7 +59,7 @@ def database(
     config = ServeConfig(deadline_s=60, search=loaded(request.param, index, folder))
     made = service(index, query_tower, config)
     client = Client(api.build(made, config))
-    (searcher,) = made._searchers[0].target._held.values()
+    (searcher,) = made._deployed.searchers[0].target._held.values()
     servicer = Servicer(made, Admission(config.limits), lambda *_: None)
     yield request.param, client, servicer, searcher._collection._client
     client.close()
@@ -119,17 +107,6 @@ def test_documents_and_limits_are_those_of_the_own_index(own: Client, database: 
     assert (
         client("POST", "/documents", json={"documents": [{"doc_id": "a", "content": "b"}]}).status_code == 409
     )
-
-
-def test_grpc_finds_what_http_finds(database: tuple[Any, ...]) -> None:
-    _, client, servicer, _ = database
-    request = pb.SearchRequest(query="bakoli", k=5, filter={"topic": "topic 3"})
-    answer = client.wait(servicer.Search(request, grpc_context=Call()))
-    body = client.search(query="bakoli", k=5, filter={"topic": "topic 3"}).json()
-    assert [(hit.doc_id, hit.title) for hit in answer.results] == [
-        (row["doc_id"], row["title"]) for row in body["results"]
-    ]
-    assert len(answer.results) == 5
 
 
 def test_lists_of_the_own_index_cannot_be_chosen(database: tuple[Any, ...]) -> None:
@@ -181,42 +158,6 @@ def test_a_database_that_is_slow_is_unavailable_at_the_deadline(
     assert answer.json()["error"]["message"] == f"{name} does not answer in time: try again"
 
 
-def test_a_refusal_that_is_temporary_stays_so_between_processes() -> None:
-    answers = [Refused("a"), GroupCandidates([], (1,)), Refused("b", temporary=True)]
-    assert unpacked(packed(answers)) == answers
-
-
-@pytest.mark.parametrize("backend", CLIENTS)
-def test_terms_and_embeddings_are_searched_together(backend: str, tmp_path: Path) -> None:
-    pytest.importorskip(CLIENTS[backend])
-    corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[60, 30], dim=DIM, sparse=True)
-    config = IndexConfig(shards=2, family=FastScan(refine="flat"), nlist=2, nprobe=2, iterations=2)
-    with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
-        index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
-    catalog = Catalog(Version.of(index.uri))
-    search = SearchConfig(**loaded(backend, index, tmp_path))
-    asked = queries(corpus.matrix, 4)
-    terms = SparseRows(np.array([0, 2]), np.array([1, 7], np.int32), np.ones(2, np.float32))
-
-    async def answers(searcher: IndexSearcher) -> list[Candidates | Refused]:
-        version = catalog.first.name
-        calls = [Query(row[None], terms, k=8, version=version) for row in asked]
-        found = await asyncio.gather(*map(searcher.search, calls))
-        searcher._background.cancel()
-        return found
-
-    layout = None
-    ranked = []
-    for searcher in (IndexSearcher(catalog), IndexSearcher(catalog, search=search, timeout_s=60.0)):
-        layout = next(iter(searcher._held.values())).layout
-        found = asyncio.run(answers(searcher))
-        ranked.append([rank([each], k=8, joining=DEFAULT_JOINING, layout=layout) for each in found])
-    for mine, theirs in zip(*ranked, strict=True):
-        assert mine.ids.tolist() == theirs.ids.tolist()
-        assert mine.scores == pytest.approx(theirs.scores, abs=1e-4)
-
-
 def test_another_version_is_searched_in_its_own_collection(
     index: Artifact, query_tower: Artifact, tmp_path: Path
 ) -> None:
@@ -250,7 +191,6 @@ def test_another_version_is_searched_in_its_own_collection(
     ("values", "message"),
     [
         ({"live": {"folder": "live"}}, r"can be used with live: documents are written to the own index only"),
-        ({"nprobe": 8}, r"nprobe: lists are of the own index; unset it and set search\.ef"),
         ({"mapped": True}, "mapped: only the own index has files"),
         ({"canary": 0.1, "search": {"backend": "milvus", "url": "m.db"}}, "canary needs an exact search"),
         (
@@ -258,24 +198,32 @@ def test_another_version_is_searched_in_its_own_collection(
             r"an arm with an index of its own.*put \{version\} into search\.collection",
         ),
         (
-            {"gateway_replicas": 2},
-            "gateway_replicas is 2, but one process can open .*/q: set gateway_replicas",
+            {"deployments": {"gateway": {"num_replicas": 2}}},
+            r"deployments\.gateway\.num_replicas is 2, but one process can open .*/q: set it to 1",
         ),
-        ({"searchers_in": "replicas", "searcher_replicas": 3}, "searcher_replicas is 3, but one process"),
+        (
+            {"deployments": {"searcher": {"num_replicas": 3}}},
+            r"searcher\.num_replicas is 3, but one process",
+        ),
+        ({"deployments": {"gateway": {"num_replicas": 0}}}, r"gateway\.num_replicas is 0: give 1 or more"),
+        ({"deployments": {"writer": {"num_replicas": 2}}}, "one writer holds the claim on the log"),
         ({"search": {"backend": "qdrant"}}, "backend qdrant needs a url"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_a_database_cannot_do_is_refused_before_anything_starts(
-    values: dict[str, Any], message: str
-) -> None:
+def test_settings_that_a_database_cannot_meet_are_refused(values: dict[str, Any], message: str) -> None:
     given = {"search": {"backend": "qdrant", "url": "q"}} | values
     with pytest.raises(ConfigError, match=message):
         validate(ServeConfig, given, source="serve")
 
 
 @pytest.mark.parametrize(
-    "values", [{"gateway_replicas": 2}, {"canary": 0.1}, {"searchers_in": "replicas", "searcher_replicas": 3}]
+    "values",
+    [
+        {"deployments": {"gateway": {"num_replicas": 2}}},
+        {"canary": 0.1},
+        {"deployments": {"searcher": {"num_replicas": 3}}},
+    ],
 )
 def test_a_server_takes_more_processes_than_a_folder(values: dict[str, Any]) -> None:
     search = {"backend": "qdrant", "url": "http://localhost:6333"}
@@ -283,7 +231,7 @@ def test_a_server_takes_more_processes_than_a_folder(values: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("backend", CLIENTS)
-def test_a_database_is_checked_before_replicas_start_and_left_to_them(
+def test_a_database_is_checked_before_replicas_start(
     backend: str, index: Artifact, query_tower: Artifact, tmp_path: Path
 ) -> None:
     pytest.importorskip(CLIENTS[backend])
@@ -301,7 +249,7 @@ def test_a_database_is_checked_before_replicas_start_and_left_to_them(
     searcher.close()
 
 
-def test_a_model_alone_has_nothing_to_search(tmp_path: Path) -> None:
+def test_a_model_without_an_index_has_nothing_to_search(tmp_path: Path) -> None:
     search = {"backend": "qdrant", "url": "http://localhost:6333"}
     with pytest.raises(ConfigError, match=r"serve\.search needs an index"):
         artifacts.find(AppArgs(model=str(tmp_path), serve={"search": search}))

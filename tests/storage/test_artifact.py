@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from scalingnote.config import Config, Resources
-from scalingnote.errors import ArtifactError
+from scalingnote.core.config import Config, Resources
+from scalingnote.core.errors import ArtifactError
 from scalingnote.storage import artifact, manifest
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact

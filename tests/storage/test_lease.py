@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scalingnote.config import Config
-from scalingnote.errors import ArtifactError
+from scalingnote.core.config import Config
+from scalingnote.core.errors import ArtifactError
 from scalingnote.storage import artifact, lease
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
@@ -20,7 +20,7 @@ from scalingnote.storage.artifact import Artifact, Draft
 BUILDER = """
 import sys
 from pathlib import Path
-from scalingnote.config import Config
+from scalingnote.core.config import Config
 from scalingnote.storage.artifact import Draft
 
 class Settings(Config):

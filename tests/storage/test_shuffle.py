@@ -2,8 +2,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.config import Config
-from scalingnote.errors import DataError
+from scalingnote.core.config import Config
+from scalingnote.core.errors import DataError
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Draft
 

@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from scalingnote.config import Config
-from scalingnote.errors import ArtifactError
+from scalingnote.core.config import Config
+from scalingnote.core.errors import ArtifactError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import lease, object_store, shuffle
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scalingnote import cluster as ray_cluster
-from scalingnote.config import Config, Resources
+from scalingnote.core import cluster as ray_cluster
+from scalingnote.core.config import Config, Resources
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import usage
 from scalingnote.storage.artifact import Draft
@@ -38,7 +38,7 @@ def test_processes_that_were_killed_are_counted_too(cluster: None, tmp_path: Pat
     assert used["bytes_written"] == 2000
     assert used["requests"] >= 4 + 2  # looked for twice, written once
     assert used["worker_peak_bytes"] > 10_000_000
-    list(ray_cluster.map_tasks_in_order(fs.read_bytes, uris, Resources(workers=1)))
+    list(ray_cluster.map_tasks(fs.read_bytes, uris, Resources(workers=1)))
     again = usage.since(start)
     assert again["bytes_read"] == 2000
 

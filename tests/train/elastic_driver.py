@@ -28,7 +28,7 @@ CONFIG = TrainConfig(
     precision="float32",
     validation=None,
     checkpoint_every=5,
-    data=DataAccess(stream="always"),
+    data=DataAccess(copy_limit_gb=0),
     resources=Ranks(workers=2, min_workers=1, gpus_per_worker=1),
 )
 
@@ -111,7 +111,7 @@ def connect(nodes_wait_s: float = 0.0) -> None:
     """Join the cluster; Ray Data and Ray Train look at once for nodes that joined, not every 20 seconds."""
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 
-    from scalingnote import cluster
+    from scalingnote.core import cluster
 
     class Quick(coordinator._AutoscalingCoordinatorActor):
         TICK_INTERVAL_S = 1

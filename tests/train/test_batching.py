@@ -7,17 +7,16 @@ import pytest
 import torch
 
 import tiny
-from scalingnote.errors import DataError, TrainingError
+from scalingnote.core.errors import DataError, TrainingError
 from scalingnote.models import batch, dual_encoder
-from scalingnote.models.batch import collate
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 from scalingnote.storage import schema
 from scalingnote.storage import shuffle as sliced
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.train import prepare as preparing
-from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.config import Batching, Losses, TrainConfig
 from scalingnote.train.data import MappedShares, Order, Store
+from scalingnote.train.objective import TripletBatches
 from scalingnote.train.prepare import PreparedStore, prepare
 
 CONFIG = TrainConfig(
@@ -80,19 +79,18 @@ def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Pre
 
 
 def batches(
-    prepared: PreparedStore, *, rank: int = 0, world: int = 1, batching: Batching | None = None, **kwargs
-):
+    prepared: PreparedStore, *, rank: int = 0, world: int = 1, batching: Batching | None = None
+) -> TripletBatches:
     order = Order(prepared.sizes, global_batch=8, seed=2, batching=batching)
-    defaults = {"pads": (0, 0), "packed": False}
     store = Store.open(prepared.store)
     shares = MappedShares(store, order, rank=rank, world=world)
-    return TripletBatches(shares, store.facts, **defaults | kwargs)
+    return TripletBatches(shares, store.facts, pads=(0, 0))
 
 
-def read(batch: batch.Batch) -> list[Row]:
-    assert batch.mask is not None
-    ids = [line[mask.bool()].tolist() for line, mask in zip(batch.ids, batch.mask, strict=True)]
-    return [Row(line, at) for line, at in zip(ids, batch.positions.tolist(), strict=True)]
+def read(batch: batch.Batch) -> list[TokenRow]:
+    ids, lengths = batch.flat()
+    rows = [part.tolist() for part in ids.split(lengths.tolist())]
+    return [TokenRow(line, at) for line, at in zip(rows, batch.positions.tolist(), strict=True)]
 
 
 def test_a_batch_equals_tokenising_its_triplets_directly(prepared: PreparedStore):
@@ -161,16 +159,10 @@ def test_known_positives_are_a_querys_own_then_its_answers(prepared: PreparedSto
     assert store.facts["known"] == max(len(known) for known in store["train"].lists("known", everything))
 
 
-@pytest.mark.parametrize(
-    "batching",
-    [Batching(), Batching(length_window=3), Batching(sources="homogeneous"), Batching(ratios={"click": 1})],
-)
+@pytest.mark.parametrize("batching", [Batching(), Batching(length_window=3), Batching(sources="homogeneous")])
 def test_the_global_batch_is_the_same_set_for_any_number_of_ranks(
     prepared: PreparedStore, batching: Batching
 ):
-    if batching.ratios:
-        batching = Batching(ratios={"click": 0.8, "relevance": 0.2})
-
     def together(step: int, world: int) -> list[tuple]:
         shares = [batches(prepared, rank=r, world=world, batching=batching)(step) for r in range(world)]
         return sorted(
@@ -181,45 +173,6 @@ def test_the_global_batch_is_the_same_set_for_any_number_of_ranks(
 
     for step in (0, 3, 17):
         assert together(step, 1) == together(step, 2) == together(step, 4)
-
-
-def test_a_restarted_worker_draws_the_same_batch(prepared: PreparedStore):
-    first = batches(prepared, batching=Batching(length_window=3))
-    for step in range(5):
-        expected = first(step)
-    found = batches(prepared, batching=Batching(length_window=3))(4)
-    assert found.document_ids.tolist() == expected.document_ids.tolist()
-    torch.testing.assert_close(found.documents.ids, expected.documents.ids)
-
-
-def test_a_homogeneous_batch_is_of_one_source_and_hop_on_all_ranks(prepared: PreparedStore):
-    store, homogeneous = Store.open(prepared.store), Batching(sources="homogeneous")
-    order = Order(prepared.sizes, global_batch=8, seed=2, batching=homogeneous)
-    assert list(prepared.sizes) == ["click/multi", "click/one", "relevance/multi", "relevance/one"]
-    ends = np.cumsum(list(prepared.sizes.values()))
-    for step in range(order.steps_per_epoch):
-        chosen = order.batch(step)
-        kinds = np.unique(np.searchsorted(ends, chosen, side="right"))
-        assert len(kinds) == 1
-        shares = [batches(prepared, rank=r, world=2, batching=homogeneous)(step) for r in range(2)]
-        drawn = sorted(torch.cat([share.query_ids for share in shares]).tolist())
-        assert drawn == sorted(store["train"].values("query", chosen).tolist())
-
-
-def test_lengths_meet_within_a_window(prepared: PreparedStore):
-    def widths(window: int) -> int:
-        source = batches(prepared, batching=Batching(length_window=window))
-        return sum(source(step).documents.ids.shape[1] for step in range(12))
-
-    assert widths(12) < widths(1)
-
-
-def test_packed_batches_hold_the_same_tokens(prepared: PreparedStore):
-    padded, packed = batches(prepared)(1), batches(prepared, packed=True)(1)
-    assert packed.documents.packing is not None
-    flat = [token for row in read(padded.documents) for token in row.ids]
-    assert packed.documents.ids[0].tolist() == flat
-    torch.testing.assert_close(collate(read(padded.queries), pad=0, packed=True).ids, packed.queries.ids)
 
 
 def test_a_column_of_scores_that_is_missing_or_null_gives_none(dataset: Artifact, tmp_path: Path):
@@ -331,7 +284,7 @@ def shortened() -> list[dict]:
     return found
 
 
-def test_rows_short_of_negatives_are_read_and_what_is_absent_is_marked(dataset: Artifact, tmp_path: Path):
+def test_rows_short_of_negatives_are_read_and_marked(dataset: Artifact, tmp_path: Path):
     found = shortened()
     made = triplets(str(tmp_path / "triplets"), found)
     prepared = prepare(CONFIG, dataset=dataset, triplets=made, folder=str(tmp_path / "store"))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ranks
-from scalingnote.errors import TrainingError
+from scalingnote.core.errors import TrainingError
 from scalingnote.train import checkpoint
 from scalingnote.train.checkpoint import MARKER, Checkpoints
 from scalingnote.train.engine import Engine
@@ -38,8 +38,8 @@ class Numbers(Engine):
         return {float(v) for tensor in self.tensors.values() for v in tensor.reshape(-1)}
 
 
-def saved(uri: Path | str, *steps: int, keep: int = 2, best: int | None = None) -> Checkpoints:
-    checkpoints = Checkpoints(str(uri), keep=keep)
+def saved(uri: Path | str, *steps: int, best: int | None = None) -> Checkpoints:
+    checkpoints = Checkpoints(str(uri))
     for step in steps:
         checkpoints.save(step, Numbers(float(step)), {"curve": [step]}, best=step == best)
     checkpoints.wait()
@@ -52,7 +52,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def test_what_is_restored_is_what_was_saved_and_not_what_became_of_it(tmp_path: Path):
     source, target = Numbers(7.0), Numbers(0.0)
-    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    checkpoints = Checkpoints(str(tmp_path))
     checkpoints.save(40, source, {"curve": [1, 2]})
     for tensor in source.tensors.values():
         tensor.zero_()  # training goes on while files are written
@@ -64,7 +64,7 @@ def test_what_is_restored_is_what_was_saved_and_not_what_became_of_it(tmp_path: 
 
 
 def test_nothing_to_restore(tmp_path: Path):
-    assert Checkpoints(str(tmp_path), keep=1).restore(Numbers(0.0)) is None
+    assert Checkpoints(str(tmp_path)).restore(Numbers(0.0)) is None
 
 
 def test_only_tensors_and_json_are_on_disk(tmp_path: Path):
@@ -78,7 +78,7 @@ def test_a_run_killed_while_writing_left_no_checkpoint(tmp_path: Path, monkeypat
     def killed(uri: str) -> dict[str, int]:
         raise InterruptedError  # after the shards, before the marker
 
-    checkpoints = Checkpoints(str(tmp_path), keep=2)
+    checkpoints = Checkpoints(str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.fs, "list_files", killed)
         checkpoints.save(20, Numbers(20.0), {})
@@ -86,7 +86,7 @@ def test_a_run_killed_while_writing_left_no_checkpoint(tmp_path: Path, monkeypat
             checkpoints.wait()
     assert list(tmp_path.glob("step-000000020/*.safetensors"))
     target = Numbers(0.0)
-    again = Checkpoints(str(tmp_path), keep=2)
+    again = Checkpoints(str(tmp_path))
     found = again.restore(target)
     assert found is not None
     assert found.step == 10
@@ -98,7 +98,7 @@ def test_a_run_killed_while_writing_left_no_checkpoint(tmp_path: Path, monkeypat
 def test_a_checkpoint_that_lost_bytes_is_passed_over(tmp_path: Path, damage):
     saved(tmp_path, 10, 20)
     damage(next(tmp_path.glob("step-000000020/*.safetensors")))
-    found = Checkpoints(str(tmp_path), keep=2).restore(Numbers(0.0))
+    found = Checkpoints(str(tmp_path)).restore(Numbers(0.0))
     assert found is not None
     assert found.step == 10
 
@@ -126,19 +126,17 @@ def test_checkpoints_of_another_filesystem(tmp_path: Path, monkeypatch: pytest.M
     uri = f"local://{tmp_path}/run"  # this machine's files, but through fsspec as if they were elsewhere
     saved(uri, 10, 20, 30)
     target = Numbers(0.0)
-    found = Checkpoints(uri, keep=2).restore(target)
+    found = Checkpoints(uri).restore(target)
     assert found is not None
     assert target.values() == {30.0}
     assert steps_in(tmp_path / "run") == [20, 30]
     assert not (tmp_path / "scalingnote-cache").exists()  # read where they lie, without a copy
 
 
-def test_a_rank_fetches_its_own_shard_alone_where_no_other_is_of_use_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rank_reads_only_its_own_shard_of_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     layout, uri = "zero-1 on 2 ranks", f"local://{tmp_path}/run"
-    checkpoints = Checkpoints(uri, keep=1)
+    checkpoints = Checkpoints(uri)
     checkpoints.save(10, Numbers(10.0, layout), {})
     checkpoints.wait()
     (own,) = (tmp_path / "run").glob("*/*.safetensors")
@@ -168,7 +166,7 @@ class Sharded(Numbers):
 
 
 def write_sharded(uri: str) -> None:
-    checkpoints = Checkpoints(uri, keep=1)
+    checkpoints = Checkpoints(uri)
     checkpoints.save(10, Sharded(1.0), {})
     checkpoints.wait()
 
@@ -184,7 +182,7 @@ def read_sharded(uri: str) -> tuple[int, bool]:
 
     checkpoint.fs.read_range = counted
     target = Sharded(0.0)
-    assert Checkpoints(uri, keep=1).restore(target) is not None
+    assert Checkpoints(uri).restore(target) is not None
     expected = Sharded(1.0)
     own = [
         torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b))
@@ -193,7 +191,7 @@ def read_sharded(uri: str) -> tuple[int, bool]:
     return count, all(own)
 
 
-def test_a_rank_reads_its_own_rows_whatever_the_number_of_ranks_that_wrote_them(tmp_path: Path):
+def test_a_rank_reads_its_own_rows_of_any_number_of_shards(tmp_path: Path):
     uri = str(tmp_path / "run")
     ranks.run(write_sharded, uri, world=2)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 import tiny
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.config import Lora, Pretrained, TowerConfig
 from scalingnote.storage.artifact import Artifact

@@ -1,7 +1,4 @@
-"""A cluster whose nodes, with simulated GPUs, leave and join during encode and train: nothing is repeated.
-
-`python -m benchmarks.cluster_faults` and `python -m benchmarks.faults` measure the same many times over.
-"""
+"""A cluster whose nodes, with simulated GPUs, leave and join during encode and train: nothing is repeated."""
 
 import contextlib
 import os
@@ -156,7 +153,7 @@ def test_encoding_goes_on_without_a_node_and_repeats_no_finished_part(nodes: Clu
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("autoscaled")
-def test_encoding_starts_with_min_workers_and_takes_the_nodes_that_an_autoscaler_brings(tmp_path: Path):
+def test_encoding_starts_with_min_workers_and_takes_new_nodes(tmp_path: Path):
     tiny_towers(tmp_path)
     with Driver("grow", tmp_path) as process:
         code = process.wait(timeout=500)
@@ -167,7 +164,7 @@ def test_encoding_starts_with_min_workers_and_takes_the_nodes_that_an_autoscaler
 
 
 @pytest.mark.timeout(600)
-def test_training_goes_on_with_fewer_ranks_and_then_with_more_on_the_same_curve(
+def test_training_continues_with_fewer_and_with_more_ranks(
     nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     dataset = tiny.dataset(str(tmp_path / "dataset"))
@@ -183,7 +180,7 @@ def test_training_goes_on_with_fewer_ranks_and_then_with_more_on_the_same_curve(
     assert groups(tmp_path) == [2, 1, 2]
     curve = open_artifact(str(tmp_path / "trained"), kind="dual_encoder").read_json("curve.json")
     without_ray(monkeypatch)
-    alone = CONFIG.model_copy(update={"resources": Ranks(workers=0), "data": DataAccess(stream="never")})
+    alone = CONFIG.model_copy(update={"resources": Ranks(workers=0), "data": DataAccess()})
     whole = job.run(alone, **parents(tmp_path), output=str(tmp_path / "alone")).read_json("curve.json")
     assert [at["step"] for at in curve] == [at["step"] for at in whole]
     np.testing.assert_allclose(

@@ -1,108 +1,86 @@
-"""GradCache equals one backward pass over the same chunks, for every parameter, with dropout on."""
+"""GradCache equals one backward pass over the same chunks; shares are those of each loss's gradient."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from stages import DIM, Found, PlainEngine, gradients, learnt, towers, triplets
 from torch import Tensor, nn
 
 import ranks
 import tiny
-from scalingnote.distillation.config import DistillLosses
-from scalingnote.distillation.objective import Lesson, StageTwo
-from scalingnote.models import backbone, batch, dual_encoder
-from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.train.candidates import Triplets
-from scalingnote.train.config import GradCache, Losses
-from scalingnote.train.engine import Cacheable, Engine, cached_backward, surrogate
+from scalingnote.models import dual_encoder
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.config import Lora
+from scalingnote.train import grad_cache
+from scalingnote.train.checkpoint import Checkpoints
+from scalingnote.train.config import GradCache, Losses, Optimizer, Schedule
+from scalingnote.train.distillation.config import DistillLosses
+from scalingnote.train.distillation.objective import Lesson, StageTwo
+from scalingnote.train.engine import Encode, Objective, WeightedLosses
+from scalingnote.train.grad_cache import (
+    SHARE_INTERVAL_STEPS,
+    GradientShares,
+    cached_backward,
+    measured_parameters,
+    standing_still,
+)
+from scalingnote.train.loop import fit
 from scalingnote.train.objective import StageOne
+from scalingnote.train.strategies import build
 
-CONFIG = GradCache(query_rows=3, document_rows=4)
-Found = dict[str, Tensor]
-
-
-class PlainEngine(Engine):
-    """All that cached_backward needs of an engine, in plain PyTorch."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-        self.module, self._dtype = module, dtype
-        self.lasts: list[bool] = []
-
-    def precision(self) -> AbstractContextManager[None]:
-        return torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32)
-
-    def backward_from(self, embeddings: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
-        surrogate(embeddings, gradients).backward()
-        self.lasts.append(last)
+ROWS = 7
+CHUNKS, ALL = GradCache(query_rows=3, document_rows=4), GradCache(query_rows=1000, document_rows=1000)
 
 
 def stage() -> StageOne:
-    """Encoders with dropout, and a temperature that learns."""
-    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-    query = dual_encoder.build_tower(
-        tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=8, tokenizer_json=learnt, seed=0
-    )
-    document = dual_encoder.build_tower(
-        tiny.document_tower(tiny.BIDIRECTIONAL), role="document", dim=8, tokenizer_json=learnt, seed=1
-    )
-    losses = Losses(matryoshka=(4, 8), learn_temperature=True)
-    return StageOne(DualEncoder(query, document), losses).train()
+    """Encoders with dropout."""
+    return StageOne(towers(tiny.BIDIRECTIONAL), Losses(matryoshka=(4, DIM))).train()
 
 
-def triplets(made: StageOne, rows: int, *, packed: bool = False) -> Triplets:
-    texts = tiny.document_rows(2 * rows)
-    columns = ([row[name] for row in texts] for name in ("title", "topic", "content"))
-    queries = made.towers.query.prompt.rows([row["content"][:20] for row in texts[:rows]])
-    return Triplets(
-        queries=batch.collate(queries, pad=0, packed=packed),
-        documents=batch.collate(made.towers.document.prompt.rows(*columns), pad=0, packed=packed),
-        query_ids=torch.arange(rows),
-        document_ids=torch.arange(2 * rows),
-        known_positives=torch.arange(rows)[:, None],
-        weights=torch.ones(rows),
-    )
+def batch_of(made: StageOne, *, packed: bool = False) -> Any:
+    return triplets(made.towers, range(ROWS), of=2 * ROWS, packed=packed)
 
 
-def gradients(module: nn.Module) -> Found:
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def plain_backward(engine: PlainEngine, batch, *, config: GradCache) -> Tensor:
+def plain_backward(engine: PlainEngine, batch: Any, *, config: GradCache) -> Tensor:
     """The slow twin: chunks drawn in the same order, but all graphs kept until one backward pass."""
-    module: Cacheable = engine.module
-    embeddings = {}
-    for name, rows in module.inputs(batch).items():
-        if rows is None:
-            embeddings |= module.encode(name, None)
-            continue
+
+    def encode(name: str, rows: Batch) -> Found:
         size = config.query_rows if name == "query" else config.document_rows
         chunks = []
         for start in range(0, len(rows), size):
             with engine.precision():
-                chunks.append(module.encode(name, rows.rows(start, min(start + size, len(rows))))[name])
-        embeddings[name] = torch.cat(chunks)
-    loss, _ = module.loss(embeddings, batch)
+                chunks.append(engine.module.encode(name, rows.rows(start, min(start + size, len(rows)))))
+        return {key: torch.cat([chunk[key] for chunk in chunks]) for key in chunks[0]}
+
+    weighted, _ = engine.module.losses(batch, encode)
+    loss = sum(weighted.values())
     loss.backward()
     return loss.detach()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_gradient_equals_a_plain_backward_pass(dtype: torch.dtype, packed: bool):
+@pytest.mark.parametrize("what", ["stage I", "stage II"])
+def test_gradients_equal_a_plain_backward_pass(dtype: torch.dtype, packed: bool, what: str):
     results = []
     for backward in (lambda *a, **k: cached_backward(*a, **k)[0], plain_backward):
         made = stage()
-        engine = PlainEngine(made, dtype)
+        batch = batch_of(made, packed=packed)
+        if what == "stage II":
+            draw = torch.Generator().manual_seed(0)
+            batch = Lesson(batch.queries, torch.randn(ROWS, DIM, generator=draw))
+            made = StageTwo(made.towers.query, DistillLosses())
         torch.manual_seed(5)
-        loss = backward(engine, triplets(made, 7, packed=packed), config=CONFIG)
+        loss = backward(PlainEngine(made, dtype), batch, config=CHUNKS)
         results.append((loss, gradients(made), torch.rand(3)))
     (cached, found, after), (loss, expected, after_plain) = results
     torch.testing.assert_close(cached, loss)
     torch.testing.assert_close(after, after_plain)  # the second pass left no trace
     assert found.keys() == expected.keys()
-    assert "temperature.log" in found
     tolerance = {"atol": 1e-6, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 2e-3, "rtol": 2e-2}
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name, **tolerance)
@@ -110,52 +88,34 @@ def test_every_gradient_equals_a_plain_backward_pass(dtype: torch.dtype, packed:
 
 def test_without_dropout_chunks_do_not_matter():
     results = []
-    for config in (CONFIG, GradCache(query_rows=1000, document_rows=1000), None):
+    for config in (CHUNKS, ALL, None):
         made = stage().eval()
-        batch = triplets(made, 7)
         if config:
             engine = PlainEngine(made)
-            _, parts = cached_backward(engine, batch, config=config)
+            _, parts = cached_backward(engine, batch_of(made), config=config)
             assert engine.lasts == [False] * (len(engine.lasts) - 1) + [True]
         else:
-            loss, parts = made(batch)
+            loss, parts = made(batch_of(made))
             loss.backward()
         results.append({**parts, **gradients(made)})
     for other in results[1:]:
         torch.testing.assert_close(results[0], other, atol=1e-5, rtol=1e-4)
 
 
-def test_a_student_is_cached_too():
-    made = stage()
-    batch = triplets(made, 7)
-    teacher = torch.randn(7, 8, generator=torch.Generator().manual_seed(0))
-    results = []
-    for backward in (lambda *a, **k: cached_backward(*a, **k)[0], plain_backward):
-        student = StageTwo(made.towers.query, DistillLosses())
-        student.zero_grad()
-        torch.manual_seed(5)
-        loss = backward(PlainEngine(student), Lesson(batch.queries, teacher), config=CONFIG)
-        results.append({"loss": loss, **gradients(student)})
-    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-4)
-
-
-class OwnDocuments(Cacheable):
-    """A loss of a rank's own rows: ranks may bring different numbers of documents."""
+class OwnDocuments(Objective):
+    """A loss of a rank's own rows: ranks may have different numbers of documents."""
 
     def __init__(self) -> None:
         super().__init__()
         self.towers = stage().eval().towers
 
-    def inputs(self, batch: Triplets) -> dict[str, batch.Batch | None]:
-        return {"query": batch.queries, "document": batch.documents}
-
-    def encode(self, name: str, rows: batch.Batch | None) -> Found:
+    def encode(self, name: str, rows: Batch) -> Found:
         return {name: self.towers.encode(name, rows).float()}
 
-    def weighted_losses(self, embeddings: Found, batch: Triplets) -> tuple[Found, Found]:
-        documents = embeddings["document"][:, -1].unflatten(0, (2, -1))
-        loss = torch.einsum("qd,gqd->q", embeddings["query"][:, 0], documents).square().sum()
-        return {"products": loss}, {}
+    def losses(self, batch: Any, encode: Encode) -> WeightedLosses:
+        queries = encode("query", batch.queries)["query"][:, 0]
+        documents = encode("document", batch.documents)["document"][:, -1].unflatten(0, (2, -1))
+        return {"products": torch.einsum("qd,gqd->q", queries, documents).square().sum()}, {}
 
 
 def on_a_rank(counts: tuple[int, ...]) -> tuple[Found, Found, int]:
@@ -163,9 +123,9 @@ def on_a_rank(counts: tuple[int, ...]) -> tuple[Found, Found, int]:
     rows, found = counts[dist.get_rank()], []
     for cached in (True, False):
         made = OwnDocuments()
-        engine, batch = PlainEngine(made), triplets(made, rows)
+        engine, batch = PlainEngine(made), triplets(made.towers, range(rows), of=rows)
         if cached:
-            cached_backward(engine, batch, config=CONFIG)
+            cached_backward(engine, batch, config=CHUNKS)
             chunks = len(engine.lasts)
         else:
             made(batch)[0].backward()
@@ -179,3 +139,116 @@ def test_ranks_with_unequal_rows_run_equally_many_chunks():
     (cached, plain, chunks), (_, _, others) = ranks.run(on_a_rank, (7, 2), world=2)
     assert chunks == others == 3 + 4  # queries and documents, as the larger rank needs
     torch.testing.assert_close(cached, plain, atol=1e-4, rtol=1e-4)  # sums in another order
+
+
+# --- shares of losses in the gradient ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", [ALL, CHUNKS], ids=["plain", "chunks"])
+def test_shares_are_those_of_the_gradients_of_each_loss(cache: GradCache, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grad_cache, "GRADIENT_ROWS", 1000)
+    made = stage().eval()
+    batch = batch_of(made)
+    found = grad_cache.gradient_shares(PlainEngine(made), batch, cache=cache)
+    weighted, _ = made.losses(batch, made.encode)
+    assert found.keys() == weighted.keys() == {"contrastive", "margin"}
+    own = {name: flat(loss, measured_parameters(made)) for name, loss in weighted.items()}
+    total = sum(own.values(), start=torch.zeros(()))
+    for name, gradient in own.items():
+        assert found[name].norm == pytest.approx(float(gradient.norm()), rel=1e-4)
+        expected = torch.cosine_similarity(gradient, total, dim=0)
+        assert found[name].cosine == pytest.approx(float(expected), abs=1e-4)
+
+
+def flat(loss: Tensor, parameters: Any) -> Tensor:
+    """The gradient of `loss` as one vector."""
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    filled = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True))
+    return torch.cat([value.flatten() for value in filled])
+
+
+def test_the_step_after_a_measurement_draws_the_same_numbers():
+    made = stage()  # with dropout
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert grad_cache.gradient_shares(PlainEngine(made), batch_of(made), cache=ALL)
+    torch.testing.assert_close(torch.rand(3), expected)
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
+def test_adapters_are_measured_and_large_models_in_part(monkeypatch: pytest.MonkeyPatch):
+    adapted = {"lora": Lora(rank=2)}
+    both = dual_encoder.build(
+        tiny.query_tower(tiny.CAUSAL).model_copy(update=adapted),
+        tiny.document_tower(tiny.CAUSAL).model_copy(update=adapted),
+        dim=DIM,
+        tokenizers={"query": learnt(), "document": learnt()},
+        seed=0,
+        share_base=True,
+    )
+    names = {id(value): name for name, value in both.named_parameters()}
+    assert measured_parameters(both)
+    assert all("lora_" in names[id(value)] for value in measured_parameters(both))
+    monkeypatch.setattr(grad_cache, "MAX_GRADIENT_NUMBERS", 100)
+    assert 0 < sum(value.numel() for value in measured_parameters(stage())) <= 100
+
+
+class Drowned(Objective):
+    """One loss asks for 0 at a small weight, the other for growth that never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def encode(self, name: str, rows: Batch) -> Found:
+        return {name: self.weight.expand(len(rows), 2)}
+
+    def losses(self, batch: Batch, encode: Encode) -> WeightedLosses:
+        small, large = encode("query", batch)["query"][0]
+        parts = {"small": small**2, "large": 1000 / (1 + large**2)}
+        return {"small": 1e-3 * parts["small"], "large": parts["large"]}, parts
+
+
+def test_a_loss_without_a_share_that_stands_still_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    schedule = Schedule(optimizer=Optimizer(peak_lr=1e-5), precision="float32", global_batch=2)
+    batch = collate(stage().towers.query.prompt.rows(["a"]), pad=0)
+    with caplog.at_level(logging.INFO, logger="scalingnote"):
+        history = fit(
+            build(Drowned(), schedule=schedule, device=torch.device("cpu")),
+            lambda step: batch,
+            steps=2 * SHARE_INTERVAL_STEPS + 1,
+            schedule=schedule,
+            checkpoints=Checkpoints(str(tmp_path)),
+            section="test",
+        )
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1, warned
+    assert "the loss small stands still at 0.99" in warned[0]
+    noted = [line for line in history.curve if "gradient_cosine/small" in line]
+    assert [line["step"] for line in noted] == [0, SHARE_INTERVAL_STEPS, 2 * SHARE_INTERVAL_STEPS]
+    assert all(line["gradient_cosine/small"] < 0.1 < line["gradient_cosine/large"] for line in noted)
+
+
+def test_nothing_is_noted_if_nothing_is_measured():
+    made = stage()
+    shares = GradientShares(PlainEngine(made), section="test", cache=None)  # the engine is not `whole`
+    shares.note({"loss": 1.0})
+    assert shares.measure(0, batch_of(made)) == {}
+    assert shares._values == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], []),
+        ([2.77], []),
+        ([2.77, 2.76, 2.77, 2.76], ["loss"]),
+        ([2.77, 2.5, 2.1, 1.9], []),
+        ([0.0, 0.0], []),  # a margin that no row violates
+    ],
+)
+def test_standing_still(values: list[float], expected: list[str]):
+    assert standing_still([{"loss": value} for value in values]) == expected

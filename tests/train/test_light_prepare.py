@@ -11,16 +11,15 @@ import light
 import tiny
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.models import dual_encoder
 from scalingnote.models.config import LookupConfig, TokenWiseConfig
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
-from scalingnote.train.candidates import TripletBatches
-from scalingnote.train.config import Align, Losses, Sparse, TrainConfig
+from scalingnote.train.config import Losses, Sparse, TrainConfig
 from scalingnote.train.data import MappedShares, Order, Store
-from scalingnote.train.objective import StageOne
-from scalingnote.train.prepare import PreparedStore, prepare, sparse_query
+from scalingnote.train.job import build_stage_one
+from scalingnote.train.objective import TripletBatches
+from scalingnote.train.prepare import PreparedStore, prepare
 
 STEPS = 60
 CONFIG = TrainConfig(
@@ -29,7 +28,7 @@ CONFIG = TrainConfig(
     dim=light.DIM,
     losses=Losses(temperature=0.1, bidirectional=False, alpha=0, matryoshka=(light.DIM,)),
     sparse=Sparse(),
-    align=Align(),
+    align=True,
 )
 
 
@@ -45,30 +44,15 @@ def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Pre
     return prepare(CONFIG, dataset=dataset, triplets=found, folder=str(folder / "store"))
 
 
-def stage(prepared: PreparedStore, config: TrainConfig = CONFIG) -> StageOne:
-    towers = dual_encoder.build(
-        config.query_tower,
-        config.document,
-        dim=config.dim,
-        tokenizers=prepared.tokenizers,
-        seed=0,
-        share_base=True,
-        share_backbone=config.shares_backbone,
-        sparse=config.sparse is not None,
-    )
-    towers.sparse_query = sparse_query(config, towers.document.prompt.tokenizer)
-    return StageOne(towers, config.losses, sparse=config.sparse, align=config.align)
-
-
 def batches(prepared: PreparedStore) -> TripletBatches:
     order = Order(prepared.sizes, global_batch=24, seed=0)
     store = Store.open(prepared.store)
     shares = MappedShares(store, order, rank=0, world=1)
-    return TripletBatches(shares, store.facts, pads=(0, 0), packed=True, steps=STEPS)
+    return TripletBatches(shares, store.facts, pads=(0, 0), steps=STEPS)
 
 
 def test_a_batch_holds_tokens_terms_and_spans(prepared: PreparedStore):
-    made, batch = stage(prepared), batches(prepared)(3)
+    made, batch = build_stage_one(CONFIG, prepared.tokenizers), batches(prepared)(3)
     assert (batch.step.item(), batch.steps.item()) == (3, STEPS)
     ids, lengths = batch.queries.flat()
     rows = [part.tolist() for part in ids.split(lengths.tolist())]
@@ -81,14 +65,14 @@ def test_a_batch_holds_tokens_terms_and_spans(prepared: PreparedStore):
 
 
 def test_a_lookup_table_may_be_trained_by_itself(dataset: Artifact, tmp_path: Path):
-    config = CONFIG.model_copy(update={"query": LookupConfig(max_length=16), "align": None, "sparse": None})
+    config = CONFIG.model_copy(update={"query": LookupConfig(max_length=16), "align": False, "sparse": None})
     found = prepare(
         config,
         dataset=dataset,
         triplets=tiny.triplets(str(tmp_path / "triplets"), dataset),
         folder=str(tmp_path / "store"),
     )
-    made = stage(found, config)
+    made = build_stage_one(config, found.tokenizers)
     loss, parts = made(batches(found)(0))
     loss.backward()
     assert set(parts) == {"contrastive", "margin"}
@@ -98,7 +82,7 @@ def test_a_lookup_table_may_be_trained_by_itself(dataset: Artifact, tmp_path: Pa
 
 def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: PreparedStore, tmp_path: Path):
     torch.manual_seed(0)
-    made, source = stage(prepared), batches(prepared)
+    made, source = build_stage_one(CONFIG, prepared.tokenizers), batches(prepared)
     optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
     losses = []
     for step in range(STEPS):
@@ -114,7 +98,7 @@ def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: Prepare
     encoding = encoder.encode_with_cost(encoder.document_rows(pa.Table.from_pylist(documents)))
     embeddings = arrow.l2_normalize(encoding.embeddings[:, encoder.views.index("summary")])
     texts = [row["title"] for row in documents]
-    cheap = arrow.l2_normalize(QueryEncoder.load(tmp_path / "query").encode_queries(texts))
+    cheap = arrow.l2_normalize(QueryEncoder(tmp_path / "query").encode_queries(texts))
     by_table = np.argsort(-(cheap @ embeddings.T), axis=1)[:, :10]
     terms = [
         dict(zip(t, i, strict=True))

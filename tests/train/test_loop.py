@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scalingnote.errors import TrainingError
-from scalingnote.log import Progress
+from scalingnote.core.errors import TrainingError
+from scalingnote.core.log import Progress
 from scalingnote.train import loop
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import Optimizer, Schedule, Validation
@@ -93,7 +93,7 @@ def train(
         stop_at,
         steps=STEPS,
         schedule=schedule,
-        checkpoints=Checkpoints(str(folder), keep=schedule.keep_checkpoints),
+        checkpoints=Checkpoints(str(folder)),
         section="test",
         **knobs,
     )
@@ -151,11 +151,11 @@ def test_trackers_hear_of_training_and_of_measurements(tmp_path: Path):
         Regression(),
         tmp_path,
         trackers=[told],
-        validation=Validation(every=5, metric="R@1"),
-        validate=lambda: {"R@1": 0.5},
+        validation=Validation(every=5),
+        validate=lambda: {"MRR@10": 0.5},
     )
     assert told.steps == [0, 5, 10, 10, 11, 12]  # steps 0, 10, 11; after 5, 10, 12 steps it was measured
-    assert told.names == {"loss", "squared", "absolute", "gradient_norm", "lr", "validation/R@1"}
+    assert told.names == {"loss", "squared", "absolute", "gradient_norm", "lr", "validation/MRR@10"}
 
 
 def test_training_stops_when_nothing_gets_better_also_after_a_kill(tmp_path: Path):
@@ -171,8 +171,8 @@ def test_training_stops_when_nothing_gets_better_also_after_a_kill(tmp_path: Pat
             folder,
             until=until,
             every=1,
-            validation=Validation(every=2, metric="R@1", patience=2),
-            validate=lambda: {"R@1": found[step_of[seen[-1]] + 1]},
+            validation=Validation(every=2, patience=2),
+            validate=lambda: {"MRR@10": found[step_of[seen[-1]] + 1]},
         )
 
     history = run(tmp_path / "whole")
@@ -183,18 +183,18 @@ def test_training_stops_when_nothing_gets_better_also_after_a_kill(tmp_path: Pat
     assert run(tmp_path / "cut") == history
 
 
-@pytest.mark.parametrize(("keep", "expected"), [("best", 4), ("last", 12)])
-def test_the_weights_to_keep(tmp_path: Path, keep: str, expected: int):
+@pytest.mark.parametrize(("patience", "expected"), [(9, 4), (None, 12)], ids=["best", "last"])
+def test_the_weights_to_keep(tmp_path: Path, patience: int | None, expected: int):
     module, measured = Regression(), []
 
     def validate() -> dict[str, float]:
         measured.append([p.detach().clone() for p in module.parameters()])
-        return {"contrastive_entropy": 1.0 if len(measured) == 2 else 2.0}
+        return {"MRR@10": {2: 2.0, 3: float("nan")}.get(len(measured), 1.0)}
 
-    validation = Validation(every=2, metric="contrastive_entropy", keep=keep)  # type: ignore[arg-type]
+    validation = Validation(every=2, patience=patience)
     train(module, tmp_path, validation=validation, validate=validate)
-    kept = measured[expected // 2 - 1]
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), kept, strict=True))
+    chosen = measured[expected // 2 - 1]
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), chosen, strict=True))
 
 
 def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
@@ -220,7 +220,7 @@ def test_a_run_that_is_interrupted_as_it_stops_early_stays_stopped(
 ):
     monkeypatch.setattr(loop, "NOTICE_INTERVAL_S", -1.0)
     found = iter([0.5, 0.4, 0.3])
-    validation = Validation(every=2, metric="R@1", patience=2, keep="last")
+    validation = Validation(every=2, patience=2)
     notices = iter([False] * 5 + [True])
     stopped, resumed = Regression(), Regression()
     history = train(
@@ -228,9 +228,9 @@ def test_a_run_that_is_interrupted_as_it_stops_early_stays_stopped(
         tmp_path,
         every=100,
         validation=validation,
-        validate=lambda: {"R@1": next(found)},
+        validate=lambda: {"MRR@10": next(found)},
         notice=lambda: next(notices),
     )
-    assert steps_in(tmp_path) == [6]
+    assert 6 in steps_in(tmp_path)
     assert train(resumed, tmp_path, every=100, validation=validation, validate=dict) == history
     assert same(stopped, resumed)

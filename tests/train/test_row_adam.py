@@ -22,7 +22,7 @@ def test_with_all_rows_it_is_adam():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_row_without_a_gradient_stays_and_its_moments_decay_at_the_next():
+def test_a_row_without_a_gradient_stays_and_its_moments_decay():
     gradients = [torch.zeros(3, 2) for _ in range(4)]
     gradients[0][0] = gradients[3][0] = torch.tensor([1.0, -2.0])
     parameter = torch.nn.Parameter(torch.zeros(3, 2))
@@ -37,7 +37,7 @@ def test_a_row_without_a_gradient_stays_and_its_moments_decay_at_the_next():
     torch.testing.assert_close(mean, (0.1 * 0.9**3 + 0.1) * gradients[0][0])
 
 
-def test_rates_scale_the_movement_of_their_rows_and_vectors_have_rows_too():
+def test_rates_scale_the_movement_of_rows_and_of_values():
     slow, fast = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     slow.row_rates = torch.tensor([0.25, 1.0])  # type: ignore[attr-defined]
     gradients = [torch.tensor([1.0, 1.0])] * 3

@@ -8,22 +8,31 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from stages import learnt, steady
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ranks
 import tiny
+from scalingnote.core.errors import ConfigError
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ConfigError
-from scalingnote.losses import Temperature
-from scalingnote.models import backbone, batch, dual_encoder
+from scalingnote.models import batch, dual_encoder
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Lora
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.collectives import gather, rank, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.engine import Cacheable, Engine, cached_backward, load_weights
+from scalingnote.train.engine import (
+    Encode,
+    Engine,
+    Objective,
+    WeightedLosses,
+    gather,
+    load_weights,
+    rank,
+    world_size,
+)
+from scalingnote.train.grad_cache import cached_backward
 from scalingnote.train.strategies import ZeroEngine, build
 
 pytestmark = pytest.mark.slow
@@ -43,6 +52,7 @@ class Job:
     memory: Memory = PLAIN
     base: str | None = None  # of LoRA; None: all weights learn
     precision: str = "float32"
+    learning_rate: float = 1e-2
 
 
 @dataclass
@@ -53,14 +63,8 @@ class Pairs:
     documents: Batch
 
 
-@lru_cache
-def tokenizer() -> str:
-    texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
-    return backbone.train_tokenizer(texts, vocabulary=400)
-
-
-class Contrast(Cacheable):
-    """In-batch softmax over all ranks with a temperature that learns: all kinds of parameters.
+class Contrast(Objective):
+    """In-batch softmax over all ranks.
 
     Towers of two architectures, or two LoRA towers on one base, wide enough for a block of nf4.
     """
@@ -68,7 +72,6 @@ class Contrast(Cacheable):
     def __init__(self, *, base: str | None = None, long: bool = False) -> None:
         """`long`: towers for long queries, whose attention depends on where a token is."""
         super().__init__()
-        learnt = tokenizer()
         adapter = {"lora": Lora(rank=2, base=base) if base else None}
         wide = tiny.CAUSAL.model_copy(update={"hidden": 64, "intermediate": 128} if base else {})
         narrow = tiny.query_tower(wide.model_copy(update={"max_positions": LONG + 8}) if long else wide)
@@ -76,30 +79,25 @@ class Contrast(Cacheable):
             narrow.model_copy(update=adapter | ({"max_length": LONG} if long else {})),
             tiny.document_tower(wide if base else tiny.BIDIRECTIONAL).model_copy(update=adapter),
             dim=8,
-            tokenizers={"query": learnt, "document": learnt},
+            tokenizers={"query": learnt(), "document": learnt()},
             seed=0,
             share_base=True,
         )
-        self.temperature = Temperature(0.2)
         if long:
             for name, weight in self.towers.query.named_parameters():
                 if "q_proj.weight" in name or "k_proj.weight" in name:
-                    weight.data *= 100.0
+                    weight.data *= 25.0  # tokens differ in attention, and none has all of it
+                elif "v_proj.weight" in name or "o_proj.weight" in name:
+                    weight.data *= 10.0  # attention counts beside the token itself
 
-    def inputs(self, pairs: Pairs) -> dict[str, Batch | None]:
-        return {"query": pairs.queries, "document": pairs.documents, "temperature": None}
-
-    def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
-        if rows is None:
-            return {name: self.temperature().view(1)}
+    def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
         return {name: self.towers.encode(name, rows).float()}
 
-    def weighted_losses(
-        self, embeddings: dict[str, Tensor], pairs: Pairs
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        queries, documents = embeddings["query"][:, 0], embeddings["document"].mean(1)
+    def losses(self, batch: Pairs, encode: Encode) -> WeightedLosses:
+        queries = encode("query", batch.queries)["query"][:, 0]
+        documents = encode("document", batch.documents)["document"].mean(1)
         queries, documents = (nn.functional.normalize(e, dim=-1) for e in (queries, documents))
-        scores = queries @ gather(documents).T / embeddings["temperature"].squeeze()
+        scores = queries @ gather(documents).T / 0.2
         loss = nn.functional.cross_entropy(scores, torch.arange(len(queries)) + rank() * len(queries))
         return {"contrastive": loss}, {"contrastive": loss, "queries": queries}
 
@@ -121,8 +119,7 @@ def share(made: Contrast, step: int) -> Pairs:
 def schedule(job: Job) -> Schedule:
     return Schedule(
         strategy=job.strategy,
-        # A large eps: where a gradient is nearly zero, AdamW's step else depends on its last bit.
-        optimizer=Optimizer(peak_lr=1e-2, eps=1e-3, clip=0.5, weight_decay=0.1),
+        optimizer=Optimizer(peak_lr=1e-2, weight_decay=0.1),
         global_batch=ROWS,
         memory=job.memory,
         precision=job.precision,  # type: ignore[arg-type]
@@ -143,13 +140,13 @@ def one_step(engine: Engine, step: int, job: Job, found: dict[str, Any]) -> None
         engine.backward(engine(pairs)[0])
     if step == 0:
         found["gradients"] = gradients(engine, job)
-    found["norms"].append(float(engine.step(1e-2)))
+    found["norms"].append(float(engine.step(job.learning_rate)))
 
 
 def gradients(engine: Engine, job: Job) -> dict[str, Tensor]:
     """Whole gradients after the backward pass, as far as the strategy shows them."""
     sharded = job.strategy if isinstance(job.strategy, DeepSpeed) else None
-    if sharded and job.memory.grad_cache and (sharded.stage < 3 or sharded.offload_optimizer):
+    if sharded and job.memory.grad_cache and (sharded.stage < 3 or sharded.offload):
         return {}  # they settle the gradients of several backward passes within the step
     found = {}
     for name, parameter in engine.module.named_parameters():
@@ -166,13 +163,14 @@ def gradients(engine: Engine, job: Job) -> dict[str, Tensor]:
     return found
 
 
+@steady()
 def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
     """Gradients of the first step, weights after the first and the last, all gradient norms.
 
     With a folder, also the weights of a second run that starts from a checkpoint after the first step.
     """
     engine, found = made(job), {"norms": []}
-    checkpoints = Checkpoints(str(folder), keep=1) if folder else None
+    checkpoints = Checkpoints(str(folder)) if folder else None
     for step in range(STEPS):
         one_step(engine, step, job, found)
         if step == 0:
@@ -229,8 +227,8 @@ ONE_BATCH = {
     "fsdp2, int8": Job(Fsdp2(), CACHED, base="int8"),
     "fsdp2, nf4": Job(Fsdp2(), CHECKPOINTED, base="nf4"),
     "fsdp2, kept": Job(Fsdp2(reshard=False, offload=True)),
-    "zero-2, offloaded": Job(DeepSpeed(stage=2, offload_optimizer=True), CACHED),
-    "zero-3, offloaded": Job(DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True), CACHED),
+    "zero-2, offloaded": Job(DeepSpeed(stage=2, offload=True), CACHED),
+    "zero-3, offloaded": Job(DeepSpeed(stage=3, offload=True), CACHED),
 }
 HALF = {f"{name}, half": Job(STRATEGIES[name], precision="bfloat16") for name in ("ddp", "fsdp2", "zero-3")}
 
@@ -274,7 +272,7 @@ def agreement(jobs: dict[str, Job]) -> dict[str, tuple[float, float]]:
         engine = build(module, schedule=schedule(job), device=CPU)
         one_step(engine, 0, job, {"norms": []})
         engine.module.eval()
-        texts = [" ".join([row["content"]] * 40) for row in tiny.document_rows()[:2]]
+        texts = [" ".join([row["content"]] * 40) for row in tiny.document_rows()[: ROWS // world_size()]]
         rows = module.towers.query.prompt.rows(texts)
         assert {len(row.ids) for row in rows} == {LONG}
         pairs = share(module, 1)
@@ -292,14 +290,15 @@ def agreement(jobs: dict[str, Job]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def distance(trained: Tensor, made: Contrast, rows: list[Row]) -> float:
+def distance(trained: Tensor, made: Contrast, rows: list[TokenRow]) -> float:
     encoded = torch.from_numpy(Encoder(made.towers.query, precision="bfloat16").encode(rows)[:, 0])
     return float(1 - nn.functional.cosine_similarity(trained, encoded).min())
 
 
 @pytest.mark.timeout(600)
 def test_what_is_trained_is_what_is_encoded_at_every_position():
-    jobs = {name: Job(strategy, precision="bfloat16") for name, strategy in STRATEGIES.items()}
+    # A small step: what gradients near zero make of a large one would hide the positions.
+    jobs = {name: Job(each, precision="bfloat16", learning_rate=1e-5) for name, each in STRATEGIES.items()}
     gaps = ranks.run(agreement, jobs, world=2)[0]
     assert set(gaps) == set(STRATEGIES)
     assert max(right for right, _ in gaps.values()) < 1e-3 < min(rounded for _, rounded in gaps.values()), (
@@ -319,14 +318,14 @@ def write(folder: str) -> None:
     job = Job(Fsdp2())
     engine = made(job)
     one_step(engine, 0, job, {"norms": []})
-    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints = Checkpoints(folder)
     checkpoints.save(1, engine, {})
     checkpoints.wait()
 
 
 def read(folder: str, job: Job) -> dict[str, Tensor] | None:
     engine = made(job)
-    assert Checkpoints(folder, keep=1).restore(engine) is not None
+    assert Checkpoints(folder).restore(engine) is not None
     return engine.weights()
 
 
@@ -373,8 +372,6 @@ def test_what_cannot_be_had_is_said():
         )
     with pytest.raises(ValidationError, match="cannot step on the shards of fsdp2"):
         Schedule(strategy=Fsdp2(), optimizer=Optimizer(kind="adamw_8bit"))
-    with pytest.raises(ValidationError, match="offload_parameters needs stage 3, found 2"):
-        DeepSpeed(stage=2, offload_parameters=True)
 
 
 def test_deepspeed_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):

@@ -12,15 +12,13 @@ import torch
 import ranks
 import tiny
 from in_process import without_ray
-from scalingnote.errors import ConfigError, TrainingError
+from scalingnote.core.errors import ConfigError, TrainingError
 from scalingnote.models import dual_encoder
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.train import job, stream
-from scalingnote.train.candidates import TripletBatches, Triplets
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.collectives import rank, world_size
 from scalingnote.train.config import (
     Batching,
     DataAccess,
@@ -31,12 +29,13 @@ from scalingnote.train.config import (
     TrainConfig,
     Validation,
 )
-from scalingnote.train.data import MappedShares, Order, Rows, Store, StoredFile
+from scalingnote.train.data import MappedShares, Order, RowTable, Store, StoredFile
+from scalingnote.train.engine import rank, world_size
 from scalingnote.train.loop import fit
-from scalingnote.train.objective import StageOne
+from scalingnote.train.objective import StageOne, TripletBatches, Triplets
 from scalingnote.train.prepare import PreparedStore, prepare
 from scalingnote.train.strategies import build
-from scalingnote.train.stream import Layout, StreamedShares, read_pool, write_stream
+from scalingnote.train.stream import ChunkLayout, StreamedShares, read_pool, write_stream
 from scalingnote.train.validation import draw_sample, drawn_documents
 
 BATCH, STEPS = 12, 23
@@ -46,7 +45,7 @@ CONFIG = TrainConfig(
     dim=8,
     losses=Losses(matryoshka=(8,)),
     global_batch=BATCH,
-    validation=Validation(queries=6, negatives=12, documents=40),
+    validation=Validation(queries=6, documents=40),
 )
 
 
@@ -85,15 +84,15 @@ def batches(store: str, drawn: Order | None, *, rank: int = 0, world: int = 1) -
         if drawn
         else StreamedShares(store, rank=rank, world=world)
     )
-    return TripletBatches(shares, facts, pads=(0, 0), packed=False, steps=STEPS)
+    return TripletBatches(shares, facts, pads=(0, 0), steps=STEPS)
 
 
 def contents(batch: Triplets) -> list[str]:
     """What each row holds, whatever the order of rows, and without padding."""
     size = len(batch.query_ids)
     read = [
-        [row[mask.bool()].tolist() for row, mask in zip(side.ids, side.mask, strict=True)]
-        for side in (batch.queries, batch.documents)
+        [part.tolist() for part in ids.split(lengths.tolist())]
+        for ids, lengths in (side.flat() for side in (batch.queries, batch.documents))
     ]
     places = batch.documents.positions.tolist()
     columns = (batch.query_ids, batch.queries.positions, batch.known_positives, batch.weights)
@@ -104,12 +103,12 @@ def contents(batch: Triplets) -> list[str]:
     )
 
 
-def row_keys(rows: Rows, chosen: np.ndarray) -> list[tuple[int, ...]]:
+def row_keys(rows: RowTable, chosen: np.ndarray) -> list[tuple[int, ...]]:
     keys = [rows.values("query", chosen)[:, None], rows.values("documents", chosen)]
     return list(map(tuple, np.concatenate(keys, axis=1).tolist()))
 
 
-def test_every_step_has_the_rows_of_the_mapped_store_after_any_change_of_ranks(made):
+def test_steps_have_the_rows_of_the_mapped_store_for_any_ranks(made):
     store, drawn, totals = made
     mapped = batches(store, drawn)
     # Ranks change while the run goes on, as when nodes leave and join; each group of ranks starts anew.
@@ -119,8 +118,8 @@ def test_every_step_has_the_rows_of_the_mapped_store_after_any_change_of_ranks(m
             shares = [contents(rank(step)) for rank in ranks]
             assert {len(share) for share in shares} == {BATCH // world}
             assert sorted(chain(*shares)) == contents(mapped(step))
-    assert totals["document_tokens"] == sum(int(mapped(step).documents.mask.sum()) for step in range(STEPS))
-    assert totals["query_tokens"] == sum(int(mapped(step).queries.mask.sum()) for step in range(STEPS))
+    assert totals["document_tokens"] == sum(mapped(step).documents.ids.numel() for step in range(STEPS))
+    assert totals["query_tokens"] == sum(mapped(step).queries.ids.numel() for step in range(STEPS))
 
 
 def test_ranks_together_see_each_row_once_in_an_epoch(made):
@@ -159,7 +158,7 @@ def test_a_rank_reads_its_share_of_the_bytes_and_holds_two_chunks(made, world: i
         own._ahead.shutdown()
         amounts.append(read)
     # Bounds of neighbouring ranks overlap by one offset of each chunk.
-    assert sum(amounts) == totals["bytes"] + 8 * (world - 1) * Layout(STEPS, BATCH, 5, 12).chunks
+    assert sum(amounts) == totals["bytes"] + 8 * (world - 1) * ChunkLayout(STEPS, BATCH, 5, 12).chunks
     assert max(amounts) < 1.25 * totals["bytes"] / world
 
 
@@ -208,14 +207,14 @@ def test_a_killed_shuffle_goes_on_and_gives_the_same_files(made, monkeypatch):
     write_stream(store, drawn, steps=STEPS, batch=BATCH, pool=pool)
     assert {name: fs.read_bytes(fs.join(folder, name)) for name in whole} == whole
     assert {name.split("/")[0] for name in fs.list_files(folder)} == {
-        "chunks", "done", stream.INDEX, stream.POOL,
+        "chunks", "done", stream.INDEX_FILE, stream.POOL_FILE,
     }  # fmt: skip
 
 
 def test_rows_that_are_sorted_by_length_are_refused(made):
     store, *_ = made
     sizes = Store.facts_of(store)["sizes"]
-    with pytest.raises(ConfigError, match=r"set it to 1, or train\.data\.stream to never"):
+    with pytest.raises(ConfigError, match=r"set it to 1, or train\.data\.copy_limit_gb above"):
         write_stream(store, order(sizes, length_window=4), steps=1, batch=BATCH, pool=np.empty(0, np.int64))
 
 
@@ -223,10 +222,10 @@ def test_a_streamed_run_learns_what_a_mapped_one_does(parents, tmp_path: Path, m
     without_ray(monkeypatch)
     monkeypatch.setattr(stream, "CHUNK_ROWS", 3 * BATCH)
     found = {}
-    for mode in ("always", "never"):
+    for mode, limit in (("always", 0.0), ("never", 32.0)):
         config = CONFIG.model_copy(
             update={
-                "data": DataAccess(stream=mode),
+                "data": DataAccess(copy_limit_gb=limit),
                 "epochs": 2.0,
                 "optimizer": Optimizer(peak_lr=1e-2),
                 "resources": Ranks(workers=0),
@@ -249,31 +248,30 @@ def test_a_streamed_run_learns_what_a_mapped_one_does(parents, tmp_path: Path, m
 
 def test_a_streamed_run_needs_no_validation(parents, tmp_path: Path, monkeypatch):
     without_ray(monkeypatch)
-    changes = {"data": DataAccess(stream="always"), "epochs": 0.2, "validation": None}
+    changes = {"data": DataAccess(copy_limit_gb=0), "epochs": 0.2, "validation": None}
     config = CONFIG.model_copy(update=changes | {"resources": Ranks(workers=0)})
     assert job.run(config, **parents, output=str(tmp_path / "run")).counts["steps"] == 1
 
 
 @pytest.mark.parametrize(
-    ("store", "gb", "mode", "window", "streamed"),
+    ("store", "gb", "limit", "window", "streamed"),
     [
-        ("s3://bucket/store", 40, "auto", 1, True),
-        ("s3://bucket/store", 20, "auto", 1, False),
-        ("s3://bucket/store", 40, "auto", 8, False),  # sorted by length: a stream cannot
-        ("s3://bucket/store", 40, "never", 1, False),
-        ("/shared/disk/store", 40, "auto", 1, False),
-        ("/shared/disk/store", 1, "always", 1, True),
+        ("s3://bucket/store", 40, 32, 1, True),
+        ("s3://bucket/store", 20, 32, 1, False),
+        ("s3://bucket/store", 40, 32, 8, False),  # sorted by length: a stream cannot
+        ("/shared/disk/store", 40, 32, 1, False),
+        ("/shared/disk/store", 1, 0, 1, True),
     ],
 )
 def test_a_stream_is_written_where_every_node_would_copy_much(
-    store: str, gb: int, mode: str, window: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
+    store: str, gb: int, limit: float, window: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ):
     totals = {"query_tokens": 100, "document_tokens": 2000, "bytes": 1}
     monkeypatch.setattr(job, "write_stream", lambda *_, **__: totals)
     monkeypatch.setattr(Store, "files", staticmethod(lambda *_: [StoredFile("a", 1, gb * 10**9 // 2)]))
     config = CONFIG.model_copy(
         update={
-            "data": DataAccess(stream=mode),
+            "data": DataAccess(copy_limit_gb=limit),
             "batching": Batching(length_window=window),
             "validation": None,
         }
@@ -299,7 +297,7 @@ def trained(store: str, checkpoints: str, until: int) -> list[dict]:
             raise InterruptedError
         return source(step)
 
-    saved = Checkpoints(checkpoints, keep=2)
+    saved = Checkpoints(checkpoints)
     try:
         return fit(
             build(StageOne(towers, CONFIG.losses), schedule=schedule, device=torch.device("cpu")),
@@ -329,7 +327,7 @@ def test_ranks_that_leave_and_join_change_no_loss(made, tmp_path: Path):
 
 @pytest.mark.parametrize(("batch", "cells"), [(480, 480), (40_000, 1000), (128, 128), (2, 2), (1031, 1)])
 def test_chunks_are_bounded_and_cells_divide_the_batch(batch: int, cells: int):
-    layout = Layout.of(10_000_000, batch)
+    layout = ChunkLayout.of(10_000_000, batch)
     assert layout.cells == cells
     assert batch % layout.cells == 0
     assert layout.chunks <= stream.MAX_CHUNKS + 1 or layout.chunk_steps == 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from scalingnote.errors import ConfigError
+from scalingnote.core.errors import ConfigError
 from scalingnote.train import loop
 from scalingnote.train.config import Tracking
 from scalingnote.train.loop import TensorBoard, build_trackers, events_folder

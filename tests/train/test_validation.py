@@ -1,4 +1,5 @@
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 import ranks
 import tiny
 from scalingnote.models.batch import Batch
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import TokenRow
 from scalingnote.storage.artifact import Draft
+from scalingnote.train import validation
 from scalingnote.train.config import Losses, TrainConfig, Validation
 from scalingnote.train.data import Store
 from scalingnote.train.engine import Engine
 from scalingnote.train.prepare import prepare
-from scalingnote.train.validation import ValidationSample, better, draw_sample, measure_retrieval, validator
+from scalingnote.train.validation import ValidationSample, draw_sample, measure_retrieval, validator
 
 CONFIG = TrainConfig(
     query=tiny.query_tower(), document=tiny.document_tower(), dim=8, losses=Losses(matryoshka=(8,))
 )
-ASKED = Validation(queries=6, negatives=12, documents=40)
+SAMPLE = Validation(queries=6, documents=40)
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +56,19 @@ class BagOfTokens(nn.Module):
         return out if name == "query" else torch.cat([torch.randn_like(out), out], dim=1)
 
 
-def made(store: str, module: nn.Module, config: Validation | None = ASKED, **kwargs):
-    engine = Engine.__new__(Engine)  # only its module and its autocast are used
-    engine.module, engine.precision = module, contextlib.nullcontext
-    return validator(
-        Store.open(store),
-        engine,
-        config,
-        views=("title", "summary"),
-        pads=(0, 0),
-        packed=False,
-        temperature=0.05,
-        device=torch.device("cpu"),
-        seed=3,
-        **kwargs,
-    )
+def made(store: str, module: nn.Module, config: Validation | None = SAMPLE):
+    engine = Engine.__new__(Engine)  # only its module, device and autocast are used
+    engine.module, engine.device, engine.precision = module, torch.device("cpu"), contextlib.nullcontext
+    whole = CONFIG.model_copy(update={"validation": config, "seed": 3})
+    with few_negatives():
+        return validator(Store.open(store), engine, whole, views=("title", "summary"), pads=(0, 0))
+
+
+@contextlib.contextmanager
+def few_negatives() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "NEGATIVES", 12)
+        yield
 
 
 def on_one_rank(store: str) -> tuple[dict[str, float], int]:
@@ -82,10 +82,11 @@ def on_one_rank(store: str) -> tuple[dict[str, float], int]:
 # --- the sample ------------------------------------------------------------------------------------------
 
 
+@few_negatives()
 def test_a_sample_is_fixed_by_its_seed_and_holds_what_it_must(store: str):
     opened = Store.open(store)
-    sample, again = (draw_sample(opened, ASKED, seed=3) for _ in range(2))
-    other = draw_sample(opened, ASKED, seed=4)
+    sample, again = (draw_sample(opened, SAMPLE, seed=3) for _ in range(2))
+    other = draw_sample(opened, SAMPLE, seed=4)
     assert sample is not None
     assert again is not None
     assert other is not None
@@ -105,7 +106,7 @@ def test_a_sample_is_fixed_by_its_seed_and_holds_what_it_must(store: str):
 
 def test_a_sample_is_as_large_as_there_is_to_draw_from(store: str):
     opened = Store.open(store)
-    sample = draw_sample(opened, Validation(queries=500, negatives=500, documents=500), seed=0)
+    sample = draw_sample(opened, Validation(queries=500, documents=500), seed=0)
     assert sample is not None
     assert len(sample.queries) == len(opened["validation"]) == 8
     assert len(sample.pool) == len(opened["documents"])
@@ -123,7 +124,9 @@ def test_measures_equal_their_plain_definitions(seed: int):
     positives = rng.integers(0, 20, 5)
     relevant[np.arange(5), positives] = True
     negatives = np.stack([rng.choice(np.flatnonzero(~row), 4, replace=False) for row in relevant])
-    sample = ValidationSample([Row([1], [0])] * 5, [Row([1], [0])] * 20, positives, relevant, negatives)
+    sample = ValidationSample(
+        [TokenRow([1], [0])] * 5, [TokenRow([1], [0])] * 20, positives, relevant, negatives
+    )
     found = measure_retrieval(queries, pool, sample, temperature=0.1)
     entropy, one, ten, reciprocal = [], [], [], []
     for i in range(5):
@@ -153,19 +156,11 @@ def test_towers_that_tell_nothing_apart_find_nothing(value: float):
     relevant[:, 0] = True
     negatives = np.tile(np.arange(1, 9), (2, 1))
     sample = ValidationSample(
-        [Row([1], [0])] * 2, [Row([1], [0])] * 30, np.zeros(2, np.int64), relevant, negatives
+        [TokenRow([1], [0])] * 2, [TokenRow([1], [0])] * 30, np.zeros(2, np.int64), relevant, negatives
     )
     found = measure_retrieval(pool[:2], pool, sample, temperature=0.001)
     assert found["R@10"] == found["MRR@10"] == 0.0
     assert np.isnan(value) or found["contrastive_entropy"] == pytest.approx(np.log(9))
-
-
-def test_what_is_better_depends_on_the_metric():
-    assert better("contrastive_entropy", 1.0, 2.0)
-    assert not better("MRR@10", 1.0, 2.0)
-    assert better("R@1", 0.1, None)
-    assert not better("R@1", float("nan"), None)
-    assert not better("contrastive_entropy", float("nan"), 2.0)
 
 
 # --- while training --------------------------------------------------------------------------------------

@@ -59,8 +59,18 @@ class Explained(_message.Message):
     shard: int
     def __init__(self, dense: _Optional[float] = ..., sparse: _Optional[float] = ..., rerank: _Optional[float] = ..., shard: _Optional[int] = ...) -> None: ...
 
+class PassagePlace(_message.Message):
+    __slots__ = ("number", "start", "end")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    start: int
+    end: int
+    def __init__(self, number: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
 class Hit(_message.Message):
-    __slots__ = ("doc_id", "score", "title", "topic", "snippet", "semantic_id", "fields", "explain")
+    __slots__ = ("doc_id", "score", "title", "topic", "snippet", "semantic_id", "fields", "explain", "passage")
     DOC_ID_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     TITLE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +79,7 @@ class Hit(_message.Message):
     SEMANTIC_ID_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
+    PASSAGE_FIELD_NUMBER: _ClassVar[int]
     doc_id: str
     score: float
     title: str
@@ -77,7 +88,8 @@ class Hit(_message.Message):
     semantic_id: str
     fields: _struct_pb2.Struct
     explain: Explained
-    def __init__(self, doc_id: _Optional[str] = ..., score: _Optional[float] = ..., title: _Optional[str] = ..., topic: _Optional[str] = ..., snippet: _Optional[str] = ..., semantic_id: _Optional[str] = ..., fields: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., explain: _Optional[_Union[Explained, _Mapping]] = ...) -> None: ...
+    passage: PassagePlace
+    def __init__(self, doc_id: _Optional[str] = ..., score: _Optional[float] = ..., title: _Optional[str] = ..., topic: _Optional[str] = ..., snippet: _Optional[str] = ..., semantic_id: _Optional[str] = ..., fields: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., explain: _Optional[_Union[Explained, _Mapping]] = ..., passage: _Optional[_Union[PassagePlace, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("encode", "search", "rerank", "total", "escalate")

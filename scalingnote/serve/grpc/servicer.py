@@ -30,7 +30,8 @@ from scalingnote.serve.access import (
 )
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
-from scalingnote.serve.service import Service, State
+from scalingnote.serve.service import Service
+from scalingnote.serve.telemetry import RequestRecord
 
 # The function that adds the servicer to a gRPC server, which Serve's proxy imports.
 REGISTER = "scalingnote.serve.grpc.scalingnote_pb2_grpc.add_ScalingNoteServicer_to_server"
@@ -65,8 +66,8 @@ def _rpc(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., A
     def decorator(handler: Callable[..., Awaitable[R]]) -> Any:
         # Without functools.wraps: Serve looks for `grpc_context` in the signature.
         async def method(self: "Servicer", request: Message, grpc_context: RayServegRPCContext) -> R:
-            async def answer(state: State) -> R:
-                return await handler(self, validated(request, model), state)
+            async def answer(record: RequestRecord) -> R:
+                return await handler(self, validated(request, model), record)
 
             response = await self._admit_and_answer(path, answer, request.ByteSize(), grpc_context)
             return empty() if response is None else response  # type: ignore[no-any-return]  # protobuf
@@ -92,54 +93,58 @@ class Servicer(ScalingNoteServicer):
         self._service, self._admission, self._on_done = service, admission, on_done
 
     @_rpc("/search", messages.SearchRequest, pb.SearchResponse)
-    async def Search(self, body: messages.SearchRequest, state: State) -> pb.SearchResponse:  # noqa: N802
+    async def Search(self, body: messages.SearchRequest, record: RequestRecord) -> pb.SearchResponse:  # noqa: N802
         """The best documents for a text or a vector, best first."""
-        return search_response(await self._service.search(body, state))
+        return search_response(await self._service.search(body, record))
 
     @_rpc("/similar", messages.SimilarRequest, pb.SearchResponse)
-    async def Similar(self, body: messages.SimilarRequest, state: State) -> pb.SearchResponse:  # noqa: N802
+    async def Similar(self, body: messages.SimilarRequest, record: RequestRecord) -> pb.SearchResponse:  # noqa: N802
         """Documents like one of the index."""
-        return search_response(await self._service.similar(body, state))
+        return search_response(await self._service.similar(body, record))
 
     @_rpc("/encode", messages.EncodeRequest, pb.EncodeResponse)
-    async def Encode(self, body: messages.EncodeRequest, _: State) -> pb.EncodeResponse:  # noqa: N802
+    async def Encode(self, body: messages.EncodeRequest, _: RequestRecord) -> pb.EncodeResponse:  # noqa: N802
         """Unit embeddings of queries."""
         answer = await self._service.encode(body)
         embeddings = [{"values": row} for row in answer["embeddings"]]
         return pb.EncodeResponse(**{**answer, "embeddings": embeddings})
 
     @_rpc("/documents", messages.UpsertRequest, pb.Written)
-    async def Upsert(self, body: messages.UpsertRequest, _: State) -> pb.Written:  # noqa: N802
+    async def Upsert(self, body: messages.UpsertRequest, _: RequestRecord) -> pb.Written:  # noqa: N802
         """Write documents; durable when it is answered."""
         return pb.Written(**(await self._service.writes.upsert(body)).model_dump())
 
     @_rpc("/documents/delete", messages.DeleteRequest, pb.Deleted)
-    async def Delete(self, body: messages.DeleteRequest, _: State) -> pb.Deleted:  # noqa: N802
+    async def Delete(self, body: messages.DeleteRequest, _: RequestRecord) -> pb.Deleted:  # noqa: N802
         """Delete documents; ids that are not in the index are no error."""
         return pb.Deleted(**(await self._service.writes.delete(body.doc_ids)).model_dump())
 
     @_rpc("/documents/{doc_id:any}", messages.GetRequest, pb.IndexedDocument)
-    async def Get(self, body: messages.GetRequest, _: State) -> pb.IndexedDocument:  # noqa: N802
+    async def Get(self, body: messages.GetRequest, _: RequestRecord) -> pb.IndexedDocument:  # noqa: N802
         """A document as the index shows it."""
         return pb.IndexedDocument(**_document(await self._service.document(body.doc_id)))
 
     async def _admit_and_answer(
-        self, path: str, answer: Callable[[State], Awaitable[R]], size: int, context: RayServegRPCContext
+        self,
+        path: str,
+        answer: Callable[[RequestRecord], Awaitable[R]],
+        size: int,
+        context: RayServegRPCContext,
     ) -> R | None:
         """The answer; None when the call is refused, and its context has the status."""
         started, status = time.perf_counter(), 500
         metadata = dict(context.invocation_metadata())
-        state = {"request_id": request_id(_bytes(metadata, "x-request-id"))}
-        trailing: list[Any] = [("x-request-id", state["request_id"])]
+        record = RequestRecord(request_id(_bytes(metadata, "x-request-id")))
+        trailing: list[Any] = [("x-request-id", record.request_id)]
         response = None
         with self._admission.count_request():
             try:
                 self._admission.admit(_bytes(metadata, "authorization"), _address(context.peer()), size=size)
-                response, status = await answer(state), 200
+                response, status = await answer(record), 200
             except Exception as error:
-                refused = as_refused(error, state["request_id"])
-                status, state["refused"] = refused.status, refused.code
-                details = status_of(refused, state["request_id"])
+                refused = as_refused(error, record.request_id)
+                status, record.refused = refused.status, refused.code
+                details = status_of(refused, record.request_id)
                 context.set_code(CODES[status])
                 context.set_details(details.message)
                 trailing.append((DETAILS, details.SerializeToString()))
@@ -148,7 +153,7 @@ class Servicer(ScalingNoteServicer):
                 raise
             finally:
                 if self._on_done is not None:
-                    self._on_done(path, state, status, time.perf_counter() - started)
+                    self._on_done(path, record, status, time.perf_counter() - started)
         context.set_trailing_metadata(trailing)
         return response
 

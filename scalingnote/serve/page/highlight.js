@@ -1,5 +1,5 @@
 // Marks the words of a query in a text: whatever their case, accents and width. What a word is, in every script, is
-// as in scalingnote/words.py: letters and digits with their marks; scripts without spaces are cut into pairs of letters.
+// as in scalingnote/core/words.py: letters and digits with their marks; scripts without spaces are cut into pairs of letters.
 
 const SCRIPTS = ["Han", "Hiragana", "Katakana", "Thai", "Lao", "Myanmar", "Khmer", "Hangul"];
 const UNSPACED = `(?!\\p{Nd})[${SCRIPTS.map(name => `\\p{Script=${name}}`).join("")}ー]`;

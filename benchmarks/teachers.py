@@ -1,0 +1,242 @@
+"""Teachers of which vectors alone are known: behind an endpoint, or in a file.
+
+    python -m benchmarks.teachers --json docs/results/teachers.json [--sets scifact] [--documents N]
+
+all-MiniLM-L6-v2 stands behind `scalingnote serve --model`, with a proxy before it that counts texts.
+
+- max_difference: of a value of a unit vector, between `distill --endpoint --index` (documents and
+  pseudo-queries) and sentence-transformers in this process
+- asked_twice: texts that are asked for again after SIGKILL in the middle of that command. The proxy holds
+  requests back before the kill, so that none is under way: those would be lost with the process
+- vectors_kept_mean: nDCG@10 of the table that `distill --vectors` makes of the documents' vectors alone, over
+  the teacher's; with `--documents`, of so many documents, those with a judgement first
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Float32
+from numpy import ndarray
+
+from benchmarks import minilm
+from benchmarks.front_door import ndcg, ranked
+from benchmarks.report import arguments, show, write
+from scalingnote.run import pipeline
+from scalingnote.storage import arrow
+
+Row = dict[str, Any]
+SETS = ("scifact",)
+PORT = 8610
+REQUESTS = "endpoint={batch_texts: 16, concurrency: 2}"  # of a server on two cores
+START_S = 600  # until the model is served
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sets", nargs="+", default=SETS, help="BEIR folders, default: %(default)s")
+    parser.add_argument("--documents", type=int, metavar="N", help="of a set; default: all")
+    parser.add_argument("--count", type=int, default=2000, help="pseudo-queries, default: %(default)s")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/teachers"), help="default: %(default)s")
+    options = parser.parse_args()
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(minilm.path()), device="cpu")
+    rows = []
+    with served(minilm.path()) as url:
+        for name in options.sets:
+            texts, queries, gains = read_set(name, options.documents)
+            folder = options.run_dir / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            asked_twice = distil_by_endpoint(url, folder, count=options.count)
+            difference, documents = compare(folder, model)
+            kept = kept_by_vectors(folder, texts, documents, model.encode(queries), queries, gains)
+            rows.append({"set": name, "asked twice": asked_twice, "difference": difference, **kept})
+    show("Teachers of which vectors alone are known", rows)
+    metrics = {
+        "max_difference": max(row["difference"] for row in rows),
+        "asked_twice": sum(row["asked twice"] for row in rows),
+        "vectors_kept_mean": round(statistics.mean(row["kept"] for row in rows), 4),
+    }
+    write(options.json, metrics=metrics, rows=rows)
+
+
+def read_set(name: str, most: int | None) -> tuple[list[str], list[str], Float32[ndarray, "queries docs"]]:
+    """Documents of a BEIR folder as ``title text``, its test queries, and the gain of each pair."""
+    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
+    lines = (folder / "qrels" / "test.tsv").read_text().splitlines()[1:]
+    judged = [(query, doc) for query, doc, gain in (line.split("\t") for line in lines) if int(gain) > 0]
+    answers = {doc for _, doc in judged}
+    rows = [json.loads(line) for line in (folder / "corpus.jsonl").open()]
+    rows = sorted(rows, key=lambda row: row["_id"] not in answers)[:most]
+    place = {row["_id"]: number for number, row in enumerate(rows)}
+    judged = [(query, doc) for query, doc in judged if doc in place]
+    number = {query: at for at, query in enumerate(sorted({query for query, _ in judged}))}
+    gains = np.zeros((len(number), len(rows)), np.float32)
+    for query, doc in judged:
+        gains[number[query], place[doc]] = 1
+    texts_of = {row["_id"]: row["text"] for row in map(json.loads, (folder / "queries.jsonl").open())}
+    texts = [" ".join(filter(None, (row["title"].strip(), row["text"].strip()))) for row in rows]
+    return texts, [texts_of[query] for query in number], gains
+
+
+@contextmanager
+def served(model: Path) -> Iterator[str]:
+    """The URL of `scalingnote serve --model` while it runs."""
+    url = f"http://127.0.0.1:{PORT}"
+    words = ["serve", "--model", str(model), "--set", f"serve.port={PORT}"]
+    process = psutil.Popen([sys.executable, "-m", "scalingnote.cli.main", *words], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + START_S
+    try:
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"`scalingnote {' '.join(words)}` does not answer at {url}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        for member in [*process.children(recursive=True), process]:
+            member.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on and counts answered texts; once they are `hold`, new ones wait until the release."""
+
+    daemon_threads = True
+
+    def __init__(self, target: str, *, hold: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.target, self.hold = target, hold
+        self.answered: Counter[tuple[str, str]] = Counter()  # role and text
+        self.underway, self.lock, self.released = 0, threading.Lock(), threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Proxy
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        parsed = json.loads(body)
+        texts = [(parsed.get("input_type"), text) for text in parsed["input"]]
+        with self.server.lock:
+            held = self.server.answered.total() >= self.server.hold and not self.server.released.is_set()
+            self.server.underway += not held
+        if held:
+            self.server.released.wait()
+            return  # the process that asked is gone
+        request = urllib.request.Request(
+            f"{self.server.target}{self.path}", body, {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request) as answer:
+                status, content = 200, answer.read()
+        except urllib.error.HTTPError as busy:
+            status, content = busy.code, busy.read()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        with self.server.lock:
+            self.server.underway -= 1
+            self.server.answered.update(texts if status == 200 else ())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def distil_by_endpoint(url: str, folder: Path, *, count: int) -> int:
+    """Run `distill --endpoint --index`, kill it when half of its queries are answered, run it again.
+
+    Returns the texts that were answered more than once.
+    """
+    proxy = Proxy(url, hold=count // 2)
+    base = f"http://127.0.0.1:{proxy.server_port}"
+    words = ["distill", "--endpoint", base, "--model", minilm.path().name, "--texts", f"{folder}/docs.jsonl"]
+    words += ["--to", f"{folder}/endpoint", "--student", "static", "--count", str(count), "--index"]
+    words += ["--set", REQUESTS]
+    words += ["--set", "endpoint.document_fields.input_type=document"]
+    command = [sys.executable, "-m", "scalingnote.cli.main", *words]
+    first = psutil.Popen(command)
+    while proxy.answered.total() < proxy.hold or proxy.underway:
+        if first.poll() is not None:
+            raise SystemExit("distill ended before it was killed: give more --count")
+        time.sleep(0.2)
+    time.sleep(1)  # the last answer becomes a file
+    members = [*first.children(recursive=True), first]
+    first.send_signal(signal.SIGKILL)
+    for member in members[:-1]:  # its Ray
+        member.kill()
+    first.wait()
+    proxy.released.set()
+    subprocess.run(command, check=True)
+    proxy.shutdown()
+    return sum(times > 1 for times in proxy.answered.values())
+
+
+def compare(folder: Path, model: Any) -> tuple[float, Float32[ndarray, "docs dim"]]:
+    """The largest difference to vectors of the model's files, and the documents' vectors."""
+    config = pipeline.load_run(f"{folder}/endpoint.run")
+    queries = pipeline.locate(config, "query_embeddings").table("embeddings", ["query", "embedding"])
+    documents = pipeline.locate(config, "embeddings").table("embeddings", ["summary"])["summary"]
+    texts = [json.loads(line)["text"] for line in (folder / "docs.jsonl").open()]
+    found = arrow.to_numpy(documents)
+    sides: Sequence[tuple[ndarray, list[str]]] = (
+        (arrow.to_numpy(queries["embedding"]), queries["query"].to_pylist()),
+        (found, texts),
+    )
+    return max(float(np.abs(side - model.encode(texts)).max()) for side, texts in sides), found
+
+
+def kept_by_vectors(
+    folder: Path,
+    texts: list[str],
+    documents: Float32[ndarray, "docs dim"],
+    teacher: Float32[ndarray, "queries dim"],
+    queries: list[str],
+    gains: Float32[ndarray, "queries docs"],
+) -> Row:
+    """Quality of a table that has learnt from the documents' vectors alone, and the teacher's."""
+    import scalingnote
+
+    pq.write_table(pa.table({"text": texts, "vector": arrow.to_arrow(documents)}), folder / "vectors.parquet")
+    tower = scalingnote.distill(vectors=folder / "vectors.parquet", to=folder / "vectors")
+    student, whole = (
+        float(ndcg(ranked(side @ documents.T), gains).mean()) for side in (tower.encode(queries), teacher)
+    )
+    return {
+        "documents": len(texts),
+        "queries": len(queries),
+        "teacher": round(whole, 4),
+        "vectors": round(student, 4),
+        "kept": round(student / whole, 4),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Published embedding models as dual encoders, without training."""

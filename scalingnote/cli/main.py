@@ -1,0 +1,369 @@
+"""`scalingnote`: the command line, its options and its exit codes.
+
+Only argparse is loaded before a command is chosen, so `--help` answers at once.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scalingnote.cli import commands
+from scalingnote.core import __version__
+from scalingnote.core.errors import ScalingNoteError, explained_imports
+from scalingnote.run import stages
+
+TEXTS = "documents: .jsonl, .parquet, .tsv, .txt or .md, a folder or glob of them"
+Command = Callable[[str, Any, str], "_Parser"]  # name, function, help -> its parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 not fit, 2 wrong input, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    from scalingnote.core.log import configure  # late, as `--help` logs nothing
+
+    configure()
+    try:
+        with explained_imports():
+            return int(options.command(options))
+    except ScalingNoteError as error:
+        if os.environ.get("SCALINGNOTE_DEBUG") == "1":
+            raise
+        # Ray wraps an error of a remote task together with its traceback; the cause is the error itself.
+        print(f"scalingnote: {getattr(error, 'cause', error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `scalingnote datasets | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A command's parser; `declare` adds options only when the command is chosen."""
+
+    declare: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def complete(self) -> "_Parser":
+        """The parser with all its options."""
+        if self.declare is not None:
+            declare, self.declare = self.declare, None
+            declare(self)
+        return self
+
+    def parse_known_args(self, *args: Any, **knobs: Any) -> Any:
+        """The options of the command."""
+        self.complete()
+        return super().parse_known_args(*args, **knobs)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "scalingnote",
+        usage="scalingnote COMMAND [options]",
+        description="Train, index and serve dual encoders.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    every = parser.add_subparsers(
+        metavar="COMMAND", required=True, parser_class=_Parser, help=argparse.SUPPRESS
+    )
+    listed: list[str] = []
+
+    def command(name: str, function: Any, text: str) -> _Parser:
+        made = every.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(command=function, name=name)
+        listed.append(f"  {name:<11} {text}")
+        return made
+
+    groups: tuple[tuple[str, Callable[[Command], None]], ...] = (
+        ("your model", _add_model_commands),
+        ("runs and cluster", _add_run_commands),
+        ("service", _add_service_commands),
+        ("data and tools", _add_tools),
+    )
+    for title, declare in groups:
+        listed.append(f"{title}:")
+        declare(command)
+        listed.append("")
+    parser.epilog = "\n".join(listed[:-1])
+    return parser
+
+
+def _add_model_commands(command: Command) -> None:
+    distill = command("distill", commands.distill, "make a query table of a published model, without queries")
+    distill.add_argument("folder", metavar="MODEL", nargs="?", help="hub id or folder")
+    distill.add_argument("--texts", metavar="PATH", help=TEXTS)
+    teacher = distill.add_argument_group("another teacher than MODEL")
+    teacher.add_argument(
+        "--endpoint", metavar="URL", help="of OpenAI's /v1 or TEI's /embed; key: SCALINGNOTE_ENDPOINT_KEY"
+    )
+    teacher.add_argument("--model", metavar="NAME", help="of the model at the endpoint")
+    teacher.add_argument("--max-requests", type=int, metavar="N", help="refuse to send more")
+    teacher.add_argument(
+        "--vectors", metavar="FILE", help=".parquet or .jsonl of texts and vectors, or .npy beside --texts"
+    )
+    _add_columns(distill)
+    distill.add_argument(
+        "--to",
+        required=True,
+        metavar="DIR",
+        help="folder to write, for sentence-transformers and scalingnote",
+    )
+    distill.add_argument(
+        "--student",
+        default="table",
+        help="table, static, table-attention, layers2, or a smaller MODEL; default: table",
+    )
+    distill.add_argument(
+        "--queries", metavar="FILE", help="real queries to learn from as well; beside --vectors with vectors"
+    )
+    distill.add_argument("--count", type=int, metavar="N", help="texts to draw from the documents")
+    distill.add_argument("--seed", type=int, default=0, help="of every draw, default: %(default)s")
+    distill.add_argument("--run", metavar="DIR", help="unfinished work and artifacts, default: DIR.run")
+    distill.add_argument(
+        "--index", action="store_true", help="index the documents, too: search and serve with --run DIR.run"
+    )
+    distill.add_argument("--refer", action="store_true", help="name the model in DIR instead of copying it")
+    _add_set(distill)
+
+    screen = command(
+        "screen", commands.screen, "say which published model distils well into a table on your texts"
+    )
+    screen.add_argument("models", nargs="+", metavar="MODEL", help="hub ids or folders")
+    screen.add_argument("--texts", required=True, metavar="PATH", help=TEXTS)
+    _add_columns(screen)
+    screen.add_argument("--count", type=int, metavar="N", help="pseudo-queries to draw, default: 5000")
+    screen.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    _add_set(screen)
+
+    mteb = command("mteb", commands.mteb, "evaluate a model or a run's search by mteb on BEIR folders")
+    mteb.add_argument("model", help="folder that `distill` wrote, or run_dir of a finished run")
+    mteb.add_argument(
+        "folders", nargs="+", metavar="FOLDER", help="corpus.jsonl, queries.jsonl, qrels/test.tsv"
+    )
+    mteb.add_argument(
+        "--to", default="mteb", metavar="DIR", help="of the results files, default: %(default)s"
+    )
+    mteb.add_argument("--name", default="", metavar="ORG/MODEL", help="of the model in the results")
+
+
+def _add_run_commands(command: Command) -> None:
+    run = command("run", commands.run, "run the stages of a config, or some of them, skipping finished ones")
+    _add_config(run)
+    _add_selection(run)
+    run.epilog = "\n".join(
+        ["stages:", *(f"  {stage.name:<14} {stage.summary}" for stage in stages.RUN_STAGES)]
+    )
+    run.add_argument("--serve", action="store_true", help="then serve what was built, until CTRL-C")
+    _add_json(run)
+    _add_dry_run(run)
+
+    compare = command(
+        "compare", commands.compare, "run several methods on one dataset and lay their reports together"
+    )
+    _add_config(compare)
+    compare.add_argument("--methods", nargs="+", required=True, metavar="FILE", help="one config per method")
+    compare.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="trainings of each method, with different seeds; default: %(default)s",
+    )
+
+    ladder = command("ladder", commands.ladder, "train stage I at several sizes and fit the scaling laws")
+    _add_config(ladder)
+    _add_json(ladder)
+
+    submit = command("submit", commands.submit, "send a run to a Ray cluster as a job, and follow its log")
+    _add_config(submit)
+    _add_selection(submit)
+    submit.add_argument("--address", required=True, metavar="URL", help="e.g. http://head-node:8265")
+    submit.add_argument("--submission-id", metavar="ID", help="submits once: a job that has it is followed")
+    submit.add_argument("--detach", action="store_true", help="print the job's id and end, do not follow it")
+    submit.add_argument("--retries", type=int, default=0, metavar="N", help="attempts after a failure")
+    driver = submit.add_argument_group(
+        "driver", "where it runs; by default on the head, without a reservation"
+    )
+    driver.add_argument("--driver-cpus", type=float, metavar="N", help="reserved for it")
+    driver.add_argument("--driver-memory", type=float, metavar="GB", help="reserved for it")
+    driver.add_argument(
+        "--driver-resource",
+        metavar="NAME",
+        help="custom resource of the nodes that may run it, e.g. on-demand ones",
+    )
+
+    plan = command("plan", commands.plan, "turn a corpus into GPU hours, machines and money")
+    plan.declare = commands.add_plan_options
+
+
+def _add_service_commands(command: Command) -> None:
+    search = command("search", commands.search, "search a finished run from the shell, without a server")
+    search.add_argument("query", help="what to look for")
+    _add_run(search)
+    search.add_argument("--form", default="auto", help="of the query tower: onnx_int8, torch, ...")
+    search.add_argument("-k", type=int, default=5, help="number of results, default: %(default)s")
+    search.add_argument(
+        "--escalate", type=float, default=0.0, metavar="SHARE", help="of the queries that the teacher encodes"
+    )
+
+    ids = command("ids", commands.ids, "show the documents of a finished run whose semantic ID begins so")
+    ids.add_argument("prefix", nargs="?", default="", help="codes, e.g. 12-7; none: all documents")
+    _add_run(ids)
+    ids.add_argument("-k", type=int, default=10, help="documents and next codes, default: %(default)s")
+
+    serve = command("serve", commands.serve, "serve a finished run: HTTP and a search page on one URL")
+    _add_run(serve)
+    serve.add_argument(
+        "--model", metavar="DIR", help="a published model or an exported tower, without an index: embeddings"
+    )
+    _add_set(serve)
+    _add_export(command)
+    _add_ingest(command)
+
+
+def _add_export(command: Command) -> None:
+    export = command(
+        "export",
+        commands.export,
+        "write a run's query tower as ONNX, its vectors to a database, or its towers",
+    )
+    export.add_argument(
+        "what",
+        nargs="?",
+        choices=("onnx", "vectors", "towers"),
+        default="onnx",
+        help="onnx (the default): a graph of the query tower; towers: folders with model cards",
+    )
+    _add_run(export)
+    export.add_argument(
+        "--to",
+        metavar="WHERE",
+        help="towers, onnx of a --model: a folder; vectors: qdrant, milvus, opensearch, lancedb or parquet",
+    )
+    export.add_argument(
+        "--form",
+        choices=("onnx_int8", "onnx"),
+        help="of a graph, default: onnx_int8; of a table onnx, its only one",
+    )
+    export.add_argument(
+        "--model", metavar="DIR", help="onnx: a folder of distil with a table, in place of a run"
+    )
+    vectors = export.add_argument_group("vectors")
+    vectors.add_argument(
+        "--url", metavar="URL", help="of the server, or a folder or file that the client keeps"
+    )
+    vectors.add_argument("--collection", default="scalingnote", help="default: %(default)s")
+    vectors.add_argument(
+        "--embeddings", metavar="URI", help="an artifact of the stage encode, in place of a run"
+    )
+    vectors.add_argument(
+        "--columns",
+        nargs="*",
+        metavar="NAME",
+        help="of the documents; default: title and the index's filters",
+    )
+    vectors.add_argument("--rows", type=int, metavar="N", help="write the first N rows; default: all")
+    vectors.add_argument(
+        "--batch", type=int, metavar="N", help="rows of a request; default: the database's own"
+    )
+    vectors.add_argument("--checkpoint", metavar="FILE", help="default: a file in DIR/exports")
+
+
+def _add_ingest(command: Command) -> None:
+    ingest = command("ingest", commands.ingest, "encode, code and fuse new documents as a run did its own")
+    ingest.add_argument("file", help="JSON lines or Parquet: id, text, title, topic, features")
+    _add_run(ingest)
+    _add_columns(ingest)
+    ingest.add_argument(
+        "--column",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="name in the file of a feature, of topic or of group",
+    )
+    _add_set(ingest)
+    _add_json(ingest)
+
+
+def _add_tools(command: Command) -> None:
+    command("datasets", commands.datasets, "list the kinds of datasets")
+
+    experiment = command(
+        "experiment", commands.experiment, "compare the arms of an experiment, from access logs"
+    )
+    _add_config(experiment)
+    _add_json(experiment)
+
+    doctor = command("doctor", commands.doctor, "check this machine and say what to do about each finding")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", nargs="+", metavar="CONFIG", help="YAML files, later ones laid over earlier"
+    )
+    _add_set(parser)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--only", metavar="STAGE", help="run this stage alone; train@1 is that of the first of several rounds"
+    )
+    which.add_argument("--from", metavar="STAGE", dest="start", help="run from this stage on")
+    parser.add_argument("--until", metavar="STAGE", help="stop after this stage")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="last, print a JSON line: kind, uri, digest and counts"
+    )
+
+
+def _add_dry_run(run: argparse.ArgumentParser) -> None:
+    dry = run.add_argument_group("dry run")
+    dry.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print memory per GPU, arithmetic and days of stage I; start nothing",
+    )
+    dry.add_argument("--gpu", metavar="KIND", help="H200, H100 (the default), A100, L40S or L4")
+    dry.add_argument("--gpus", type=int, metavar="N", help="default: train.resources.workers")
+    dry.add_argument("--mfu", metavar="SHARE", help="of the peak that is reached, default: 0.4")
+    dry.add_argument("--rows", metavar="N", help="training rows, default: those that were collected")
+    dry.add_argument("--query-tokens", metavar="N", help="mean length, default: the longest")
+    dry.add_argument("--document-tokens", metavar="N", help="mean length, default: the longest")
+
+
+def _add_columns(parser: argparse._ActionsContainer) -> None:
+    for name, of in (("text", "texts"), ("id", "ids"), ("title", "titles")):
+        parser.add_argument(
+            f"--{name}-column", metavar="NAME", help=f"of {of} in the files; default: by known names"
+        )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=VALUE",
+        dest="overrides",
+        help="override one knob; repeatable",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""Everything that the offline stages ask of Ray: a cluster, its resources, and workers for parts."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import ray
+
+from scalingnote.core import ray_start
+from scalingnote.core.config import ElasticResources, Resources
+from scalingnote.core.errors import ConfigError, ScalingNoteError
+from scalingnote.core.log import get_logger
+from scalingnote.core.parts import PartQueue, PartStage, as_stage, map_here
+from scalingnote.core.units import GIB
+
+T = TypeVar("T")
+R = TypeVar("R")
+Sized = TypeVar("Sized", bound=Resources)
+IN_PROCESS = "in-process"  # in place of an address: parts are processed in this process, without Ray
+BACKOFF_S = 5.0  # before a worker loads again in a place where it failed, doubled with each failure
+# The time of a wait and the driver's memory grow with the number of tasks in flight.
+MAX_TASKS_AT_ONCE = 1_000
+NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
+ACCELERATOR_LABEL = "ray.io/accelerator-type"  # Ray sets it on every node that has one
+_in_process = False
+_started = False  # whether the cluster that this process works on is its own
+_nodes_wait_s = 0.0  # a stage waits for nodes that it lacks
+log = get_logger("cluster")
+
+
+def connect(address: str | None = None, *, nodes_wait_s: float = 0.0) -> None:
+    """Join `address` (or RAY_ADDRESS, set inside every Ray job), else start a private local cluster.
+
+    Args:
+        address: of the cluster's head; IN_PROCESS to do all work in this process.
+        nodes_wait_s: seconds that stages of this process wait for nodes that they lack, on a cluster whose
+            autoscaler brings them.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+        ScalingNoteError: no local cluster came up.
+    """
+    global _in_process, _started, _nodes_wait_s
+    _nodes_wait_s = nodes_wait_s
+    _in_process = _in_process or address == IN_PROCESS
+    if _in_process or ray.is_initialized():
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    _started = not address
+    if address:
+        ray_start.join(address)
+    else:
+        ray_start.start_local()
+
+
+def is_private() -> bool:
+    """Whether this process started the cluster, and no other machine can join it: it listens on loopback."""
+    return _started and all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
+
+
+@contextlib.contextmanager
+def restored_interrupt_handler() -> Iterator[None]:
+    """Restore the handler of SIGINT: Ray Train leaves its own, which aborts a controller that has ended.
+
+    With it, CTRL-C in a later stage ended the process with exit code 0, or did nothing at all.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+# --- resources --------------------------------------------------------------------------------------------
+
+
+def check_resources(resources: Resources, *, knob: str, task_cpus: int = 0) -> None:
+    """Refuse, before work is spent, resources that the cluster can never provide.
+
+    Where :func:`connect` was told to wait for nodes, the cluster's autoscaler is asked for the missing ones
+    first, and they are awaited for at most that time.
+
+    Args:
+        resources: of the stage; one with `min_workers` needs no more to start.
+        knob: where the user set them, for the error message.
+        task_cpus: CPUs of the tasks that run at the same time as the workers.
+
+    Raises:
+        ConfigError: the cluster has too little, or no node is large enough for a worker.
+    """
+    if _in_process:
+        return
+    lack = _missing_resources(resources, task_cpus=task_cpus, knob=knob)
+    if lack and _nodes_wait_s:
+        log.info("%s; waiting up to %g s for nodes", lack, _nodes_wait_s)
+        _request_nodes([_needs_per_worker(resources)] * _least(resources) + [{"CPU": 1}] * task_cpus)
+        deadline = time.monotonic() + _nodes_wait_s
+        try:
+            while lack and time.monotonic() < deadline:
+                time.sleep(NODE_POLL_INTERVAL_S)
+                lack = _missing_resources(resources, task_cpus=task_cpus, knob=knob)
+        finally:
+            _request_nodes([])  # or they would be kept for ever
+    if lack:
+        waited = f"; none came in {_nodes_wait_s:g} s (nodes_wait_s)" if _nodes_wait_s else ""
+        raise ConfigError(lack + waited)
+
+
+def check_resources_early(resources: Resources, *, knob: str, task_cpus: int = 0) -> None:
+    """:func:`check_resources` for a later step: skipped where nodes come on demand, which would wait idle."""
+    if not _nodes_wait_s:
+        check_resources(resources, knob=knob, task_cpus=task_cpus)
+
+
+def workers(resources: Resources) -> int:
+    """The number of workers: those asked for, or else as many as the nodes of now have room for."""
+    if resources.workers is not None:
+        return resources.workers
+    if _in_process:
+        return 1
+    return max(sum(_room_per_node(_needs_per_worker(resources))), 1)
+
+
+def with_memory(resources: Sized, bytes_per_worker: int) -> Sized:
+    """The same resources with as many workers as have this much memory, where no number was asked for.
+
+    A machine with many cores has not always the memory for a model on each.
+    """
+    if resources.workers is not None or _in_process:
+        return resources
+    each = _needs_per_worker(resources)
+    each["memory"] = max(each.get("memory", 0.0), float(bytes_per_worker))
+    return resources.model_copy(update={"workers": max(sum(_room_per_node(each)), 1)})
+
+
+def _least(resources: Resources) -> int:
+    """Workers that a stage needs to start; 0 where the driver's own process does the work."""
+    if isinstance(resources, ElasticResources) and resources.min_workers is not None:
+        return resources.min_workers
+    return 1 if resources.workers is None else resources.workers
+
+
+def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> str:
+    """What the cluster lacks, as a message for the user; empty if it lacks nothing."""
+    have, least = ray.cluster_resources(), _least(resources)
+    if not least and resources.gpus_per_worker and not _own_node()["Resources"].get("GPU"):
+        return (
+            f"{knob} asks for a GPU of this machine, and Ray finds none here: set {knob}.gpus_per_worker=0, "
+            f"or {knob}.workers=1 if another machine of the cluster has one"
+        )
+    each = _needs_per_worker(resources) if least else {}
+    needed = " and ".join(_amount(key, need) for key, need in each.items())
+    # A worker runs on one node: remainders on two nodes do not add up to a third worker.
+    room = _room_per_node(each) if each else []
+    if each and not any(room):
+        knobs = " or ".join(f"{knob}.{_KNOBS[key]}" for key in each)
+        return (
+            f"{knob} asks for {needed} a worker, no node has that: lower {knobs}, add a node that has, or "
+            "let the run wait for one (nodes_wait_s)"
+        )
+    fewer = f"lower {knob}.{'workers' if getattr(resources, 'min_workers', None) is None else 'min_workers'}"
+    for key, spare in (("CPU", task_cpus), ("GPU", 0)):
+        if (need := least * each.get(key, 0.0) + spare) > have.get(key, 0.0):
+            return (
+                f"{knob} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
+                f"{fewer} or add nodes"
+            )
+    if each and sum(room) < least:
+        return (
+            f"{knob} asks for {least} workers of {needed}, the nodes have room for {sum(room)}: "
+            f"{fewer} or add nodes"
+        )
+    return ""
+
+
+_KNOBS = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker", "memory": "memory_per_worker"}
+
+
+def _amount(key: str, amount: float) -> str:
+    return f"{amount / GIB:g} GiB of memory" if key == "memory" else f"{amount:g} {key}"
+
+
+def _room_per_node(each: Mapping[str, float]) -> list[int]:
+    """How many workers with these needs fit on each node that takes them."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if not each.get("GPU") and _selector_of_cpu_nodes(nodes):
+        nodes = [node for node in nodes if not node["Resources"].get("GPU")]
+    return [
+        min(int(node["Resources"].get(key, 0.0) / need + 1e-9) for key, need in each.items())
+        for node in nodes
+    ]
+
+
+def _request_nodes(bundles: list[dict[str, float]]) -> None:
+    from ray.autoscaler.sdk import request_resources  # late: few clusters grow
+
+    request_resources(bundles=bundles)
+
+
+def _own_node() -> dict[str, Any]:
+    """The node that this process runs on."""
+    own = ray.get_runtime_context().get_node_id()
+    return next((node for node in ray.nodes() if node["NodeID"] == own), {"NodeID": own, "Resources": {}})
+
+
+def _needs_per_worker(resources: Resources) -> dict[str, float]:
+    memory = float(int(resources.memory_per_worker * GIB))
+    needs = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker, "memory": memory}
+    return {key: need for key, need in needs.items() if need}
+
+
+def actor_options(resources: Resources) -> dict[str, Any]:
+    """Ray options of one actor or task: what it reserves, and that CPU work keeps off nodes with GPUs."""
+    needs = _needs_per_worker(resources)
+    options: dict[str, Any] = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0)}
+    if "memory" in needs:
+        options["memory"] = int(needs["memory"])
+    return options | ({} if "GPU" in needs else _on_cpu_nodes())
+
+
+def _on_cpu_nodes() -> dict[str, Any]:
+    """Ray options by which a task keeps off nodes with GPUs, where other nodes can run it.
+
+    Ray itself only prefers the others: once they are full, tasks would keep GPU nodes from being given back.
+    """
+    selector = _selector_of_cpu_nodes([node for node in ray.nodes() if node["Alive"]])
+    return {"label_selector": selector} if selector else {}
+
+
+def _selector_of_cpu_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """A selector of the nodes without a GPU; empty where none but the driver's own has CPUs.
+
+    The driver's own may have reserved all CPUs of its node for itself.
+    """
+    with_gpus = [node for node in nodes if node["Resources"].get("GPU")]
+    kinds = {node.get("Labels", {}).get(ACCELERATOR_LABEL) for node in with_gpus}
+    if not kinds or None in kinds:
+        return {}
+    own = _own_node()["NodeID"]
+    others = [node for node in nodes if node not in with_gpus and node["NodeID"] != own]
+    if not any(node["Resources"].get("CPU") for node in others):
+        return {}
+    return {ACCELERATOR_LABEL: f"!in({', '.join(sorted(kinds))})"}
+
+
+# --- workers for parts --------------------------------------------------------------------------------------
+
+
+def map_tasks(work: Callable[[T], R], parts: Sequence[T], resources: Resources | None = None) -> Iterator[R]:
+    """Results of `work` for each part, in the order of completion, from tasks.
+
+    With `resources` at most `resources.workers` tasks run at a time, which bounds memory; by default twice as
+    many as the nodes have room for, so that an autoscaler sees that there is more to do. Without, tasks of
+    one CPU each; one part is then processed here, which is faster than a worker starts. Results stay on the
+    node of their task until they are read.
+
+    Raises:
+        ScalingNoteError: raised by `work`, or PartsFailedError after all results (:mod:`.parts`).
+    """
+    if _in_process or (resources is None and len(parts) <= 1):
+        yield from map_here(work, parts)
+        return
+    options = {"num_cpus": 1, **_on_cpu_nodes()} if resources is None else actor_options(resources)
+    task: Any = ray.remote(max_retries=0, **options)(_apply)
+    shared, queue = ray.put(work), PartQueue(parts)
+    running: dict[Any, int] = {}
+    while queue.left or running:
+        if queue.left:  # else there is nothing to ask the cluster for
+            for _ in range(min(_tasks_at_once(resources) - len(running), len(queue.left))):
+                number = queue.left.popleft()
+                running[task.remote(shared, parts[number])] = number
+        (reference,), _ = ray.wait([*running], fetch_local=False)
+        number = running.pop(reference)
+        try:
+            result = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ScalingNoteError):
+                raise cause from None
+            queue.fail(number, f"{error}", transient=isinstance(cause, OSError), cause=cause)
+        except ray.exceptions.RayError:
+            queue.lose(number, node_is_there=False)  # of a task Ray does not say which node it ran on
+        else:
+            yield result
+    queue.check()
+
+
+def _tasks_at_once(resources: Resources | None) -> int:
+    return MAX_TASKS_AT_ONCE if resources is None else resources.workers or 2 * workers(resources)
+
+
+def _apply(work: Callable[[T], R], part: T) -> R:
+    return work(part)
+
+
+def map_loaded(
+    work: PartStage | Callable[[Any], Any], parts: Sequence[Any], resources: Resources, *, readers: int = 0
+) -> Iterator[Any]:
+    """Results of a stage for each part, in the order of completion, from actors that load it once.
+
+    As many actors run as there are nodes for, up to `workers(resources)`: the pool shrinks and grows with the
+    cluster. With `readers`, so many tasks of one CPU read ahead of the actors and as many write behind them.
+
+    Raises:
+        ScalingNoteError: raised by the stage, or PartsFailedError after all results (:mod:`.parts`).
+    """
+    if _in_process or not parts:
+        return map_here(work, parts)
+    from scalingnote.core import ray_data  # late: ray.data takes a second to import
+
+    most = min(workers(resources), len(parts))
+    # Actors that wait for a node are what an autoscaler sees; elsewhere they would wait for ever.
+    room = most if _nodes_wait_s else sum(_room_per_node(_needs_per_worker(resources)))
+    return ray_data.map_on_actors(
+        as_stage(work),
+        parts,
+        size=ray_data.PoolSize(min(_least(resources), most), min(room, most), most),
+        options=actor_options(resources),
+        readers=min(readers, len(parts)),
+        reader_options={"num_cpus": 1, **_on_cpu_nodes()},
+        backoff_s=BACKOFF_S,
+    )

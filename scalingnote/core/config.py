@@ -1,0 +1,185 @@
+"""Configuration: frozen pydantic sections, read from YAML files laid over each other, then `--set`.
+
+A section defines the result of a stage and is stored in its artifact. Settings that cannot change the result
+(:class:`ExecutionConfig`: workers, tracking) are not part of the artifact's identity.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from scalingnote.core.errors import ConfigError, did_you_mean
+
+
+class Config(BaseModel):
+    """A section: immutable, unknown keys rejected."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ExecutionConfig(Config):
+    """A section on how a stage runs, without influence on results: not part of an artifact's identity."""
+
+
+class Resources(ExecutionConfig):
+    """Where a stage runs."""
+
+    workers: int | None = Field(
+        None, ge=1, description="actors or tasks at a time; null: as many as the cluster has room for"
+    )
+    cpus_per_worker: float = Field(1.0, gt=0, description="CPU cores Ray reserves for each")
+    gpus_per_worker: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
+    memory_per_worker: float = Field(
+        0.0,
+        ge=0,
+        description="GiB of memory Ray reserves for each; 0: what a stage computes from its input, or none",
+    )
+
+    def without_gpus(self) -> "Resources":
+        """The same workers for steps that run no model."""
+        return self.model_copy(update={"gpus_per_worker": 0.0})
+
+
+class ElasticResources(Resources):
+    """Workers whose number may follow that of the nodes."""
+
+    min_workers: int | None = Field(None, ge=1, description="workers that suffice to start")
+
+    @model_validator(mode="after")
+    def _can_start(self) -> "ElasticResources":
+        if self.min_workers is not None and self.workers is not None and self.min_workers > self.workers:
+            raise ValueError(f"min_workers={self.min_workers} is above workers={self.workers}: lower it")
+        return self
+
+
+C = TypeVar("C", bound=Config)
+PACKAGE = Path(__file__).parents[1]
+CONFIG_PREFIX = "scalingnote:"
+
+
+def load(model: type[C], paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C:
+    """Read YAML files left to right (a later one wins, mappings merge), apply ``a.b=value``, validate.
+
+    A file may open with ``extends: other.yaml``, a path relative to itself, or with
+    ``extends: scalingnote:path.yaml``, a file of the package. ``FILE.yaml:NAME`` is the file with one of its
+    `variants` laid over it; a variant may extend another one of the file.
+    """
+    merged: dict[str, Any] = {}
+    for path in paths:
+        merged = merge(merged, _read(path))
+    for override in overrides:
+        key, found, value = override.partition("=")
+        if not found or not key.strip():
+            raise ConfigError(f"--set {override!r} is not of the form a.b=value")
+        nested: Any = yaml.safe_load(value)
+        for name in reversed(key.strip().split(".")):
+            nested = {name: nested}
+        merged = merge(merged, nested)
+    return validate(model, merged, source=", ".join(str(path) for path in paths) or "--set")
+
+
+def validate(model: type[C], values: Mapping[str, Any], *, source: str) -> C:
+    """Validated section, or a ConfigError naming each wrong key, its place and the nearest right one."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        known = _all_keys(model)
+        lines = [_explain(dict(item), known) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """The whole section as plain JSON values."""
+    return config.model_dump(mode="json")
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What of a section decides its artifact: everything but its :class:`ExecutionConfig`."""
+    values = dump(config)
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, ExecutionConfig):
+            del values[name]
+        elif isinstance(value, Config):
+            values[name] = identity(value)
+    return values
+
+
+def file_of(path: str | Path) -> Path:
+    """The file of ``FILE.yaml`` or ``FILE.yaml:NAME``."""
+    return _split(path)[0]
+
+
+def _split(path: str | Path) -> tuple[Path, str]:
+    file, suffix, variant = str(path).rpartition(".yaml:")
+    return (Path(file + ".yaml"), variant) if suffix else (Path(path), "")
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    """The values of a file, of those it extends and of the variant that is named."""
+    file, variant = _split(path)
+    values = _parse(file)
+    known = values.pop("variants", {})
+    base = values.pop("extends", None)
+    if base:
+        # A file of the package, which lies elsewhere where the package is installed.
+        inside = base.startswith(CONFIG_PREFIX)
+        parent = PACKAGE / base.removeprefix(CONFIG_PREFIX) if inside else file.parent / base
+        values = merge(_read(parent), values)
+    # From the variant that is named to the one that extends no other.
+    chain: list[dict[str, Any]] = []
+    while variant:
+        if variant not in known:
+            there = ", ".join(known) or "none"
+            raise ConfigError(
+                f"{file} has no variant {variant!r}, it has {there}{did_you_mean(variant, known)}"
+            )
+        chain.append(dict(known[variant]))
+        variant = chain[-1].pop("extends", "")
+    for layer in reversed(chain):
+        values = merge(values, layer)
+    return values
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"no config file at {path}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}; a config is a mapping of sections")
+    return values
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `above` win over those of `below`; sections are merged key by key."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        # A tagged section of another kind replaces the one below: its knobs mean something else.
+        same_kind = (
+            isinstance(old, dict)
+            and isinstance(value, dict)
+            and not any(tag in value and value[tag] != old.get(tag) for tag in ("kind", "name"))
+        )
+        merged[key] = merge(old, value) if same_kind else value  # type: ignore[arg-type]
+    return merged
+
+
+def _explain(item: dict[str, Any], known: set[str]) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        return f"{place}: {item['msg']} (found {item.get('input')!r})"
+    return f"unknown key {place!r}" + did_you_mean(str(item["loc"][-1]), known)
+
+
+def _all_keys(model: type[BaseModel]) -> set[str]:
+    """Keys of a section and of all sections below it."""
+    schema = model.model_json_schema()
+    sections = [schema, *schema.get("$defs", {}).values()]
+    return {key for section in sections for key in section.get("properties", ())}

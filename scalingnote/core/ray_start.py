@@ -1,0 +1,147 @@
+"""Starting Ray on this machine, quietly and for this process only, and joining a cluster."""
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import ray
+
+from scalingnote.core import ray_internals
+from scalingnote.core.errors import ConfigError, ScalingNoteError
+from scalingnote.core.log import LINE, elapsed_status, note_line, status_lines
+
+CONNECT_TIMEOUT_S = 10.0  # a cluster's head has for taking a connection
+START_TIMEOUT_S = 180.0  # a local Ray has for starting; its own 30 s are too few beside other programs
+
+
+def join(address: str) -> None:
+    """Join the cluster at an address.
+
+    Raises:
+        ConfigError: no cluster answers there; Ray itself would try for many minutes.
+    """
+    _check_address(address)
+    _silence_libraries()
+    ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+
+
+def start_local() -> None:
+    """Start a private cluster on this machine, which ends with this process.
+
+    "local" is passed on purpose: without an address Ray joins whatever cluster it finds on the machine,
+    also one left behind by a crash.
+
+    Raises:
+        ScalingNoteError: Ray does not start.
+    """
+    _silence_libraries()
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ logs a line per actor
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # it watches for spot machines
+    # Ray runs workers at a niceness of 15 above the command's: beside other programs they get no CPU.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # A token of its own, without which no process can submit work or read objects; Ray would write one
+    # to the user's home directory. RAY_AUTH_MODE=token is left to ray.init: set here, after Ray was
+    # imported, it would not be read.
+    if not any(name.startswith("RAY_AUTH_") for name in os.environ):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    try:
+        with (
+            _delayed_interrupt(),
+            _silent_stderr(),
+            status_lines("cluster", elapsed_status("waiting for Ray to start on this machine")),
+            ray_internals.loopback_only(),
+            ray_internals.start_timeout(START_TIMEOUT_S),
+            ray_internals.shown_worker_lines(_is_ours),
+        ):
+            ray.init(
+                "local",
+                num_cpus=max(2, os.cpu_count() or 2),
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level=logging.ERROR,
+            )
+    except Exception as error:  # Ray raises no class of its own
+        raise ScalingNoteError(
+            f"Ray did not start on this machine: {error} Where other programs keep all processors busy, "
+            "run this again when they have ended: what is finished stays. `scalingnote doctor` looks for "
+            "other causes"
+        ) from error
+    atexit.register(ray.shutdown)
+
+
+@contextlib.contextmanager
+def _delayed_interrupt() -> Iterator[None]:
+    """Delay CTRL-C until Ray has started: an interrupted start leaves processes behind or crashes."""
+    by_us = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not by_us or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        ray.shutdown()
+        raise KeyboardInterrupt
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address at which nothing listens; one that names no port, as "auto", is left to Ray."""
+    scheme, _, place = address.rpartition("://")
+    if scheme.startswith("http"):
+        raise ConfigError(
+            f"{address} takes jobs (`scalingnote submit`), it is no cluster to join: unset RAY_ADDRESS to "
+            "run on this machine, or give the head's own address, as HOST:6379"
+        )
+    host, _, port = place.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({error}): start one (ray start --head), correct `address` "
+            "or RAY_ADDRESS, or leave both out to run on this machine"
+        ) from error
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Silence file 2, where Ray's C++ core prints its log level; what Python prints, as our log, is shown."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        with (
+            open(kept, "w", buffering=1, encoding="utf-8", closefd=False) as shown,
+            contextlib.redirect_stderr(shown),
+        ):
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _is_ours(line: str) -> bool:
+    """Whether a worker printed a line of this package's log, which is then counted as shown."""
+    if ours := bool(LINE.match(line)):
+        note_line()
+    return ours
+
+
+def _silence_libraries() -> None:
+    """Leave out what Ray Data and Ray Train show of their own steps: it would interleave with ours."""
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+    logging.getLogger("ray.train").setLevel(logging.WARNING)

@@ -1,0 +1,133 @@
+"""Reports as data, and the Jinja2 templates that write them: tables and sections become Markdown or HTML.
+
+ReportPage ─► templates/report.md, templates/report.html
+facts      ─► templates/tower_card.md, templates/router_card.md
+plans      ─► templates/plan.txt, templates/dry_run.txt
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+class StrongCell(str):
+    """A cell that stands out, as the best value of its column."""
+
+
+class CodeCell(str):
+    """A cell that holds an identifier or a path."""
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table of text: its first `text` columns are words, the others are numbers and aligned right."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text: int = 1
+
+    @property
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        return markdown(self.head, self.rows, text=self.text)
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A title, an explanation, tables, and pictures, which HTML shows only."""
+
+    title: str
+    text: str = ""
+    tables: Sequence[ReportTable] = ()
+    pictures: Sequence[str] = ()
+    """SVG of :func:`scalingnote.core.pictures.svg`."""
+
+
+@dataclass(frozen=True)
+class ReportPage:
+    """What a report shows, in its order."""
+
+    title: str
+    sections: Sequence[ReportSection]
+    summary: str = ""
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a file of ``templates/``. Values are escaped in HTML; an unknown name raises UndefinedError."""
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> "Environment":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.tests |= {"strong": lambda cell: isinstance(cell, StrongCell)}
+    templates.tests |= {"code": lambda cell: isinstance(cell, CodeCell)}
+    return templates
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, text: int = 1) -> str:
+    """A Markdown table that also lines up as plain text.
+
+    Args:
+        head: names of the columns.
+        rows: their cells.
+        text: the first `text` columns are words, aligned left; the others are numbers, aligned right.
+    """
+    lines = [[_markdown_cell(cell) for cell in line] for line in (head, *rows)]
+    widths = [max(2, *(len(line[i]) for line in lines)) for i in range(len(head))]
+    aligned = [
+        [
+            cell.ljust(width) if i < text else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
+    rule = [f":{'-' * (w - 1)}" if i < text else f"{'-' * (w - 1)}:" for i, w in enumerate(widths)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:]))
+
+
+def _markdown_cell(cell: str) -> str:
+    text = " ".join(cell.splitlines()).replace("|", "\\|")
+    match cell:
+        case StrongCell():
+            return f"**{text}**"
+        case CodeCell():
+            return f"`{text}`"
+        case _:
+            return text
+
+
+def markdown_text(parts: Iterable[str | ReportTable]) -> str:
+    """Paragraphs and tables as Markdown, an empty line between them."""
+    return "\n\n".join(part.markdown if isinstance(part, ReportTable) else part for part in parts)
+
+
+def align_columns(text: str, *, label: int, cell: int) -> str:
+    """Pad the cells of lines such as ``label | cell | cell`` to these widths in characters."""
+    lines = []
+    for line in text.rstrip().split("\n"):
+        first, *cells = line.split(" | ")
+        padded = f"{first:<{label}}" + "".join(f"{one:<{cell}}  " for one in cells) if cells else first
+        lines.append(padded.rstrip())
+    return "\n".join(lines)
+
+
+def environment_line(environment: Mapping[str, object]) -> str:
+    """Versions and hardware as one line of text."""
+    return ", ".join(f"{name} {value}" for name, value in environment.items())

@@ -1,0 +1,176 @@
+"""Exact top-k: search, selection and merging, and the heap that compiled loops keep their candidates in.
+
+Ties are deterministic: higher scores first, then lower ids.
+"""
+
+from collections.abc import Callable
+from typing import Any, no_type_check
+
+import numba
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+# One block of scores is 512 x 16,384 floats = 32 MB, whatever the corpus and the number of queries.
+QUERY_BLOCK = 512
+DOCUMENT_BLOCK = 16_384
+_MAX_HITS_PER_PLACE = 4  # of a block: above it, the block's k best are selected first
+
+
+def search(
+    queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"], *, k: int
+) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    """Inner products and row numbers of each query's k best documents; fewer columns for fewer documents."""
+    best = Best(len(queries), min(k, len(documents)), dtype=np.result_type(queries, documents))
+    best.add_documents(queries, documents, np.arange(len(documents)))
+    return best.scores, best.ids
+
+
+def query_blocks(queries: int) -> list[slice]:
+    """Slices of QUERY_BLOCK queries."""
+    return [slice(start, start + QUERY_BLOCK) for start in range(0, queries, QUERY_BLOCK)]
+
+
+class Best:
+    """The k best candidates of each query so far, best first: the same in whatever order they are added.
+
+    A line with fewer candidates ends with scores of -inf and ids of -1.
+    """
+
+    def __init__(self, queries: int, k: int, *, dtype: Any = np.float32) -> None:
+        self.scores = np.full((queries, k), -np.inf, dtype)
+        self.ids = np.full((queries, k), -1, np.int64)
+
+    def add(
+        self,
+        queries: slice,
+        scores: Float[ndarray, "queries candidates"],
+        ids: Int[ndarray, "queries candidates"],
+    ) -> None:
+        """Add candidates of some queries, a line for each; an id of -1 is none and scores -inf."""
+        both = np.hstack([self.scores[queries], scores]), np.hstack([self.ids[queries], ids])
+        self.scores[queries], self.ids[queries] = merge(*both, k=self.ids.shape[1])
+
+    def add_documents(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        documents: Float[ndarray, "docs dim"],
+        ids: Int[ndarray, " docs"],
+    ) -> None:
+        """Add the inner products of all queries and some documents; `ids` ascend."""
+        for start in range(0, len(documents), DOCUMENT_BLOCK):
+            block = slice(start, start + DOCUMENT_BLOCK)
+            for chosen in query_blocks(len(queries)):
+                self.add_block(chosen, queries[chosen] @ documents[block].T, ids[block])
+
+    def add_block(
+        self, queries: slice, scores: Float[ndarray, "queries docs"], ids: Int[ndarray, " docs"]
+    ) -> None:
+        """Add the scores of the same documents for some queries; `ids` ascend."""
+        k = self.ids.shape[1]
+        if not k:
+            return
+        # Few documents of a later block reach the k-th score so far: to compare is cheaper than to select.
+        hits = scores >= self.scores[queries, -1:]
+        counts = np.count_nonzero(hits, axis=1)
+        if counts.max(initial=0) > _MAX_HITS_PER_PLACE * k:
+            columns = select(scores, k=k)
+            self.add(queries, np.take_along_axis(scores, columns, axis=1), ids[columns])
+            return
+        lines, columns = np.divmod(np.flatnonzero(hits), scores.shape[1])
+        places = np.arange(len(lines)) - np.repeat(counts.cumsum() - counts, counts)
+        values = np.full((len(scores), counts.max(initial=0)), -np.inf, scores.dtype)
+        found = np.full(values.shape, -1, np.int64)
+        values[lines, places], found[lines, places] = scores[lines, columns], ids[columns]
+        self.add(queries, values, found)
+
+
+def select(scores: Float[ndarray, "queries columns"], *, k: int) -> Int[ndarray, "queries k"]:
+    """The columns of each row's k highest scores, best first; of equal scores the lower column first."""
+    columns = scores.shape[1]
+    k = min(k, columns)
+    if k in (0, columns):
+        return np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    best = np.argpartition(scores, columns - k, axis=1)[:, columns - k :]
+    # argpartition breaks ties at the k-th place arbitrarily: rows with such a tie are sorted in full.
+    lowest = np.take_along_axis(scores, best[:, :1], axis=1)
+    tied = np.flatnonzero((scores >= lowest).sum(axis=1) > k)
+    best[tied] = np.argsort(-scores[tied], axis=1, kind="stable")[:, :k]
+    order = np.lexsort((best, -np.take_along_axis(scores, best, axis=1)))
+    return np.take_along_axis(best, order, axis=1)
+
+
+def merge(
+    scores: Float[ndarray, "queries candidates"], ids: Int[ndarray, "queries candidates"], *, k: int
+) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    """The k best of the candidates of several searches, concatenated along the columns.
+
+    An id of -1 means "none" and must score -inf. Ties go to the lower id, so the answer does not depend on
+    the order of the searches.
+    """
+    last = np.where(ids < 0, np.iinfo(ids.dtype).max, ids)
+    columns = scores.shape[1]
+    if 0 < k < columns:
+        # Select before sorting, which costs more than the rest; ties at the k-th place need the full sort.
+        best = np.argpartition(scores, columns - k, axis=1)[:, columns - k :]
+        lowest = np.take_along_axis(scores, best[:, :1], axis=1)
+        if not ((scores >= lowest).sum(axis=1) > k).any():
+            scores, ids, last = (np.take_along_axis(x, best, axis=1) for x in (scores, ids, last))
+    order = np.lexsort((last, -scores))[:, :k]
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
+
+
+# --- compiled loops ---------------------------------------------------------------------------------------
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile at the first call, run without the GIL; cache on disk where a folder is writable."""
+    try:
+        made: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:  # numba found no folder for its cache
+        made = numba.njit(nogil=True, **options)(function)
+    return made
+
+
+@compiled
+@no_type_check
+def heap_push(scores, rows, place, score, row):
+    """Put a candidate into a heap at its first free place."""
+    while place > 0:
+        parent = (place - 1) >> 1
+        if scores[parent] < score or (scores[parent] == score and rows[parent] > row):
+            break
+        scores[place], rows[place] = scores[parent], rows[parent]
+        place = parent
+    scores[place], rows[place] = score, row
+
+
+@compiled
+@no_type_check
+def heap_replace(scores, rows, size, score, row):
+    """Put a candidate into a heap in place of the worst."""
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        right = child + 1
+        if right < size and (
+            scores[right] < scores[child] or (scores[right] == scores[child] and rows[right] > rows[child])
+        ):
+            child = right
+        if scores[child] > score or (scores[child] == score and rows[child] < row):
+            break
+        scores[place], rows[place] = scores[child], rows[child]
+        place = child
+    scores[place], rows[place] = score, row
+
+
+@compiled
+@no_type_check
+def heap_sort(scores, rows, size):
+    """Turn a heap into a ranking, best first."""
+    for last in range(size - 1, 0, -1):
+        score, row = scores[last], rows[last]
+        scores[last], rows[last] = scores[0], rows[0]
+        heap_replace(scores, rows, last, score, row)

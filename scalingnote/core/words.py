@@ -1,0 +1,185 @@
+"""Texts and their words.
+
+Texts from outside are checked: what is no text is an error, and half of a surrogate pair becomes U+FFFD.
+One definition of words serves every script, for all that splits, compares or highlights them.
+
+A word is a run of letters and digits with the marks on them, so no word ends at a vowel sign or an accent.
+Two words are one if they are equal after :func:`folded`: NFKC (full width, half-width kana, ligatures,
+composed or not), case folded (ß is ss, a final sigma a sigma, a Turkish İ an i), without what readers do not
+see (soft hyphens, zero-width spaces and joiners, variation selectors) and without what writers leave out:
+the points of Hebrew, the harakat and the tatweel of Arabic (hamza and madda make other letters and stay).
+
+Scripts without spaces are cut by the caller, into *clusters*: a letter with its marks.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from functools import cache
+
+from scalingnote.core.errors import DataError
+
+# Characters for classes of `re`. Letters only: digits are words in every script.
+HAN = "\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_KANA = "\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\uff66-\uff9d"
+_THAI = "\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e46"
+_LAO = "\u0e81-\u0eb0\u0eb2\u0eb3\u0ebd\u0ec0-\u0ec6\u0edc-\u0edf"
+_BURMESE = "\u1000-\u102a\u103f\u1050-\u1055\u105a-\u105d\u1061\u1065\u1066\u106e-\u1070\u1075-\u1081\u108e"
+_KHMER = "\u1780-\u17b3\u17d7\u17dc"
+UNSPACED = HAN + _KANA + _THAI + _LAO + _BURMESE + _KHMER
+"""Scripts without spaces between words."""
+HANGUL = "\uac00-\ud7af"
+"""Korean has spaces, but particles stick to words: a caller may cut it as well."""
+
+# What distinguishes no words: soft hyphen, joiners and other format characters come from their category.
+_UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef"
+_HEBREW_POINTS = "\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7"
+_ARABIC_POINTS = (
+    "\u0610-\u061a\u064b-\u0652\u0670\u06d6-\u06dc\u06df-\u06e4\u06e7\u06e8\u06ea-\u06ed\u08d3-\u08ff"
+)
+_TATWEEL = "\u0640"
+# What may compose with the letter before, or leave it to a mark that follows: Hangul, half-width kana's
+# marks, forms of the tatweel.
+_COMPOSED = "\u1160-\u11ff\u3131-\u318e\uff9e-\uffdc\u0640\ufcf2-\ufcf4\ufe71\ufe77\ufe79\ufe7b\ufe7d\ufe7f"
+_UNMARKED = re.compile("[\u3041-\u3096\u30a1-\u30ff\u3400-\u9fff\uac00-\ud7a3]*")  # most Chinese and Japanese
+_DOT = re.compile("(?<=[iI])\u0307+")  # İ in lower case is i with a dot above it
+
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # Python keeps a whole pair as the one character it stands for
+
+
+# --- texts ------------------------------------------------------------------------------------------------
+
+
+def checked_texts(texts: Iterable[str], *, name: str = "text") -> list[str]:
+    """Texts of a caller as a list; halves of surrogate pairs are replaced, as in documents from files.
+
+    Args:
+        texts: a list, an array, a column of a data frame.
+        name: of one of them in errors: "query", "document".
+
+    Raises:
+        DataError: `texts` is one text, or holds what is no text (None, NaN, a number): position and value.
+    """
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise DataError(f"{_shown(texts)} in place of a list of texts: give one, also for a single {name}")
+    given = list(texts)
+    for position, text in enumerate(given):
+        if not (isinstance(text, str) and text.isascii()):
+            given[position] = checked_text(text, name=f"{name} {position}")
+    return given
+
+
+def checked_text(text: str, *, name: str = "text") -> str:
+    """The same of one text."""
+    if not isinstance(text, str):
+        raise DataError(f"{name} is {_shown(text)}: give a text, an empty one where there is none")
+    return text if text.isascii() or is_valid_unicode(text) else replace_surrogates(text)
+
+
+def is_valid_unicode(text: str) -> bool:
+    """Whether `text` is valid UTF-8: JSON's escapes can spell half of a surrogate pair, which is not."""
+    return not _SURROGATE.search(text)
+
+
+def replace_surrogates(text: str) -> str:
+    """`text` with U+FFFD, the replacement character, for every half of a surrogate pair."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.80} of type {type(value).__name__}"
+
+
+# --- words ------------------------------------------------------------------------------------------------
+
+
+def run_of(characters: str) -> str:
+    """A pattern for a run of characters, given as the inside of a class of `re`, with the marks on them."""
+    # ASCII is ruled out first: marks are many ranges, which would be searched at the end of every word.
+    return rf"[{characters}]+(?:(?![\x00-\x7f])[{marks()}]+[{characters}]*)*"
+
+
+def word_of(unspaced: str) -> str:
+    """A pattern for a word of letters and digits, other than the letters of `unspaced`."""
+    return run_of(rf"^\W_{unspaced}")
+
+
+@cache
+def runs(unspaced: str) -> re.Pattern[str]:
+    """A pattern with two groups: a word; or a run of the letters `unspaced`, which the caller cuts."""
+    return re.compile(f"({word_of(unspaced)})|({run_of(unspaced)})")
+
+
+def clusters(run: str) -> list[str]:
+    """The letters of a run, each with its marks."""
+    return list(run) if _UNMARKED.fullmatch(run) else _cluster().findall(run)
+
+
+def plain(text: str) -> str:
+    """A text in the form in which words are found in it: :func:`folded`, but in its own case."""
+    if text.isascii():
+        return text
+    text = unicodedata.normalize("NFKC", text)
+    may_have, dropped = _dropped()
+    kept = dropped.sub("", text) if may_have.search(text) else text
+    if "\u0130" in kept or "\u0307" in kept:
+        kept = _DOT.sub("", kept.replace("\u0130", "I"))
+    # A mark may now follow the letter that it composes with.
+    return text if kept == text else unicodedata.normalize("NFKC", kept)
+
+
+def folded(text: str) -> str:
+    """A text in the form in which words are compared; see the module."""
+    return unicodedata.normalize("NFC", plain(text).casefold())  # folding decomposes some Greek
+
+
+def aligned(text: str) -> tuple[str, list[int]]:
+    """`folded(text)`, and for each of its characters the place in `text` that it comes from.
+
+    A last place more is the end of `text`, so that ``text[places[start] : places[stop]]`` is what
+    ``folded(text)[start:stop]`` was written as, with its marks.
+    """
+    pieces, places, at = [], [], 0
+    for written in _piece().findall(text):
+        piece = folded(written)
+        pieces.append(piece)
+        places += [at] * len(piece)
+        at += len(written)
+    return "".join(pieces), [*places, at]
+
+
+@cache
+def marks() -> str:
+    """The inside of a class of `re`: the marks of every script, and characters that are not seen."""
+    return _UNSEEN + "".join(_by_category().values())
+
+
+@cache
+def _dropped() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Characters that are dropped; before it a pattern that is faster, but of some others too."""
+    dropped = _UNSEEN + _HEBREW_POINTS + _ARABIC_POINTS + _TATWEEL + _by_category()["Cf"]
+    within = re.sub("[\U00010000-\U0010ffff]-?", "", dropped)
+    return re.compile(f"[{within}\U00010000-\U0010ffff]"), re.compile(f"[{dropped}]+")
+
+
+@cache
+def _cluster() -> re.Pattern[str]:
+    return re.compile(f".[{marks()}]*", re.DOTALL)
+
+
+@cache
+def _piece() -> re.Pattern[str]:
+    """What is normalised on its own: a letter, and all that may compose with it."""
+    return re.compile(f".[{marks()}{_COMPOSED}]*", re.DOTALL)
+
+
+@cache
+def _by_category() -> dict[str, str]:
+    """Marks and format characters, as ranges by category; it takes 50 ms, which ASCII texts do not pay."""
+    found: dict[str, list[tuple[int, int]]] = {name: [] for name in ("Mn", "Mc", "Me", "Cf")}
+    for code in (0xAD, *range(0x300, 0x20000), *range(0xE0000, 0xE0200)):
+        if (ranges := found.get(unicodedata.category(chr(code)))) is not None:
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == code - 1 else code
+            ranges.append((first, code))
+    return {name: "".join(f"{chr(a)}-{chr(b)}" for a, b in ranges) for name, ranges in found.items()}

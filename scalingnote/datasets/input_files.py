@@ -1,0 +1,411 @@
+"""Input files: cut into slices of work, read as raw rows; and the rows that were rejected.
+
+    path, pattern -> File -> FileSlice (a range of bytes of lines, or of row groups of Parquet) -> RawRow
+
+Every row is in one slice, and slices are in the order of the input: files by name, then rows. A raw row is a
+dict, or the reason why its line cannot be decoded.
+"""
+
+import glob
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from jaxtyping import Bool, Int64
+from numpy import ndarray
+
+from scalingnote.core.errors import DataError
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import read_table, write_table
+from scalingnote.storage.schema import REJECTED
+from scalingnote.storage.shuffle import MAX_SLICES, JsonRecord, group_by_size
+
+SLICE_BYTES = 64 << 20  # of input, uncompressed
+SHOWN_CHARS = 200  # of a rejected row
+KEPT_PER_REASON = 100  # rejected rows
+HEAD_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
+_COUNTERS = ("rejected", "repaired", "left_out", "counts")
+
+
+@dataclass(frozen=True)
+class File:
+    """One input file."""
+
+    uri: str
+    size: int
+    changed: int  # modification time, so that results of an older version are not reused
+
+    @property
+    def is_parquet(self) -> bool:
+        """Whether it is Parquet, by its name."""
+        return self.uri.endswith(".parquet")
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """The lines of a file that start in the bytes [start, stop), or its row groups [start, stop)."""
+
+    file: File
+    start: int
+    stop: int
+    size: int  # bytes, uncompressed
+
+
+def whole(file: File) -> FileSlice:
+    """A whole file of lines as one slice."""
+    return FileSlice(file, 0, file.size, file.size)
+
+
+def find_files(path: str, suffixes: tuple[str, ...] = (".jsonl", ".parquet")) -> list[File]:
+    """The files at `path`, sorted; DataError if there is none, or one of another type.
+
+    `path` is a file, a directory, or a pattern of ``*`` and ``?``. Below a directory, names that start with
+    ``.`` or ``_`` (markers of other systems) are skipped.
+    """
+    path = fs.absolute(path).rstrip("/")
+    fixed = re.split(r"[*?]", path, maxsplit=1)[0]
+    base = path if fixed == path else fixed.rsplit("/", 1)[0]
+    filesystem, inside = fs.resolve(base)
+    top = filesystem.get_file_info(inside)
+    if top.type == pafs.FileType.File:
+        infos = {"": top}
+    else:
+        selector = pafs.FileSelector(inside, recursive=True, allow_not_found=True)
+        listed = [info for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.File]
+        named = {info.path[len(inside) :].strip("/"): info for info in listed}
+        pattern = _pattern(path[len(base) :].strip("/"))
+        infos = {name: info for name, info in named.items() if pattern.fullmatch(name)}
+    if not infos:
+        raise DataError(f"no file at {path}: check the path")
+    files = [
+        File(fs.join(base, name) if name else base, info.size, info.mtime_ns or 0)
+        for name, info in sorted(infos.items())
+    ]
+    if wrong := [file.uri for file in files if not file.uri.endswith(suffixes)]:
+        kinds = " nor ".join(suffixes)
+        raise DataError(f"{wrong[0]} is neither {kinds}: convert it or narrow the path")
+    return files
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    if not glob:
+        return re.compile(r"(?:[^._/][^/]*/)*[^._/][^/]*")
+    text = re.escape(glob).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    return re.compile(text)
+
+
+def cut(files: Sequence[File], *, limit: int | None = None) -> list[FileSlice]:
+    """Slices of at most `limit` bytes, if row groups of Parquet are not larger.
+
+    By default, they have SLICE_BYTES, or more if there would be more than about MAX_SLICES.
+    """
+    size = limit or max(SLICE_BYTES, sum(file.size for file in files) // MAX_SLICES)
+    return list(chain.from_iterable(fs.map_files(partial(_cut_file, limit=size), files)))
+
+
+def _cut_file(file: File, *, limit: int) -> list[FileSlice]:
+    if not file.is_parquet:
+        ranges = [(start, min(start + limit, file.size)) for start in range(0, file.size, limit)]
+        return [FileSlice(file, start, stop, stop - start) for start, stop in ranges]
+    footer = parquet_footer(file.uri)
+    sizes = [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
+    groups = group_by_size(sizes, limit=limit)
+    return [FileSlice(file, group[0], group[-1] + 1, sum(sizes[n] for n in group)) for group in groups]
+
+
+def parquet_footer(uri: str) -> pq.FileMetaData:
+    """The footer of a Parquet file; DataError for another file."""
+    try:
+        with fs.open_input(uri) as source:
+            return pq.read_metadata(source)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{uri} is not a Parquet file ({error}): check the path") from None
+
+
+def lines(uri: str, start: int, stop: int) -> Iterator[bytes]:
+    """The lines of a file whose first byte lies in [start, stop), with their ends."""
+    # Read from one byte earlier: a newline there means that a line begins at `start`.
+    position = max(start - 1, 0)
+    buffered = min(max(stop - position, 1), fs.BLOCK_BYTES)
+    with fs.open_input(uri) as source, io.BufferedReader(source, buffered) as stream:
+        stream.seek(position)
+        position += len(stream.readline()) if start else 0
+        while position < stop and (line := stream.readline()):
+            yield line
+            position += len(line)
+
+
+# --- raw rows ---------------------------------------------------------------------------------------------
+
+RawRow = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UnreadableRow:
+    """A row that could not be decoded: its beginning and the reason."""
+
+    row: str
+    reason: str
+
+
+RawRows = Iterable[RawRow | UnreadableRow]
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The raw rows of a slice of a file, read again by each iteration, in any process."""
+
+    part: FileSlice
+    read: Callable[[FileSlice], RawRows]
+
+    def __iter__(self) -> Iterator[RawRow | UnreadableRow]:
+        return iter(self.read(self.part))
+
+
+@dataclass(frozen=True)
+class FileColumns:
+    """A slice of a file that is read by columns: our name -> the file's."""
+
+    part: FileSlice
+    columns: Mapping[str, str]
+    first: int | None = None  # number of the first row, where rows without an id are numbered
+
+
+# What one task reads of a table; a list has rows that are in no file.
+InputSlice = FileRows | FileColumns | list[RawRow | UnreadableRow]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The slices of each table of a data source; columns are named as in ``storage.schema``.
+
+    A query may have a `split`; without one, the split is drawn by group. `features` are the types of document
+    columns beyond the five that all of them have, `profile` those of user columns beyond the id. `rank` gives
+    each of some documents a number, by which a subset is chosen (smallest first); without it, whole groups
+    are kept in the order of a seeded hash. The manifest has the `notes`.
+    """
+
+    tables: Mapping[str, Sequence[InputSlice]]
+    features: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    profile: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    rank: Callable[[pa.Table], Int64[ndarray, " rows"]] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self, table: str) -> Iterator[RawRow | UnreadableRow]:
+        """The rows of a table that is read row by row."""
+        for rows in self.tables.get(table, ()):
+            assert not isinstance(rows, FileColumns)
+            yield from rows
+
+    def parts(self, tables: Collection[str] | None = None) -> list[FileSlice]:
+        """The slices of files, of all tables or of some."""
+        chosen = (name for name in self.tables if tables is None or name in tables)
+        return [rows.part for name in chosen for rows in self.tables[name] if not isinstance(rows, list)]
+
+
+def map_rows(rows: RawRows, rename: Callable[[RawRow], RawRow]) -> Iterator[RawRow | UnreadableRow]:
+    """Rows under our column names; a row without a needed field becomes unreadable, unreadable rows pass."""
+    for row in rows:
+        if isinstance(row, UnreadableRow):
+            yield row
+            continue
+        try:
+            yield rename(row)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            reason = f"not in the source's format: {type(error).__name__} {error}"
+            yield UnreadableRow(repr(row)[:400], reason)
+
+
+def readable_rows(rows: RawRows) -> Iterator[RawRow]:
+    """The rows that could be read: for a second table from a file whose unreadable rows are counted."""
+    return (row for row in rows if isinstance(row, dict))
+
+
+def text_id(text: str, *, prefix: str) -> str:
+    """An id that is equal for equal texts, ignoring case."""
+    return f"{prefix}-{hashlib.sha256(text.casefold().encode('utf-8', 'replace')).hexdigest()[:16]}"
+
+
+def json_lines(path: Path | FileSlice) -> Iterator[RawRow | UnreadableRow]:
+    """Objects of a JSON-lines file."""
+    return parsed_lines(_lines(path))
+
+
+def json_head(file: File) -> list[RawRow | UnreadableRow]:
+    """The objects in the first HEAD_BYTES of a JSON-lines file."""
+    size = min(file.size, HEAD_BYTES)
+    return list(json_lines(FileSlice(file, 0, size, size)))
+
+
+def parsed_lines(lines: Iterable[bytes]) -> Iterator[RawRow | UnreadableRow]:
+    """The JSON object of each line that is not blank."""
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except UnicodeDecodeError:
+            yield UnreadableRow(_beginning(line), "invalid UTF-8")
+        except (ValueError, RecursionError):  # the second of lists in lists, some thousand deep
+            yield UnreadableRow(_beginning(line), "invalid JSON")
+        else:
+            yield value if isinstance(value, dict) else UnreadableRow(_beginning(line), "not a JSON object")
+
+
+def delimited_lines(
+    path: Path | FileSlice, *, columns: Sequence[str], separator: str = "\t", header: bool = False
+) -> Iterator[RawRow | UnreadableRow]:
+    """Lines of fields without quoting (TREC and MS MARCO files); `separator` " " means any white space."""
+    opening = isinstance(path, Path) or path.start == 0
+    for number, line in enumerate(_lines(path), 0 if opening else 1):
+        if (header and number == 0) or not line.strip():
+            continue
+        try:
+            # A byte-order mark would become part of the first id.
+            text = line.decode("utf-8" if number else "utf-8-sig").rstrip("\r\n")
+        except UnicodeDecodeError:
+            yield UnreadableRow(_beginning(line), "invalid UTF-8")
+            continue
+        fields = text.split() if separator == " " else text.split(separator)
+        if len(fields) == len(columns):
+            yield dict(zip(columns, fields, strict=True))
+        else:
+            yield UnreadableRow(_beginning(line), f"{len(fields)} fields, expected {len(columns)}")
+
+
+def parquet_rows(piece: FileSlice, *, columns: Sequence[str]) -> Iterator[RawRow]:
+    """Rows of a slice of a Parquet file, one batch in memory at a time."""
+    with fs.open_input(piece.file.uri) as source:
+        groups = range(piece.start, piece.stop)
+        for batch in pq.ParquetFile(source).iter_batches(8192, row_groups=groups, columns=list(columns)):
+            yield from batch.to_pylist()
+
+
+def match_files(pattern: str) -> list[Path]:
+    """The files of a path or glob, sorted; DataError if there are none."""
+    found = sorted(Path(path) for path in glob.glob(pattern))
+    if not found:
+        raise DataError(f"no file at {pattern}: check the path")
+    return found
+
+
+def _lines(path: Path | FileSlice) -> Iterator[bytes]:
+    if isinstance(path, FileSlice):
+        return lines(path.file.uri, path.start, path.stop)
+    if not path.is_file():
+        raise DataError(f"no file at {path}: check the path")
+    return lines(str(path), 0, path.stat().st_size)
+
+
+def _beginning(line: bytes) -> str:
+    return line[:400].decode("utf-8", "backslashreplace").rstrip()
+
+
+class Quarantine:
+    """Counts of rejected, repaired, omitted and written rows of one task, or of all of them.
+
+    The first rejected rows of each table and reason are kept.
+    """
+
+    def __init__(self) -> None:
+        self.rejected: Counter[str] = Counter()
+        self.repaired: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self._rows: list[dict[str, str]] = []
+        self._kept: Counter[tuple[str, str]] = Counter()
+
+    def reject(self, table: str, row: Any, reason: str) -> None:
+        """Set a row aside."""
+        self._add_examples(table, reason, [row], count=1)
+
+    def reject_where(self, table: str, reason: str, rows: pa.Table, which: Bool[ndarray, " rows"]) -> None:
+        """Set the rows of `rows` aside where `which` is true."""
+        numbers = np.flatnonzero(which)
+        if len(numbers):
+            first = printable_rows(rows.take(pa.array(numbers[:KEPT_PER_REASON])))
+            self._add_examples(table, reason, first, count=len(numbers))
+
+    def _add_examples(self, table: str, reason: str, first: Sequence[Any], *, count: int) -> None:
+        self.rejected[f"{table}: {reason}"] += count
+        room = KEPT_PER_REASON - self._kept[table, reason]
+        kept = [{"table": table, "row": shown_row(row), "reason": reason} for row in first[:room]]
+        self._kept[table, reason] += len(kept)
+        self._rows += kept
+
+    def store(self, uri: str) -> JsonRecord:
+        """Write the rows that are kept to `uri`; returns the counts, as JSON values for :meth:`add`."""
+        if self._rows:
+            write_table(uri, pa.Table.from_pylist(self._rows, schema=REJECTED))
+        counts = {name: dict(getattr(self, name)) for name in _COUNTERS}
+        return counts | {"kept": uri if self._rows else None}
+
+    def add(self, stored: JsonRecord) -> None:
+        """Add what another quarantine stored, whose rows come later."""
+        for name in _COUNTERS:
+            getattr(self, name).update(stored[name])
+        for row in read_table(stored["kept"]).to_pylist() if stored["kept"] else ():
+            key = (row["table"], row["reason"])
+            if self._kept[key] < KEPT_PER_REASON:
+                self._kept[key] += 1
+                self._rows.append(row)
+
+    def reasons(self, *, of: str = "") -> str:
+        """The most frequent reasons, or those of one table, as the end of an error message."""
+        counted = Counter({reason: n for reason, n in self.rejected.items() if reason.startswith(of)})
+        worst = ", ".join(f"{count:,} x {reason}" for reason, count in counted.most_common(3))
+        return f"; set aside: {worst}" if worst else ""
+
+    def table(self) -> pa.Table:
+        """REJECTED: a limited number of rows of each table and reason, sorted by them."""
+        rows = sorted(self._rows, key=lambda row: (row["table"], row["reason"]))
+        return pa.Table.from_pylist(rows, schema=REJECTED)
+
+
+def shown_row(row: str | dict[str, Any]) -> str:
+    """The beginning of a rejected row, as text that can be stored."""
+    if not isinstance(row, str):
+        # A long value is cut before it is formatted: a row may hold a megabyte.
+        row = repr({key: v[:SHOWN_CHARS] if isinstance(v, str | bytes) else v for key, v in row.items()})
+    return row[:SHOWN_CHARS].encode("utf-8", "backslashreplace").decode()
+
+
+def printable_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Rows as Python values that can be printed, also for invalid UTF-8 and out-of-range timestamps."""
+    columns = {}
+    for name in table.column_names:
+        column = plain_column(table, name)
+        if pa.types.is_timestamp(column.type):
+            columns[name] = column.cast(pa.string()).to_pylist()
+        elif pa.types.is_string(column.type) or pa.types.is_binary(column.type):
+            raw = column.cast(pa.binary()).to_pylist()
+            columns[name] = [None if v is None else v.decode("utf-8", "backslashreplace") for v in raw]
+        else:
+            columns[name] = column.to_pylist()
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def plain_column(rows: pa.Table, name: str) -> pa.Array:
+    """One array of a plain type; nulls where the file has no such column."""
+    if name not in rows.column_names:
+        return pa.nulls(len(rows))
+    column = rows[name].combine_chunks()
+    if isinstance(column, pa.ChunkedArray):  # zero chunks stay a ChunkedArray
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type):
+        column = column.cast(pa.string())
+    return column.cast(pa.binary()) if pa.types.is_large_binary(column.type) else column

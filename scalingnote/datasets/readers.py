@@ -1,0 +1,468 @@
+"""Readers of a user's files: mapped columns, logs, the layouts of BEIR and MS MARCO, texts, TREC files."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, repeat
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalingnote.core.errors import DataError
+from scalingnote.core.log import get_logger
+from scalingnote.datasets.column_checks import MAX_TITLE_CHARS
+from scalingnote.datasets.config import Beir, Columns, Logs, MsMarco, NewDocuments, TableFile, Texts
+from scalingnote.datasets.input_files import (
+    HEAD_BYTES,
+    SLICE_BYTES,
+    File,
+    FileColumns,
+    FileRows,
+    FileSlice,
+    InputSlice,
+    RawRow,
+    RawRows,
+    Source,
+    UnreadableRow,
+    cut,
+    delimited_lines,
+    find_files,
+    json_head,
+    json_lines,
+    lines,
+    map_rows,
+    match_files,
+    parquet_footer,
+    parquet_rows,
+    readable_rows,
+    whole,
+)
+from scalingnote.datasets.layouts import TEXT_LINES, FileLayout, find_layouts, tell
+from scalingnote.datasets.tables import (
+    column_schema,
+    column_slices,
+    find_columns,
+    refuse_unknown,
+    table_format,
+)
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import trec
+from scalingnote.storage.schema import DOCUMENTS, QRELS
+from scalingnote.storage.shuffle import group_by_size
+
+log = get_logger("datasets")
+DOCUMENT_SUFFIXES = (".jsonl", ".parquet", ".tsv")
+MARKDOWN = ".md"  # a file is a document
+TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, ".txt", MARKDOWN)  # of documents without ids, too
+_HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
+_TEXT_COLUMNS = ("doc_id", "title", "content")
+_NO_FEATURES = pa.schema([])
+# Columns that every file of a table must have.
+_REQUIRED = {
+    "queries": ["query_id", "query"],
+    "qrels": ["query_id", "doc_id"],
+    "impressions": ["session_id", "query_id", "doc_id", "position", "clicked", "timestamp"],
+    "scores": ["query_id", "doc_id", "score"],
+    "users": ["user_id"],
+}
+_REQUIRED_BY_TEXT = {  # in a log
+    "impressions": ["session_id", "query", "doc_id", "position", "clicked", "timestamp"],
+    "scores": ["doc_id", "score", "query or query_id"],
+    "qrels": ["doc_id", "query or query_id"],
+}
+
+
+# --- tables of columns ------------------------------------------------------------------------------------
+
+
+def read_columns(config: Columns) -> Source:
+    """Tables as the config maps them. Qrels without a relevance column all have relevance 1."""
+    features, profile = column_schema(config.features), column_schema(config.profile)
+    tables: dict[str, Sequence[InputSlice]] = {"documents": _documents(config.documents, features)}
+    for table, required in _REQUIRED.items():
+        if file := getattr(config, table):
+            form = table_format(table, profile if table == "users" else _NO_FEATURES)
+            # Queries are named by their ids alone.
+            names = [name for name in form.kinds if name != "query" or table == "queries"]
+            tables[table] = column_slices(find_columns(file, form.of_columns(names), required))
+    return Source(tables, features, profile)
+
+
+def read_documents(config: NewDocuments) -> Source:
+    """Documents without queries."""
+    features = column_schema(config.features)
+    return Source({"documents": _documents(config.documents, features)}, features)
+
+
+def _documents(file: TableFile, features: pa.Schema) -> list[InputSlice]:
+    names = [*DOCUMENTS.names, *features.names]
+    refuse_unknown(file, names)
+    return _document_slices(find_layouts(find_files(file.path, DOCUMENT_SUFFIXES), file.columns, names=names))
+
+
+def _document_slices(layouts: Mapping[File, FileLayout], *, numbered: bool = False) -> list[InputSlice]:
+    """Documents under our column names; a row without an id has none, or, if `numbered`, its number."""
+    tell(layouts)
+    pieces = cut([*layouts])
+    counts = map(_count_rows, pieces[:-1]) if numbered else repeat(0)
+    numbers: Iterable[int | None] = accumulate(counts, initial=1) if numbered else repeat(None)
+    found: list[InputSlice] = []
+    for piece, first in zip(pieces, numbers, strict=False):
+        layout = layouts[piece.file]
+        by_row = partial(_rows_of, layout=layout, first=first)
+        in_columns = FileColumns(piece, dict(layout.columns), first)
+        found.append(in_columns if piece.file.is_parquet else FileRows(piece, by_row))
+    return found
+
+
+def _count_rows(piece: FileSlice) -> int:
+    if piece.file.is_parquet:
+        footer = parquet_footer(piece.file.uri)
+        return sum(int(footer.row_group(n).num_rows) for n in range(piece.start, piece.stop))
+    return sum(1 for line in lines(piece.file.uri, piece.start, piece.stop) if line.strip())
+
+
+def _rows_of(piece: FileSlice, *, layout: FileLayout, first: int | None) -> Iterator[RawRow | UnreadableRow]:
+    rows: RawRows = json_lines(piece)
+    if fields := layout.head.fields:
+        separator = "\n" if fields == TEXT_LINES else "\t"
+        rows = delimited_lines(piece, columns=fields, separator=separator, header=layout.head.header)
+    for place, row in enumerate(rows):
+        ours = layout.row(row) if isinstance(row, dict) else row
+        if isinstance(ours, dict) and first is not None and ours.get("doc_id") in (None, ""):
+            ours["doc_id"] = str(first + place)
+        yield ours
+
+
+def read_logs(config: Logs) -> Source:
+    """Tables of a log, whose queries are named by their ids in all files, or by their texts."""
+    features = column_schema(config.features)
+    form = table_format("documents", features)
+    layouts = find_layouts(find_files(config.documents.path), config.documents.columns, names=[*form.kinds])
+    tell(layouts)
+    columns = find_columns(
+        config.documents,
+        form,
+        ["doc_id", "title or content"],
+        layouts={file: layout.columns for file, layout in layouts.items()},
+    )
+    tables: dict[str, Sequence[InputSlice]] = {"documents": column_slices(columns)}
+    evidence: dict[str, dict[File, dict[str, str]]] = {}
+    for table, required in _REQUIRED_BY_TEXT.items():
+        if file := getattr(config, table):
+            dwell = ["dwell_s"] if table == "impressions" and config.min_dwell_s else []
+            evidence[table] = find_columns(file, table_format(table, _NO_FEATURES), [*required, *dwell])
+    _name_queries(evidence)
+    tables |= {table: column_slices(found) for table, found in evidence.items()}
+    return Source(tables, features)
+
+
+def _name_queries(columns: Mapping[str, dict[File, dict[str, str]]]) -> None:
+    """Leave query_id out of the columns of all files with texts, unless impressions have it."""
+    named = {file.uri: "query_id" in have for file, have in columns["impressions"].items()}
+    if len(set(named.values())) > 1:
+        without_id = next(uri for uri, has_id in named.items() if not has_id)
+        raise DataError(
+            f"{without_id} has no column query_id, other impressions have: one query would become two"
+        )
+    for table, files in columns.items():
+        for file, have in files.items():
+            if any(named.values()) and "query_id" not in have:
+                raise DataError(
+                    f"{file.uri} ({table}) has no column query_id, but the impressions call queries by it: "
+                    "add it here, or leave it out there"
+                )
+            if not any(named.values()) and "query" in have:
+                have.pop("query_id", None)
+
+
+# --- files that other stages read row by row --------------------------------------------------------------
+
+
+def table_rows(
+    file: TableFile, names: Sequence[str], *, needs: Sequence[str] | None = None
+) -> list[FileRows]:
+    """Slices of a file or glob whose rows have our column names; columns are checked before any row is read.
+
+    Args:
+        file: the path, and the mapping from our column names to those of the file.
+        names: our columns; a column that the mapping leaves out has the same name in the file.
+        needs: columns that Parquet files must have; by default all required ids.
+
+    Raises:
+        DataError: no file, another file type, or a mapped or required column that is missing.
+    """
+    refuse_unknown(file, names)
+    theirs = {name: file.columns.get(name, name) for name in names}
+    files = find_files(file.path)
+    ids = [name for name in names if name.endswith("_id") and name != "user_id"]
+
+    def present(each: File) -> list[str]:
+        by_default = (ids if needs is None else needs) if each.is_parquet else ()
+        return _present(each, theirs, [*file.columns, *by_default])
+
+    columns = dict(zip(files, fs.map_files(present, files), strict=True))
+    read = partial(_renamed, theirs=theirs)
+    return [FileRows(piece, partial(read, present=columns[piece.file])) for piece in cut(files)]
+
+
+def _renamed(
+    piece: FileSlice, *, theirs: Mapping[str, str], present: Sequence[str]
+) -> Iterator[RawRow | UnreadableRow]:
+    for row in parquet_rows(piece, columns=present) if piece.file.is_parquet else json_lines(piece):
+        if isinstance(row, dict):
+            row = {name: row[their] for name, their in theirs.items() if their in row}
+        yield row
+
+
+def _present(file: File, theirs: Mapping[str, str], needed: Sequence[str]) -> list[str]:
+    """The mapped columns that a file has; DataError if it lacks one of `needed` (our names)."""
+    have = columns_of(file)
+    if not have:  # without a readable row, each row is judged by itself
+        return []
+    missing = [theirs[name] for name in needed if theirs[name] not in have]
+    if missing:
+        where = "" if file.is_parquet else f" in its first {HEAD_BYTES >> 10} kB"
+        raise DataError(f"{file.uri} has no column {missing}{where}, only {have}: map it under `columns`")
+    return [their for their in dict.fromkeys(theirs.values()) if their in have]
+
+
+def columns_of(file: File) -> list[str]:
+    """Columns of a Parquet file, or of the first JSON objects in the order of their first occurrence."""
+    if file.is_parquet:
+        return list(parquet_footer(file.uri).schema.to_arrow_schema().names)
+    return list(dict.fromkeys(name for row in readable_rows(json_head(file)) for name in row))
+
+
+# --- BEIR (Thakur et al. 2021) ---------------------------------------------------------------------------
+
+
+def read_beir(config: Beir) -> Source:
+    """A directory in the BEIR layout.
+
+        corpus.jsonl    {"_id": ..., "title": ..., "text": ...}
+        queries.jsonl   {"_id": ..., "text": ...}
+        qrels/*.tsv     a header, then query-id <tab> corpus-id <tab> score
+
+    Training queries come from qrels/train.tsv, test queries from qrels/test.tsv (else dev.tsv). If only one
+    of them exists, `test_fraction` draws the split. A query in both splits is for test.
+    """
+    judged = _beir_qrels_files(config.path)
+    queries = find_files(fs.join(config.path, "queries.jsonl"))
+    return Source(
+        {
+            "documents": _sliced(find_files(fs.join(config.path, "corpus.jsonl")), _beir_documents),
+            "queries": _sliced(queries, partial(_beir_queries, judged=judged)),
+            "qrels": _sliced(list(judged.values()), _beir_qrels),
+        }
+    )
+
+
+def _sliced(files: Sequence[File], read: Callable[[FileSlice], RawRows]) -> list[FileRows]:
+    return [FileRows(piece, read) for piece in cut(files)]
+
+
+def _beir_qrels_files(path: str) -> dict[str, File]:
+    candidates = {"train": ("train.tsv",), "test": ("test.tsv", "dev.tsv")}
+    places = {
+        split: [uri for name in names if fs.exists(uri := fs.join(path, "qrels", name))]
+        for split, names in candidates.items()
+    }
+    judged = {split: find_files(uris[0], (".tsv",))[0] for split, uris in places.items() if uris}
+    if not judged:
+        raise DataError(f"no qrels/train.tsv, test.tsv or dev.tsv in {path}: check the path")
+    return judged
+
+
+def _beir_queries(piece: FileSlice, *, judged: Mapping[str, File]) -> Iterator[RawRow | UnreadableRow]:
+    """Judged queries: BEIR keeps the queries of all splits in one file."""
+    ids = {
+        split: {row["query_id"] for row in readable_rows(_beir_qrels(whole(file)))}
+        for split, file in judged.items()
+    }
+
+    def query(row: RawRow) -> RawRow:
+        query_id = str(row["_id"])
+        split = ("test" if query_id in ids["test"] else "train") if len(judged) == 2 else ""
+        return {"query_id": query_id, "query": row["text"], "split": split}
+
+    known = set().union(*ids.values())
+    for row in map_rows(json_lines(piece), query):
+        if isinstance(row, UnreadableRow) or row["query_id"] in known:
+            yield row
+
+
+def _beir_documents(piece: FileSlice) -> Iterator[RawRow | UnreadableRow]:
+    def document(row: RawRow) -> RawRow:
+        texts = {"title": row.get("title"), "topic": row.get("topic"), "content": row["text"]}
+        return {"doc_id": row["_id"], **texts}
+
+    return map_rows(json_lines(piece), document)
+
+
+def _beir_qrels(piece: FileSlice) -> Iterator[RawRow | UnreadableRow]:
+    return delimited_lines(piece, columns=("query_id", "doc_id", "relevance"), header=True)
+
+
+# --- MS MARCO (Bajaj et al. 2016) ------------------------------------------------------------------------
+
+_ANY_SUFFIX = ("",)
+
+
+def read_msmarco(config: MsMarco) -> Source:
+    """Files in the MS MARCO layout; each may be a glob.
+
+        collection      pid <tab> passage, docid <tab> url <tab> title <tab> body, or the JSON lines of v2
+        queries         query_id <tab> query
+        qrels           query_id 0 doc_id relevance (TREC), separated by any white space
+
+    If only one split is named, `test_fraction` divides it.
+    """
+    splits = {
+        "train": (config.train_queries, config.train_qrels),
+        "test": (config.test_queries, config.test_qrels),
+    }
+    named = {split: (q, r) for split, (q, r) in splits.items() if q is not None and r is not None}
+    # Test first: of a query in both splits, the second occurrence is rejected as a duplicate.
+    queries = [
+        slice_rows
+        for split, (pattern, _) in sorted(named.items())
+        for slice_rows in _sliced(
+            find_files(pattern, _ANY_SUFFIX),
+            partial(_msmarco_queries, split=split if len(named) == 2 else ""),
+        )
+    ]
+    judgements = partial(
+        delimited_lines, columns=("query_id", "iteration", "doc_id", "relevance"), separator=" "
+    )
+    judged = [file for _, pattern in named.values() for file in find_files(pattern, _ANY_SUFFIX)]
+    collection = find_files(config.collection, _ANY_SUFFIX)
+    layouts = find_layouts(collection, {}, names=_TEXT_COLUMNS, tabs=True)
+    return Source(
+        {
+            "documents": _document_slices(layouts),
+            "queries": queries,
+            "qrels": _sliced(judged, judgements),
+        }
+    )
+
+
+def _msmarco_queries(piece: FileSlice, *, split: str) -> Iterator[RawRow | UnreadableRow]:
+    for row in delimited_lines(piece, columns=("query_id", "query")):
+        yield row | {"split": split} if isinstance(row, dict) and split else row
+
+
+# --- documents without queries ---------------------------------------------------------------------------
+
+
+def read_texts(config: Texts) -> Source:
+    """Documents without queries."""
+    columns = {str(ours): theirs for ours, theirs in config.columns.items()}
+    return Source({"documents": text_slices(config.path, columns)})
+
+
+def text_slices(path: str, columns: Mapping[str, str]) -> list[InputSlice]:
+    """Documents under our column names, from files of one of TEXT_SUFFIXES or a folder of them; a glob, too.
+
+    Of a folder in the layout of BEIR, its corpus. A line of a .txt file is a text, a .md file a document. A
+    row without an id is named by its number.
+
+    Args:
+        path: file, folder or glob.
+        columns: our names (doc_id, title, content) -> those of the files, where :mod:`layouts` is to be told.
+
+    Raises:
+        DataError: nothing is there, a file's text cannot be told, or a folder's files differ in columns.
+    """
+    found: dict[File, FileLayout] = {}
+    markdown: list[File] = []
+    for match in match_files(path):
+        corpus = match / "corpus.jsonl"
+        files = find_files(str(corpus if corpus.is_file() else match), TEXT_SUFFIXES)
+        if own := [file for file in files if file.uri.endswith(MARKDOWN)]:
+            if len(own) < len(files):
+                raise DataError(
+                    f"{match} has Markdown and other files: name one kind, such as '{match}/**/*.md'"
+                )
+            markdown += own
+            continue
+        layouts = find_layouts(files, columns, names=_TEXT_COLUMNS, numbered=True)
+        one, *others = layouts.values()
+        if other := next((each for each in others if not each.is_like(one)), None):
+            raise DataError(
+                f"{match} has files of different columns: {one.head.uri}: {one}; and {other.head.uri}: "
+                f"{other}. Name those of the documents by a pattern, such as FOLDER/part-*.jsonl"
+            )
+        found |= layouts
+    rows = _document_slices(found, numbered=True) if found else []
+    return [*(_markdown_slices(markdown, path) if markdown else []), *rows]
+
+
+def _markdown_slices(files: Sequence[File], path: str) -> list[InputSlice]:
+    """Documents that are files: the id is the path below that folder or glob, the title the first heading."""
+    named = re.split(r"[*?\[]", fs.absolute(path), maxsplit=1)[0]
+    base = (named if Path(path).is_dir() else named.rpartition("/")[0]).rstrip("/") + "/"
+    log.info(
+        "%s: each of %s files is a document, its id from the path, its title from the first heading",
+        path,
+        f"{len(files):,}",
+    )
+    slices: list[InputSlice] = []
+    for group in group_by_size([file.size for file in files], limit=SLICE_BYTES):
+        own = [files[number] for number in group]
+        # Files that were added, removed or changed make another slice, so that it is read again.
+        size, newest = sum(file.size for file in own), max(file.changed for file in own)
+        part = whole(File(own[0].uri, size, newest))
+        slices.append(FileRows(part, partial(_markdown_rows, files=own, base=base)))
+    return slices
+
+
+def _markdown_rows(_: FileSlice, *, files: Sequence[File], base: str) -> Iterator[RawRow | UnreadableRow]:
+    for file in files:
+        name = file.uri.removeprefix(base)
+        try:
+            text = fs.read_bytes(file.uri).decode("utf-8-sig")
+        except UnicodeDecodeError:
+            yield UnreadableRow(name, "invalid UTF-8")
+            continue
+        heading = _HEADING.search(text)
+        title, content = PurePosixPath(name).stem, text
+        if heading and len(heading[1]) <= MAX_TITLE_CHARS:
+            title = heading[1]
+            content = text if text[: heading.start()].strip() else text[heading.end() :]
+        yield {"doc_id": name, "title": title, "content": content}
+
+
+# --- slices of TREC files: only rows of the queries that are asked for leave a task ------------------------
+
+RUN_ROWS = pa.schema(
+    {"query_id": pa.string(), "doc_id": pa.string(), "score": pa.float64(), "rank": pa.float64()}
+)
+
+
+def find_trec_slices(uri: str) -> list[FileSlice]:
+    """Slices of a TREC file, whatever its name; DataError if there is none."""
+    return cut(find_files(uri, _ANY_SUFFIX))
+
+
+def read_qrels_slice(piece: FileSlice, *, query_ids: pa.Array) -> pa.Table:
+    """The judgements (QRELS) of some queries in a slice of a TREC file."""
+    return _of_queries(QRELS, trec.qrels_rows(*_named_lines(piece)), query_ids)
+
+
+def read_run_slice(piece: FileSlice, *, query_ids: pa.Array | None = None) -> pa.Table:
+    """The results (RUN_ROWS) of some queries, or of all, in a slice of a TREC file."""
+    return _of_queries(RUN_ROWS, (row for _, *row in trec.run_rows(*_named_lines(piece))), query_ids)
+
+
+def _named_lines(piece: FileSlice) -> tuple[Iterator[bytes], str]:
+    name = f"{piece.file.uri}, from byte {piece.start:,}" if piece.start else piece.file.uri
+    return lines(piece.file.uri, piece.start, piece.stop), name
+
+
+def _of_queries(schema: pa.Schema, rows: Iterable[Sequence[Any]], query_ids: pa.Array | None) -> pa.Table:
+    columns = [*zip(*rows, strict=True)] or [()] * len(schema)
+    table = pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+    return table if query_ids is None else table.filter(pc.is_in(table["query_id"], value_set=query_ids))

@@ -1,0 +1,191 @@
+"""An embedding model behind HTTP: its answers, each text asked for once.
+
+    ask    texts ─► batches by tokens ─► requests, several at once ─► a file for each answer
+    read   texts ─► their vectors in those files
+
+A provider charges for each text, so an answer is a file before its vectors are used: a run after a kill asks
+for the other texts only. A batch that is refused is halved; a text that is refused alone, or has a vector
+that search cannot use, is set aside with the reason.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float32
+from numpy import ndarray
+
+from scalingnote.core.errors import ConfigError, EndpointError
+from scalingnote.core.log import Progress, get_logger
+from scalingnote.encode.config import EndpointConfig
+from scalingnote.encode.endpoint_client import EndpointClient, RefusedTextsError
+from scalingnote.models.published_model import Role
+from scalingnote.storage import arrow
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import read_table, write_table
+
+BYTES_PER_TOKEN = 4  # of UTF-8: English 4 to 5, Chinese 3 to 4 by the tokenizers of current models
+BATCH_TEXTS, TEI_BATCH_TEXTS = 256, 32  # of a request; TEI refuses more by default
+log = get_logger("encode")
+
+
+class Endpoint:
+    """Asks an endpoint for the embeddings of queries or of documents."""
+
+    def __init__(self, config: EndpointConfig, answers: str, role: Role) -> None:
+        """Find what was answered before.
+
+        Args:
+            config: the endpoint.
+            answers: URI of a folder of answers: texts in it are not asked for again.
+            role: of the texts; chooses their prefix, and the fields of requests.
+        """
+        fields = config.query_fields if role == "query" else config.document_fields
+        self._prefix = config.query_prefix if role == "query" else config.document_prefix
+        self._config, self._client = config, EndpointClient(config, fields)
+        # Answers of another model, or to other fields, are never mixed in.
+        facts = json.dumps([config.address, config.model, fields], sort_keys=True)
+        self._folder = fs.join(answers, hashlib.sha256(facts.encode()).hexdigest()[:16])
+        self._lock = threading.Lock()
+        self._places: dict[bytes, tuple[str, int]] = {}  # file and row of each text that was answered
+        self._problems: dict[bytes, str] = {}  # of texts that were set aside
+        self._dim: int | None = None
+        names = [name for name in fs.list_files(self._folder) if name.endswith(".arrow")]
+        for name, answer in zip(names, fs.map_files(self._read_file, names), strict=True):
+            self._register(name, answer)
+
+    def ask(self, texts: Sequence[str]) -> dict[str, int]:
+        """Ask for the texts that no answer is known of, each distinct one once; returns what it took.
+
+        Raises:
+            ConfigError: it would take more requests than `max_requests`.
+            EndpointError: as of :class:`EndpointClient`. What was answered is kept.
+        """
+        distinct = dict.fromkeys(self._prefix + text for text in texts)
+        waiting = [text for text in distinct if _digest(text) not in self._places]
+        first = sorted(waiting, key=lambda text: (not text.strip(), len(text)))[:1]
+        batches = [
+            *([first] if first else []),
+            *self._batches([text for text in waiting if text not in first]),
+        ]
+        tokens = sum(map(_tokens, waiting))
+        log.info(
+            "%s of %s texts are to be asked for: about %s requests and %s tokens, at %s",
+            *(f"{len(waiting):,}", f"{len(texts):,}", f"{len(batches):,}", f"{tokens:,}"),
+            self._config.address,
+        )
+        limit = self._config.max_requests
+        if limit is not None and len(batches) > limit:
+            raise ConfigError(
+                f"{len(waiting):,} texts take about {len(batches):,} requests and {tokens:,} tokens, and "
+                f"endpoint.max_requests is {limit:,}: raise it, or give fewer texts"
+            )
+        if batches:
+            self._ask_all(batches, total=len(waiting))
+        return self._client.usage
+
+    def _ask_all(self, batches: Sequence[list[str]], *, total: int) -> None:
+        """Ask for batches, of which the first is the shortest text that is not blank, alone.
+
+        If that one is refused, the reason is no text but a setting: the others would be refused, too.
+        """
+        with Progress("encode", total=total, unit="texts of the endpoint") as progress:
+            try:
+                self._store(batches[0], self._client.embed(batches[0]))
+            except RefusedTextsError as error:
+                raise EndpointError(f"{self._config.address} refuses even one text: {error}") from None
+            progress.advance(1)
+            with ThreadPoolExecutor(self._config.concurrency, "endpoint") as threads:
+                calls = [threads.submit(self._answer, batch) for batch in batches[1:]]
+                try:
+                    for call in calls:
+                        progress.advance(call.result(), f"{self._client.usage['retries']:,} retries")
+                except BaseException:
+                    self._client.stop()
+                    threads.shutdown(wait=False, cancel_futures=True)
+                    raise
+        log.info("the endpoint: %s", ", ".join(f"{n:,} {name}" for name, n in self._client.usage.items()))
+
+    def read(self, texts: Sequence[str]) -> tuple[Float32[ndarray, "texts dim"], dict[int, str]]:
+        """Vectors of texts that were asked for; and why some, whose rows are 0, have none."""
+        vectors = np.zeros((len(texts), self._dim or 0), np.float32)
+        problems: dict[int, str] = {}
+        by_file: dict[str, list[tuple[int, int]]] = {}
+        for number, text in enumerate(texts):
+            digest = _digest(self._prefix + text)
+            if digest in self._places:
+                name, row = self._places[digest]
+                by_file.setdefault(name, []).append((number, row))
+            else:
+                problems[number] = self._problems[digest]
+        for name, places in by_file.items():
+            numbers, rows = (list(each) for each in zip(*places, strict=True))
+            vectors[numbers] = arrow.to_numpy(self._read_file(name)["vector"])[rows]
+        return vectors, problems
+
+    # --- answers ----------------------------------------------------------------------------------------
+
+    def _batches(self, texts: Sequence[str]) -> Iterator[list[str]]:
+        most = self._config.batch_texts or (TEI_BATCH_TEXTS if self._config.is_tei else BATCH_TEXTS)
+        batch: list[str] = []
+        tokens = 0
+        for text in texts:
+            own = _tokens(text)
+            if batch and (len(batch) == most or tokens + own > self._config.batch_tokens):
+                yield batch
+                batch, tokens = [], 0
+            batch.append(text)
+            tokens += own
+        if batch:
+            yield batch
+
+    def _answer(self, batch: list[str]) -> int:
+        """Ask for a batch, in halves if it is refused, and store the answer; returns the number of texts."""
+        try:
+            self._store(batch, self._client.embed(batch))
+        except RefusedTextsError as error:
+            if len(batch) > 1:
+                half = len(batch) // 2
+                return self._answer(batch[:half]) + self._answer(batch[half:])
+            self._problems[_digest(batch[0])] = f"the endpoint refuses it: {error}"
+        return len(batch)
+
+    def _store(self, batch: Sequence[str], vectors: Float32[ndarray, "texts dim"]) -> None:
+        digests = [_digest(text) for text in batch]
+        good = np.isfinite(vectors).all(axis=1) & vectors.any(axis=1)
+        for row in np.flatnonzero(~good):
+            self._problems[digests[row]] = "the endpoint's vector is 0, or holds what is not a number"
+        if good.any():
+            kept = pa.array([digests[row] for row in np.flatnonzero(good)], pa.binary(16))
+            answer = pa.table({"digest": kept, "vector": arrow.to_arrow(vectors[good])})
+            name = f"{hashlib.sha256(b''.join(digests)).hexdigest()[:32]}.arrow"
+            self._register(name, answer)
+            write_table(fs.join(self._folder, name), answer)
+
+    def _register(self, name: str, answer: pa.Table) -> None:
+        """Remember where the vectors of a file are; EndpointError if they have another length."""
+        dim = answer.schema.field("vector").type.list_size
+        with self._lock:
+            if self._dim not in (None, dim):
+                raise EndpointError(
+                    f"{self._config.address} gave vectors of {self._dim:,} values before, now of {dim:,}: "
+                    f"another model answers; delete {self._folder} if it is meant"
+                )
+            self._dim = dim
+            self._places |= {digest: (name, row) for row, digest in enumerate(answer["digest"].to_pylist())}
+
+    def _read_file(self, name: str) -> pa.Table:
+        return read_table(fs.join(self._folder, name))
+
+
+def _tokens(text: str) -> int:
+    """An estimate before any is counted."""
+    return len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN + 1
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]

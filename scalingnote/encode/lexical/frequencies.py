@@ -1,0 +1,121 @@
+"""In how many texts each word occurs, counted in tasks.
+
+    texts ─count─► words by bucket ─merge─► the frequent words of a bucket ─choose─► the most frequent of all
+
+A task holds the words of one slice, of one bucket, or the words that are kept: its memory does not grow with
+the corpus. The driver holds totals. Finished tasks are recorded: a run after a kill repeats the others.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
+from scalingnote.storage.artifact import read_table, write_table
+from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, run_slices
+
+WORDS = pa.schema({"word": pa.string(), "documents": pa.int64()})  # documents: texts that have the word
+TEXTS_PER_BUCKET = 1 << 21  # whose words make one bucket
+WordReader = Callable[[Sequence[str]], Iterable[Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """Totals of a corpus, and the file of its most frequent words."""
+
+    texts: int
+    length: int  # words of all texts
+    distinct: int  # different words
+    frequent: int  # of them, in enough texts
+    words: str  # URI of a table WORDS, by falling frequency, then in alphabetical order
+
+
+def count_frequencies(
+    slices: Sequence[list[str]],
+    read: WordReader,
+    *,
+    texts: int,
+    most: int,
+    least: int = 1,
+    folder: str,
+    each: TaskRunner,
+    section: str,
+) -> Frequencies:
+    """Count the texts with each word.
+
+    Args:
+        slices: parts of the corpus, a task each.
+        read: the words of each text in some parts.
+        texts: about how many there are.
+        most: words to keep, the most frequent ones, equally frequent ones in alphabetical order.
+        least: texts that a word is in to be kept.
+        folder: work directory.
+        each: runs the tasks.
+        section: name of the logger.
+    """
+    buckets = max(-(-texts // TEXTS_PER_BUCKET), 1)
+    do = partial(run_slices, folder=folder, each=each, section=section)
+    counted = do("count", partial(_count, read=read, folder=folder, buckets=buckets), slices)
+    merge = partial(_merge, folder=folder, most=most, least=least)
+    merged = do("merge", merge, range(buckets), unit="buckets")
+    words = fs.join(folder, "words.parquet")
+    do("choose", partial(_choose, folder=folder, most=most, output=words), [buckets], unit="tables")
+    totals = {name: sum(record[name] for record in counted) for name in ("texts", "length")}
+    totals |= {name: sum(record[name] for record in merged) for name in ("distinct", "frequent")}
+    return Frequencies(**totals, words=words)
+
+
+def count_words(texts: Iterable[Sequence[str]]) -> tuple[pa.Table, dict[str, int]]:
+    """WORDS of texts in alphabetical order, and the number of `texts` and their `length` in words."""
+    found: Counter[str] = Counter()
+    number = length = 0
+    for words in texts:
+        found.update(set(words))
+        number, length = number + 1, length + len(words)
+    names = sorted(found)
+    table = pa.table([names, [found[name] for name in names]], schema=WORDS)
+    return table, {"texts": number, "length": length}
+
+
+def add_counts(counts: pa.Table) -> pa.Table:
+    """WORDS of which each word has one row, the sum of its rows."""
+    summed = counts.group_by("word", use_threads=False).aggregate([("documents", "sum")])
+    return summed.rename_columns({"documents_sum": "documents"}).select(WORDS.names)
+
+
+def most_frequent(words: pa.Table, most: int) -> pa.Table:
+    """At most `most` words by falling frequency, equally frequent ones in alphabetical order."""
+    return words.sort_by([("documents", "descending"), ("word", "ascending")]).slice(0, most)
+
+
+def _count(item: NumberedSlice, *, read: WordReader, folder: str, buckets: int) -> JsonRecord:
+    table, totals = count_words(read(item[1]))
+    if len(table):
+        bucket = shuffle.bucket_of(table["word"], buckets)
+        shuffle.scatter(table, bucket, target=fs.join(folder, "counted"), name=f"{item[0]:05d}")
+    return totals
+
+
+def _merge(item: tuple[int, int], *, folder: str, most: int, least: int) -> JsonRecord:
+    bucket = item[1]
+    words = add_counts(shuffle.gather(fs.join(folder, "counted"), bucket, schema=WORDS))
+    frequent = words.filter(pc.greater_equal(words["documents"], least))
+    write_table(_merged(folder, bucket), most_frequent(frequent, most))
+    return {"distinct": len(words), "frequent": len(frequent)}
+
+
+def _choose(item: tuple[int, int], *, folder: str, most: int, output: str) -> int:
+    best = WORDS.empty_table()
+    for bucket in range(item[1]):
+        best = most_frequent(pa.concat_tables([best, read_table(_merged(folder, bucket))]), most)
+    write_table(output, best)
+    return len(best)
+
+
+def _merged(folder: str, bucket: int) -> str:
+    return fs.join(folder, "merged", f"{bucket:05d}.parquet")

@@ -1,0 +1,236 @@
+"""BM25 term weights (impacts) of documents, and the ranking by them over a corpus in shards.
+
+    impact(word, document) = idf(word) * saturation(word, document)
+    idf(word)              = ln(1 + (documents - df + 0.5) / (df + 0.5))
+    saturation             = tf / (tf + k1 * (1 - b + b * length / mean length))
+
+The inner product of impacts and the counts of a query's words is the BM25 score. The factor k1 + 1 of the
+original formula is left out, as in Lucene: it changes no ranking.
+
+    texts ─► shard: of each word the rows and impacts of its documents ─search─► its best documents
+
+Each shard is searched alone, by the word frequencies of the whole corpus. Impacts are added in float32 and in
+the order of a query's words, so a score depends neither on the shards nor on other documents: they are those
+of bm25s over all texts (:mod:`scalingnote.core.bm25`), bit for bit. The loop is compiled by numba: numpy
+takes ten times as long, and the hybrid index's own (index/sparse.py) has float16.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, no_type_check
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Float32, Float64, Int32, Int64
+from numpy import ndarray
+from scipy.sparse import csr_array, vstack
+
+from scalingnote.core.bm25 import terms
+from scalingnote.core.errors import ArtifactError
+from scalingnote.core.languages import Language
+from scalingnote.core.topk import compiled
+from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.schema import SPARSE
+
+VOCABULARY = "vocabulary.parquet"  # WORDS (frequencies.py) in the order of their numbers
+COLLECTION = "collection.json"
+_BATCH_TEXTS = 4096
+
+
+class Occurrences(NamedTuple):
+    """The different words of some texts, by text, then by number of the word."""
+
+    texts: int
+    rows: Int64[ndarray, " entries"]  # of the texts
+    words: Int32[ndarray, " entries"]  # numbers of the words
+    saturation: Float64[ndarray, " entries"]
+
+
+class BM25Weights:
+    """Weights words by the statistics of a collection. Thread-safe."""
+
+    def __init__(
+        self,
+        words: pa.Table,
+        *,
+        documents: int,
+        length: int,
+        k1: float,
+        b: float,
+        language: Language = "none",
+    ) -> None:
+        """Compute weights from the statistics of a collection.
+
+        Args:
+            words: the vocabulary, of the schema WORDS.
+            documents: number of documents.
+            length: number of words in all documents.
+            k1: term saturation.
+            b: length normalisation, 0 to 1.
+            language: of the words.
+        """
+        self.words = words["word"]
+        self._number_of = {word: number for number, word in enumerate(self.words.to_pylist())}
+        frequency = words["documents"].to_numpy()
+        self.idf: Float64[ndarray, " words"] = np.log1p((documents - frequency + 0.5) / (frequency + 0.5))
+        self._mean_length, self._k1, self._b = length / documents, k1, b
+        self.language: Language = language
+
+    def columns(self, texts: Sequence[str]) -> pa.Table:
+        """Terms and impacts of texts, in the schema SPARSE; terms ascend in each row.
+
+        Words outside the vocabulary, and impacts that float16 rounds to 0, are left out.
+        """
+        tables = [SPARSE.empty_table()]
+        for found in self.occurrences(texts):
+            impacts = (self.idf[found.words] * found.saturation).astype(np.float16)
+            kept = impacts > 0
+            offsets = _offsets(found.rows[kept], found.texts).astype(np.int32)
+            values = (pa.array(found.words[kept]), pa.array(impacts[kept]))
+            lists = [pa.ListArray.from_arrays(offsets, column) for column in values]
+            tables.append(pa.table(lists, schema=SPARSE))
+        return pa.concat_tables(tables).combine_chunks()
+
+    def occurrences(self, texts: Sequence[str]) -> Iterator[Occurrences]:
+        """The words of texts that are in the vocabulary, for some thousand texts at a time."""
+        for start in range(0, len(texts), _BATCH_TEXTS):
+            yield self._occurrences(texts[start : start + _BATCH_TEXTS])
+
+    def _occurrences(self, texts: Sequence[str]) -> Occurrences:
+        number_of, lengths, known = self._number_of.get, [], []
+        numbers = array("q")
+        for text in texts:
+            words = terms(text, self.language)
+            before = len(numbers)
+            numbers.extend([number for word in words if (number := number_of(word)) is not None])
+            lengths.append(len(words))
+            known.append(len(numbers) - before)
+        rows = np.repeat(np.arange(len(texts), dtype=np.int64), known)
+        entries = rows * len(self.idf) + np.frombuffer(numbers, np.int64)
+        distinct, counts = np.unique(entries, return_counts=True)
+        rows, words_of = np.divmod(distinct, len(self.idf))
+        relative = self._b * np.array(lengths, np.float64)[rows] / self._mean_length
+        saturation = counts / (self._k1 * (1 - self._b + relative) + counts)
+        return Occurrences(len(texts), rows, words_of.astype(np.int32), saturation)
+
+
+def _offsets(rows: Int64[ndarray, " entries"], texts: int) -> Int64[ndarray, " bounds"]:
+    """Where the entries of each text begin, and the end of all."""
+    return np.concatenate([[0], np.bincount(rows, minlength=texts).cumsum()])
+
+
+def read_columns(artifact: Artifact, part: str, doc_ids: pa.ChunkedArray) -> pa.Table:
+    """Terms and impacts of documents of one part, in the schema SPARSE and the order of `doc_ids`.
+
+    Args:
+        artifact: of kind `bm25_terms`.
+        part: name of the part without its folder, the same as that of the documents.
+        doc_ids: documents of this part.
+
+    Raises:
+        ArtifactError: a document is not in the part, so the artifacts were built from different datasets.
+    """
+    table = artifact.table(f"terms/{part}")
+    rows = pc.index_in(doc_ids, table["doc_id"].combine_chunks())
+    if rows.null_count:
+        first = doc_ids.filter(rows.is_null())[0].as_py()
+        raise ArtifactError(
+            f"{artifact.uri} has no terms of {rows.null_count} documents, first {first!r}: it was built from "
+            "another dataset"
+        )
+    return table.select(SPARSE.names).take(rows)
+
+
+# --- ranking by shards ------------------------------------------------------------------------------
+
+SHARD = pa.schema(
+    {
+        "word": pa.string(),
+        "rows": pa.large_list(pa.int32()),  # of the documents that have it, ascending
+        "impacts": pa.large_list(pa.float32()),
+    }
+)
+
+
+def build_shard(texts: Sequence[str], weights: BM25Weights) -> pa.Table:
+    """The inverted lists of texts, in the schema SHARD.
+
+    Args:
+        texts: row i of every answer is ``texts[i]``; some 100,000, whose scores fit a core's cache.
+        weights: of the whole corpus.
+    """
+    # As bm25s computes impacts: the inverse document frequency is rounded before, the product after.
+    idf = weights.idf.astype(np.float32)
+    pieces = [csr_array((0, len(idf)), dtype=np.float32)]
+    for found in weights.occurrences(texts):
+        impacts = (idf[found.words] * found.saturation).astype(np.float32)
+        offsets = _offsets(found.rows, found.texts)
+        pieces.append(csr_array((impacts, found.words, offsets), shape=(found.texts, len(idf))))
+    by_word = vstack(pieces, format="csr").tocsc()
+    present = np.flatnonzero(np.diff(by_word.indptr))
+    offsets = np.append(by_word.indptr[present], by_word.indptr[-1]).astype(np.int64)
+    values = (pa.array(by_word.indices.astype(np.int32)), pa.array(by_word.data))
+    lists = [pa.LargeListArray.from_arrays(offsets, column) for column in values]
+    return pa.table([weights.words.take(pa.array(present)), *lists], schema=SHARD)
+
+
+def search(
+    shards: Iterable[tuple[int, pa.Table]], queries: Sequence[str], k: int, *, language: Language = "none"
+) -> tuple[Int64[ndarray, "queries k"], Float32[ndarray, "queries k"]]:
+    """Rows and scores of each query's `k` best texts, best first, equal ones by row; -1 and -inf for none.
+
+    Args:
+        shards: tables SHARD, each with the number of its first row, ascending. One is held at a time, and its
+            lists are read where they are needed, which may be a memory map.
+        queries: texts.
+        k: rows per query.
+        language: that of the shards' words.
+    """
+    split = [terms(query, language) for query in queries]
+    flat = pa.array([term for words in split for term in words], pa.string())
+    bounds = np.array([*accumulate(map(len, split), initial=0)], np.int64)
+    rows, scores = np.full((len(queries), k), -1), np.full((len(queries), k), -np.inf, np.float32)
+    for first, shard in shards:
+        documents, impacts = (shard[name].combine_chunks() for name in ("rows", "impacts"))
+        offsets = documents.offsets.to_numpy()
+        # A word that the shard lacks gets the empty list behind the last one.
+        lists = pc.fill_null(pc.index_in(flat, shard["word"].combine_chunks()), len(shard)).to_numpy()
+        values = documents.values.to_numpy()
+        totals = np.zeros(int(values.max(initial=-1)) + 1, np.float32)
+        ends = np.append(offsets, offsets[-1:])
+        _search(bounds, lists, ends, values, impacts.values.to_numpy(), totals, first, rows, scores)
+    return rows, scores
+
+
+@compiled
+@no_type_check
+def _search(bounds, lists, offsets, documents, impacts, totals, first, rows, scores):
+    k = rows.shape[1]
+    for q in range(len(rows)):
+        words = lists[bounds[q] : bounds[q + 1]]
+        for word in words:
+            for entry in range(offsets[word], offsets[word + 1]):
+                totals[documents[entry]] += impacts[entry]
+        kept = 0
+        while kept < k and rows[q, kept] >= 0:
+            kept += 1
+        for word in words:
+            for entry in range(offsets[word], offsets[word + 1]):
+                score, row = totals[documents[entry]], first + documents[entry]
+                totals[documents[entry]] = 0  # for the next query; further words of this one skip the row
+                if score == 0 or (kept == k and _behind(score, row, scores[q, k - 1], rows[q, k - 1])):
+                    continue
+                place = min(kept, k - 1)
+                kept = place + 1
+                while place > 0 and _behind(scores[q, place - 1], rows[q, place - 1], score, row):
+                    scores[q, place], rows[q, place] = scores[q, place - 1], rows[q, place - 1]
+                    place -= 1
+                scores[q, place], rows[q, place] = score, row
+
+
+@compiled
+@no_type_check
+def _behind(score, row, other_score, other_row):
+    return score < other_score or (score == other_score and row > other_row)

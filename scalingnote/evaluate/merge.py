@@ -1,0 +1,181 @@
+"""Several reports merged into one: methods of one dataset, each trained with one or more seeds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalingnote.core.errors import DataError
+from scalingnote.core.reports import ReportTable
+from scalingnote.evaluate.measures import MeasureValues, means, significance_section
+from scalingnote.evaluate.report import (
+    THROUGH_INDEX,
+    Report,
+    differences_table,
+    index_table,
+    main_table,
+    notes,
+    served_tower,
+    size_line,
+)
+from scalingnote.storage.artifact import Artifact
+
+PER_INDEX = ("index", "seconds")  # parts of a report that belong to the tower behind its index
+# Equal in reports that are merged.
+SHARED = ("dataset", "num_documents", "num_queries", "simulated_clicks", "sample")
+
+
+def comparison(merged: Report) -> list[str | ReportTable]:
+    """Paragraphs and tables: methods, indexes, and the methods' differences from the baseline.
+
+    `merged` is one report or several, as :func:`merge_reports` returns them.
+    """
+    indexes = index_table(merged["index"], merged["seconds"])
+    parts: list[str | ReportTable] = [size_line(merged), main_table(merged), indexes]
+    differences = differences_table(merged, intervals=False)
+    if differences.rows:
+        baseline = merged["significance"]["baseline"]
+        about = f"Less {baseline}; p of a paired t-test over queries, by Holm's correction over the methods:"
+        parts += [about, differences]
+    return [*parts, *notes(merged)]
+
+
+def merge_artifacts(methods: Sequence[Sequence[Artifact]]) -> Report:
+    """:func:`merge_reports` of report artifacts, with the significance of differences from one baseline.
+
+    The baseline is that of the first report. The measures that all reports have are tested.
+
+    Args:
+        methods: the reports of each method, one for each seed that it was trained with.
+
+    Raises:
+        DataError: the reports have different documents or queries, or those of a method different rows.
+    """
+    pooled = [pool_seeds(reports) for reports in methods]
+    single = [one.report for one in pooled]
+    merged = merge_reports(single)
+    if len(methods) == len(methods[0]) == 1:
+        return merged
+    first = methods[0][0]
+    values: dict[str, MeasureValues] = {}
+    for one, names, (artifact, *_) in zip(pooled, _merged_names(single), methods, strict=True):
+        if not one.query_ids.equals(pooled[0].query_ids):
+            raise DataError(f"{first.uri} and {artifact.uri} are of different test queries")
+        values |= {new_name: one.values[name] for name, new_name in names.items()}
+    common = set.intersection(*(set(row) for row in values.values()))
+    values = {name: {m: row[m] for m in row if m in common} for name, row in values.items()}
+    baseline = single[0]["significance"]["baseline"]
+    merged["significance"] = significance_section(values, baseline=baseline)
+    return merged
+
+
+@dataclass(frozen=True)
+class PooledReport:
+    """A report of a method over its seeds, and the values behind its means."""
+
+    report: Report
+    query_ids: pa.Array
+    values: dict[str, MeasureValues]  # of each query, the mean over seeds
+
+
+def pool_seeds(artifacts: Sequence[Artifact]) -> PooledReport:
+    """Pool reports of one method that was trained with several seeds.
+
+    The value of a query is its mean over the seeds, so that a paired test over queries (Smucker et al., CIKM
+    2007; the t-test as Urbano et al., SIGIR 2019, recommend) has one value of each query and method: seeds of
+    one query are no independent observations. Between seeds, `spread` is the standard deviation of a mean.
+
+    Raises:
+        DataError: the reports have different rows, documents or queries.
+    """
+    single = [artifact.read_json("report.json") for artifact in artifacts]
+    tables = [artifact.table("per_query.parquet") for artifact in artifacts]
+    first, query_ids = single[0], tables[0]["query_id"].unique()
+    stacked: dict[str, dict[str, np.ndarray]] = {}
+    for name, row in first["methods"].items():
+        of_seeds = [table.filter(pc.equal(table["method"], name)) for table in tables]
+        if any(not rows["query_id"].equals(of_seeds[0]["query_id"]) for rows in of_seeds):
+            raise DataError(
+                f"the reports of {artifacts[0].uri} and its other seeds differ in rows of {name!r}"
+            )
+        stacked[name] = {m: np.stack([rows[m].to_numpy() for rows in of_seeds]) for m in row}
+    for report in single[1:]:
+        _require_same_data(first, report)
+    values: dict[str, MeasureValues] = {
+        name: {m: v.mean(0) for m, v in row.items()} for name, row in stacked.items()
+    }
+    if len(single) == 1:
+        return PooledReport(first, query_ids, values)
+    spread = {
+        name: {m: float(v.mean(1).std(ddof=1)) for m, v in row.items()} for name, row in stacked.items()
+    }
+    pooled = first | {"methods": means(values), "spread": spread, "seeds": len(single)}
+    for part in PER_INDEX:
+        pooled[part] = {name: float(np.mean([one[part][name] for one in single])) for name in first[part]}
+    return PooledReport(pooled, query_ids, values)
+
+
+def _require_same_data(first: Report, other: Report) -> None:
+    for name in SHARED:
+        if other.get(name) != first.get(name):
+            raise DataError(
+                f"reports differ in {name}: {first.get(name)!r} and {other.get(name)!r}; "
+                "compare methods that were run on one dataset"
+            )
+
+
+def merge_reports(single: Sequence[Report]) -> Report:
+    """One report of several methods over one dataset; without significance, unless it is of one report.
+
+    `methods` is the union; `index` and `seconds` become {METHOD: ...}, under the name of the tower behind the
+    index. A name with different numbers in two reports gets the suffix `` #2``, `` #3``...
+
+    Raises:
+        DataError: there are no reports, or they have different documents or queries.
+    """
+    if not single:
+        raise DataError("no reports to compare: run at least one method")
+    first = single[0]
+    for report in single[1:]:
+        _require_same_data(first, report)
+    merged: Report = {name: first[name] for name in SHARED if name in first}
+    merged |= {"methods": {}, "environment": first["environment"]}
+    if len(single) == 1:
+        merged["significance"] = first.get("significance", {})
+    per_index: dict[str, Any] = {}
+    for report, names in zip(single, _merged_names(single), strict=True):
+        merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
+        if "spread" in report:
+            merged["seeds"] = max(merged.get("seeds", 1), report["seeds"])
+            spread = {names[name]: row for name, row in report["spread"].items()}
+            merged["spread"] = merged.get("spread", {}) | spread
+        tower = served_tower(report)
+        served = names.get(f"{tower}{THROUGH_INDEX}", names[tower]).removesuffix(THROUGH_INDEX)
+        row = {name: report[name] for name in PER_INDEX}
+        # Two indexes may have equal results and differ in size.
+        per_index[_free_name(per_index, served, row)] = row
+    return merged | {name: {served: row[name] for served, row in per_index.items()} for name in PER_INDEX}
+
+
+def _merged_names(single: Sequence[Report]) -> list[dict[str, str]]:
+    """For each report, the names of its methods in the merged one."""
+    taken: dict[str, Mapping[str, float]] = {}
+    merged = []
+    for report in single:
+        names = {name: _free_name(taken, name, row) for name, row in report["methods"].items()}
+        taken |= {names[name]: row for name, row in report["methods"].items()}
+        merged.append(names)
+    return merged
+
+
+def _free_name(taken: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> str:
+    """The first name that is free, or that has the same numbers already."""
+    base = name.removesuffix(THROUGH_INDEX)
+    suffix, free, number = name[len(base) :], name, 1
+    while free in taken and taken[free] != row:
+        number += 1
+        free = f"{base} #{number}{suffix}"
+    return free

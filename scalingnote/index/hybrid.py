@@ -1,0 +1,227 @@
+"""Hybrid search: one ranking from the scores, or the ranks, of dense and of sparse retrieval.
+
+Scores of embeddings and of term weights are on different scales, which also vary from query to query.
+Therefore each is normalised to [0, 1] per query; 1 is the score of the best document. The score that maps to
+0 depends on which documents were scored:
+
+    all documents of a pool (evaluate)          the lowest score of any document
+    the best candidates of both (search)        dense: `background`, the score of a random document
+                                                sparse: 0, no term in common
+
+The lowest score among candidates cannot be 0: it rises when fewer candidates are fetched, so the same weight
+would have another effect at every depth, and the last candidate of one ranking would count no more than a
+document that is not in it. `background` is a property of the embeddings, one number per index.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+from pydantic import Field
+
+from scalingnote.core.config import Config
+
+WEIGHTS = tuple(step / 20 for step in range(21))  # of dense scores, of which tuning chooses
+UNTUNED_WEIGHT = 0.5  # of dense scores, where neither the request nor the index has a weight
+
+
+class Joining(Config):
+    """How dense and sparse candidates become one ranking."""
+
+    kind: Literal["interpolation", "reciprocal_rank"] = "interpolation"
+    dense_weight: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="of dense scores, sparse ones have the rest; None: as the index was tuned, else 0.5",
+    )
+    candidates: int = Field(100, ge=1, le=1000, description="fetched by either retrieval, at least k")
+    k: int = Field(60, ge=0, description="of reciprocal ranks: 1 / (k + rank)")
+
+
+@dataclass(frozen=True)
+class HybridCandidates:
+    """Candidates of dense or sparse retrieval, each with both scores.
+
+    Rows are padded to the same width with id -1, dense score -inf and sparse score 0.
+    """
+
+    ids: Int[ndarray, "queries candidates"]
+    dense: Float[ndarray, "queries candidates"]
+    sparse: Float[ndarray, "queries candidates"]
+
+
+def normalised(
+    scores: Float[ndarray, "queries docs"],
+    low: Float[ndarray, " queries"],
+    high: Float[ndarray, " queries"],
+) -> Float[ndarray, "queries docs"]:
+    """Map scores linearly so that each query's `low` becomes 0 and `high` 1; 0 where they are equal."""
+    spread = high - low
+    scale = np.divide(1.0, spread, out=np.zeros_like(spread), where=spread > 0)
+    scaled: ndarray = (scores - low[:, None]) * scale[:, None]
+    return scaled
+
+
+def interpolated(
+    dense: Float[ndarray, "queries docs"], sparse: Float[ndarray, "queries docs"], *, dense_weight: float
+) -> Float[ndarray, "queries docs"]:
+    """Linear interpolation of normalised scores (LightRetriever, section 3.1)."""
+    joined: ndarray = dense_weight * dense + (1 - dense_weight) * sparse
+    return joined
+
+
+def background_of(queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"]) -> float:
+    """Mean score of held-out queries and random documents, given their vectors as search compares them."""
+    return float(queries.mean(0, dtype=np.float64) @ documents.mean(0, dtype=np.float64))
+
+
+def union(*rankings: Int[ndarray, "queries _"]) -> Int[ndarray, "queries candidates"]:
+    """Distinct documents of several rankings per query, ascending, padded with -1."""
+    ids = np.sort(np.concatenate(rankings, axis=1), axis=1)
+    new = ids >= 0
+    new[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+    first = np.argsort(~new, axis=1, kind="stable")[:, : new.sum(1).max(initial=0)]
+    return np.where(np.take_along_axis(new, first, axis=1), np.take_along_axis(ids, first, axis=1), -1)
+
+
+def merge(answers: Sequence[HybridCandidates], *, candidates: int) -> HybridCandidates:
+    """Merge candidates of disjoint shards: keep the `candidates` best by each of the two scores."""
+    joined = HybridCandidates(
+        np.concatenate([answer.ids for answer in answers], axis=1),
+        np.concatenate([answer.dense for answer in answers], axis=1),
+        np.concatenate([answer.sparse for answer in answers], axis=1),
+    )
+    by_dense, by_terms = _rankings(joined, depth=candidates)
+    chosen = union(np.where(_ids(joined, by_dense) < 0, -1, by_dense), by_terms)
+    return HybridCandidates(
+        _ids(joined, chosen), _of(joined.dense, chosen, -np.inf), _of(joined.sparse, chosen, 0.0)
+    )
+
+
+def join(
+    both: HybridCandidates,
+    joining: Joining,
+    *,
+    tuned_weight: float | None,
+    background: float | None,
+    candidates: int,
+    k: int,
+) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    """The k best candidates of each query by `joining`; padded with -inf and -1.
+
+    Args:
+        both: `candidates` of either retrieval, or more.
+        joining: method; its `dense_weight` takes precedence over `tuned_weight`.
+        tuned_weight: of the index, None where it was not tuned.
+        background: of the index, None where it was not measured.
+        candidates: depth of the rankings that reciprocal ranks are taken from.
+        k: documents per query.
+    """
+    if joining.kind == "reciprocal_rank":
+        return by_rank(both, k=joining.k, candidates=candidates, depth=k)
+    weights = (joining.dense_weight, tuned_weight, UNTUNED_WEIGHT)
+    weight = next(weight for weight in weights if weight is not None)
+    return by_score(both, dense_weight=weight, background=background or 0.0, depth=k)
+
+
+def by_score(
+    both: HybridCandidates, *, dense_weight: float, background: float, depth: int
+) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
+    """Rank candidates by interpolated scores in [0, 1]; ties go to the lower id; padded with -inf and -1.
+
+    A dense score below `background` counts as `background`. At a weight of 0, terms alone rank: documents
+    without a term of the query are left out.
+    """
+    sides = (
+        normalised(np.maximum(scores, low), np.full(len(scores), low), scores.max(1, initial=low))
+        for scores, low in (
+            (both.dense.astype(np.float64), background),
+            (both.sparse.astype(np.float64), 0.0),
+        )
+    )
+    found = (both.ids >= 0) & ((both.sparse > 0) | (dense_weight > 0))
+    ids = np.where(found, both.ids, -1)
+    scores = np.where(found, interpolated(*sides, dense_weight=dense_weight), -np.inf)
+    order = np.lexsort((ids, -scores))[:, :depth]
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
+
+
+def by_rank(
+    both: HybridCandidates, *, k: int, candidates: int, depth: int
+) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
+    """Rank candidates by :func:`reciprocal_ranks` within the `candidates` best by each score.
+
+    A document that shares no term with the query has no sparse rank.
+    """
+    rankings = (_ids(both, columns) for columns in _rankings(both, depth=candidates))
+    return reciprocal_ranks(*rankings, k=k, depth=depth)
+
+
+def reciprocal_ranks(
+    *rankings: Int[ndarray, "queries _"], k: int, depth: int
+) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
+    """Reciprocal rank fusion (Cormack et al., 2009): sums of 1 / (k + rank) and their documents, best first.
+
+    Rankings hold documents, best first, padded with -1. A document that a ranking lacks gets nothing from it.
+    Ties go to the lower document.
+    """
+    scores = np.full((len(rankings[0]), depth), -np.inf)
+    documents = np.full((len(rankings[0]), depth), -1, dtype=np.int64)
+    for query, rows in enumerate(zip(*rankings, strict=True)):
+        found = np.concatenate(rows)
+        shares = np.concatenate([1 / (k + 1 + np.arange(len(row))) for row in rows])
+        distinct, place = np.unique(found[found >= 0], return_inverse=True)
+        sums = np.bincount(place, weights=shares[found >= 0], minlength=len(distinct))
+        best = np.argsort(-sums, kind="stable")[:depth]
+        scores[query, : len(best)], documents[query, : len(best)] = sums[best], distinct[best]
+    return scores, documents
+
+
+def tune_weight(
+    both: HybridCandidates, relevant: Sequence[Mapping[int, int]], *, background: float, depth: int = 10
+) -> tuple[float, dict[float, float]]:
+    """The weight for :func:`by_score` with the best nDCG@depth on held-out queries, and the nDCG by weight.
+
+    Args:
+        both: candidates of these queries.
+        relevant: judged documents of each query and their grades, whether they are candidates or not.
+        background: dense score that maps to 0.
+        depth: rank at which nDCG is cut.
+    """
+    ideal = [_discounted(sorted(judged.values(), reverse=True)[:depth]) for judged in relevant]
+    curve = {}
+    for weight in WEIGHTS:
+        _, ids = by_score(both, dense_weight=weight, background=background, depth=depth)
+        gains = [
+            _discounted([judged.get(i, 0) for i in row])
+            for row, judged in zip(ids.tolist(), relevant, strict=True)
+        ]
+        values = [gain / most if most else 0.0 for gain, most in zip(gains, ideal, strict=True)]
+        curve[weight] = float(np.mean(values))
+    # Where several are equally good, the middle one.
+    best = [weight for weight, value in curve.items() if value >= max(curve.values()) - 1e-12]
+    return best[len(best) // 2], curve
+
+
+def _rankings(
+    both: HybridCandidates, *, depth: int
+) -> tuple[Int[ndarray, "queries d"], Int[ndarray, "queries s"]]:
+    """Columns of the candidates by dense and by sparse score, best first; -1 where the sparse score is 0."""
+    by_dense, by_terms = (np.lexsort((both.ids, -s))[:, :depth] for s in (both.dense, both.sparse))
+    return by_dense, np.where(np.take_along_axis(both.sparse, by_terms, axis=1) > 0, by_terms, -1)
+
+
+def _ids(both: HybridCandidates, columns: Int[ndarray, "queries _"]) -> Int[ndarray, "queries _"]:
+    return np.where(columns < 0, -1, np.take_along_axis(both.ids, columns, axis=1))
+
+
+def _of(values: ndarray, columns: Int[ndarray, "queries _"], otherwise: float) -> ndarray:
+    return np.where(columns < 0, otherwise, np.take_along_axis(values, columns, axis=1)).astype(values.dtype)
+
+
+def _discounted(gains: Sequence[int]) -> float:
+    return float(sum(max(gain, 0) / np.log2(rank + 2) for rank, gain in enumerate(gains)))

@@ -1,0 +1,1 @@
+"""An index that is written while it is searched: log, state, compaction, versions."""

@@ -1,0 +1,370 @@
+"""A write-ahead log: one writer appends records, and every synced record survives any crash.
+
+    folder/lock                          held by the writer
+    folder/acknowledged                  the last record known to be durable
+    folder/00000000000000000001.log ...  segments, named after their first record; a record is header, payload
+
+Records are numbered from 1 without gaps. A crash may leave an incomplete end of the newest segment: the
+writer cuts off what was never acknowledged when it opens the log. Any other difference from what was written
+is damage and an error. An acknowledgement is stored in two places: in the file of that name, which outlives
+the process but is not synced, and in every later record, whose header names the last record acknowledged
+before it.
+"""
+
+import fcntl
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from struct import Struct
+from typing import BinaryIO, NamedTuple
+
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.log import get_logger
+from scalingnote.storage import filesystem as fs
+
+_MARK = Struct("<QI")  # the record acknowledged, and the CRC-32 of its number
+MAX_RECORD_BYTES = 1 << 30
+SEGMENT_BYTES = 64 << 20  # at which a file of a log is closed and the next begun
+_sync = getattr(os, "fdatasync", os.fsync)  # the file's times need not be durable
+_MAGIC = b"SNL1"
+_HEADER, _CRC = Struct("<4sIIQQ"), Struct("<I")  # the fields of Header; CRC-32 of these bytes
+_FRAME = _HEADER.size + _CRC.size
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a log."""
+
+    sequence: int
+    payload: bytes
+
+
+class Header(NamedTuple):
+    """Header of a record; its fields are stored in this order."""
+
+    magic: bytes
+    length: int  # bytes of the payload
+    check: int  # its CRC-32
+    sequence: int
+    acknowledged: int  # the last record that was durable when this one was written
+
+
+class Log:
+    """The writer of a log. Threads may append while one of them syncs."""
+
+    def __init__(self, folder: str | Path, *, after: int = 0, segment_bytes: int | None = None) -> None:
+        """Open the log for writing, and cut off an end that a crash has torn.
+
+        Args:
+            folder: of the log, created if missing.
+            after: number that new records must exceed.
+            segment_bytes: size at which a segment is closed; None: SEGMENT_BYTES.
+
+        Raises:
+            ConfigError: another process writes this log.
+            ArtifactError: an acknowledged record is damaged.
+        """
+        self.folder, self._segment_bytes = Path(folder), segment_bytes or SEGMENT_BYTES
+        make_folder(self.folder)
+        self._lock_handle = lock_file(
+            self.folder / "lock",
+            taken=f"{self.folder} is being written by another process ({{owner}}): a log has one writer; "
+            "stop that one, or open this shard as a follower",
+        )
+        try:
+            last, self._path = _recover(self.folder)
+            self._mark = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock, self._syncing = threading.Lock(), threading.Lock()
+            self._broken, self._closed = False, False
+            if self._path is None or last < after:  # all records here are older than `after`
+                last = max(last, after)
+                self._path = start_segment(self.folder, last + 1)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            self._size = os.fstat(self._file).st_size
+            self._next, self._acknowledged = last + 1, last
+            self._note()
+        except BaseException:
+            os.close(self._lock_handle)
+            raise
+
+    @property
+    def acknowledged(self) -> int:
+        """The last record that is durable."""
+        return self._acknowledged
+
+    def append(self, payload: bytes) -> int:
+        """Write a record and return its number. It is durable after the next :meth:`sync`, not before."""
+        if len(payload) > MAX_RECORD_BYTES:
+            raise ConfigError(f"a record of {len(payload):,} bytes is too large: write smaller batches")
+        with self._lock:
+            self._require_usable()
+            frame = encode_record(payload, sequence=self._next, acknowledged=self._acknowledged)
+            try:
+                _write_all(self._file, frame)
+            except OSError as error:
+                self._broken = True  # until the half record is gone
+                os.ftruncate(self._file, self._size)
+                self._broken = False
+                raise ArtifactError(f"{self._path}: {error}; the record was not written") from error
+            self._size += len(frame)
+            self._next += 1
+            return self._next - 1
+
+    def sync(self) -> int:
+        """Make all appended records durable; returns the number of the last durable record.
+
+        One thread syncs at a time, for all records appended so far, so that waiting threads find theirs
+        durable. Two syncs at once could store their numbers in the wrong order, or close the other's segment.
+        """
+        with self._lock:
+            self._require_usable()
+            wanted = self._next - 1
+        with self._syncing:
+            if wanted > self._acknowledged:
+                with self._lock:
+                    self._require_usable()
+                    target = self._next - 1
+                try:
+                    _sync(self._file)
+                except OSError as error:
+                    # The kernel now counts the pages as clean: a second sync would succeed without effect.
+                    self._broken = True
+                    raise ArtifactError(
+                        f"{self._path} cannot be made durable: {error}; open it again"
+                    ) from error
+                with self._lock:
+                    self._acknowledged = target
+                    self._note()
+                    if self._size >= self._segment_bytes:
+                        self._rotate_if_synced()
+            return self._acknowledged
+
+    def drop(self, *, through: int) -> None:
+        """Remove segments without records above `through`."""
+        with self._lock:
+            self._require_usable()
+            if self._acknowledged <= through:
+                self._rotate_if_synced()
+            found = segments(self.folder)
+            for (_, path), (following, _) in pairwise(found):
+                if following <= through + 1:
+                    path.unlink()
+            fs.sync(self.folder)  # makes the removal durable
+
+    def rotate(self) -> None:
+        """Begin a new segment, so that the synced records can later be dropped with theirs."""
+        with self._lock:
+            self._require_usable()
+            self._rotate_if_synced()
+
+    def close(self) -> None:
+        """Release the log; records that were not synced may be lost. Closing twice is allowed."""
+        with self._lock:
+            self._broken = True
+            if not self._closed:
+                for file in (self._file, self._mark, self._lock_handle):
+                    os.close(file)
+            self._closed = True
+
+    def _require_usable(self) -> None:
+        if self._broken:
+            raise ArtifactError(f"{self.folder} is closed, or a write to it failed: open it again")
+
+    def _rotate_if_synced(self) -> None:
+        """Begin a new segment, unless this one is empty or has a record that is not durable."""
+        if self._size and self._next == self._acknowledged + 1:
+            path = start_segment(self.folder, self._next)
+            os.close(self._file)
+            self._path, self._file, self._size = path, os.open(path, os.O_WRONLY | os.O_APPEND), 0
+
+    def _note(self) -> None:
+        number = _MARK.pack(self._acknowledged, zlib.crc32(self._acknowledged.to_bytes(8, "little")))
+        os.pwrite(self._mark, number, 0)
+
+
+def acknowledged(folder: str | Path) -> int:
+    """The last record that the writer, in this or another process, acknowledged; 0 before the first.
+
+    After a crash of the machine the number may be too low until the writer comes back.
+    """
+    try:
+        data = (Path(folder) / "acknowledged").read_bytes()
+    except FileNotFoundError:
+        return 0
+    if len(data) != _MARK.size:
+        return 0
+    number, check = _MARK.unpack(data)
+    return int(number) if zlib.crc32(data[:8]) == check else 0
+
+
+def holds(folder: str | Path, *, after: int) -> bool:
+    """Whether every acknowledged record above `after` is still there."""
+    found = segments(Path(folder))
+    return acknowledged(folder) <= after or (bool(found) and found[0][0] <= after + 1)
+
+
+def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Iterator[Record]:
+    """Read acknowledged records in order; no lock is needed while a writer appends.
+
+    Args:
+        folder: of the log.
+        after: number of the record before the first.
+        until: number of the last; None: the last acknowledged one.
+
+    Raises:
+        ArtifactError: a record is damaged, or was dropped.
+    """
+    folder = Path(folder)
+    until = acknowledged(folder) if until is None else until
+    found = segments(folder)
+    ends = [*(first for first, _ in found[1:]), until + 1]
+    expected = after + 1
+    for (first, path), end in zip(found, ends, strict=False):
+        if not first <= expected < min(end, until + 1):
+            continue
+        with _open(path) as stream:
+            for record, _ in records(stream, path, first=first):
+                if record.sequence == expected:
+                    yield record
+                    expected += 1
+                if expected > until:  # later records may be half written
+                    break
+    if expected <= until:
+        raise ArtifactError(
+            f"{folder} has no record {expected}, though {until} was acknowledged: it was dropped after a "
+            "compaction (adopt the current index version), or a segment is missing (restore it)"
+        )
+
+
+def _recover(folder: Path) -> tuple[int, Path | None]:
+    """Cut off what a crash has torn; the last whole record and its segment.
+
+    Records without a known acknowledgement are written again: if their sync failed, the kernel counts the
+    pages as clean, and another sync would have no effect.
+    """
+    found, known = segments(folder), acknowledged(folder)
+    if not found and known:
+        raise ArtifactError(
+            f"{folder} has no segment, but record {known} was acknowledged: restore its files"
+        )
+    if not found:
+        return 0, None
+    first, path = found[-1]
+    last, end, durable = first - 1, 0, 0
+    with path.open("rb+") as stream:
+        try:
+            for record, stop in records(stream, path, first=first):
+                last, end = record.sequence, stop
+                durable = stop if last <= known else durable
+        except ArtifactError:
+            stream.seek(end)
+            if max(known, highest_acknowledgement(stream.read())) > last:
+                raise
+            torn = path.stat().st_size - end
+            get_logger("index").warning("%s: %d bytes of an unfinished record are cut off", path, torn)
+            stream.truncate(end)
+        if known > last:
+            raise ArtifactError(
+                f"{path} ends with record {last}, but {known} was acknowledged: restore the file"
+            )
+        stream.seek(durable)
+        again = stream.read(end - durable)
+        stream.seek(durable)
+        stream.write(again)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return last, path
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{path} was dropped while it was read: adopt the current index version"
+        ) from None
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def encode_record(payload: bytes, *, sequence: int, acknowledged: int) -> bytes:
+    """Bytes of a record in a segment."""
+    header = _HEADER.pack(*Header(_MAGIC, len(payload), zlib.crc32(payload), sequence, acknowledged))
+    return header + _CRC.pack(zlib.crc32(header)) + payload
+
+
+def records(stream: BinaryIO, path: Path, *, first: int) -> Iterator[tuple[Record, int]]:
+    """Records of a segment, each with the offset of its end; ArtifactError where one is not whole."""
+    sequence, start = first, 0
+    while data := stream.read(_FRAME):
+        header = _parse(data)
+        payload = stream.read(header.length) if header else b""
+        if not header or header[1:4] != (len(payload), zlib.crc32(payload), sequence):
+            raise ArtifactError(f"{path} is damaged at byte {start}, record {sequence}: restore the file")
+        start += len(data) + len(payload)
+        yield Record(sequence, payload), start
+        sequence += 1
+
+
+def highest_acknowledgement(data: bytes) -> int:
+    """The highest acknowledged record that an intact header in these bytes names; 0 if there is none."""
+    found, start = 0, data.find(_MAGIC)
+    while start >= 0:
+        header = _parse(data[start : start + _FRAME])
+        found = max(found, header.acknowledged if header else 0)
+        start = data.find(_MAGIC, start + 1)
+    return found
+
+
+def segments(folder: Path) -> list[tuple[int, Path]]:
+    """First record and path of every segment of a log, in order."""
+    return sorted((int(path.stem), path) for path in folder.glob("*.log"))
+
+
+def start_segment(folder: Path, first: int) -> Path:
+    """Create an empty segment, durably."""
+    path = folder / f"{first:020d}.log"
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+    fs.sync(folder)
+    return path
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder, durably."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        fs.sync(path.parent)
+
+
+def _parse(data: bytes) -> Header | None:
+    """The header in these bytes; None unless it is intact."""
+    if len(data) < _FRAME or zlib.crc32(data[: _HEADER.size]) != _CRC.unpack(data[_HEADER.size :])[0]:
+        return None
+    header = Header(*_HEADER.unpack(data[: _HEADER.size]))
+    return header if header.magic == _MAGIC else None
+
+
+def lock_file(path: Path, *, taken: str) -> int:
+    """Lock a file, created if missing, for this process; closing the handle or the process's end releases it.
+
+    ConfigError with the message `taken` when another process, `{owner}` in it, holds the lock.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(lock, 32, 0).decode() or "of unknown number"
+        os.close(lock)
+        raise ConfigError(taken.format(owner=owner)) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"pid {os.getpid()}".encode(), 0)
+    return lock

@@ -1,0 +1,159 @@
+"""The config of a run: a section for each stage."""
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from scalingnote.core.config import Config
+from scalingnote.datasets.config import AnyDataset, VectorsConfig
+from scalingnote.encode.config import BM25Config, EncodeConfig, EndpointConfig, TeacherConfig
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.fuse.config import FuseConfig
+from scalingnote.index.config import IndexConfig
+from scalingnote.models.config import AdoptConfig
+from scalingnote.plan.config import LadderConfig
+from scalingnote.quantize.config import QuantizeConfig
+from scalingnote.run.service_config import ServeConfig
+from scalingnote.train.config import DualPooledConfig, TrainConfig
+from scalingnote.train.distillation.config import DistillConfig
+from scalingnote.triplets.collect.config import CollectConfig
+from scalingnote.triplets.mine.config import MineConfig
+from scalingnote.triplets.planner.config import PlannerConfig, Statistics
+from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
+
+
+class RunConfig(Config):
+    """Everything a run needs, one section per stage."""
+
+    run_dir: str = Field("runs/default", description="where artifacts go: a path or a URI (s3://...)")
+    address: str | None = Field(
+        None, description="Ray cluster; None starts a private local one, in-process works without Ray"
+    )
+    nodes_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="seconds that a stage waits for nodes it lacks, where an autoscaler brings them, before "
+        "it is refused",
+    )
+    dataset: AnyDataset
+    planner: PlannerConfig = Statistics()
+    collect: CollectConfig = CollectConfig()
+    rounds: int = Field(
+        1, ge=1, description="of stage I; each but the first trains on negatives mined with the one before"
+    )
+    mine: MineConfig = MineConfig()
+    adopt: AdoptConfig | None = Field(
+        None, description="a published embedding model as the dual encoder, in place of stage I's training"
+    )
+    endpoint: EndpointConfig | None = Field(
+        None, description="an embedding model behind HTTP as the teacher, which also encodes the documents"
+    )
+    vectors: VectorsConfig | None = Field(
+        None, description="texts with vectors of a model that is not at hand as the teacher; no index"
+    )
+    train: TrainConfig = TrainConfig()
+    cross_encoder: DualPooledConfig | None = Field(
+        None, description="a teacher in place of stage I's dual encoder (EmbedDistill, section 4.2)"
+    )
+    pseudo_queries: PseudoQueriesConfig | None = Field(
+        None, description="texts of the documents for a student to learn from, beside triplets or alone"
+    )
+    teacher: TeacherConfig = TeacherConfig()
+    distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
+    encode: EncodeConfig = EncodeConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
+    fuse: FuseConfig | None = Field(
+        None, description="null: the index holds the documents' embeddings as encoded"
+    )
+    bm25: BM25Config | None = Field(
+        None, description="words of the documents, weighted by BM25, for hybrid search beside the embeddings"
+    )
+    index: IndexConfig = IndexConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    serve: ServeConfig = ServeConfig()
+    ladder: LadderConfig = LadderConfig()
+
+    @property
+    def trains_stage_one(self) -> bool:
+        """Whether a dual encoder is trained; else it comes from outside, or is a cross-encoder."""
+        return not any((self.adopt, self.endpoint, self.vectors, self.cross_encoder))
+
+    def with_seed(self, number: int) -> "RunConfig":
+        """The same run with other random numbers in every training: `number` is added to their seeds."""
+        trained = {name: getattr(self, name) for name in ("train", "cross_encoder", "distill")}
+        return self.model_copy(
+            update={
+                name: section.model_copy(update={"seed": section.seed + number})
+                for name, section in trained.items()
+                if section is not None
+            }
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_are_the_models(cls, values: Any) -> Any:
+        """Passages are counted by the tokenizer of the model that is adopted, unless another is named."""
+        if not isinstance(values, dict):
+            return values
+        dataset, adopt = values.get("dataset"), values.get("adopt")
+        if not isinstance(dataset, dict) or not isinstance(adopt, dict):
+            return values
+        given = dataset.get("passages")
+        if not isinstance(given, dict) or given.get("tokenizer") is not None:
+            return values
+        return {**values, "dataset": {**dataset, "passages": {**given, "tokenizer": adopt.get("path")}}}
+
+    @model_validator(mode="after")
+    def _has_a_query_tower(self) -> "RunConfig":
+        if self.cross_encoder is not None and self.distill is None:
+            raise ValueError("a cross-encoder has no query tower to serve: give it a student, set distill")
+        in_place = ("adopt", "endpoint", "vectors", "cross_encoder")
+        chosen = [name for name in in_place if getattr(self, name) is not None]
+        if len(chosen) > 1 or ({*chosen} - {"cross_encoder"} and self.rounds > 1):
+            raise ValueError(
+                f"{' and '.join(chosen)} takes the place of stage I: give one of {', '.join(in_place)}, and "
+                "leave rounds at 1"
+            )
+        if self.endpoint is not None or self.vectors is not None:
+            self._is_taught_by_vectors()
+        trained = self.trains_stage_one
+        if trained and self.distill is not None and self.train.query.kind == "token_wise":
+            raise ValueError("a query tower that reads tokens one by one is no teacher: set distill to null")
+        if self.distill is not None and self.distill.reads_tokens and not self.teacher.tokens:
+            raise ValueError(
+                "a lookup student starts from the teacher's embeddings of single tokens: leave "
+                "teacher.tokens at true, or set distill.inherit_tokens to false"
+            )
+        if self.cross_encoder is not None and self.pseudo_queries is not None:
+            raise ValueError("a cross-encoder reads a query beside a document: leave pseudo_queries out")
+        if self.pseudo_queries is not None and self.distill is None:
+            raise ValueError("pseudo_queries are for a student to learn from: set distill, or leave them out")
+        if self.cross_encoder is not None and self.rounds > 1:
+            raise ValueError("rounds are of stage I, which cross_encoder takes the place of: set rounds to 1")
+        if self.dataset.passages is not None:
+            student = self.distill
+            learns = student is not None and (self.pseudo_queries is None or "triplets" in student.reads)
+            if trained or self.cross_encoder is not None or self.fuse is not None or learns:
+                raise ValueError(
+                    "dataset.passages divides documents that clicks and judgements name whole, so nothing is "
+                    "trained on these: set adopt, pseudo_queries for a student, and leave fuse out"
+                )
+        if self.encode.engine != "own" and (
+            self.cross_encoder is not None or (trained and self.train.sparse)
+        ):
+            raise ValueError(
+                f"encode.engine {self.encode.engine} reads no pairs and gives no terms: set it to "
+                "own, or leave cross_encoder and train.sparse out"
+            )
+        return self
+
+    def _is_taught_by_vectors(self) -> None:
+        """ValueError if the student needs more of its teacher than vectors of texts."""
+        student = self.distill
+        if student is None or (self.endpoint is not None and self.pseudo_queries is None):
+            raise ValueError("endpoint is a teacher of pseudo-queries: set distill and pseudo_queries")
+        if student.teacher_layers is not None or student.inherits or student.reads:
+            raise ValueError(
+                "of endpoint and vectors a student gets vectors of texts alone: set distill.inherit_tokens "
+                "to false, and leave distill.teacher_layers and losses over documents out"
+            )

@@ -1,0 +1,278 @@
+"""New documents for an index: the steps of the offline stages, for one document or for files of them.
+
+    documents ─tokenise─► token rows ─tower─► embeddings ─codebooks─► codes ─fusion─► final embeddings
+    mappings (JSON) ─► documents ─► final embeddings ─► rows of the document store, vectors
+    file ─► dataset of new documents ─DocumentFlow, part by part─► ready/part-*.parquet, rejected.parquet
+
+So a document encoded alone gets what it would have got in the corpus.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from jaxtyping import Float
+from numpy import ndarray
+from safetensors import numpy as safetensors
+
+from scalingnote.core import cluster
+from scalingnote.core.errors import DataError
+from scalingnote.core.log import get_logger
+from scalingnote.datasets import job as datasets
+from scalingnote.datasets.config import NewDocuments, TableFile
+from scalingnote.datasets.input_files import find_files
+from scalingnote.datasets.passages import PassageSplitter, settings
+from scalingnote.datasets.readers import DOCUMENT_SUFFIXES, columns_of
+from scalingnote.datasets.tables import COLUMN_TYPES
+from scalingnote.encode.config import IngestConfig
+from scalingnote.encode.documents import content_hashes, load_document_prompt, tokenise
+from scalingnote.encode.engines import load_document_encoder
+from scalingnote.encode.parts import EncodedPart, Rejections, Steps, write_parts
+from scalingnote.index.shard import document_rows
+from scalingnote.models.prompt import DocumentPrompt, from_columns
+from scalingnote.quantize import kmeans, semantic_id
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import schema
+from scalingnote.storage.arrow import as_searched, dtype_of, to_arrow, to_matrix, to_numpy
+from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.schema import DOCUMENT_COLUMNS, INDEXED_VIEW, PASSAGE, TEXT_COLUMNS, document_of
+
+log = get_logger("ingest")
+TOKEN_BUDGET = 8192  # of a forward pass
+
+
+@dataclass(frozen=True)
+class DocumentFlow:
+    """Models for new documents, loaded once: document tower, codebooks, and fusion networks if any."""
+
+    encoder: Any
+    prompt: DocumentPrompt
+    codebooks: Float[ndarray, "levels codes dim"]
+    width: int = 1  # beam of the semantic IDs
+    dtype: str = "float16"  # of stored embeddings
+    similarity: str = "cosine"  # that they are compared by
+    fusion: Any = None  # a DocumentFusion: its module needs torch, the writer of an index does not
+
+    @classmethod
+    def load(cls, towers: Artifact, semantic_ids: Artifact, embeddings: Artifact) -> "DocumentFlow":
+        """Load the models of a finished run.
+
+        `embeddings` are those that are indexed, with fusion networks if they were fused.
+        """
+        from scalingnote.fuse.fusion import DocumentFusion
+
+        first = pq.read_schema(embeddings.open(embeddings.table_parts("embeddings")[0]))
+        fused = bool(embeddings.names("document_fusion/"))
+        return cls(
+            load_document_encoder(towers, TOKEN_BUDGET),
+            load_document_prompt(towers),
+            safetensors.load(semantic_ids.read_bytes("codebooks.safetensors"))["codebooks"],
+            width=int(semantic_ids.manifest.config.get("beam", 1)),
+            dtype=dtype_of(first.field(INDEXED_VIEW)),
+            similarity=embeddings.manifest.info.get("similarity", "cosine"),
+            fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
+        )
+
+    def __call__(self, documents: pa.Table) -> EncodedPart:
+        """Encode documents with doc_id, title, topic, content, and features for the fusion networks.
+
+        Returns a table with doc_id, content_hash, codes and the final embedding, in order, without rejected
+        rows.
+        """
+        texts = documents.select(DOCUMENT_COLUMNS).append_column(
+            schema.CONTENT_HASH, content_hashes(documents)
+        )
+        tokens, rejected = tokenise(texts, self.prompt)
+        lost = pa.array([row["row"] for row in rejected], pa.string())
+        kept = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=lost)))
+        encoding = self.encoder.encode_with_cost(from_columns(tokens))
+        matrix = encoding.embeddings[:, list(self.encoder.views).index(INDEXED_VIEW)]
+        # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
+        embeddings = to_numpy(to_arrow(as_searched(matrix, self.similarity), dtype=self.dtype))
+        codes = kmeans.encode(embeddings, self.codebooks, beam=self.width)
+        if self.fusion is not None:
+            embeddings = self.fusion.fuse(kept, embeddings, codes)
+        columns = {
+            "doc_id": tokens["doc_id"],
+            "content_hash": tokens["content_hash"],
+            "codes": to_arrow(codes.astype(np.int32)),
+            INDEXED_VIEW: to_arrow(embeddings, dtype=self.dtype),
+        }
+        return EncodedPart(pa.table(columns), encoding.cost, rejected)
+
+
+class IndexRows(NamedTuple):
+    """Documents for :meth:`LiveIndex.upsert`, their vectors, and those that were rejected."""
+
+    documents: pa.Table
+    vectors: Float[ndarray, "docs dim"]
+    rejected: Rejections
+
+
+def index_rows(
+    documents: Sequence[Mapping[str, Any]],
+    flow: DocumentFlow,
+    *,
+    schema: pa.Schema,
+    snippet_chars: int,
+    splitter: PassageSplitter | None = None,
+) -> IndexRows:
+    """Encode JSON objects for a live index whose dataset has documents of `schema`.
+
+    Of equal doc_ids the last one counts. `snippet_chars` of the text are stored for result pages. With a
+    `splitter` the rows are the passages of the documents; a document with a rejected passage is rejected.
+    """
+    own = pa.schema([field for field in schema if splitter is None or field.name not in PASSAGE.names])
+    table, rejected = documents_table(documents, own)
+    if splitter is not None:
+        table = splitter.divide(table)
+    ready = flow(table)
+    if splitter is not None:
+        ready = _whole_documents(ready)
+    codes = to_matrix(ready.table["codes"]).astype(np.int32)
+    doc_ids = ready.table["doc_id"]
+    ids = semantic_id.to_table(doc_ids, codes, semantic_id.suffixes(doc_ids))
+    rows = document_rows(doc_ids, documents=table, semantic_ids=ids, snippet_chars=snippet_chars)
+    return IndexRows(rows, to_numpy(ready.table[INDEXED_VIEW]), [*rejected, *ready.rejected])
+
+
+def _whole_documents(ready: EncodedPart) -> EncodedPart:
+    """Encoded passages without those of documents of which one was rejected, which are rejected whole."""
+    reasons = {document_of(row["row"]): row for row in reversed(ready.rejected)}
+    kept = [document_of(row) not in reasons for row in ready.table["doc_id"].to_pylist()]
+    rejected = [row | {"row": doc_id} for doc_id, row in reversed(reasons.items())]
+    return replace(ready, table=ready.table.filter(pa.array(kept, pa.bool_())), rejected=rejected)
+
+
+def documents_table(documents: Sequence[Mapping[str, Any]], schema: pa.Schema) -> tuple[pa.Table, Rejections]:
+    """Documents as a table of `schema`, and those with an unknown field or a value of another type.
+
+    Texts lose the spaces at their ends, as those of a data set do.
+    """
+    rows, rejected = dict[str, dict[str, Any]](), []
+    for document in documents:
+        doc_id = str(document["doc_id"])
+        row = {field.name: document.get(field.name) for field in schema}
+        row |= {name: text.strip() for name in TEXT_COLUMNS if isinstance(text := row.get(name), str)}
+        try:
+            if unknown := [name for name in document if name not in schema.names]:
+                known = ", ".join(schema.names)
+                raise ValueError(f"no field {unknown[0]!r} in the data set, it has {known}")
+            pa.Table.from_pylist([row], schema=schema)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, ValueError, OverflowError) as error:
+            rejected.append({"table": "documents", "row": doc_id, "reason": str(error)})
+            continue
+        rows.pop(doc_id, None)  # so that the last one also determines the place
+        rows[doc_id] = row
+    return pa.Table.from_pylist(list(rows.values()), schema=schema), rejected
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def run(
+    config: IngestConfig,
+    new: NewDocuments,
+    *,
+    towers: Artifact,
+    semantic_ids: Artifact,
+    embeddings: Artifact,
+    output: str,
+) -> Artifact:
+    """Encode new documents for an index; killed at any moment, the next call resumes.
+
+    Args:
+        config: workers.
+        new: the file and how it is read.
+        towers: artifact with the document tower.
+        semantic_ids: artifact with the codebooks.
+        embeddings: artifact that is indexed.
+        output: URI of a folder; the documents become the dataset at ``{output}/dataset``.
+
+    Returns:
+        The artifact at ``{output}/ready``, whose table ``ready`` has ids, content hashes, codes and final
+        embeddings.
+
+    Raises:
+        DataError: none of the documents can be read.
+    """
+    cluster.connect()
+    dataset = datasets.prepare_documents(new, output=f"{output}/dataset")
+    parents = {
+        "dataset": dataset,
+        towers.manifest.kind: towers,
+        "semantic_ids": semantic_ids,
+        "embeddings": embeddings,
+    }
+    draft = Draft(f"{output}/ready", kind="ready", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    parts = dataset.table_parts("documents")
+    rows = {name.replace("documents/", "ready/", 1): count for name, count in dataset.rows_of(parts).items()}
+    steps = Steps(
+        partial(read_documents, dataset=dataset),
+        partial(NewDocumentEncoder, towers, semantic_ids, embeddings),
+    )
+    # Not more workers than parts: new documents usually come in few parts.
+    workers = min(cluster.workers(config.resources), len(rows))
+    resources = config.resources.model_copy(update={"workers": workers})
+    records = write_parts(steps, draft, rows=rows, resources=resources, unit="documents", knob="resources")
+    rejected = [row for record in records for row in record["rejected"]]
+    draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
+    counts = {"documents": sum(record["part"]["rows"] for record in records)}
+    if not counts["documents"]:
+        raise DataError(f"none of the new documents could be encoded: {rejected[:1]}")
+    return draft.commit(counts=counts | {"rejected": len(rejected)})
+
+
+def describe_file(
+    path: str, columns: dict[str, str], *, like: Artifact, made_by: Mapping[str, str] = MappingProxyType({})
+) -> NewDocuments:
+    """A file of new documents with the features of the dataset `like`.
+
+    `columns` maps our names to the file's, `made_by` to those of the files that `like` was made of: it holds
+    where the new file has them, too.
+    """
+    layout, divided = pq.read_schema(like.open(like.table_parts("documents")[0])), settings(like)
+    kinds = {kind: name for name, kind in COLUMN_TYPES.items()}
+    features = {
+        f.name: kinds[f.type]
+        for f in layout
+        if f.name not in {*schema.DOCUMENTS.names, *(PASSAGE.names if divided else ())} and f.type in kinds
+    }
+    have = [set(columns_of(each)) for each in find_files(path, DOCUMENT_SUFFIXES)]
+    own = {ours: column for ours, column in made_by.items() if all(column in each for each in have)}
+    file = TableFile(path=path, columns=own | columns)
+    # Divided by the tokenizer that the data set keeps.
+    passages = divided and divided.model_copy(update={"tokenizer": like.uri})
+    return NewDocuments.model_validate({"documents": file, "features": features, "passages": passages})
+
+
+def output_uri(run_dir: str, new: NewDocuments) -> str:
+    """The output folder for a file of new documents; depends on the content of the file."""
+    sums = "".join(fs.checksum(file.uri) for file in find_files(new.documents.path, DOCUMENT_SUFFIXES))
+    return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
+
+
+def read_documents(name: str, *, dataset: Artifact) -> pa.Table:
+    """A part of the new documents, with their features."""
+    return dataset.table(name.replace("ready/", "documents/", 1))
+
+
+class NewDocumentEncoder:
+    """Encodes parts of new documents, in a worker."""
+
+    def __init__(self, towers: Artifact, semantic_ids: Artifact, embeddings: Artifact) -> None:
+        self._flow = DocumentFlow.load(towers, semantic_ids, embeddings)
+        self.peak = float(self._flow.encoder.peak())
+
+    def __call__(self, _: str, documents: pa.Table) -> EncodedPart:
+        """One part."""
+        return self._flow(documents)

@@ -1,0 +1,225 @@
+"""A run: its stages one after another, and where each artifact lies.
+
+An artifact lies at ``{run_dir}/{stage}/{fingerprint}``: equal settings and inputs give the same place. So a
+second run skips finished stages, a changed knob builds a new artifact beside the old one, and methods with a
+common stage share its artifact.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+import yaml
+
+from scalingnote.core.config import dump, validate
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.log import elapsed_status, get_logger, status_lines
+from scalingnote.encode import engines
+from scalingnote.encode.config import IngestConfig
+from scalingnote.evaluate.experiment.config import ExperimentConfig
+from scalingnote.run import stages
+from scalingnote.run.config import RunConfig
+from scalingnote.run.stages import Stage
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import usage
+from scalingnote.storage.artifact import MANIFEST, Artifact, fingerprint, open_artifact
+
+RUN_FILE = "run.yaml"
+ROW_COUNTS = ("rows", "documents", "triplets", "train", "queries")  # of an artifact: what its stage made
+log = get_logger("pipeline")
+
+
+def run(
+    config: RunConfig, chosen: Sequence[Stage] | None = None, *, record: bool = True
+) -> dict[str, Artifact]:
+    """Run the chosen stages (default: all) in order, skipping finished ones; returns kind -> artifact.
+
+    `record` makes this, once it is finished, the run that `search` and `serve` find, and puts its report at
+    the top of run_dir.
+    """
+    chosen = stages.of(config) if chosen is None else list(chosen)
+    built: dict[str, Artifact] = {}
+    started = False
+    opened: dict[str, Artifact] = {}  # by stage: many stages share ancestors
+    for number, stage in enumerate(chosen, 1):
+        if record and stage.builds == "report":  # before: the index can be served even if evaluation fails
+            _record(config)
+        parents, uri = _place(config, stage, opened)
+        if fs.exists(fs.join(uri, MANIFEST)):
+            built[stage.builds] = opened[stage.name] = open_artifact(uri, kind=stage.builds)
+            log.info("%d/%d %s: finished before, %s", number, len(chosen), stage.name, uri)
+            continue
+        log.info("%d/%d %s", number, len(chosen), stage.name)
+        with status_lines("pipeline", elapsed_status(stage.name)):
+            from scalingnote.core import cluster  # late: importing Ray takes longer than showing --help
+
+            cluster.connect(config.address, nodes_wait_s=config.nodes_wait_s)
+            if not started and any(later.builds == "embeddings" for later in chosen[number - 1 :]):
+                engines.check_installed(config.encode)  # before hours of training
+            started = True
+            module, function = stage.job.split(":")
+            job = getattr(importlib.import_module(module), function)
+            artifact = job(
+                getattr(config, stage.section),
+                **{kind: parent.uri for kind, parent in parents.items()},
+                output=uri,
+            )
+        built[stage.builds] = opened[stage.name] = artifact
+        info = artifact.manifest.info
+        log.info("%s -> %s  (%.1fs)", stage.name, uri, info["seconds"])
+        if "usage" in info:  # not where an earlier release has built it
+            rows = next((artifact.counts[name] for name in ROW_COUNTS if name in artifact.counts), None)
+            log.info("%s: %s", stage.name, usage.summary(info["usage"], info["seconds"], rows))
+    if record:
+        _record(config)
+        if "report" in built:
+            publish(built["report"], config.run_dir)
+    return built
+
+
+def _record(config: RunConfig) -> None:
+    fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
+
+
+def locate(config: RunConfig, kind: str) -> Artifact:
+    """The finished artifact of `kind` that this config names; ArtifactError tells which stage to run."""
+    return _newest(config, kind, stages.of(config), {})
+
+
+def query_terms(config: RunConfig) -> Artifact | None:
+    """The artifact whose ``sparse_query/`` gives queries the terms of the index; None where it has none."""
+    if not locate(config, "index").read_json("index.json").get("sparse"):
+        return None
+    return locate(config, "dual_encoder" if config.bm25 is None else "bm25_terms")
+
+
+def teacher(config: RunConfig) -> Artifact:
+    """The tower that encoded the documents, for the queries that a student of it is uncertain about.
+
+    ConfigError where the run has no such student, or another part decides on a query's embedding.
+    """
+    if config.distill is None or config.distill.document is not None or config.fuse is not None:
+        raise ConfigError("this run has no student that searches its teacher's documents: do not escalate")
+    if config.cross_encoder is not None:
+        raise ConfigError("a cross-encoder cannot encode a query alone: do not escalate")
+    _require_tower(config)
+    return locate(config, "dual_encoder")
+
+
+def document_tower(config: RunConfig) -> Artifact:
+    """The tower that encoded the documents and encodes new ones; ConfigError if it was a cross-encoder."""
+    if "encode_student" in [stage.name for stage in stages.of(config)]:
+        return locate(config, "student")
+    if config.cross_encoder is not None:
+        raise ConfigError("a cross-encoder encoded the documents of this run, it cannot encode new ones")
+    _require_tower(config)
+    return locate(config, "dual_encoder")
+
+
+def _require_tower(config: RunConfig) -> None:
+    if config.endpoint is not None:
+        raise ConfigError(
+            f"{config.endpoint.address} encodes the documents of this run, and only `scalingnote distill` "
+            "and `run` ask it: add new documents to the texts and run again, and do not escalate"
+        )
+
+
+def load_run(run_dir: str) -> RunConfig:
+    """The config of the last run in `run_dir`, wherever that directory lies now."""
+    path = fs.join(run_dir, RUN_FILE)
+    if (text := fs.read_if_exists(path)) is None:
+        raise ConfigError(f"no run at {run_dir}: `scalingnote run CONFIG --set run_dir={run_dir}` makes one")
+    config = validate(RunConfig, yaml.safe_load(text), source=path)
+    return config.model_copy(update={"run_dir": run_dir})
+
+
+def ingest(
+    config: IngestConfig, path: str, *, run_dir: str, columns: Mapping[str, str] | None = None
+) -> Artifact:
+    """New documents as the last run in `run_dir` made its own.
+
+    `columns` maps our names to the file's; the run's own mapping holds where the file has its columns.
+    """
+    from scalingnote.run import ingest as job  # late, as above
+
+    made_by = load_run(run_dir)
+    own_columns = getattr(made_by.dataset, "documents", made_by.dataset)
+    new = job.describe_file(
+        path,
+        dict(columns or {}),
+        like=locate(made_by, "dataset"),
+        made_by=getattr(own_columns, "columns", {}),
+    )
+    return job.run(
+        config,
+        new,
+        towers=document_tower(made_by),
+        semantic_ids=locate(made_by, "semantic_ids"),
+        embeddings=locate(made_by, "embeddings"),
+        output=job.output_uri(run_dir, new),
+    )
+
+
+def experiment(config: ExperimentConfig) -> Artifact:
+    """The report on an experiment with the last run in its `run_dir`, from access logs."""
+    from scalingnote.evaluate.experiment import job  # late, as above
+
+    dataset = locate(load_run(config.run_dir), "dataset")
+    return job.run(config, dataset=dataset.uri, output=fs.join(config.run_dir, "experiment"))
+
+
+def ladder(config: RunConfig) -> Artifact:
+    """Stage I at every model and data size of `config.ladder`, and the scaling laws fitted to the results.
+
+    Finished rungs are not trained again. ConfigError before any is, where one cannot be.
+    """
+    from scalingnote.plan.ladder import build, rung_configs  # late, as above
+
+    if config.cross_encoder is not None or config.rounds > 1:
+        raise ConfigError("a ladder is of one round of stage I: leave cross_encoder and rounds out")
+    run(config, stages.select(config, until="collect"), record=False)
+    rows = locate(config, "triplets").counts["train"]
+    trained = []
+    rungs = rung_configs(config.ladder, config.train, rows=rows)
+    for number, train in enumerate(rungs, 1):
+        log.info("rung %d/%d", number, len(rungs))
+        sized = config.model_copy(update={"train": train})
+        trained.append(run(sized, stages.select(sized, only="train"), record=False)["dual_encoder"])
+    return build(config.ladder, trained, output=fs.join(config.run_dir, "ladder"))
+
+
+def publish(report: Artifact, run_dir: str) -> None:
+    """Copy a report to the top of the run directory, where people look for it."""
+    for name in report.names("report."):
+        fs.write_bytes(fs.join(run_dir, name), report.read_bytes(name))
+
+
+def _newest(config: RunConfig, kind: str, built: Sequence[Stage], opened: dict[str, Artifact]) -> Artifact:
+    """The artifact of the last of the stages `built` that builds `kind`.
+
+    `opened` caches artifacts by stage: many stages share ancestors.
+    """
+    stage = next((stage for stage in reversed(built) if stage.builds == kind), None)
+    if stage is None:
+        raise ArtifactError(f"this run builds no {kind}: its stages are {', '.join(s.name for s in built)}")
+    if stage.name not in opened:
+        _, uri = _place(config, stage, opened)
+        if not fs.exists(fs.join(uri, MANIFEST)):
+            raise ArtifactError(
+                f"no {kind} for this config in {config.run_dir}: run stage {stage.name!r} first"
+            )
+        opened[stage.name] = open_artifact(uri, kind=kind)
+    return opened[stage.name]
+
+
+def _place(config: RunConfig, stage: Stage, opened: dict[str, Artifact]) -> tuple[dict[str, Artifact], str]:
+    """Parents (finished, by kind) and URI of a stage's artifact."""
+    order = stages.of(config)
+    before = order[: order.index(stage)]
+    parents = {kind: _newest(config, kind, before, opened) for kind in stage.reads}
+    for name, builder in stage.earlier:
+        until = next(number for number, found in enumerate(before) if found.name == builder)
+        parents[name] = _newest(config, before[until].builds, before[: until + 1], opened)
+    mark = fingerprint(stage.builds, getattr(config, stage.section), parents)
+    # A round's artifact lies beside its stage's others: one round is the first of two.
+    folder = stage.name.partition("@")[0]
+    return parents, fs.absolute(fs.join(config.run_dir, folder, mark[:12]))

@@ -1,0 +1,297 @@
+"""The stages of a run, in their order: what each builds, from what, and the job that does it.
+
+The command line, jobs/ and the pipeline follow this table.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from scalingnote.core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:  # the command line reads the table before any config is needed
+    from scalingnote.run.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of a run.
+
+    Attributes:
+        name: of its command, its job and its folder in `run_dir`.
+        summary: what it does, for ``--help``.
+        builds: kind of its artifact.
+        reads: kinds of artifacts that it takes, to which :func:`of` adds those that a config asks for. Of
+            each kind it gets the newest that a stage before it built.
+        earlier: artifacts that are not the newest of their kind: the argument's name and the builder.
+        section: its section of the config; by default its name.
+        job: the function that does the work, ``module:function``.
+    """
+
+    name: str
+    summary: str
+    builds: str
+    job: str
+    reads: tuple[str, ...] = ()
+    earlier: tuple[tuple[str, str], ...] = ()
+    section: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "section", self.section or self.name)
+
+
+PREPARE = Stage(
+    "prepare",
+    "read a dataset into documents, queries and qrels",
+    "dataset",
+    "scalingnote.datasets.job:run",
+    section="dataset",
+)
+PLANNER = Stage(
+    "planner",
+    "learn which words of a query matter",
+    "planner",
+    "scalingnote.triplets.planner.job:run",
+    ("dataset",),
+)
+COLLECT = Stage(
+    "collect",
+    "turn clicks and rankings into training triplets",
+    "triplets",
+    "scalingnote.triplets.collect.job:run",
+    ("dataset", "planner"),
+)
+ADOPT = Stage(
+    "adopt",
+    "take a published embedding model as the dual encoder, in stage I's place",
+    "dual_encoder",
+    "scalingnote.models.adopt:run",
+)
+TRAIN = Stage(
+    "train",
+    "stage I: train both towers",
+    "dual_encoder",
+    "scalingnote.train.job:run",
+    ("dataset", "triplets"),
+)
+PSEUDO_QUERIES_STAGE = Stage(
+    "pseudo_queries",
+    "draw texts from the documents for a student to learn from",
+    "pseudo_queries",
+    "scalingnote.triplets.pseudo_queries.job:run",
+    ("dataset",),
+)
+CROSS_ENCODER = Stage(
+    "cross_encoder",
+    "train a dual-pooled cross-encoder, a teacher in stage I's place",
+    "cross_encoder",
+    "scalingnote.train.cross_encoder.job:run",
+    ("dataset", "triplets"),
+)
+TEACHER = Stage(
+    "teacher",
+    "embed the training queries with the teacher",
+    "query_embeddings",
+    "scalingnote.encode.job:run_queries",
+    ("dual_encoder",),
+)
+DISTILL = Stage(
+    "distill",
+    "stage II: train the small query tower on those embeddings",
+    "student",
+    "scalingnote.train.distillation.job:run",
+    ("query_embeddings",),
+)
+ENCODE = Stage(
+    "encode",
+    "embed the documents",
+    "embeddings",
+    "scalingnote.encode.job:run",
+    ("dataset", "dual_encoder"),
+)
+ENCODE_STUDENT = Stage(
+    "encode_student",
+    "embed the documents with a student that has a document tower",
+    "embeddings",
+    "scalingnote.encode.job:run_student",
+    ("dataset", "student"),
+    section="encode",
+)
+MINE = Stage(
+    "mine",
+    "find fresh hard negatives with the trained towers",
+    "triplets",
+    "scalingnote.triplets.mine.job:run",
+    ("dataset", "triplets", "dual_encoder", "embeddings"),
+)
+QUANTIZE = Stage(
+    "quantize",
+    "assign semantic IDs by residual K-means",
+    "semantic_ids",
+    "scalingnote.quantize.job:run",
+    ("embeddings",),
+)
+FUSE = Stage(
+    "fuse",
+    "merge features, clicks and users into the final embeddings",
+    "embeddings",
+    "scalingnote.fuse.job:run",
+    ("dataset", "planner", "embeddings", "semantic_ids"),
+)
+BM25_STAGE = Stage(
+    "bm25",
+    "weight the documents' words by BM25, for hybrid search",
+    "bm25_terms",
+    "scalingnote.encode.lexical.job:run",
+    ("dataset",),
+)
+INDEX = Stage(
+    "index",
+    "build the sharded index",
+    "index",
+    "scalingnote.index.job:run",
+    ("dataset", "embeddings", "semantic_ids"),
+)
+EVALUATE = Stage(
+    "evaluate",
+    "measure and write the report",
+    "report",
+    "scalingnote.evaluate.job:run",
+    ("dataset", "embeddings", "index"),
+)
+RUN_STAGES = (
+    PREPARE,
+    PLANNER,
+    COLLECT,
+    ADOPT,
+    TRAIN,
+    PSEUDO_QUERIES_STAGE,
+    CROSS_ENCODER,
+    TEACHER,
+    DISTILL,
+    ENCODE,
+    ENCODE_STUDENT,
+    MINE,
+    QUANTIZE,
+    FUSE,
+    BM25_STAGE,
+    INDEX,
+    EVALUATE,
+)
+# A cross-encoder as the teacher builds the same artifacts in stages of the same names.
+CROSS_TEACHER = replace(
+    TEACHER,
+    reads=("dataset", "triplets", "cross_encoder"),
+    job="scalingnote.train.cross_encoder.job:run_queries",
+)
+CROSS_ENCODE = replace(
+    ENCODE, reads=("dataset", "cross_encoder"), job="scalingnote.train.cross_encoder.job:run_documents"
+)
+# A teacher of which only vectors are known: answers of an endpoint, or a file.
+ENDPOINT_TEACHER = replace(
+    TEACHER,
+    reads=("pseudo_queries",),
+    job="scalingnote.encode.endpoint_job:run_queries",
+    section="endpoint",
+)
+ENDPOINT_ENCODE = replace(
+    ENCODE, reads=("dataset",), job="scalingnote.encode.endpoint_job:run_documents", section="endpoint"
+)
+VECTORS_TEACHER = replace(TEACHER, reads=(), job="scalingnote.datasets.vector_job:run", section="vectors")
+NAMES = tuple(stage.name for stage in RUN_STAGES)
+
+
+def of(config: "RunConfig") -> list[Stage]:
+    """The stages this config asks for, in order: without a distill section there is no student.
+
+    With an adopt section nothing is trained in stage I; triplets and their planner are then built only where
+    a student or fusion reads them, and a student that learns from pseudo-queries reads none. With an endpoint
+    section it is asked in the place of towers, with a vectors section there is a student alone. With a bm25
+    section the index takes its terms from there, whether the document tower has a sparse head or not.
+    A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
+    """
+    if config.vectors is not None:
+        return [VECTORS_TEACHER, DISTILL]
+    earlier = [
+        replace(stage, name=f"{stage.name}@{number}")
+        for number in range(1, config.rounds)
+        for stage in (TRAIN, ENCODE, MINE)
+    ]
+    with_triplets = _reads_triplets(config)
+    # Without triplets the planner is needed by fusion alone, which weighs the words of a query.
+    with_planner = with_triplets or config.fuse is not None
+    tower = "dual_encoder" if config.distill is None else "student"  # whose query tower serves
+    terms = () if config.bm25 is None else ("bm25_terms",)
+    return [
+        PREPARE,
+        *([PLANNER] if with_planner else []),
+        *([COLLECT] if with_triplets else []),
+        *earlier,
+        *_last_round(config, ("triplets",) if with_triplets else ()),
+        QUANTIZE,
+        *([] if config.fuse is None else [_reading(FUSE, tower)]),
+        *([] if config.bm25 is None else [BM25_STAGE]),
+        _reading(INDEX, tower, *terms),
+        _evaluate(config, *terms),
+    ]
+
+
+def _reads_triplets(config: "RunConfig") -> bool:
+    """Whether some stage learns from triplets: stage I, or a student without pseudo-queries to learn from."""
+    if config.trains_stage_one or config.cross_encoder is not None:
+        return True
+    student = config.distill
+    return student is not None and (config.pseudo_queries is None or "triplets" in student.reads)
+
+
+def _last_round(config: "RunConfig", triplets: tuple[str, ...]) -> list[Stage]:
+    """The teacher, and the student if there is one; `triplets` is empty if the run collects none."""
+    trained = TRAIN if config.cross_encoder is None else CROSS_ENCODER
+    top = trained if config.adopt is None else ADOPT
+    encode = ENCODE if config.cross_encoder is None else CROSS_ENCODE
+    if config.distill is None:
+        return [top, encode]
+    pseudo = [] if config.pseudo_queries is None else [_reading(PSEUDO_QUERIES_STAGE, *triplets)]
+    if config.endpoint is not None:
+        return [*pseudo, ENDPOINT_TEACHER, DISTILL, ENDPOINT_ENCODE]
+    texts = ("pseudo_queries",) if pseudo else ()
+    teacher = CROSS_TEACHER if config.cross_encoder is not None else _reading(TEACHER, *triplets, *texts)
+    distill = _reading(DISTILL, *config.distill.reads)
+    # QKD needs query embeddings only: the student is ready before the slowest stage, encode, begins.
+    if not config.distill.reads:
+        return [top, *pseudo, teacher, distill, encode]
+    # A student's own document tower replaces the teacher's embeddings in the index.
+    again = [ENCODE_STUDENT] if config.distill.document else []
+    return [top, *pseudo, teacher, encode, distill, *again]
+
+
+def _reading(stage: Stage, *kinds: str) -> Stage:
+    """The stage with further kinds to read."""
+    return replace(stage, reads=(*stage.reads, *kinds))
+
+
+def _evaluate(config: "RunConfig", *terms: str) -> Stage:
+    """Every query tower is measured in the documents' embeddings that it was trained with."""
+    is_tower = config.cross_encoder is None and config.endpoint is None
+    towers = ("dual_encoder",) if is_tower else ()
+    students = () if config.distill is None else ("student",)
+    own = config.distill is not None and (config.distill.document is not None or config.fuse is not None)
+    # The teacher searches its own documents, which are not the newest embeddings then.
+    apart = (("teacher_embeddings", "encode"),) if towers and own else ()
+    return replace(_reading(EVALUATE, *towers, *students, *terms), earlier=apart)
+
+
+def select(
+    config: "RunConfig", *, only: str | None = None, start: str | None = None, until: str | None = None
+) -> list[Stage]:
+    """The stages named by ``--only``, ``--from`` and ``--until``."""
+    wanted = of(config)
+    names = [stage.name for stage in wanted]
+    for name in (only, start, until):
+        if name is not None and name not in names:
+            hint = did_you_mean(name, names)
+            raise ConfigError(f"no stage {name!r} in this run; it has {', '.join(names)}{hint}")
+    if only:
+        start = until = only
+    first = names.index(start) if start else 0
+    last = names.index(until) if until else len(names) - 1
+    return wanted[first : last + 1]

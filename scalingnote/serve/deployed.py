@@ -1,0 +1,51 @@
+"""The parts of an application, as a gateway calls them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scalingnote.models.published_model import Similarity
+from scalingnote.serve.concurrency import Handle
+from scalingnote.serve.versions import Catalog, LiveCatalog
+
+
+@dataclass(frozen=True)
+class ServedArm:
+    """A way to answer queries, which a request may name."""
+
+    name: str
+    encoder: Any  # a Handle; in the arguments of a gateway that encodes queries itself, QueryPathParts
+    tower: str  # its form, for /info
+    personalised: bool
+    version: str | None = None  # name of the index version; None: the active one
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """Handles of the parts of an application.
+
+    Attributes:
+        arms: the first one answers requests outside the traffic split.
+        catalog: of the index versions; None: a model that is served without an index.
+        searchers: one for each group of shards; none, in the arguments of a gateway: it searches itself.
+        aggregators: of the groups of :func:`scalingnote.serve.fan_out.sizes`; none: the gateway calls the
+            searchers itself.
+        documents: the document tower, for clients of embeddings; None: it is not served.
+        reranker: None: requests for re-ranking are refused.
+        teacher: encodes the queries that `serve.escalation` chooses; None: no query.
+        document_encoder, writer: of a live index; None: writes are refused.
+        name: of the model, for clients of embeddings.
+        similarity: that embeddings are compared by.
+    """
+
+    arms: Sequence[ServedArm]
+    catalog: Catalog | LiveCatalog | None = None
+    searchers: Sequence[Handle] = ()
+    aggregators: Sequence[Handle] = ()
+    documents: Handle | None = None
+    reranker: Handle | None = None
+    teacher: Handle | None = None
+    document_encoder: Handle | None = None
+    writer: Handle | None = None
+    name: str = "scalingnote"
+    similarity: Similarity = "cosine"

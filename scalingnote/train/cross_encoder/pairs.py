@@ -1,0 +1,240 @@
+"""Pairs of a query and a document: batches and loss of training, and the encoder that reads pairs offline.
+
+A query's candidates are its positive, its hard negatives, and positives of the rows that follow it in the
+global batch: which these are does not depend on how rows are divided among ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from numpy import ndarray
+from torch import Tensor
+from torch.nn import functional as F
+
+from scalingnote.core.errors import TrainingError
+from scalingnote.encode.encoder import by_tokens
+from scalingnote.encode.encodings import Cost, RowEncoding
+from scalingnote.models import cross_encoder, flops
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.cross_encoder import CrossEncoder, pair
+from scalingnote.models.flops import model_shape
+from scalingnote.models.prompt import TokenRow
+from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, default_device, matmul_peak
+from scalingnote.storage import usage
+from scalingnote.train.config import CrossEncoderLosses
+from scalingnote.train.data import ABSENT, Order, Store, stand_ins
+from scalingnote.train.engine import Encode, Objective, WeightedLosses
+from scalingnote.train.losses import mean_of_present, teacher_kl
+from scalingnote.train.objective import TensorRecord, padded
+
+
+@dataclass(frozen=True)
+class PairBatch(TensorRecord):
+    """One rank's share of a step: every query with its positive, hard negatives, and positives of others."""
+
+    pairs: Batch  # all queries with their positives, then all with their first negatives, and so on
+    weights: Float[Tensor, " queries"]
+    answers: Bool[Tensor, "queries group"]  # false negatives, without the positive itself
+    present: Bool[Tensor, "queries group"]  # not where a row has fewer negatives than others
+    scores: Float[Tensor, "queries scored"] | None = None  # of a ranking model, of the first candidates
+
+
+class PairBatches:
+    """Pairs for one rank from a store that :func:`scalingnote.train.prepare.prepare` wrote."""
+
+    def __init__(self, store: Store, order: Order, *, pad: int, in_batch: int, rank: int, world: int) -> None:
+        self._rows, self._documents, self._order = store["train"], store["documents"], order
+        self._known, self._scored = max(store.facts["known"], 1), store.facts["scored"]
+        self._pad, self._in_batch = pad, in_batch
+        self._rank, self._world = rank, world
+
+    def __call__(self, step: int) -> PairBatch:
+        """This rank's share of a step."""
+        global_batch = self._order.batch(step)
+        chosen = global_batch[self._rank :: self._world]
+        documents, answers = self._candidates(global_batch)
+        present = (documents != ABSENT)[self._rank :: self._world]
+        own = stand_ins(documents[self._rank :: self._world])
+        queries = self._rows.tokens(chosen)
+        distinct = np.unique(own)
+        texts = dict(zip(distinct.tolist(), self._documents.tokens(distinct), strict=True))
+        pairs = [
+            pair(query, texts[row])
+            for column in own.T.tolist()
+            for query, row in zip(queries, column, strict=True)
+        ]
+        return PairBatch(
+            pairs=collate(pairs, pad=self._pad, packed=True),
+            weights=torch.from_numpy(self._rows.values("weight", chosen)),
+            answers=torch.from_numpy(answers[self._rank :: self._world]),
+            present=torch.from_numpy(present),
+            scores=torch.from_numpy(self._rows.values("scores", chosen)) if self._scored else None,
+        )
+
+    def _candidates(
+        self, rows: Int64[ndarray, " rows"]
+    ) -> tuple[Int64[ndarray, "rows group"], Bool[ndarray, "rows group"]]:
+        """Each row's documents, the positive first, and a mask of the others that answer its query too."""
+        own, queries = self._rows.values("documents", rows), self._rows.values("query", rows)
+        known = padded(self._rows.lists("known", rows), width=self._known)
+        shifts = range(1, min(self._in_batch, len(rows) - 1) + 1)
+        others = [np.roll(own[:, 0], -shift) for shift in shifts]
+        documents = np.column_stack([own, *others])
+        answers = (documents[:, :, None] == known[:, None, :]).any(axis=2) | (documents == own[:, :1])
+        for at, shift in enumerate(shifts, own.shape[1]):
+            answers[:, at] |= np.roll(queries, -shift) == queries
+        answers[:, 0] = False
+        return documents, answers
+
+
+class PairStage(Objective):
+    """Cross-encoder and losses as one module."""
+
+    def __init__(
+        self, model: CrossEncoder, losses: CrossEncoderLosses, *, temperature: float | None = None
+    ) -> None:
+        """`temperature` of the cosines, if scores are such."""
+        super().__init__()
+        self.model, self._losses, self._temperature = model, losses, temperature
+
+    def losses(self, batch: PairBatch, encode: Encode) -> WeightedLosses:
+        """This rank's losses times their weights, and their parts; means over ranks are those of all rows."""
+        pairs, dim, losses = encode("pair", batch.pairs)["pair"][:, 0], self.model.dim, self._losses
+        queries = len(batch.weights)
+        with torch.autocast(pairs.device.type, enabled=False):
+            logits = relevance(pairs[:, :dim], pairs[:, dim : 2 * dim], self._temperature)
+            logits = logits.unflatten(0, (-1, queries)).T
+            parts: dict[str, Tensor] = {}
+            if losses.one_hot:
+                parts["one_hot"] = one_hot(logits, batch.answers | ~batch.present, weights=batch.weights)
+            if losses.teacher:
+                parts["teacher"] = _teacher_loss(logits, batch)
+            if losses.reconstruction:
+                of_pairs = pairs[:, 2 * dim].unflatten(0, (-1, queries)).T
+                parts["reconstruction"] = mean_of_present(of_pairs, batch.present).mean()
+        return {name: getattr(losses, name) * part for name, part in parts.items()}, parts
+
+    def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
+        """``pair`` [pairs, 1, 2 dim + 1]: both proxies of a pair and its reconstruction loss, in float32."""
+        return {name: self.model(rows).float()}
+
+
+def relevance(
+    queries: Float[Tensor, "pairs dim"], documents: Float[Tensor, "pairs dim"], temperature: float | None
+) -> Float[Tensor, " pairs"]:
+    """The relevance of each pair as a logit: a cosine over the temperature, or without one their product.
+
+    A product (EmbedDistill, section 4.2) grows with the length of a document, and the index holds unit
+    vectors: only cosines rank as a student that inherits the documents will search.
+    """
+    if temperature is None:
+        return cross_encoder.scores(queries, documents)
+    return F.cosine_similarity(queries, documents, dim=-1) / temperature
+
+
+def one_hot(
+    logits: Float[Tensor, "queries group"],
+    ignore: Bool[Tensor, "queries group"],
+    *,
+    weights: Float[Tensor, " queries"],
+) -> Float[Tensor, ""]:
+    """Mean cross entropy of the positive, column 0, among candidates that are not ignored (Eq. 9)."""
+    allowed = logits.masked_fill(ignore, torch.finfo(logits.dtype).min)
+    first = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    return (weights * F.cross_entropy(allowed, first, reduction="none")).mean()
+
+
+def _teacher_loss(logits: Tensor, batch: PairBatch) -> Tensor:
+    if batch.scores is None:
+        raise TrainingError(
+            "cross_encoder.losses.teacher is set, but the triplets carry no scores: collect them with a "
+            "ranking model, or set it to 0"
+        )
+    own = batch.scores.shape[1]
+    return teacher_kl(logits[:, :own], batch.scores, present=batch.present[:, :own], weights=batch.weights)
+
+
+class PairEncoder:
+    """A trained cross-encoder that turns pairs into proxies and scores."""
+
+    views = ("summary",)
+
+    def __init__(
+        self,
+        model: CrossEncoder,
+        *,
+        token_budget: int = 8192,
+        precision: Precision = "auto",
+        device: torch.device | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        """`temperature` of the cosines that are its scores; None: they are products."""
+        device = device or default_device()
+        self._device, self._budget, self._temperature = device, token_budget, temperature
+        self.model = model.eval()
+        cast_parameters(self.model.backbone, compute_dtype(precision, device))
+        self.model.to(device)
+        self.model.requires_grad_(False)
+        self.dim = model.dim
+        self._shape = model_shape(self.model.backbone)
+        self.cost = Cost()  # of the last call
+        (self.no_query,) = model.query_prompt.rows([""])
+        (no_document,) = model.document_prompt.rows([""], [""], [""])
+        assert isinstance(no_document, TokenRow)
+        self.no_document = no_document
+
+    @classmethod
+    def load(cls, folder: Path, **options: Any) -> "PairEncoder":
+        """The encoder of a folder that :meth:`CrossEncoder.save` wrote; with options of the constructor.
+
+        Weights are read in the format they are computed in.
+        """
+        dtype = compute_dtype(options.get("precision", "auto"), options.get("device") or default_device())
+        return cls(CrossEncoder.load(folder, dtype=dtype), **options)
+
+    def queries(
+        self, queries: Sequence[TokenRow], documents: Sequence[TokenRow | None]
+    ) -> Float[ndarray, "queries dim"]:
+        """Each query's proxy, read beside a document or beside none."""
+        rows = [pair(q, d or self.no_document) for q, d in zip(queries, documents, strict=True)]
+        return self._proxies(rows)[0]
+
+    def documents(self, documents: Sequence[TokenRow]) -> Float[ndarray, "docs dim"]:
+        """Each document's proxy beside an empty query: its embedding for any query (section 5.3)."""
+        return self._proxies([pair(self.no_query, document) for document in documents])[1]
+
+    def encode_with_cost(self, documents: Sequence[TokenRow], *, top_k: int = 0) -> RowEncoding:
+        """Each document's proxy as its only view, with the interface of :class:`Encoder`; no terms."""
+        return RowEncoding(self.documents(documents)[:, None], None, self.cost)
+
+    def scores(self, queries: Sequence[TokenRow], documents: Sequence[TokenRow]) -> Float[ndarray, " pairs"]:
+        """The relevance of each pair, a logit."""
+        found = self._proxies([pair(q, d) for q, d in zip(queries, documents, strict=True)])
+        of_queries, of_documents = map(torch.from_numpy, found)
+        logits: ndarray = relevance(of_queries, of_documents, self._temperature).numpy()
+        return logits
+
+    @torch.inference_mode()
+    def _proxies(
+        self, rows: Sequence[TokenRow]
+    ) -> tuple[Float[ndarray, "pairs dim"], Float[ndarray, "pairs dim"]]:
+        out = np.empty((2, len(rows), self.dim), dtype=np.float32)
+        lengths = [len(row.ids) for row in rows]
+        packed, padded = self.model.packs, 0
+        for chosen in by_tokens(lengths, budget=self._budget, packed=packed):
+            batch = collate([rows[i] for i in chosen], pad=self.model.pad, packed=packed)
+            padded += batch.ids.numel()
+            for side, proxies in enumerate(self.model.proxies(batch.to(self._device))):
+                out[side, chosen] = proxies.cpu().numpy()
+            usage.count_rows(len(chosen))
+        self.cost = Cost(sum(lengths), padded, flops.of_rows(self._shape, lengths))
+        return out[0], out[1]
+
+    def peak(self) -> float:
+        """FLOP/s of large matrix products on this device, in this precision."""
+        return matmul_peak(self._device, next(self.model.backbone.parameters()).dtype)

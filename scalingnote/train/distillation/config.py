@@ -1,0 +1,149 @@
+"""Settings of stage II: a cheap query tower learns from a teacher's stored embeddings, and from labels.
+
+The defaults are ScalingNote's query-based knowledge distillation (QKD, Eq. 13-15 and appendix A): queries
+only. The other losses are EmbedDistill's (section 4, appendix A); they read triplets and documents too.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from scalingnote.core.config import Config
+from scalingnote.models.config import LookupConfig, Pretrained, Scratch, StudentConfig, TowerConfig
+from scalingnote.train.config import Optimizer, Schedule, ValidationSchedule
+
+
+class DistillLosses(Config):
+    """Weights of the losses; 0 leaves one out, and the data that only it needs is not read.
+
+    EmbedDistill's compare as the teacher does: by cosine over `temperature`, and vectors of length 1; or, of
+    a teacher by dot product, as in the paper, by the inner product of embeddings as they are.
+    """
+
+    qkd: float = Field(1.0, ge=0, description="||q - q'||^2 - cos(q, q') (ScalingNote, Eq. 15; lambda is 1)")
+    cosine: float = Field(
+        0.0, ge=0, description="1 - cos(q, q'); half of LEAF's squared distance of unit vectors"
+    )
+    query_matching: float = Field(0.0, ge=0, description="||q - q'||, not squared (EmbedDistill, Eq. 7)")
+    document_matching: float = Field(
+        0.0, ge=0, description="the same for documents (Eq. 8); needs a document student"
+    )
+    one_hot: float = Field(
+        0.0, ge=0, description="softmax cross entropy of labels, in-batch and sampled negatives (Eq. 9)"
+    )
+    scores: float = Field(0.0, ge=0, description="the teacher's scores of the same candidates (Eq. 11-13)")
+    scores_kind: Literal["softmax", "bce", "mse"] = Field(
+        "softmax",
+        description="loss of `scores`; softmax: cross entropy over a query's candidates (Eq. 11), bce: "
+        "binary cross entropy of each candidate (Eq. 12), mse: squared difference of scores (Eq. 13)",
+    )
+    temperature: float = Field(
+        0.05, gt=0, lt=1, description="of the cosines of one_hot and scores; inner products have none"
+    )
+
+    @property
+    def reads_documents(self) -> bool:
+        """Whether a batch needs candidates, and so triplets and document embeddings."""
+        return max(self.document_matching, self.one_hot, self.scores) > 0
+
+    @model_validator(mode="after")
+    def _teaches(self) -> "DistillLosses":
+        if not max(
+            self.qkd, self.cosine, self.query_matching, self.document_matching, self.one_hot, self.scores
+        ):
+            raise ValueError("every weight is 0: give at least one loss a weight")
+        return self
+
+
+class StudentValidation(ValidationSchedule):
+    """Measuring a student on held-out queries while it trains; the best weights are kept."""
+
+    metric = "cosine"
+    every: int = Field(100, ge=1, description="steps between measurements")
+    queries: int = Field(4096, ge=1, description="validation queries drawn, seeded")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Always."""
+        return True
+
+
+class DistillConfig(Schedule):
+    """A student query tower learns the teacher's query embeddings."""
+
+    student: StudentConfig = TowerConfig(backbone=Scratch(architecture="bert"), max_length=32)
+    document: TowerConfig | None = Field(
+        None, description="a student for documents too (symmetric); null inherits the teacher's embeddings"
+    )
+    teacher_layers: tuple[int, ...] | Literal["even"] | None = Field(
+        None,
+        description="layers of the teacher that a student from scratch starts with, from 0, or from the end, "
+        "as -1; even: `backbone.layers` of them at equal distances, the last included. The teacher's kind "
+        "and sizes then hold, and all its tokens and its projection are copied. null: random weights",
+    )
+    inherit_tokens: bool = Field(
+        True,
+        description="a student from scratch starts with the teacher's tokenizer and token embeddings, "
+        "instead of its own `vocabulary`; "
+        "false: it learns a tokenizer of its own from the training queries",
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="tokenizer.json, or a folder or hub id with one, of a student that inherits no tokens; "
+        "null: it learns one",
+    )
+    new_vocabulary: int = Field(
+        0,
+        ge=0,
+        description="frequent words of the queries that become tokens of their own, at most so many: shorter "
+        "rows, and an embedding per word; the paper's student has 84,522 tokens in all",
+    )
+    losses: DistillLosses = DistillLosses()
+    optimizer: Optimizer = Optimizer(peak_lr=1e-3)
+    global_batch: int = Field(512, ge=2, description="queries per step over all ranks; 40,000 in the paper")
+    epochs: float = Field(10.0, ge=0, description="passes over the queries; 100 in the paper")
+    validation: StudentValidation | None = StudentValidation()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Kinds of artifacts that are read beside the teacher's query embeddings."""
+        if not self.losses.reads_documents:
+            return ()
+        return ("triplets", "embeddings") if self.document is None else ("triplets", "embeddings", "dataset")
+
+    @property
+    def inherits(self) -> bool:
+        """Whether the student starts with the teacher's tokenizer and its weights of each token."""
+        own = isinstance(self.student, TowerConfig) and isinstance(self.student.backbone, Pretrained)
+        return self.inherit_tokens and self.teacher_layers is None and not own
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the student starts from the teacher's embeddings of single tokens."""
+        return self.inherits and isinstance(self.student, LookupConfig)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "DistillConfig":
+        if self.losses.document_matching and self.document is None:
+            raise ValueError("losses.document_matching needs a document student: set distill.document")
+        if self.document is not None and not self.losses.reads_documents:
+            raise ValueError(
+                "no loss reads documents, so distill.document would learn nothing: give losses.one_hot, "
+                "scores or document_matching a weight"
+            )
+        if self.teacher_layers is not None and isinstance(self.student, LookupConfig):
+            raise ValueError("a lookup student has no layers: leave distill.teacher_layers out")
+        if self.teacher_layers is not None and isinstance(self.student.backbone, Pretrained):  # type: ignore[union-attr]
+            raise ValueError("a pretrained student brings its own weights: leave distill.teacher_layers out")
+        published = isinstance(self.student, TowerConfig) and self.student.pooling != "placeholders"
+        if published and self.new_vocabulary:
+            raise ValueError("a published student reads by its own tokenizer: leave new_vocabulary out")
+        return self
+
+
+class ScreenConfig(Config):
+    """`scalingnote screen`: a closed-form table of each teacher, to compare them before one is distilled."""
+
+    count: int = Field(
+        5000, ge=500, le=50_000, description="pseudo-queries drawn, before equal ones are merged"
+    )

@@ -1,0 +1,203 @@
+"""Stage II on Ray: from stored teacher embeddings to a student query tower. No teacher is loaded.
+
+Losses over documents also read triplets and the teacher's document embeddings; a student for documents also
+reads the documents.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from scalingnote.core import cluster
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
+from scalingnote.models.config import Scratch
+from scalingnote.models.dual_encoder import build_tower
+from scalingnote.models.prompt import DocumentPrompt
+from scalingnote.models.published_model import Similarity
+from scalingnote.models.tower import Tower
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.schema import INDEXED_VIEW
+from scalingnote.train import tokens
+from scalingnote.train.data import Order, Store
+from scalingnote.train.distillation import agreement, prepare, student
+from scalingnote.train.distillation.config import DistillConfig
+from scalingnote.train.distillation.objective import LessonBatches, StageTwo
+from scalingnote.train.distillation.prepare import CandidateSources
+from scalingnote.train.job import Failure, Settings, finished_steps, launch, start_rank, train_rank
+
+log = get_logger("distill")
+
+
+def run(
+    config: DistillConfig,
+    *,
+    query_embeddings: str,
+    triplets: str | None = None,
+    embeddings: str | None = None,
+    dataset: str | None = None,
+    output: str,
+) -> Artifact:
+    """Train the student; killed at any moment, the next call resumes from the newest checkpoint.
+
+    Args:
+        config: student, losses and schedule.
+        query_embeddings: URI of the teacher's embeddings of queries.
+        triplets: URI, for losses over documents; as are the next two. An artifact that is not read is no
+            parent.
+        embeddings: URI of the teacher's embeddings of documents.
+        dataset: URI, for a student for documents.
+        output: URI of the student.
+
+    Raises:
+        ConfigError: the losses, or a student for documents, read an artifact that is missing; or a lookup
+            student the embeddings of single tokens, which `query_embeddings` was made without.
+    """
+    uris = {"triplets": triplets, "embeddings": embeddings, "dataset": dataset}
+    if missing := [kind for kind in config.reads if uris[kind] is None]:
+        raise ConfigError(f"distill's losses read {', '.join(missing)}: pass them, or leave these losses out")
+    teacher = open_artifact(query_embeddings, kind="query_embeddings")
+    parents = {"query_embeddings": teacher}
+    parents |= {kind: open_artifact(uris[kind] or "", kind=kind) for kind in config.reads}
+    draft = Draft(output, kind="student", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    _require_fitting_teacher(config, teacher, parents.get("embeddings"))
+    start = student.prepare_start(config, teacher, folder=draft.work("start"))
+    document_tokenizer = _document_tokenizer(config, parents)
+    sizes = prepare.prepare(
+        teacher,
+        prompt=student.build_prompt(config, start),
+        folder=draft.work("rows"),
+        candidates=_sources(config, parents, document_tokenizer),
+        each=cluster.map_tasks,
+    )
+    rows, steps = sum(sizes.values()), Order.of(config, sizes).steps(config)
+    log.info("%s rows, %d steps", f"{rows:,}", steps)
+    settings = {
+        "query_embeddings": query_embeddings,
+        "output": output,
+        "work": draft.work(),
+        "document_tokenizer": document_tokenizer,
+        "steps": steps,
+    }
+    launch(_worker, settings, schedule=config, section="distill")
+    learnt = sizes if config.losses.reads_documents else {"queries": rows}
+    return draft.commit(counts={**learnt, "steps": finished_steps(output, planned=steps)})
+
+
+def _worker(settings: Settings) -> Failure | None:
+    """One rank of stage II."""
+    config, rank, world = start_rank(DistillConfig, settings)
+    teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")
+    store = Store.open(fs.join(settings["work"], "rows"))
+    start = student.read_start(fs.join(settings["work"], "start"))
+    dim = store.facts["dim"]
+
+    def build_stage() -> StageTwo:
+        document = _document_student(config, settings["document_tokenizer"], dim=dim, teacher=teacher)
+        tower = student.build_student(config, start, teacher=teacher, dim=dim)
+        return StageTwo(tower, config.losses, document, similarity=compared_by(teacher))
+
+    stage = build_stage()
+    batches = LessonBatches(
+        store,
+        Order.of(config, store.facts["sizes"]),
+        pad=stage.student.pad,
+        document_pad=None if stage.document is None else stage.document.pad,
+        rank=rank,
+        world=world,
+    )
+    return train_rank(
+        stage,
+        batches,
+        build_stage=build_stage,
+        schedule=config,
+        settings=settings,
+        save=_save,
+        validation=config.validation,
+        validate_with=lambda engine: agreement.validator(store, engine, config, pad=stage.student.pad),
+    )
+
+
+def _save(stage: StageTwo, folder: Path) -> None:
+    stage.student.save(folder / "query")
+    if stage.document is not None:
+        stage.document.save(folder / "document")
+
+
+def compared_by(artifact: Artifact) -> Similarity:
+    """How queries and documents are compared, as their artifact says: `query_embeddings` or `embeddings`."""
+    return "dot" if artifact.manifest.info.get("similarity") == "dot" else "cosine"
+
+
+def _require_fitting_teacher(config: DistillConfig, teacher: Artifact, embeddings: Artifact | None) -> None:
+    """ConfigError if the student cannot start from what `teacher` holds, or compare as it does."""
+    if config.reads_tokens and student.token_file("alone") not in teacher.manifest.parts:
+        raise ConfigError(
+            f"{teacher.uri} holds no embeddings of single tokens, which a lookup student starts from: "
+            "encode the queries with teacher.tokens=true, or set distill.inherit_tokens=false"
+        )
+    if embeddings is not None and compared_by(embeddings) != compared_by(teacher):
+        raise ConfigError(
+            f"the documents of {embeddings.uri} are compared by {compared_by(embeddings)}, the queries of "
+            f"{teacher.uri} by {compared_by(teacher)}: encode the queries again (stage teacher)"
+        )
+    document = config.document
+    if document is None or compared_by(teacher) == "cosine":
+        return
+    if document.pooling == "placeholders" or document.normalise:
+        raise ConfigError(
+            f"the teacher of {teacher.uri} compares by dot, and distill.document gives embeddings for "
+            "cosines: set its pooling to cls, as in EmbedDistill, and normalise to false"
+        )
+
+
+# --- the student for documents -----------------------------------------------------------------------------
+
+
+def _sources(
+    config: DistillConfig, parents: Mapping[str, Artifact], tokenizer: str | None
+) -> CandidateSources | None:
+    """The artifacts that candidates come from, where a loss reads any."""
+    if not config.losses.reads_documents:
+        return None
+    if config.document is None:
+        return CandidateSources(parents["triplets"], parents["embeddings"])
+    prompt = tokens.build_prompt(config.document, role="document", tokenizer_json=tokenizer)
+    assert isinstance(prompt, DocumentPrompt)
+    if INDEXED_VIEW not in prompt.views:
+        raise ConfigError(
+            f"distill.document.prompt gives {', '.join(prompt.views)}, but {INDEXED_VIEW} is searched: "
+            "end it with [EMB]"
+        )
+    return CandidateSources(parents["triplets"], parents["embeddings"], parents["dataset"], prompt)
+
+
+def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) -> str | None:
+    """Tokenizer JSON of a student for documents that starts from scratch."""
+    if config.document is None or not isinstance(config.document.backbone, Scratch):
+        return None
+    if config.inherit_tokens:
+        return student.teacher_tokenizer(parents["query_embeddings"])
+    triplets, dataset = parents["triplets"], parents["dataset"]
+    named, _ = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
+    learnt = tokens.train_tokenizers(
+        {"document": config.document}, texts=lambda: tokens.tokenizer_texts(triplets, dataset, named)
+    )
+    return learnt["document"]
+
+
+def _document_student(
+    config: DistillConfig, tokenizer: str | None, *, dim: int, teacher: Artifact
+) -> Tower | None:
+    """The student for documents, if there is one."""
+    if config.document is None:
+        return None
+    made = build_tower(config.document, role="document", dim=dim, tokenizer_json=tokenizer, seed=config.seed)
+    if compared_by(teacher) == "dot":
+        made.native = replace(made.native, similarity="dot")  # type: ignore[type-var]
+    if config.inherit_tokens and isinstance(config.document.backbone, Scratch):
+        student.inherit_token_embeddings(made.token_embeddings, student.token_weights(teacher, "tokens"))
+    return made

@@ -1,0 +1,280 @@
+"""Stage II: a rank's batch of queries and candidates, and the loss of a student against its teacher.
+
+    queries     ||q - q'||^2 - cos (ScalingNote, Eq. 15) · ||q - q'|| (EmbedDistill, Eq. 7)
+    documents   ||d - d'|| of a student that reads them, too (Eq. 8)
+    candidates  the softmax of labels (Eq. 9) · the teacher's scores (Eq. 11-13)
+
+Candidates are the documents of all ranks, positives and negatives; the student's are its own embeddings, or
+those it inherits from the teacher, which learn nothing. A score is a cosine over the temperature or, where
+the teacher compares by dot, an inner product, as search has it; a cross-encoder's scores are logits already,
+and known for a query's own documents only.
+Where a loss reads candidates, a row of a batch is a triplet, or a query without documents, and names its
+query by number.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Int64
+from numpy import ndarray
+from torch import Tensor
+
+from scalingnote.core.errors import TrainingError
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.lookup import LookupTower
+from scalingnote.models.published_model import Similarity
+from scalingnote.models.tower import Tower
+from scalingnote.storage.schema import INDEXED_VIEW
+from scalingnote.train.data import ABSENT, Order, Store
+from scalingnote.train.distillation.config import DistillLosses
+from scalingnote.train.engine import Encode, Objective, WeightedLosses, gather, rank
+from scalingnote.train.losses import (
+    SCORE_LOSSES,
+    Embeddings,
+    cosine_distance,
+    embedding_matching,
+    false_negative_documents,
+    info_nce,
+    qkd,
+)
+from scalingnote.train.objective import TensorRecord, padded
+
+
+@dataclass(frozen=True)
+class LessonCandidates(TensorRecord):
+    """Documents that one rank's queries are scored against: of each its positive, then its negatives.
+
+    A query without documents has `weights` 0. Where a place holds no document, `document_ids` is ABSENT and
+    `index` is meaningless.
+    """
+
+    embeddings: Float[Tensor, "docs dim"]  # the teacher's, each document once
+    index: Int[Tensor, "queries group"]  # rows of `embeddings`
+    weights: Float[Tensor, " queries"]  # of each row in the losses over candidates
+    query_ids: Int[Tensor, " queries"]
+    document_ids: Int[Tensor, "queries group"]
+    known: Int[Tensor, "queries known"]  # documents known to answer the query; padded with -1
+    scores: Float[Tensor, "queries group"] | None = None  # a cross-encoder's; NaN in unscored rows
+    texts: Batch | None = None  # of the documents, in the order of `embeddings`
+
+    @property
+    def present(self) -> Bool[Tensor, "queries group"]:
+        """Which places hold a document."""
+        return self.document_ids != ABSENT
+
+
+@dataclass(frozen=True)
+class Lesson(TensorRecord):
+    """One rank's share of a step: queries for the student, and the teacher's embeddings of them."""
+
+    queries: Batch
+    teacher: Float[Tensor, "queries dim"]
+    weights: Float[Tensor, " queries"] | None = None  # of each row in the losses over queries; None: all 1
+    candidates: LessonCandidates | None = None
+
+
+class StageTwo(Objective):
+    """Student towers and losses as one module."""
+
+    def __init__(
+        self,
+        student: Tower | LookupTower,
+        losses: DistillLosses,
+        document: Tower | None = None,
+        *,
+        similarity: Similarity = "cosine",
+    ) -> None:
+        """`document` is a student for documents, `similarity` the teacher's."""
+        super().__init__()
+        self.student: Tower | LookupTower = student
+        self._similarity: Similarity = similarity
+        self.document, self._losses = document, losses
+        self._view = None if document is None else document.views.index(INDEXED_VIEW)
+
+    def losses(self, batch: Lesson, encode: Encode) -> WeightedLosses:
+        """This rank's losses times their weights, and their parts; means of both over ranks are global."""
+        queries, documents = encode("query", batch.queries)["query"][:, 0], None
+        if self.document is not None:
+            assert batch.candidates is not None
+            assert batch.candidates.texts is not None
+            documents = encode("document", batch.candidates.texts)["document"][:, 0]
+        losses = self._losses
+        with torch.autocast(queries.device.type, enabled=False):
+            parts = query_losses(queries, batch, losses, self._similarity)
+            if losses.reads_documents:
+                parts |= candidate_losses(queries, documents, batch, losses, self._similarity)
+            weighted = {name: getattr(losses, name) * part for name, part in parts.items()}
+            parts["squared_distance"] = (batch.teacher - queries.detach()).pow(2).sum(-1).mean()
+        return weighted, parts
+
+    def encode(self, name: str, rows: Batch) -> dict[str, Tensor]:
+        """A student's embeddings of some rows, in float32, by the name of the student."""
+        return {name: self.embeddings(name, rows)}
+
+    def embeddings(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
+        """A student's embeddings of some rows, in float32; of a document the view that is searched."""
+        if name == "query":
+            return self.student(rows).float()  # type: ignore[no-any-return]
+        assert self.document is not None
+        return self.document(rows)[:, self._view].unsqueeze(1).float()  # type: ignore[no-any-return]
+
+
+def query_losses(
+    queries: Embeddings, lesson: Lesson, losses: DistillLosses, similarity: Similarity
+) -> dict[str, Tensor]:
+    """The losses over queries alone that have a weight, by name."""
+    weights = lesson.weights
+    parts = {}
+    if losses.qkd:
+        parts["qkd"] = qkd(lesson.teacher, queries, weights=weights)
+    if losses.cosine:
+        parts["cosine"] = cosine_distance(lesson.teacher, queries, weights=weights)
+    if losses.query_matching:
+        teacher, student = _compared(lesson.teacher, similarity), _compared(queries, similarity)
+        parts["query_matching"] = embedding_matching(teacher, student, weights=weights)
+    return parts
+
+
+def candidate_losses(
+    queries: Embeddings,
+    documents: Float[Tensor, "docs dim"] | None,
+    lesson: Lesson,
+    losses: DistillLosses,
+    similarity: Similarity,
+) -> dict[str, Tensor]:
+    """The losses over candidates that have a weight, by name; without `documents`, the teacher's are used."""
+    if lesson.candidates is None:
+        raise TrainingError(
+            "losses over documents have a weight, but the lessons hold no documents: prepare them"
+        )
+    candidates = lesson.candidates
+    inherited = _compared(candidates.embeddings, similarity)
+    own = inherited if documents is None else _compared(documents, similarity)
+    temperature = losses.temperature if similarity == "cosine" else 1.0
+    rows = {"weights": candidates.weights}
+    parts = {}
+    if losses.document_matching:
+        parts["document_matching"] = _document_matching(inherited, own, candidates, **rows)
+    if losses.one_hot or (losses.scores and candidates.scores is None):
+        real, answers = _pool_masks(candidates)
+    scaled = _compared(queries, similarity) / temperature
+    if losses.one_hot:
+        parts["one_hot"] = info_nce(
+            scaled,
+            _gathered(own, candidates),
+            positives=torch.arange(len(queries), device=queries.device) + rank() * len(queries),
+            temperature=1.0,
+            ignore=answers | ~real,
+            **rows,
+        )
+    if losses.scores:
+        if candidates.scores is None:
+            teacher_queries = _compared(lesson.teacher, similarity) / temperature
+            student = scaled @ _gathered(own, candidates).T
+            teacher = teacher_queries @ _gathered(inherited, candidates).T
+            scored = real.expand_as(teacher)
+        else:
+            student = torch.einsum("qd,qgd->qg", scaled, own[candidates.index])
+            teacher = candidates.scores
+            scored = teacher.isfinite() & candidates.present
+        parts["scores"] = SCORE_LOSSES[losses.scores_kind](student, teacher, scored=scored, **rows)
+    return parts
+
+
+def _pool_masks(candidates: LessonCandidates) -> tuple[Bool[Tensor, " pool"], Bool[Tensor, "queries pool"]]:
+    """Of the candidates of all ranks: those that are documents, and those known to answer each query.
+
+    They are the positives of all queries, then all first negatives, and so on.
+    """
+    ids, query_ids = candidates.document_ids, candidates.query_ids
+    gathered = gather(torch.cat([query_ids[:, None], ids], dim=1))  # one exchange for all ids
+    all_ids = gathered[:, 1:].T.flatten()
+    answers = false_negative_documents(
+        query_ids, ids[:, 0], candidates.known, all_query_ids=gathered[:, 0], candidate_ids=all_ids
+    )
+    return all_ids != ABSENT, answers
+
+
+def _gathered(
+    documents: Float[Tensor, "docs dim"], candidates: LessonCandidates
+) -> Float[Tensor, "pool dim"]:
+    """Embeddings of all ranks' candidates, with gradients."""
+    return gather(documents[candidates.index]).transpose(0, 1).flatten(0, 1)
+
+
+def _document_matching(
+    teacher: Float[Tensor, "docs dim"],
+    student: Float[Tensor, "docs dim"],
+    candidates: LessonCandidates,
+    *,
+    weights: Float[Tensor, " queries"],
+) -> Float[Tensor, ""]:
+    """The mean over each row's documents, and over rows."""
+    index, present = candidates.index, candidates.present
+    share = index.shape[1] / present.sum(1, keepdim=True).clamp(min=1)
+    each = (weights[:, None] * share * present).flatten()
+    return embedding_matching(teacher[index.flatten()], student[index.flatten()], weights=each)
+
+
+def _compared(vectors: Float[Tensor, "rows dim"], similarity: Similarity) -> Float[Tensor, "rows dim"]:
+    """Vectors whose products are what a teacher compares by: of length 1, or for dot as they are."""
+    return F.normalize(vectors, dim=-1) if similarity == "cosine" else vectors
+
+
+class LessonBatches:
+    """Lessons of any step, for one rank, from a store of :mod:`scalingnote.train.distillation.prepare`.
+
+    `pad` is the pad token of the query student, `document_pad` that of a student for documents.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        order: Order,
+        *,
+        pad: int,
+        rank: int,
+        world: int,
+        document_pad: int | None = None,
+    ) -> None:
+        self._store, self._order, self._rank, self._world = store, order, rank, world
+        self._pad, self._document_pad = pad, document_pad
+
+    def __call__(self, step: int) -> Lesson:
+        """This rank's share of a step."""
+        rows = self._order.batch(step)[self._rank :: self._world]
+        lessons, weights, candidates = rows, None, None
+        if "rows" in self._store.tables:
+            lessons = self._store["rows"].values("lesson", rows)
+            weights = torch.from_numpy(self._store["rows"].values("weight", rows))
+            candidates = self._candidates(rows, weights)
+        queries = collate(self._store["lessons"].tokens(lessons), pad=self._pad, packed=True)
+        teacher = torch.from_numpy(self._store["lessons"].values("teacher", lessons))
+        return Lesson(queries, teacher, weights, candidates)
+
+    def _candidates(
+        self, chosen: Int64[ndarray, " rows"], weights: Float[Tensor, " rows"]
+    ) -> LessonCandidates:
+        rows, stored, facts = self._store["rows"], self._store["documents"], self._store.facts
+        documents = rows.values("documents", chosen)
+        answered = torch.from_numpy(documents[:, 0] != ABSENT)
+        # Generated queries have no documents. The losses over candidates are means over the triplets alone:
+        # this factor makes them so in expectation, without an exchange between ranks.
+        share = sum(facts["sizes"].values()) / facts["sizes"]["triplets"]
+        # Document 0 stands in for all absent ones; it is masked, and encoded once at most.
+        distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)
+        texts = None
+        if self._document_pad is not None:
+            texts = collate(stored.tokens(distinct), pad=self._document_pad, packed=True)
+        return LessonCandidates(
+            embeddings=torch.from_numpy(stored.values("teacher", distinct).astype(np.float32)),
+            index=torch.from_numpy(index.reshape(documents.shape)),
+            weights=weights * answered * share,
+            query_ids=torch.from_numpy(rows.values("query", chosen)),
+            document_ids=torch.from_numpy(documents),
+            known=torch.from_numpy(padded(rows.lists("known", chosen), width=max(facts["known"], 1))),
+            scores=torch.from_numpy(rows.values("scores", chosen)) if facts["scored"] else None,
+            texts=texts,
+        )

@@ -1,0 +1,318 @@
+"""Prepare stage II: write queries, the teacher's embeddings of them, and their candidates to a store.
+
+    query embeddings  ─► lessons    token rows of queries beside the teacher's embeddings, a file per slice
+    triplets          ─► names      hashes of the documents that training rows name, and of their queries
+    embeddings        ─► documents  the teacher's embeddings of those, and tokens where a student reads them
+    triplets          ─► rows       a query's number, row numbers of its documents, known answers, scores
+    lessons           ─► rows       queries that stand in no triplet (generated ones): they have no documents
+
+All but the first are needed only by losses over documents. A document is stored once; rows name it by number.
+Work is done in slices, as in stage I: a killed run repeats the slices without a record.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from scalingnote.core.errors import ConfigError, DataError, TrainingError
+from scalingnote.core.log import get_logger
+from scalingnote.models.lookup import LookupPrompt
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, list_column, token_columns
+from scalingnote.storage import arrow
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, Part, write_table
+from scalingnote.storage.schema import DOCUMENT_COLUMNS, INDEXED_VIEW
+from scalingnote.storage.shuffle import (
+    JsonRecord,
+    NumberedSlice,
+    TaskRunner,
+    hash_of,
+    named_parts,
+    run_slices,
+    slices,
+    write_tables,
+)
+from scalingnote.train import tokens
+from scalingnote.train.data import Store, one_chunk
+from scalingnote.train.prepare import file_name, merge_hashes, number_documents, read_array, total_rows
+from scalingnote.train.tokens import query_number
+
+log = get_logger("distill")
+VALIDATION = "validation"  # table of the store: rows like those of training, which no step draws
+_TRIPLET_COLUMNS = ["query_id", "positive", "negatives", "source", "hop", "weight", "split"]
+_QUERY_COLUMNS = ["query_id", "query", "embedding", "split"]
+_BLOCK_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class CandidateSources:
+    """The artifacts that candidates come from; the last two where a student reads documents."""
+
+    triplets: Artifact
+    embeddings: Artifact
+    dataset: Artifact | None = None
+    prompt: DocumentPrompt | None = None
+
+
+def prepare(
+    teacher: Artifact,
+    *,
+    prompt: QueryPrompt | LookupPrompt,
+    folder: str,
+    candidates: CandidateSources | None = None,
+    each: TaskRunner = map,
+) -> dict[str, int]:
+    """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
+
+    The folder must belong to this teacher, whose embeddings of queries are read, this student, whose prompt
+    is given, and these candidates, for losses over documents.
+
+    Returns:
+        Training rows by part, as :class:`Order` takes them.
+
+    Raises:
+        TrainingError: triplets name documents or queries without an embedding.
+        ConfigError: the document embeddings lack the view that is searched.
+    """
+    if not Store.finished(folder):
+        group = 1 if candidates is None else _write_names(candidates, folder=folder, each=each)
+        task = partial(_lessons_of_slice, teacher=teacher, prompt=prompt, folder=folder)
+        parts = slices(teacher, "embeddings")
+        records = run_slices("lessons", task, parts, folder=folder, each=each, section="distill")
+        tables = {
+            name: [file for record in records for file in named_parts(record[key])]
+            for name, key in (("lessons", "files"), (VALIDATION, "validation"))
+        }
+        facts = {"sizes": {"lessons": total_rows(tables["lessons"])}, "dim": records[0]["dim"]}
+        if candidates is not None:
+            more, counted = _write_candidates(
+                candidates, teacher, records, group=group, folder=folder, each=each
+            )
+            tables, facts = tables | more, facts | counted
+        Store.finish(folder, tables, facts)
+    facts = Store.facts_of(folder)
+    if facts.get("left_out"):
+        log.warning("%s triplets left out: their positive has no embedding", f"{facts['left_out']:,}")
+    sizes: dict[str, int] = facts["sizes"]
+    return sizes
+
+
+def _lessons_of_slice(
+    item: NumberedSlice, *, teacher: Artifact, prompt: QueryPrompt | LookupPrompt, folder: str
+) -> JsonRecord:
+    table = pa.concat_tables(teacher.table(part, _QUERY_COLUMNS) for part in item[1])
+    written: dict[str, Any] = {}
+    for name, split, key in (("lessons", "train", "files"), (VALIDATION, "validation", "validation")):
+        rows = lesson_rows(table.filter(pc.equal(table["split"], split)), prompt=prompt)
+        written[key] = write_tables(folder, {f"{name}/{item[0]:05d}.arrow": rows})
+    return written | {"dim": table.schema.field("embedding").type.list_size}
+
+
+def lesson_rows(queries: pa.Table, *, prompt: QueryPrompt | LookupPrompt) -> pa.Table:
+    """Numbers (``query``), token rows and ``teacher`` embeddings of queries."""
+    texts = queries["query"].to_pylist()
+    blocks = (prompt.rows(texts[start : start + _BLOCK_ROWS]) for start in range(0, len(texts), _BLOCK_ROWS))
+    number = pa.array(query_number(queries["query_id"]))
+    teacher = arrow.to_arrow(arrow.to_numpy(queries["embedding"]))
+    return one_chunk({"query": number, **token_columns(blocks, views=1), "teacher": teacher})
+
+
+def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) -> int:
+    """Write which documents and queries the training rows name: sorted hashes, 8 bytes each.
+
+    Returns the most documents of a row.
+    """
+    parts = slices(sources.triplets, "triplets")
+    records = run_slices(
+        "names",
+        partial(_hashes_of_slice, sources=sources, folder=folder),
+        parts,
+        folder=folder,
+        each=each,
+        section="distill",
+    )
+    for table in ("document_hashes", "query_hashes"):
+        merge_hashes(folder, table, files=len(parts))
+    return max(int(record["group"]) for record in records)
+
+
+def _write_candidates(
+    sources: CandidateSources,
+    teacher: Artifact,
+    lessons: Sequence[JsonRecord],
+    *,
+    group: int,
+    folder: str,
+    each: TaskRunner,
+) -> tuple[dict[str, list[tuple[str, Part]]], dict[str, Any]]:
+    """Tables and facts of a store beside its lessons, of which `lessons` are the records."""
+    run = partial(run_slices, folder=folder, each=each, section="distill")
+    _require_view(sources.embeddings)
+    written = run(
+        "documents",
+        partial(_documents_of_slice, sources=sources, folder=folder),
+        slices(sources.embeddings, "embeddings"),
+    )
+    wanted = read_array(fs.join(folder, "document_hashes.arrow"))
+    place = number_documents(wanted, written, folder)
+    rejected = sources.embeddings.table("rejected.parquet", ["row"])["row"]
+    unread = np.flatnonzero(np.isin(wanted, hash_of(rejected))) if len(rejected) else np.empty(0, np.int64)
+    place[unread[place[unread] < 0]] = tokens.UNREADABLE_ROW
+    write_table(fs.join(folder, "place.arrow"), pa.table({"row": place}))
+    _number_lessons(lessons, folder)
+    rows = run(
+        "rows",
+        partial(_rows_of_slice, sources=sources, teacher=teacher, group=group, folder=folder),
+        slices(sources.triplets, "triplets"),
+    )
+    starts = np.cumsum([0, *(total_rows(named_parts(record["files"])) for record in lessons)])
+    generated = run(
+        "free",
+        partial(
+            _rows_without_documents, lessons=list(lessons), starts=starts.tolist(), group=group, folder=folder
+        ),
+        [[str(number)] for number in range(len(lessons))],
+    )
+    with_documents = [file for record in rows for file in named_parts(record["files"])]
+    without = [file for record in generated for file in named_parts(record["files"])]
+    sizes = {"triplets": total_rows(with_documents), "generated": total_rows(without)}
+    if not sizes["triplets"]:
+        raise DataError("no triplet for training has a positive with an embedding: re-run collect or encode")
+    tables = {
+        "documents": [file for record in written for file in named_parts(record["files"])],
+        "rows": [*with_documents, *without],
+    }
+    facts = {
+        "sizes": {part: count for part, count in sizes.items() if count},
+        "known": max(record["known"] for record in rows),
+        "scored": any(record["scored"] for record in rows),
+        "left_out": sum(record["left_out"] for record in rows),
+    }
+    return tables, facts
+
+
+def _require_view(embeddings: Artifact) -> None:
+    with embeddings.open(embeddings.table_parts("embeddings")[0]) as stream:
+        views = pq.read_schema(stream).names
+    if INDEXED_VIEW not in views:
+        raise ConfigError(
+            f"{embeddings.uri} holds no view {INDEXED_VIEW!r}, which is searched: add it to encode.views"
+        )
+
+
+def _hashes_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
+    table = _training_rows(sources.triplets, item[1], ["query_id", "positive", "negatives", "split"])
+    documents, group = tokens.document_hashes(table.to_batches())
+    queries = np.unique(tokens.query_number(table["query_id"]))
+    for name, hashes in (("document_hashes", documents), ("query_hashes", queries.astype(np.uint64))):
+        write_table(fs.join(folder, file_name(name, item[0])), pa.table({"hash": hashes}))
+    return {"group": group}
+
+
+def _documents_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
+    wanted = read_array(fs.join(folder, "document_hashes.arrow"))
+    tables: list[pa.Table] = []
+    problems: dict[str, str] = {}
+    for part in item[1]:
+        table = sources.embeddings.table(part, ["doc_id", INDEXED_VIEW])
+        hashes = hash_of(table["doc_id"])
+        kept = tokens.in_sorted(hashes, wanted)
+        columns = {"hash": pa.array(hashes[kept]), "teacher": table.filter(pa.array(kept))[INDEXED_VIEW]}
+        if sources.prompt is not None:
+            assert sources.dataset is not None
+            texts = tokens.read_columns(
+                sources.dataset, [part.replace("embeddings/", "documents/", 1)], DOCUMENT_COLUMNS
+            )
+            read, unread = tokens.document_rows(texts, prompt=sources.prompt, wanted=np.sort(hashes[kept]))
+            problems |= unread
+            # Both are in the dataset's order; embeddings may lack documents that the teacher could not read.
+            both = pa.array(np.isin(hashes[kept], np.asarray(read["hash"])))
+            columns = {name: column.filter(both) for name, column in columns.items()}
+            columns |= {name: read[name] for name in ("ids", "positions")}
+        tables.append(pa.table(columns))
+    files = write_tables(folder, {file_name("documents", item[0]): pa.concat_tables(tables)})
+    return {"files": files, "problems": problems}
+
+
+def _number_lessons(lessons: Sequence[JsonRecord], folder: str) -> None:
+    """Write sorted numbers of all queries and the row of each among the lessons: 16 bytes a query."""
+    files = [name for record in lessons for name, _ in named_parts(record["files"])]
+    numbers = np.concatenate([np.empty(0, np.int64), *(read_array(fs.join(folder, name)) for name in files)])
+    order = np.argsort(numbers, kind="stable")
+    if (np.diff(numbers[order]) == 0).any():
+        raise DataError(
+            "a query occurs twice in the teacher's embeddings, or two ids share a hash: re-run teacher"
+        )
+    write_table(fs.join(folder, "queries.arrow"), pa.table({"query": numbers[order]}))
+    write_table(fs.join(folder, "lessons.arrow"), pa.table({"row": order.astype(np.int64)}))
+
+
+def _rows_of_slice(
+    item: NumberedSlice, *, sources: CandidateSources, teacher: Artifact, group: int, folder: str
+) -> JsonRecord:
+    number, parts = item
+    table = _training_rows(sources.triplets, parts, _TRIPLET_COLUMNS, scores=teacher)
+    columns, readable = tokens.triplet_columns(
+        table,
+        tokens.read_answers(sources.triplets, parts),
+        group=group,
+        wanted=read_array(fs.join(folder, "document_hashes.arrow")),
+        place=read_array(fs.join(folder, "place.arrow")),
+    )
+    known, queries = read_array(fs.join(folder, "queries.arrow")), np.asarray(columns["query"])
+    at = np.searchsorted(known, queries)
+    if (at == len(known)).any() or (known[at] != queries).any():
+        raise TrainingError("triplets contain queries that the teacher has not embedded: re-run teacher")
+    lesson = read_array(fs.join(folder, "lessons.arrow"))[at]
+    kept = ("query", "documents", "known", "weight", "scores")
+    rows = one_chunk({"lesson": pa.array(lesson), **{name: columns[name] for name in kept}})
+    rows = rows.filter(pa.array(readable)).combine_chunks()
+    return {
+        "files": write_tables(folder, {file_name("rows", number): rows}),
+        "left_out": int((~readable).sum()),
+        **tokens.row_facts(rows),
+    }
+
+
+def _rows_without_documents(
+    item: NumberedSlice, *, lessons: list[JsonRecord], starts: list[int], group: int, folder: str
+) -> JsonRecord:
+    """Rows of queries that occur in no triplet."""
+    queries = read_array(fs.join(folder, "query_hashes.arrow"))
+    files = named_parts(lessons[item[0]]["files"])
+    numbers = np.concatenate(
+        [np.empty(0, np.int64), *(read_array(fs.join(folder, name)) for name, _ in files)]
+    )
+    alone = np.flatnonzero(~tokens.in_sorted(numbers.astype(np.uint64), queries))
+    size = len(alone)
+    rows = one_chunk(
+        {
+            "lesson": pa.array(alone + starts[item[0]]),
+            "query": pa.array(numbers[alone]),
+            "documents": arrow.to_arrow(np.full((size, group), -1, np.int64)),
+            "known": list_column(np.empty(0, np.int64), [0] * (size + 1)),
+            "weight": pa.array(np.ones(size, np.float32)),
+            "scores": arrow.to_arrow(np.full((size, group), np.nan, np.float32)),
+        }
+    )
+    return {"files": write_tables(folder, {file_name("free", item[0]): rows})}
+
+
+def _training_rows(
+    triplets: Artifact, parts: Sequence[str], columns: list[str], *, scores: Artifact | None = None
+) -> pa.Table:
+    """Training rows of some parts; with the `scores` of a teacher that scored them row by row, if it did."""
+    tables = []
+    for part in parts:
+        table = triplets.table(part, columns)
+        beside = part.replace("triplets/", "scores/", 1)
+        if scores is not None and beside in scores.manifest.parts:
+            table = table.append_column("scores", scores.table(beside, ["scores"])["scores"])
+        tables.append(table.filter(pc.equal(table["split"], "train")))
+    return pa.concat_tables(tables)

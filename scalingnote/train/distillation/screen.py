@@ -1,0 +1,256 @@
+"""Screen teachers: which one becomes a good token table on given texts, by a closed-form fit in minutes.
+
+    texts -> pseudo-queries -> teacher: embeddings Y [n, dim], scaled to unit length
+                            -> token shares X [n, tokens], sparse
+    table W [tokens, dim]: argmin |X W - Y|^2 + ridge |W|^2 over the pseudo-queries of 80 % of the documents
+    held-out pseudo-queries: cosine of table and teacher, share of the teacher's top 10 that the table finds,
+                             by the teacher's own similarity
+
+A table that is trained on more texts is better than this one. The numbers compare teachers on one set of
+texts, and cannot be compared between sets.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import scipy.linalg
+import scipy.sparse
+from jaxtyping import Float
+from numpy import ndarray
+
+from scalingnote.core.errors import DataError, ScalingNoteError
+from scalingnote.core.log import elapsed_status, get_logger, status_lines
+from scalingnote.core.model_files import local_folder
+from scalingnote.core.reports import ReportTable
+from scalingnote.datasets.input_files import RawRow
+from scalingnote.datasets.splits import subset
+from scalingnote.encode.encoder import Encoder
+from scalingnote.models.adopt import open_tower
+from scalingnote.models.config import AdoptConfig
+from scalingnote.models.weights import compute_dtype, default_device
+from scalingnote.storage.arrow import as_searched, l2_normalize
+from scalingnote.storage.shuffle import hash_of
+from scalingnote.train.distillation.agreement import median_ms, neighbour_overlap
+from scalingnote.train.distillation.config import ScreenConfig
+from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
+from scalingnote.triplets.pseudo_queries.sampling import SourceDocument, draw
+
+log = get_logger("distill")
+SEED = 0  # of the sampled documents, the draws and the held-out documents
+HELD_OUT_SHARE = 0.2  # share of the documents whose texts are measured
+RIDGE = (
+    0.01  # of the squared norm: all-MiniLM-L6-v2 on feedbackqa overlaps by .48, .51, .44 with .001, .01, .1
+)
+NEIGHBOURS = 10  # of the teacher, which the table should find
+MIN_TEXTS = 100  # distinct pseudo-queries; a fit on fewer is meaningless
+TEACHER_QUERIES, TABLE_QUERIES = 50, 200  # at most, for the median of times
+
+
+@dataclass(frozen=True)
+class TextSplit:
+    """Pseudo-queries to fit on, and others of other documents to measure with."""
+
+    train: list[str]
+    held_out: list[str]
+
+
+@dataclass(frozen=True)
+class ScreenedTeacher:
+    """Measures of one teacher's table; sizes and times are the teacher's, except `tokens` and `table_ms`."""
+
+    model: str
+    overlap: float
+    """Share of the teacher's ten nearest training texts that the table finds, mean of the held-out texts."""
+    cosine: float
+    """Of table and teacher, mean of the held-out texts."""
+    dimensions: int
+    parameters: int
+    tokens: int
+    """Distinct tokens of the training texts: rows of the table."""
+    teacher_ms: float
+    """Median of one query at a time on this machine, text to embedding."""
+    table_ms: float
+    seconds: float
+    """Of the whole screening of this teacher."""
+
+
+def screen(models: Sequence[str], documents: Iterable[RawRow], config: ScreenConfig) -> list[ScreenedTeacher]:
+    """Fit a table to each teacher; the teacher whose table reproduces it best comes first.
+
+    Args:
+        models: hub ids or folders of published embedding models.
+        documents: rows with doc_id, title and content; read once, as many as pseudo-queries are kept.
+        config: how many texts.
+
+    Raises:
+        DataError: the documents give fewer than :data:`MIN_TEXTS` distinct pseudo-queries.
+        ScalingNoteError: no model could be screened. One that cannot is logged and left out.
+    """
+    folders: dict[str, str] = {}
+    problems: dict[str, ScalingNoteError] = {}
+    for model in dict.fromkeys(models):
+        try:
+            folders[model] = str(local_folder(model))
+        except ScalingNoteError as error:
+            problems[model] = error
+    if not folders:
+        raise next(iter(problems.values()))
+    texts = draw_texts(documents, config)
+    done = []
+    for model, folder in folders.items():
+        try:
+            with status_lines("distill", elapsed_status(f"screening {model}")):
+                done.append(dataclasses.replace(screen_one(folder, texts), model=model))
+        except ScalingNoteError as error:
+            problems[model] = error
+    for model, problem in problems.items():
+        log.error("%s is left out: %s", model, problem)
+    if not done:
+        raise next(iter(problems.values()))
+    return sorted(done, key=lambda teacher: -teacher.overlap)
+
+
+def draw_texts(documents: Iterable[RawRow], config: ScreenConfig) -> TextSplit:
+    """Distinct pseudo-queries of a sample of documents; those of some documents are held out.
+
+    DataError where there are too few, or where all are of one document.
+    """
+    chosen = subset(documents, size=config.count, seed=SEED, key="doc_id")
+    keys = hash_of(pa.array([row["doc_id"] for row in chosen], pa.string())).tolist()
+    last = np.random.default_rng(SEED).permutation(len(chosen))[: round(HELD_OUT_SHARE * len(chosen))]
+    held_out = set(last.tolist())
+    settings = PseudoQueriesConfig(seed=SEED)
+    seen: set[str] = set()
+    sides: tuple[list[str], list[str]] = ([], [])
+    for number, (key, row) in enumerate(zip(keys, chosen, strict=True)):
+        document = SourceDocument(key, row["title"], row["content"])
+        for query in draw(document, settings, per_document=config.count / len(chosen)):
+            if query.text.casefold() not in seen:
+                seen.add(query.text.casefold())
+                sides[number in held_out].append(query.text)
+    if len(seen) < MIN_TEXTS or not all(sides):
+        raise DataError(
+            f"{len(chosen):,} documents give {len(seen):,} distinct pseudo-queries, {len(sides[1]):,} of "
+            f"them held out: a fit needs {MIN_TEXTS} and some held out; give more texts"
+        )
+    log.info("%d pseudo-queries of %d documents, %d held out", len(seen), len(chosen), len(sides[1]))
+    return TextSplit(*sides)
+
+
+def screen_one(model: str, texts: TextSplit) -> ScreenedTeacher:
+    """Encode the texts with a teacher as published, fit its table, and compare the two.
+
+    ConfigError where the model cannot be read.
+    """
+    start = time.perf_counter()
+    tower = open_tower(AdoptConfig(path=model), "query", dtype=compute_dtype("auto", default_device()))
+    teacher = Encoder(tower)
+    given = teacher.encode_queries(texts.train)
+    train, held_out = l2_normalize(given), l2_normalize(teacher.encode_queries(texts.held_out))
+    searched = as_searched(given, tower.native.similarity)
+    tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
+    table = RidgeTable.fit(tokens, train, ridge=RIDGE)
+    embeddings = table.embed(held_out_tokens)
+    return ScreenedTeacher(
+        model=model,
+        overlap=neighbour_overlap(held_out, embeddings, searched, k=NEIGHBOURS),
+        cosine=float((embeddings * held_out).sum(axis=1).mean()),
+        dimensions=train.shape[1],
+        parameters=sum(parameter.numel() for parameter in teacher.tower.parameters()),
+        tokens=len(table.rows),
+        teacher_ms=median_ms(lambda text: teacher.encode_queries([text]), texts.held_out[:TEACHER_QUERIES]),
+        table_ms=median_ms(
+            lambda text: table.embed_one(token_ids(teacher, [text])[0]), texts.held_out[:TABLE_QUERIES]
+        ),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def token_ids(teacher: Encoder, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens as the teacher reads them, its prompt and special tokens included: their rows are a constant."""
+    prompt: Any = teacher.tower.prompt
+    return [row.ids for row in prompt.rows(texts)]
+
+
+def as_table(screened: Sequence[ScreenedTeacher]) -> ReportTable:
+    """A row per teacher, in their order."""
+    head = ("model", "overlap@10", "cosine", "dims", "parameters", "teacher ms", "table ms", "seconds")
+    rows = [
+        (
+            one.model,
+            f"{one.overlap:.3f}",
+            f"{one.cosine:.3f}",
+            f"{one.dimensions:,}",
+            f"{one.parameters / 1e6:.1f} M",
+            f"{one.teacher_ms:.2f}",
+            f"{one.table_ms:.3f}",
+            f"{one.seconds:.0f}",
+        )
+        for one in screened
+    ]
+    return ReportTable(head, rows)
+
+
+@dataclass(frozen=True)
+class RidgeTable:
+    """A vector per token that was seen: a text's embedding is the mean of its tokens' vectors, normalised."""
+
+    columns: ndarray
+    """Row in `rows` of each token id; -1 for a token that was not seen."""
+    rows: Float[ndarray, "tokens dim"]
+
+    @classmethod
+    def fit(
+        cls, texts: Sequence[Sequence[int]], targets: Float[ndarray, "texts dim"], *, ridge: float
+    ) -> "RidgeTable":
+        """The ridge regression from the token shares of texts, of at least one token each, to `targets`."""
+        seen = np.unique(np.concatenate([np.asarray(ids) for ids in texts]))
+        columns = np.full(int(seen[-1]) + 1, -1)
+        columns[seen] = np.arange(len(seen))
+        return cls(columns, ridge_fit(token_shares(texts, columns), targets, ridge=ridge).astype(np.float32))
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Float[ndarray, "texts dim"]:
+        """Unit embeddings; 0 for a text of which no token was seen."""
+        return l2_normalize(np.asarray(token_shares(texts, self.columns) @ self.rows))
+
+    def embed_one(self, ids: Sequence[int]) -> Float[ndarray, " dim"]:
+        """The embedding of one text, without sparse arrays: the cost of a query."""
+        known = np.asarray(ids)
+        rows = self.columns[known[known < len(self.columns)]]
+        vector = self.rows[rows[rows >= 0]].sum(axis=0)
+        result: ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        return result
+
+
+def token_shares(texts: Sequence[Sequence[int]], columns: ndarray) -> Any:
+    """Sparse [texts, tokens seen]: each token's share of its text; tokens that were not seen have none."""
+    lengths = np.array([len(ids) for ids in texts])
+    ids = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in texts])
+    rows, values = np.repeat(np.arange(len(texts)), lengths), np.repeat(1 / np.maximum(lengths, 1), lengths)
+    rows_of_ids = np.where(ids < len(columns), columns[np.minimum(ids, len(columns) - 1)], -1)
+    known = rows_of_ids >= 0
+    shape = (len(texts), int(columns.max()) + 1)
+    return scipy.sparse.csr_array((values[known], (rows[known], rows_of_ids[known])), shape)
+
+
+def ridge_fit(
+    features: Any, targets: Float[ndarray, "texts dim"], *, ridge: float
+) -> Float[ndarray, "tokens dim"]:
+    """argmin over W of |features W - targets|^2 + ridge |W|^2, exactly, in float64.
+
+    The normal equations are solved on the smaller side: [texts, texts] or [tokens, tokens].
+    """
+    texts, tokens = features.shape
+    wanted = targets.astype(np.float64)
+    if texts < tokens:
+        gram = (features @ features.T).toarray()
+        gram[np.diag_indices(texts)] += ridge
+        return np.asarray(features.T @ scipy.linalg.solve(gram, wanted, assume_a="pos", overwrite_a=True))
+    gram = (features.T @ features).toarray()
+    gram[np.diag_indices(tokens)] += ridge
+    return np.asarray(scipy.linalg.solve(gram, features.T @ wanted, assume_a="pos", overwrite_a=True))

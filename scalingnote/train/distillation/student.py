@@ -1,0 +1,473 @@
+"""The student of a query tower: what it starts from, its prompt, and the tower that is trained.
+
+    prepare_start ─► tokenizer, new words, teacher layers in a folder ─► build_prompt, build_student per rank
+
+*Layers* are copied tensor by tensor from the safetensors of the teacher's own artifact, without building a
+model: the teacher's job does not know which layers a student will want, and a copy of a 7B teacher beside its
+embeddings would weigh 28 GB.
+
+*Tokens.* Distillation sees the training queries only. Words that occur in none of them, but in many
+documents, are known to the teacher; a student with random rows never learns them, and answers the queries of
+new topics badly. A transformer takes the teacher's token embeddings. The rows of a lookup table are
+embeddings of queries, read by no layer; it takes the teacher's embeddings of every token read alone.
+
+*New words* (ScalingNote, section 3.3) are frequent words of the queries as tokens of the student's own. The
+planner segments queries into words, Chinese by its dictionary. A tokenizer finds added tokens before it
+splits a text:
+
+* A word between spaces must stand alone (`single_word`), or "art" would be cut out of "heart". It includes
+  the space before it, as the pieces it replaces did, or that space would become a token.
+* Han characters stand between other ones, so that rule would never let them match. There the tokenizer takes
+  the longest word from the left, which is segmentation by maximum matching: it may divide other words than
+  the planner would, but in the same way in training and in serving.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import safetensors.torch
+import torch
+from jaxtyping import Float, Float32
+from numpy import ndarray
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
+from torch import Tensor, nn
+
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.log import get_logger
+from scalingnote.core.words import HAN, aligned
+from scalingnote.models import backbone as backbones
+from scalingnote.models import lookup, lookup_table
+from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
+from scalingnote.models.dual_encoder import build_tower
+from scalingnote.models.lookup import LookupPrompt, LookupStart, LookupTower
+from scalingnote.models.lookup_table import LookupFeatures, npy_bytes
+from scalingnote.models.prompt import QueryPrompt, tokenize
+from scalingnote.models.tower import Tower
+from scalingnote.storage import arrow
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.train import tokens
+from scalingnote.train.distillation.config import DistillConfig
+from scalingnote.train.distillation.own_vocabulary import fit_rows, read_tokenizer, train_word_pieces
+from scalingnote.triplets.planner.planner import words
+
+log = get_logger("distill")
+START_FILE = "start.json"
+MAX_COUNTED_TEXTS = 1_000_000  # that features and weights are counted in: further ones change them little
+MAX_FITTED_TEXTS = 100_000  # that rows start from, with their vectors in memory
+MIN_WORD_COUNT = 5  # queries that must hold a new word
+_LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.(\d+)\.")
+_HAN = re.compile(f"[{HAN}]")
+
+
+@dataclass(frozen=True)
+class StudentStart:
+    """Tokenizer and weights that a student starts from; equal for all ranks."""
+
+    tokenizer: str | None
+    """Tokenizer JSON, without the new words, of a student that brings none."""
+    words: tuple[str, ...]
+    """New tokens, in order."""
+    backbone: Path | None
+    """A checkpoint of some of the teacher's layers."""
+    lookup: LookupStart | None
+    """Features and weights of a table, from the training queries."""
+
+
+def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> StudentStart:
+    """Write the start of a student to `folder`, or find it there. To be called once, before any rank starts.
+
+    The folder must belong to this config and this teacher, the artifact with the embeddings of queries.
+    """
+    if not fs.exists(fs.join(folder, START_FILE)):
+        if config.teacher_layers is not None:
+            _copy_teacher_layers(config, teacher, fs.join(folder, "backbone"))
+        elif (learnt := _tokenizer(config, teacher)) is not None:
+            fs.write_bytes(fs.join(folder, "tokenizer.json"), learnt.encode())
+        if config.new_vocabulary or isinstance(config.student, LookupConfig):
+            # New words are counted with the tokenizer as it is without them, features and weights with them.
+            plain = replace(_read(folder, _listed(folder)), words=(), lookup=None)
+            tokenizer = build_prompt(config, plain).tokenizer
+        if config.new_vocabulary:
+            queries = tokens.distinct_queries(teacher, "embeddings")
+            new = mine_words(queries, tokenizer, tokens=config.new_vocabulary, min_count=MIN_WORD_COUNT)
+            log.info("%s new words: %s...", f"{len(new):,}", ", ".join(new[:8]))
+            fs.write_bytes(fs.join(folder, "words.json"), json.dumps(new, ensure_ascii=False).encode())
+            add_words(tokenizer, new)
+        if isinstance(config.student, LookupConfig):
+            for name, array in _lookup_arrays(config, config.student, teacher, tokenizer).items():
+                fs.write_bytes(fs.join(folder, name), npy_bytes(array))
+        fs.write_bytes(fs.join(folder, START_FILE), json.dumps({"files": _listed(folder)}).encode())
+    return read_start(folder)
+
+
+def read_start(folder: str) -> StudentStart:
+    """The start that :func:`prepare_start` wrote."""
+    return _read(folder, json.loads(fs.read_bytes(fs.join(folder, START_FILE)))["files"])
+
+
+def _listed(folder: str) -> dict[str, int]:
+    return {name: size for name, size in fs.list_files(folder).items() if not name.endswith(fs.PENDING)}
+
+
+def _read(folder: str, listed: Mapping[str, int]) -> StudentStart:
+    # The list holds sizes: a new start at the same URI is a new version of the local copy.
+    local = fs.download(folder, list(listed), version=json.dumps(listed, sort_keys=True))
+    tokenizer, new, backbone = (
+        local / name if (local / name).exists() else None
+        for name in ("tokenizer.json", "words.json", "backbone")
+    )
+    keys, weights, rows = (
+        np.load(local / name) if (local / name).exists() else None
+        for name in ("feature_keys.npy", "weights.npy", "rows.npy")
+    )
+    return StudentStart(
+        None if tokenizer is None else tokenizer.read_text(encoding="utf-8"),
+        () if new is None else tuple(json.loads(new.read_text(encoding="utf-8"))),
+        backbone,
+        None if keys is None else LookupStart(keys, weights, rows),
+    )
+
+
+def build_prompt(config: DistillConfig, start: StudentStart) -> QueryPrompt | LookupPrompt:
+    """The prompt by which the student reads a query, without drawing or loading weights."""
+    student = _tower_config(config, start)
+    prompt = tokens.build_prompt(student, role="query", tokenizer_json=start.tokenizer)
+    assert isinstance(prompt, QueryPrompt | LookupPrompt)
+    add_words(prompt.tokenizer, start.words)
+    if isinstance(prompt, LookupPrompt) and start.lookup is not None:
+        size = prompt.tokenizer.get_vocab_size()
+        features = LookupFeatures(start.lookup.feature_keys, tokens=size)
+        return LookupPrompt(prompt.tokenizer, max_length=student.max_length, features=features)
+    return prompt
+
+
+def build_student(
+    config: DistillConfig, start: StudentStart, *, teacher: Artifact, dim: int
+) -> Tower | LookupTower:
+    """The student, ready to train; the same on every rank, given one config and start."""
+    student = _tower_config(config, start)
+    if isinstance(student, LookupConfig):
+        return _build_lookup(config, student, start, teacher=teacher, dim=dim)
+    if student.pooling != "placeholders":  # a published model, with a tokenizer and tokens of its own
+        return build_tower(student, role="query", dim=dim, tokenizer_json=None, seed=config.seed)
+    backbone = backbones.build(student.backbone, tokenizer_json=start.tokenizer, seed=config.seed)
+    table: Any = backbone.model.get_input_embeddings()  # type: ignore[operator]
+    if config.inherits:
+        inherit_token_embeddings(table, token_weights(teacher, "tokens"))
+    if start.words:
+        before = Tokenizer.from_str(backbone.raw_tokenizer.to_str())
+        add_words(backbone.raw_tokenizer, start.words)
+        backbones.grow(backbone.model, len(backbone.tokenizer))
+        table = backbone.model.get_input_embeddings()  # type: ignore[operator]
+        initialize_word_rows(table.weight, start.words, before=before, after=backbone.raw_tokenizer)
+    made = build_tower(
+        student, role="query", dim=dim, tokenizer_json=None, seed=config.seed, backbone=backbone
+    )
+    if start.backbone is not None:
+        with torch.no_grad():
+            made.projection.weight.copy_(load_file(start.backbone / "projection.safetensors")["weight"])
+    return made
+
+
+def _build_lookup(
+    config: DistillConfig, student: LookupConfig, start: StudentStart, *, teacher: Artifact, dim: int
+) -> LookupTower:
+    assert start.tokenizer is not None, "a lookup's start has a tokenizer"
+    before, after = Tokenizer.from_str(start.tokenizer), Tokenizer.from_str(start.tokenizer)
+    add_words(after, start.words)
+    made = lookup.build(student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed, start=start.lookup)
+    if config.inherits:
+        inherit_lookup_rows(made, token_weights(teacher, "alone"))
+    initialize_word_rows(made.table, start.words, before=before, after=after)
+    made.made_from["query_embeddings"] = teacher.digest
+    return made
+
+
+def _tower_config(config: DistillConfig, start: StudentStart) -> TowerConfig | LookupConfig:
+    """The student's config; where layers were copied, with the copy as backbone and the teacher's pooling."""
+    if start.backbone is None or isinstance(config.student, LookupConfig):
+        return config.student
+    changed: dict[str, Any] = {"backbone": Pretrained(path=str(start.backbone))}
+    if is_published(start.backbone):
+        changed["pooling"] = "auto"
+    return config.student.model_copy(update=changed)
+
+
+def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
+    """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
+    if config.inherits:
+        return teacher_tokenizer(teacher)
+    if config.tokenizer is not None:
+        return read_tokenizer(config.tokenizer)
+    texts = partial(tokens.distinct_queries, teacher, "embeddings")
+    if isinstance(config.student, LookupConfig):
+        return train_word_pieces(texts(), vocabulary=config.student.vocabulary)
+    return tokens.train_tokenizers({"student": config.student}, texts=texts).get("student")
+
+
+def teacher_tokenizer(teacher: Artifact) -> str:
+    """Tokenizer JSON of the teacher, which its job wrote."""
+    return teacher.read_bytes("teacher/tokenizer.json").decode()
+
+
+def token_weights(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary width"]:
+    """Weights of each of the teacher's tokens, which its job wrote: ``tokens`` or ``alone``."""
+    return safetensors.torch.load(teacher.read_bytes(token_file(name)))["weight"].float()
+
+
+def token_file(name: str) -> str:
+    """The part of the teacher's artifact with weights of its tokens: ``tokens`` or ``alone``."""
+    return f"teacher/{name}.safetensors"
+
+
+def _lookup_arrays(
+    config: DistillConfig, student: LookupConfig, teacher: Artifact, tokenizer: Tokenizer
+) -> dict[str, ndarray]:
+    """Features, starting weights and rows of a table by the names of their files, as far as it has them."""
+    if config.inherits and not (student.bigrams or student.ends or student.weighting == "learned"):
+        return {}
+    length, size = student.max_length, tokenizer.get_vocab_size()
+    rows = [ids[:length] for texts in _training_texts(teacher) for ids in tokenize(tokenizer, texts, length)]
+    keys = lookup_table.frequent_features(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
+    log.info("the table has rows for %s tokens and %s features", f"{size:,}", f"{len(keys):,}")
+    arrays = {"feature_keys.npy": keys}
+    weights = np.ones(size, np.float32)
+    if student.weighting == "learned":
+        counts = np.bincount(np.fromiter(chain.from_iterable(rows), np.int64), minlength=size)
+        weights = lookup_table.start_weights(counts, LookupFeatures(keys, tokens=size))
+        arrays["weights.npy"] = weights
+    if not config.inherits:
+        fitted = rows[:MAX_FITTED_TEXTS]
+        arrays["rows.npy"] = fit_rows(fitted, _training_vectors(teacher, len(fitted)), weights[:size])
+    return arrays
+
+
+def _training_texts(teacher: Artifact) -> Iterator[list[str]]:
+    """Texts of the training split, batch by batch, at most :data:`MAX_COUNTED_TEXTS`."""
+    count = 0
+    for batch in teacher.batches("embeddings", columns=["query", "split"]):
+        texts = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
+        yield texts[: MAX_COUNTED_TEXTS - count]
+        count += len(texts)
+        if count >= MAX_COUNTED_TEXTS:
+            return
+
+
+def _training_vectors(teacher: Artifact, count: int) -> Float32[ndarray, "texts dim"]:
+    """Unit vectors of the first texts of the training split."""
+    found: list[ndarray] = []
+    for batch in teacher.batches("embeddings", columns=["embedding", "split"]):
+        found.append(arrow.to_numpy(batch.filter(pc.equal(batch["split"], "train"))["embedding"]))
+        if sum(map(len, found)) >= count:
+            break
+    return arrow.l2_normalize(np.concatenate(found)[:count])
+
+
+def _copy_teacher_layers(config: DistillConfig, teacher: Artifact, target: str) -> None:
+    """Write a checkpoint of the teacher's layers that the student asks for."""
+    parent = teacher.manifest.parents.get("dual_encoder")
+    if parent is None:
+        raise ConfigError(
+            "distill.teacher_layers needs a dual encoder's query tower as the teacher: leave it out"
+        )
+    towers = open_artifact(parent["uri"], kind="dual_encoder")
+    if towers.digest != parent["digest"]:
+        raise ArtifactError(
+            f"{towers.uri} is not the teacher that {teacher.uri} was made with: re-run teacher"
+        )
+    assert isinstance(config.student, TowerConfig)
+    assert isinstance(config.student.backbone, Scratch)
+    wanted: Sequence[int] | int = config.student.backbone.layers
+    if isinstance(config.teacher_layers, tuple):
+        wanted = config.teacher_layers
+    with tempfile.TemporaryDirectory() as local:
+        chosen = copy_layers(towers.directory("query"), Path(local), layers=wanted)
+        fs.upload(local, target)
+    log.info("the student starts from the teacher's layers %s", ", ".join(map(str, chosen)))
+
+
+# --- layers and tokens of the teacher -----------------------------------------------------------------------
+
+
+def copy_layers(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> tuple[int, ...]:
+    """Write to `target` a query tower with some layers of the tower in `teacher` and all its other weights.
+
+    A published model keeps its pooling, dense layers and prompts too. `layers` are numbers of layers from 0,
+    or from the end (-1 is the last); or how many to take at equal distances. Returns the numbers from 0.
+    ConfigError where the teacher has no such layers, or its folder holds an adapter alone.
+    """
+    if not (teacher / "config.json").exists() or not any(teacher.glob("model*.safetensors")):
+        raise ConfigError(f"{teacher} holds an adapter, not a model: train with merge_adapters=true")
+    settings: dict[str, Any] = json.loads((teacher / "config.json").read_text())
+    count = int(settings["num_hidden_layers"])
+    if isinstance(layers, int):
+        layers = evenly_spaced_layers(layers, of=count)
+    chosen = tuple(layer + count if layer < 0 else layer for layer in layers)
+    if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= layer < count for layer in chosen):
+        raise ConfigError(f"teacher_layers {[*layers]}: the teacher has layers 0 to {count - 1}, each once")
+    target.mkdir(parents=True, exist_ok=True)
+    # Settings that are lists with an entry per layer, such as kinds of attention.
+    of_layers = {
+        name: [value[layer] for layer in chosen]
+        for name, value in settings.items()
+        if isinstance(value, list) and len(value) == count and name.startswith("layer")
+    }
+    settings |= {"num_hidden_layers": len(chosen), **of_layers}
+    (target / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    save_file(_tensors(teacher, chosen), target / "model.safetensors", metadata={"format": "pt"})
+    for path in teacher.iterdir():
+        if path.name == "config.json" or path.name.startswith("model"):
+            continue  # written above
+        if path.is_dir():
+            shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, target / path.name)
+    return chosen
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a tower's folder is a published model, with pooling and dense layers of its own."""
+    return (folder / "modules.json").exists() and not (folder / "projection.safetensors").exists()
+
+
+def evenly_spaced_layers(layers: int, *, of: int) -> tuple[int, ...]:
+    """Numbers of `layers` out of `of` layers at equal distances, the last one included."""
+    if layers > of:
+        raise ConfigError(f"the student asks for {layers} layers, its teacher has {of}")
+    return tuple(round((number + 1) * of / layers) - 1 for number in range(layers))
+
+
+def _tensors(teacher: Path, chosen: Sequence[int]) -> dict[str, Tensor]:
+    """Tensors of the chosen layers and all others, by the names they have in the student."""
+    number = {layer: place for place, layer in enumerate(chosen)}
+    out: dict[str, Tensor] = {}
+    for path in sorted(teacher.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                match = _LAYER.search(name)
+                if match is None:
+                    out[name] = file.get_tensor(name)
+                elif int(match[3]) in number:
+                    renamed = name[: match.start(3)] + str(number[int(match[3])]) + name[match.end(3) :]
+                    out[renamed] = file.get_tensor(name)
+    return out
+
+
+def inherit_token_embeddings(table: nn.Embedding, teacher: Float[Tensor, "vocabulary hidden"]) -> None:
+    """Fill the first rows of `table` with `teacher`'s, fitted to its width; further rows keep their values.
+
+    The two vocabularies must number their common tokens alike.
+    """
+    rows = min(len(teacher), table.num_embeddings)
+    with torch.no_grad():
+        table.weight[:rows] = fit_width(teacher, width=table.embedding_dim)[:rows]
+
+
+def inherit_lookup_rows(student: LookupTower, teacher: Float[Tensor, "vocabulary dim"]) -> None:
+    """Fill the first rows of a lookup table with the teacher's embeddings of its tokens, each read alone."""
+    rows = min(len(teacher), student.tokens)
+    with torch.no_grad():
+        student.table[:rows] = teacher[:rows]
+
+
+def fit_width(tokens: Float[Tensor, "vocabulary hidden"], *, width: int) -> Float[Tensor, "vocabulary width"]:
+    """`tokens` in `width` dimensions with their inner products kept: exactly, or as well as can be.
+
+    A wider table gets zeros on the right; a narrower one the principal directions of the rows, which no
+    other linear map to `width` dimensions beats (Eckart-Young).
+    """
+    hidden = tokens.shape[1]
+    if width >= hidden:
+        wider: Tensor = nn.functional.pad(tokens, (0, width - hidden))
+        return wider
+    _, directions = torch.linalg.eigh((tokens.T @ tokens).double())
+    rotated: Tensor = tokens @ directions[:, -width:].flip(1).to(tokens.dtype)
+    return rotated
+
+
+# --- new words ----------------------------------------------------------------------------------------------
+
+
+def mine_words(queries: Iterable[str], tokenizer: Tokenizer, *, tokens: int, min_count: int) -> list[str]:
+    """The words that occur in most queries and that the student's tokenizer breaks into pieces.
+
+    At most `tokens` words that occur in at least `min_count` queries, by falling count, then by their
+    characters; without numbers and single Han characters.
+    """
+    lowers = tokenizer.normalizer is not None and tokenizer.normalizer.normalize_str("A") == "a"
+    counts: Counter[str] = Counter()
+    for query in queries:
+        counts.update(set(_words_as_written(query.lower() if lowers else query)))
+    ranked = sorted(
+        (word for word, count in counts.items() if count >= min_count and _is_word(word)),
+        key=lambda word: (-counts[word], word),
+    )
+    new: list[str] = []
+    for word in ranked:
+        if len(new) == tokens:
+            break
+        if not any(_is_token(tokenizer, text) for text in (word, f" {word}")):
+            new.append(word)
+    return new
+
+
+def add_words(tokenizer: Tokenizer, new: Sequence[str]) -> None:
+    """Add words to a tokenizer, in this order, after the tokens it has."""
+    # A normalizer that replaces spaces by marks hides where a word ends: words are then matched before it.
+    # It also marks the text after a word, so the word must take that text's own space.
+    normalizer = tokenizer.normalizer
+    marks = normalizer is not None and normalizer.normalize_str("a b") != "a b"
+    normalized = normalizer is not None and not marks
+    added = []
+    for word in new:
+        alone = not _HAN.search(word)
+        added.append(
+            AddedToken(word, single_word=alone, lstrip=alone, rstrip=alone and marks, normalized=normalized)
+        )
+    tokenizer.add_tokens(added)
+
+
+def initialize_word_rows(
+    table: Float[Tensor, "rows width"], new: Sequence[str], *, before: Tokenizer, after: Tokenizer
+) -> None:
+    """Set the rows of new words to the mean of the rows of their pieces, the space before them included."""
+    with torch.no_grad():
+        for word in new:
+            pieces = before.encode(word if _HAN.search(word) else f" {word}", add_special_tokens=False).ids
+            table[after.token_to_id(word)] = table[pieces].mean(0)
+
+
+def _words_as_written(query: str) -> Iterable[str]:
+    """The words of a query as written in it, without those that normalising changed."""
+    text, places = aligned(query)
+    at = 0
+    for word in words(query):
+        start = text.index(word, at)
+        at = start + len(word)
+        written = query[places[start] : places[at]]
+        if written.casefold() == word:
+            yield written
+
+
+def _is_word(word: str) -> bool:
+    return len(word) > 1 and any(character.isalpha() for character in word)
+
+
+def _is_token(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text is one token, other than the unknown token."""
+    tokens = tokenizer.encode(text, add_special_tokens=False).tokens
+    return len(tokens) == 1 and tokens[0] != getattr(tokenizer.model, "unk_token", None)

@@ -1,0 +1,336 @@
+"""Query association (ScalingNote, Algorithm 1) as a join of 64-bit keys: term scores to pairs of queries.
+
+Algorithm 1 compares all pairs of queries: *q1 takes from q2 if q2 scores each of q1's top n terms above a
+threshold* (clicks, n = 2), and for rankings (n = 4) *each takes from the other*. Here no pair is compared.
+Every query owns one key, that of its top n terms, and emits candidate keys, those of all sets of n of its
+terms above the threshold. Equal keys are associations. A log of any size takes three steps, each of which
+reads one slice or one bucket:
+
+    term scores ─► own_keys ───────┬─ by key ─► join ─┬─ settled ───────────────────────────► ASSOCIATIONS
+                └► candidate_keys ─┘                  └─ one way, by pair ─► mutual_pairs ───►
+
+What is not in Algorithm 1, and is counted: a query of fewer than n distinct terms owns no key and takes
+nothing; of a query the `max_terms` best terms above the threshold are combined (8 by default); a query takes
+from its `max_associates` strongest others (32). See :func:`own_keys`, :func:`candidate_keys`, :func:`join`.
+
+The key of a set of terms is a bit mix of the sum of the terms' mixed hashes: independent of their order and
+equal on every machine. A false match needs two sets with the same key. Among O own and C candidate keys
+O * C / 2^64 pairs are expected to collide: 0.02 in a log of 100 million queries with 20 candidate keys each.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Bool, Float32, Int64, Shaped, UInt8, UInt64
+from numpy import ndarray
+
+from scalingnote.core.errors import DataError
+from scalingnote.triplets.collect.config import AssociationConfig
+from scalingnote.triplets.planner.planner import TermScores
+
+# Kinds of association, numbered by how many top terms must match.
+CLICK, RELEVANCE = 2, 4
+KINDS = {CLICK: "click", RELEVANCE: "relevance"}
+
+OWN_KEYS = pa.schema({"kind": pa.uint8(), "key": pa.uint64(), "query": pa.uint64()})
+CANDIDATES = pa.schema(
+    [
+        *OWN_KEYS,
+        pa.field("strength", pa.float32()),  # smallest score among the key's terms
+        pa.field("tie", pa.uint64()),  # order of equally strong candidates
+    ]
+)
+ASSOCIATIONS = pa.schema(
+    {
+        "kind": pa.uint8(),  # CLICK or RELEVANCE
+        "query": pa.uint64(),  # q1, which receives triplets
+        "associate": pa.uint64(),  # q2, whose triplets they are
+        "strength": pa.float32(),  # smallest score of q1's top terms in q2; mutual: of both directions
+    }
+)
+
+_CHUNK_KEYS = 1 << 18  # formed and filtered at once: they fit in the cache
+_FILTER_BITS_PER_KEY = 16  # at this density one probe passes 6 % of the keys that no query owns
+_MAX_FILTER_BYTES = 1 << 28  # every task maps it; reached by 130 million keys, beyond which more keys pass
+
+
+def key_filter(own: Iterable[pa.Table], *, keys: int) -> UInt8[ndarray, " bytes"]:
+    """A Bloom filter with one probe: rules out most keys that no row of OWN_KEYS tables has.
+
+    It has two bytes for each of about `keys` rows, at most 256 MiB; a key selects its bit.
+    """
+    bits = np.zeros(min(max(1, _FILTER_BITS_PER_KEY * keys // 8), _MAX_FILTER_BYTES), np.uint8)
+    for table in own:
+        byte, mask = _bit_of(table["key"].to_numpy(), bits)
+        np.bitwise_or.at(bits, byte, mask)
+    return bits
+
+
+def _bit_of(
+    keys: UInt64[ndarray, " keys"], bits: UInt8[ndarray, " bytes"]
+) -> tuple[Int64[ndarray, " keys"], UInt8[ndarray, " keys"]]:
+    """The byte of each key in a filter, and the mask of its bit there."""
+    slots = keys % np.uint64(8 * len(bits))
+    masks = np.uint8(1) << (slots & np.uint64(7)).astype(np.uint8)
+    return (slots >> np.uint64(3)).astype(np.int64), masks
+
+
+def _may_be_owned(keys: UInt64[ndarray, " keys"], bits: UInt8[ndarray, " bytes"]) -> Bool[ndarray, " keys"]:
+    """True for every own key, and for one in sixteen others."""
+    byte, mask = _bit_of(keys, bits)
+    passed: Bool[ndarray, " keys"] = (bits[byte] & mask).astype(bool)
+    return passed
+
+
+def own_keys(
+    scores: TermScores, ids: UInt64[ndarray, " queries"], *, config: AssociationConfig
+) -> tuple[pa.Table, dict[str, int]]:
+    """The keys of every query's top 2 and top 4 terms, as OWN_KEYS rows, and counts.
+
+    A query with fewer than n distinct terms gets no key of that kind, since fewer terms would match half of
+    the log. Such queries are counted as ``{kind}_too_short``. `ids` are distinct, one per query.
+    """
+    ranked = _best_first(scores, ids)
+    lengths = np.diff(ranked.offsets)
+    tables, counts = [OWN_KEYS.empty_table()], {"queries": len(ids)}
+    for kind, name in KINDS.items():
+        counts[f"{name}_too_short"] = int((lengths < kind).sum())
+        has_key = lengths >= kind
+        if kind == RELEVANCE:
+            # Mutual: q1 must score the top 4 terms of its associate above the threshold, so at least 4 of
+            # q1's terms are above it, and its own top 4 with them. No other query can match.
+            has_key &= _terms_above(ranked, config.relevance_threshold) >= kind
+        rows = np.flatnonzero(has_key)
+        terms = ranked.terms[ranked.offsets[rows, None] + np.arange(kind)]
+        tables.append(_table(OWN_KEYS, kind, _key(terms), ids[rows]))
+    return pa.concat_tables(tables), counts
+
+
+def candidate_keys(
+    scores: TermScores,
+    ids: UInt64[ndarray, " queries"],
+    *,
+    config: AssociationConfig,
+    ties: UInt64[ndarray, " queries"] | None = None,
+    owned: UInt8[ndarray, " bytes"] | None = None,
+) -> tuple[pa.Table, dict[str, int]]:
+    """The keys of every 2 and every 4 terms that a query scores above the threshold, as CANDIDATES rows.
+
+    Only the `max_terms` best terms of a query are combined; queries with more are counted as
+    ``{kind}_truncated``. Counts also hold the keys formed (``candidate_keys``) and those that passed `owned`
+    (``candidate_keys_kept``), a :func:`key_filter` that drops most keys that no query owns.
+
+    `ties` order equally strong candidates, by default by hashes of `ids`. Where ids depend on the number of
+    buckets, pass hashes of the queries themselves, or the result would depend on it too.
+    """
+    ties = mix_bits(ids) if ties is None else ties
+    ranked = _best_first(scores, ids)
+    tables, counts = [CANDIDATES.empty_table()], {"candidate_keys": 0}
+    for kind, threshold in ((CLICK, config.click_threshold), (RELEVANCE, config.relevance_threshold)):
+        above = _terms_above(ranked, threshold)
+        counts[f"{KINDS[kind]}_truncated"] = int((above > config.max_terms).sum())
+        for rows, keys, strengths in _combinations(ranked, np.minimum(above, config.max_terms), kind):
+            counts["candidate_keys"] += keys.size
+            kept = np.ones(len(keys), bool) if owned is None else _may_be_owned(keys, owned)
+            rows = rows[kept]
+            tables.append(_table(CANDIDATES, kind, keys[kept], ids[rows], strengths[kept], ties[rows]))
+    table = pa.concat_tables(tables)
+    return table, counts | {"candidate_keys_kept": table.num_rows}
+
+
+def associations(
+    scores: TermScores, ids: UInt64[ndarray, " queries"], *, config: AssociationConfig
+) -> tuple[pa.Table, dict[str, int]]:
+    """All three steps in memory: ASSOCIATIONS sorted by kind, query and associate, and all counts."""
+    own, own_counts = own_keys(scores, ids, config=config)
+    owned = key_filter([own], keys=own.num_rows)
+    candidates, candidate_counts = candidate_keys(scores, ids, config=config, owned=owned)
+    settled, one_way, join_counts = join(own, candidates, config=config)
+    pairs = pa.concat_tables([settled, mutual_pairs(one_way)])
+    pairs = pairs.sort_by([(name, "ascending") for name in ("kind", "query", "associate")])
+    kinds = pairs["kind"].to_numpy()
+    by_kind = {name: int((kinds == kind).sum()) for kind, name in KINDS.items()}
+    return pairs, own_counts | candidate_counts | join_counts | by_kind
+
+
+def join(
+    own: pa.Table, candidates: pa.Table, *, config: AssociationConfig
+) -> tuple[pa.Table, pa.Table, dict[str, int]]:
+    """Pairs of queries with an equal key, from all OWN_KEYS and CANDIDATES rows of one bucket of keys.
+
+    A key owned by A queries and emitted by B makes A * B pairs, so each query is associated with the
+    `max_associates` strongest others only: output is linear in `own`. Keys with more candidates are counted
+    as ``{kind}_hot_keys``, the pairs left out as ``{kind}_pairs_left_out`` (relevance: in one direction).
+
+    Returns:
+        Settled pairs, pairs that :func:`mutual_pairs` must check, and counts. All click pairs are settled,
+        and so are relevance pairs of two queries that own the same key: they match in both directions.
+    """
+    settled, one_way = [ASSOCIATIONS.empty_table()], [ASSOCIATIONS.empty_table()]
+    counts: dict[str, int] = {}
+    for kind, name in KINDS.items():
+        owners, emitters = (table.filter(pc.equal(table["kind"], kind)) for table in (own, candidates))
+        selves = _own_candidates(owners, emitters)
+        owner, candidate, hot, left_out = _join_keys(owners, emitters, selves, config.max_associates)
+        counts |= {f"{name}_hot_keys": hot, f"{name}_pairs_left_out": left_out}
+        emitted = emitters["strength"].to_numpy()
+        strength = emitted[candidate]
+        both = np.zeros(len(owner), bool)
+        if kind == RELEVANCE:
+            owned = np.zeros(len(emitted), bool)
+            owned[selves[selves >= 0]] = True
+            both = owned[candidate] & (selves[owner] >= 0)
+            strength[both] = np.minimum(strength[both], emitted[selves[owner[both]]])
+        queries = owners["query"].to_numpy()[owner], emitters["query"].to_numpy()[candidate]
+        pairs = _table(ASSOCIATIONS, kind, *queries, strength)
+        done = pa.array(both | (kind == CLICK))
+        settled.append(pairs.filter(done))
+        one_way.append(pairs.filter(pc.invert(done)))
+    return pa.concat_tables(settled), pa.concat_tables(one_way), counts
+
+
+def pair_keys(pairs: pa.Table) -> UInt64[ndarray, " pairs"]:
+    """A key for every pair of queries, equal for both directions; relevance pairs are scattered by it."""
+    query, associate = pairs["query"].to_numpy(), pairs["associate"].to_numpy()
+    return mix_bits(mix_bits(query) + mix_bits(associate))
+
+
+def mutual_pairs(pairs: pa.Table) -> pa.Table:
+    """Pairs of one bucket that exist in both directions, as two rows with the weaker of both strengths."""
+    query, associate, strength = (pairs[name].to_numpy() for name in ("query", "associate", "strength"))
+    low, high = np.minimum(query, associate), np.maximum(query, associate)
+    order = np.lexsort((query, high, low))
+    low, high, query = low[order], high[order], query[order]
+    first = np.flatnonzero((low[1:] == low[:-1]) & (high[1:] == high[:-1]) & (query[1:] != query[:-1]))
+    weaker = np.minimum(strength[order[first]], strength[order[first + 1]])
+    both = _table(
+        ASSOCIATIONS,
+        RELEVANCE,
+        np.concatenate([low[first], high[first]]),
+        np.concatenate([high[first], low[first]]),
+        np.concatenate([weaker, weaker]),
+    )
+    return both.sort_by([("query", "ascending"), ("associate", "ascending")])
+
+
+def mix_bits(values: UInt64[ndarray, "*shape"]) -> UInt64[ndarray, "*shape"]:
+    """A bijection of 64-bit integers that removes patterns such as equal spacing (splitmix64's finaliser)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: UInt64[ndarray, "*shape"] = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def _best_first(scores: TermScores, ids: UInt64[ndarray, " queries"]) -> TermScores:
+    """Entries of each query by falling score, ties in their order; terms are mixed, ready to be summed."""
+    queries = len(scores.offsets) - 1
+    if queries != len(ids):
+        raise DataError(
+            f"{queries} queries have term scores but there are {len(ids)} ids: pass one id per query"
+        )
+    rows = np.repeat(np.arange(queries, dtype=np.uint64), np.diff(scores.offsets))
+    bad = np.flatnonzero(~np.isfinite(scores.scores))
+    if len(bad):
+        query, score = ids[rows[bad[0]]], scores.scores[bad[0]]
+        raise DataError(f"query {query} has a term score of {score}: a planner's scores are finite")
+    # One integer holds the query and its falling score: one sort of nearly sorted rows is 8 times as fast as
+    # lexsort. + 0.0 turns -0.0 into 0.0; floats then order as their bits do, once negative ones are flipped.
+    bits = (scores.scores + np.float32(0.0)).view(np.uint32)
+    rising = np.where(bits >> np.uint32(31), ~bits, bits | np.uint32(1 << 31))
+    order = np.argsort((rows << np.uint64(32)) | (~rising).astype(np.uint64), kind="stable")
+    return TermScores(scores.offsets, mix_bits(scores.terms[order]), scores.scores[order])
+
+
+def _terms_above(ranked: TermScores, threshold: float) -> Int64[ndarray, " queries"]:
+    """Number of terms of each query with a score strictly above the threshold, in the scores' precision."""
+    total = np.concatenate([[0], np.cumsum(ranked.scores > np.float32(threshold))]).astype(np.int64)
+    return np.diff(total[ranked.offsets])
+
+
+def _combinations(
+    ranked: TermScores, above: Int64[ndarray, " queries"], kind: int
+) -> Iterator[tuple[Int64[ndarray, " keys"], UInt64[ndarray, " keys"], Float32[ndarray, " keys"]]]:
+    """Row, key and strength of every set of `kind` among each query's first `above` terms, in chunks."""
+    for terms in range(kind, int(above.max(initial=0)) + 1):
+        choices = np.array(list(combinations(range(terms), kind)))
+        rows = np.flatnonzero(above == terms)
+        step = max(1, _CHUNK_KEYS // len(choices))
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
+            entries = ranked.offsets[chunk, None] + np.arange(terms)
+            keys = _key(ranked.terms[entries][:, choices])
+            # Scores fall, so the last term of a choice is its weakest.
+            strengths = ranked.scores[entries][:, choices[:, -1]]
+            yield np.repeat(chunk, len(choices)), keys.ravel(), strengths.ravel()
+
+
+def _key(terms: UInt64[ndarray, "*sets kind"]) -> UInt64[ndarray, "*sets"]:
+    """Key of each set of mixed term hashes; sets of another size get other keys."""
+    return mix_bits(terms.sum(axis=-1, dtype=np.uint64) + np.uint64(terms.shape[-1]))
+
+
+def _table(schema: pa.Schema, kind: int, *columns: Shaped[ndarray, " rows"]) -> pa.Table:
+    return pa.table([np.full(len(columns[0]), kind, np.uint8), *columns], schema=schema)
+
+
+def _own_candidates(own: pa.Table, candidates: pa.Table) -> Int64[ndarray, " own"]:
+    """For every row of `own`, the candidate row of the same query and key, or -1."""
+    query, key = own["query"].to_numpy(), own["key"].to_numpy()
+    selves = np.full(len(query), -1)
+    if len(query) and len(candidates):
+        order = np.argsort(query, kind="stable")
+        emitter = candidates["query"].to_numpy()
+        at = order[np.minimum(np.searchsorted(query, emitter, sorter=order), len(order) - 1)]
+        rows = np.flatnonzero((query[at] == emitter) & (key[at] == candidates["key"].to_numpy()))
+        selves[at[rows]] = rows
+    return selves
+
+
+def _join_keys(
+    own: pa.Table, candidates: pa.Table, selves: Int64[ndarray, " own"], cap: int
+) -> tuple[Int64[ndarray, " pairs"], Int64[ndarray, " pairs"], int, int]:
+    """Sort-merge join of one kind: rows of `own` and of the candidates, hot keys, pairs left out.
+
+    Pairs are ordered by query, then associate, whatever the order of the input.
+    """
+    query = candidates["query"].to_numpy()
+    key, strength, tie = (candidates[name].to_numpy() for name in ("key", "strength", "tie"))
+    by_query = np.argsort(own["query"].to_numpy(), kind="stable")  # nearly free if already sorted
+    order = np.argsort(query, kind="stable")
+    order = order[np.argsort(key[order], kind="stable")]
+    groups, group_of = np.unique(own["key"].to_numpy()[by_query], return_inverse=True)
+    starts = np.searchsorted(key[order], groups)
+    sizes = np.searchsorted(key[order], groups, side="right") - starts
+
+    # Of the best cap + 1 candidates each query drops one: itself if it is among them, else the last.
+    rank = np.zeros(len(query), np.int64)
+    others = sizes[group_of] - (selves[by_query] >= 0)
+    hot = np.unique(group_of[others > cap])
+    left_out = int(np.maximum(others - cap, 0).sum())
+    if len(hot):
+        rows = order[_ranges(starts[hot], sizes[hot])]
+        which = np.repeat(np.arange(len(hot)), sizes[hot])
+        best_first = np.lexsort((tie[rows], -strength[rows], which))
+        rank[rows[best_first]] = _ranges(np.zeros_like(hot), sizes[hot])
+        # Kept candidates move to the front of their group, still in the order of their ids.
+        kept = np.minimum(sizes[hot], cap + 1)
+        order[_ranges(starts[hot], kept)] = rows[rank[rows] <= cap]
+        sizes[hot] = kept
+
+    counts = sizes[group_of]
+    owner = np.repeat(by_query, counts)
+    candidate = order[_ranges(starts[group_of], counts)]
+    in_best = np.zeros(len(selves), bool)
+    with_self = np.flatnonzero(selves >= 0)
+    in_best[with_self] = rank[selves[with_self]] < cap
+    taken = (candidate != selves[owner]) & ((rank[candidate] < cap) | in_best[owner])
+    return owner[taken], candidate[taken], len(hot), left_out
+
+
+def _ranges(starts: Int64[ndarray, " ranges"], counts: Int64[ndarray, " ranges"]) -> Int64[ndarray, " total"]:
+    """start, start + 1, ... (`count` numbers) of every range, concatenated."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum(), dtype=np.int64)

@@ -1,0 +1,179 @@
+"""Settings of triplet collection: sources, negatives, association, sampling."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from scalingnote.core.config import Config, Resources
+
+# Documents that are read for a query of those shown (drawn evenly), and of those scored (the best): bounds
+# the memory of a query with a tenth of all clicks.
+MAX_EVIDENCE = 10_000
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class SourceSampling(Config):
+    """Sampling and weight of one source's triplets."""
+
+    sample: float = Field(1.0, ge=0, le=1, description="share of the triplets that is kept, by a seeded hash")
+    weight: float = Field(1.0, gt=0, description="of each row in the losses of stage I")
+
+
+class Mixing(Config):
+    """The four sources of ScalingNote, section 4.1: clicks or relevance, of the query or of an associate."""
+
+    click_one: SourceSampling = SourceSampling()
+    click_multi: SourceSampling = SourceSampling()
+    relevance_one: SourceSampling = SourceSampling()
+    relevance_multi: SourceSampling = SourceSampling()
+
+
+class ScoreTable(Config):
+    """The dataset's own relevance scores."""
+
+    kind: Literal["scores"] = "scores"
+
+
+class BM25Ranker(Config):
+    """BM25 over the training documents, with the defaults of `bm25`."""
+
+    kind: Literal["bm25"] = "bm25"
+
+
+class AssociationConfig(Config):
+    """Which queries are associated, so that one gets the triplets of the other (ScalingNote, Algorithm 1)."""
+
+    click_threshold: float = Field(
+        0.5, ge=0, description="q1 receives q2's click triplets if q2 scores q1's top 2 terms above this"
+    )
+    relevance_threshold: float = Field(
+        0.3,
+        ge=0,
+        description="q1 and q2 exchange relevance triplets if each scores the other's top 4 terms above this",
+    )
+    max_terms: int = Field(
+        8,
+        ge=4,
+        le=16,
+        description="maximum number of a query's terms above the threshold that are matched, best first",
+    )
+    max_associates: int = Field(
+        32,
+        ge=1,
+        description="maximum number of associates to take triplets from, per query and kind, strongest first",
+    )
+
+
+class DecontaminationConfig(Config):
+    """Which queries are near duplicates of a test query (SimHash; LightRetriever, appendix, Table 6)."""
+
+    max_distance: int = Field(
+        12,
+        ge=0,
+        le=20,
+        description="bits of 64 by which fingerprints of near duplicates may differ; 3 in the literature",
+    )
+    extra_letters: int | None = Field(
+        3, ge=0, description="letters that near duplicates may not share; null: fingerprints alone decide"
+    )
+
+
+class CrossEncoderConfig(Config):
+    """A cross-encoder that scores BM25's candidates."""
+
+    kind: Literal["cross_encoder"] = "cross_encoder"
+    path: str = Field(min_length=1, description="Hugging Face id or folder; a classifier with one label")
+    candidates: int = Field(100, ge=1, description="documents per query that BM25 proposes")
+    max_length: int = Field(512, ge=8, description="tokens of query and document together")
+    batch_size: int = Field(64, ge=1, description="pairs per forward pass")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the weights; bfloat16 is faster on GPUs, its scores have steps of 0.4%"
+    )
+    activation: Literal["sigmoid", "none"] = Field(
+        "sigmoid", description="of the logit; scores in 0..1 can be compared as ratios"
+    )
+
+
+class QueryGenerationConfig(Config):
+    """New queries near the observed ones (EmbedDistill, section 4.3 and appendix E)."""
+
+    path: str = Field(
+        "facebook/bart-base", min_length=1, description="Hugging Face id or folder of an encoder-decoder"
+    )
+    sigmas: tuple[NonNegative, ...] = Field(
+        (0.1, 0.2), min_length=1, description="one query is generated with each noise's standard deviation"
+    )
+    mask_fraction: float = Field(
+        0.1, ge=0, lt=1, description="share of a query's tokens that is masked before encoding"
+    )
+    seed: int = Field(0, description="of noise and masks, together with the query's id and sigma")
+
+    @model_validator(mode="after")
+    def _distinct_sigmas(self) -> "QueryGenerationConfig":
+        if len(set(self.sigmas)) < len(self.sigmas):
+            raise ValueError(f"sigmas={self.sigmas} has a duplicate: its query would be generated twice")
+        return self
+
+
+AnyRanker = Annotated[ScoreTable | BM25Ranker | CrossEncoderConfig, Field(discriminator="kind")]
+
+
+class CollectConfig(Config):
+    """From evidence to triplets (ScalingNote, section 4.1)."""
+
+    sources: tuple[Literal["click", "relevance"], ...] = Field(
+        ("click", "relevance"), min_length=1, description="'click' needs a dataset with impressions"
+    )
+    num_negatives: int = Field(
+        1, ge=0, description="hard negatives per triplet; 1 in ScalingNote, none in EmbedDistill"
+    )
+    min_clicks: int = Field(1, ge=1, description="satisfied clicks that make a document a query's positive")
+    min_dwell_s: float = Field(
+        0.0,
+        ge=0,
+        description="minimum dwell time of a satisfied click; an unmeasured dwell time satisfies, too",
+    )
+    ranker: AnyRanker | None = Field(
+        None, description="ranking model of 'relevance'; null: the dataset's scores if it has any, else bm25"
+    )
+    top_k: int = Field(10, ge=1, description="ranks up to K are dropped as likely false negatives")
+    top_t: int = Field(50, ge=2, description="hard negatives are drawn from ranks K+1 to T")
+    association: AssociationConfig | None = Field(
+        AssociationConfig(), description="null: no multi-hop triplets"
+    )
+    max_multi_hop: int = Field(
+        4, ge=1, description="multi-hop triplets per query and source, strongest association first"
+    )
+    mixing: Mixing = Mixing()
+    decontamination: DecontaminationConfig | None = Field(
+        DecontaminationConfig(), description="null: training queries may repeat test queries"
+    )
+    query_generation: QueryGenerationConfig | None = Field(
+        None, description="further queries for distillation (EmbedDistill, section 4.3)"
+    )
+    validation_fraction: float = Field(0.1, ge=0, lt=1, description="share of the queries; 9:1 in the paper")
+    parts: int | None = Field(
+        None,
+        ge=1,
+        description="files of the artifact, of which a query's hash selects one; null: one per 131,072 rows "
+        "of queries and evidence, at most 8; more for large logs in any case",
+    )
+    seed: int = Field(0, description="of the draws and of the validation split")
+    resources: Resources = Resources()
+
+    @model_validator(mode="after")
+    def _ranks_in_order(self) -> "CollectConfig":
+        if self.top_t < self.top_k + self.num_negatives:
+            raise ValueError(
+                f"top_t={self.top_t} leaves fewer than num_negatives={self.num_negatives} ranks above "
+                f"top_k={self.top_k}: raise top_t"
+            )
+        if self.top_t > MAX_EVIDENCE:
+            raise ValueError(
+                f"top_t={self.top_t} is above {MAX_EVIDENCE:,}, the documents that are read of a query"
+            )
+        if isinstance(self.ranker, CrossEncoderConfig) and self.ranker.candidates < self.top_t:
+            raise ValueError(
+                f"ranker.candidates={self.ranker.candidates} is below top_t={self.top_t}: raise it"
+            )
+        return self

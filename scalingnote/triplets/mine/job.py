@@ -1,0 +1,403 @@
+"""The mine stage on Ray: new hard negatives for triplets, from a ranking of their queries.
+
+    triplets ─► distinct queries ─query tower─► embeddings ─┐
+    document embeddings, by shard ──────────────────────────┴─► SearchedRankings ─┐
+    TREC run files, cut by the parts of triplets ───────────► lines of each part ─┴─► refresh ─► triplets
+
+As in ANCE (Xiong et al. 2021), each round of training draws its negatives by the model of the last one. Each
+arrow is a step of tasks that leave files and a record: a run after a kill repeats only the tasks without one.
+A task holds a slice of a run file or a bucket of queries, never a whole run file. Actors encode and refresh,
+because they hold a tower or a batch of results; the driver holds names and counts.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalingnote.core import cluster
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.log import get_logger
+from scalingnote.core.parts import PartStage
+from scalingnote.datasets.input_files import FileSlice
+from scalingnote.datasets.readers import RUN_ROWS, find_trec_slices, read_run_slice
+from scalingnote.datasets.splits import held_out_documents
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle, trec
+from scalingnote.storage.artifact import (
+    Artifact,
+    Draft,
+    Part,
+    open_artifact,
+    read_table,
+    write_file,
+    write_table,
+)
+from scalingnote.storage.shuffle import JsonRecord, TaskRunner, run_slices
+from scalingnote.triplets.collect.triplets import draw
+from scalingnote.triplets.mine.config import MineConfig
+from scalingnote.triplets.mine.search import (
+    PIECE_QUERIES,
+    Piece,
+    PieceOffset,
+    RankedDocuments,
+    SearchedRankings,
+    batches_of,
+    merge_shards,
+    places_of,
+    search_shard,
+    write_embeddings,
+    write_pieces,
+)
+
+log = get_logger("mine")
+MAX_BUCKETS = 256  # of queries, by the hash of their ids
+_QUERIES = pa.schema({"query_id": pa.string(), "part": pa.int64()})
+_LINES = RUN_ROWS.append(pa.field("file", pa.int64()))
+
+
+def run(
+    config: MineConfig, *, dataset: str, triplets: str, dual_encoder: str, embeddings: str, output: str
+) -> Artifact:
+    """Build the `triplets` of the next round.
+
+    Args:
+        config: ranking, rank window, number of negatives.
+        dataset: URI of the dataset.
+        triplets: URI of the triplets of this round.
+        dual_encoder: URI of the dual encoder that was trained on them.
+        embeddings: URI of its document embeddings.
+        output: URI of the artifact.
+
+    Raises:
+        DataError: no negative could be mined at all.
+    """
+    parents = {
+        "dataset": open_artifact(dataset, kind="dataset"),
+        "triplets": open_artifact(triplets, kind="triplets"),
+        "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
+        "embeddings": open_artifact(embeddings, kind="embeddings"),
+    }
+    config = _with_checksums(config)
+    draft = Draft(output, kind="triplets", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    cluster.check_resources(config.resources, knob="mine.resources")
+    source, folder = parents["triplets"], draft.work()
+    rows = source.rows_of(source.names("triplets/", ".parquet"))
+    places: dict[str, list[PieceOffset]] = {}
+    if config.runs:
+        runs = tuple(fs.absolute(uri) for uri in config.runs)  # workers have other working directories
+        held_out = held_out_documents(parents["dataset"], each=cluster.map_tasks)
+        cut_runs(runs, source, held_out=held_out, folder=folder, each=cluster.map_tasks)
+    else:
+        places = _search(config, parents, rows, folder)
+    counts = Counter(mined=0, kept=0, mixed=0, short=0, triplets=0)
+    work = PartStage(partial(Miner, config, source, draft.uri, folder, places))
+    records = run_slices(
+        "mined",
+        work,
+        [*rows],
+        folder=folder,
+        each=partial(cluster.map_loaded, resources=config.resources.without_gpus()),
+        section="mine",
+        unit="triplets",
+        rows=[*rows.values()],
+    )
+    for name, record in zip(rows, records, strict=True):
+        draft.register(name, Part(**record["part"]))
+        counts.update(record["counts"])
+    if not counts["mined"] and not counts["mixed"]:
+        raise DataError(
+            f"no negative was mined for {source.counts['triplets']:,} triplets: widen first_rank..last_rank "
+            "or raise max_score_ratio"
+        )
+    unchanged = [*source.names("answers/"), *source.names("generated/")]
+    for name, part in cluster.map_tasks(partial(copy_part, source=source, output=output), unchanged):
+        draft.register(name, part)
+    log.info("%s", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    return draft.commit(
+        counts=dict(counts), simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False))
+    )
+
+
+def _with_checksums(config: MineConfig) -> MineConfig:
+    """The config with the checksums of its run files; ConfigError where it names others."""
+    sums = tuple(fs.checksum(uri) for uri in config.runs)
+    if config.runs_sha256 not in ((), sums):
+        raise ConfigError(
+            f"the files of mine.runs have sha256 {', '.join(sums) or 'none'}, not "
+            f"{', '.join(config.runs_sha256)}: name the right files, or leave mine.runs_sha256 out"
+        )
+    return config.model_copy(update={"runs_sha256": sums})
+
+
+def copy_part(name: str, *, source: Artifact, output: str) -> tuple[str, Part]:
+    """Copy a part of another artifact."""
+    return name, write_file(fs.join(output, name), source.read_bytes(name))
+
+
+# --- search ------------------------------------------------------------------------------------------------
+
+
+def _search(
+    config: MineConfig, parents: Mapping[str, Artifact], rows: Mapping[str, int], folder: str
+) -> dict[str, list[PieceOffset]]:
+    """Search the documents for all queries; returns the places of each part's results."""
+    embeddings, step = parents["embeddings"], partial(run_slices, folder=folder, section="mine")
+    write = partial(write_pieces, triplets=parents["triplets"], folder=folder)
+    sizes = [*rows.values()]
+    cut: list[list[Piece]] = step(
+        "queries", write, [*rows], each=cluster.map_tasks, unit="triplets", rows=sizes
+    )
+    pieces = [piece for own in cut for piece in own]
+    queries = [piece["queries"] for piece in pieces]
+    encode = PartStage(partial(PieceEncoder, config, parents["dual_encoder"]))
+    actors = partial(cluster.map_loaded, resources=config.resources)
+    step("encoded", encode, pieces, each=actors, unit="queries", rows=queries)
+    batches = batches_of(pieces)
+    # Of each shard, the parts and the row of a part's first document.
+    first = embeddings.first_rows("embeddings")
+    shards = [
+        {name: first[name] for name in names} for names in shuffle.slices_by_bytes(embeddings, "embeddings")
+    ]
+    held_out, share = held_out_documents(parents["dataset"], each=cluster.map_tasks), 1.0
+    if config.max_documents is not None:
+        share = config.max_documents / max(embeddings.counts["documents"] - len(held_out), 1)
+    documents = [sum(embeddings.rows_of(shard).values()) for shard in shards]
+    items = [(batch, shard) for batch in range(len(batches)) for shard in range(len(shards))]
+    log.info("searching %s documents for %s queries", f"{sum(documents):,}", f"{sum(queries):,}")
+    search = partial(
+        search_shard,
+        config=config,
+        batches=batches,
+        shards=shards,
+        embeddings=embeddings,
+        held_out=held_out,
+        share=share,
+        folder=folder,
+    )
+    tasks = partial(cluster.map_tasks, resources=config.resources.without_gpus())
+    sizes = [documents[shard] for _, shard in items]
+    step("search", search, items, each=tasks, unit="documents", rows=sizes)
+    merge = partial(merge_shards, shards=len(shards), folder=folder)
+    step("merge", merge, range(len(batches)), each=cluster.map_tasks, unit="batches of queries")
+    places = iter(places_of(batches))
+    return {name: [next(places) for _ in own] for name, own in zip(rows, cut, strict=True)}
+
+
+class PieceEncoder:
+    """Encodes the queries of a piece."""
+
+    def __init__(self, config: MineConfig, towers: Artifact) -> None:
+        import torch  # late: mining run files needs no torch
+
+        torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
+        self._encoder = QueryEncoder(towers.directory("query"), token_budget=config.token_budget)
+
+    def __call__(self, item: tuple[int, Piece]) -> None:
+        """Write the embeddings of a piece."""
+        queries = read_table(fs.join(item[1]["folder"], PIECE_QUERIES))["query"].to_pylist()
+        write_embeddings(item[1], self._encoder.encode_queries(queries))
+
+
+# --- run files ---------------------------------------------------------------------------------------------
+
+
+def cut_runs(
+    runs: Sequence[str], triplets: Artifact, *, held_out: pa.Array, folder: str, each: TaskRunner
+) -> None:
+    """Cut run files by the parts of triplets; finished tasks of an earlier, killed call are not repeated.
+
+    Args:
+        runs: URIs of TREC run files. Of a query in several files the last one counts.
+        triplets: whose queries are ranked.
+        held_out: ids of documents that are left out.
+        folder: work directory.
+        each: runs the tasks.
+
+    Raises:
+        DataError: an invalid line, or a document that is there twice in a query.
+    """
+    names = triplets.names("triplets/", ".parquet")
+    buckets = min(max(len(names), 1), MAX_BUCKETS)
+    step = partial(run_slices, folder=folder, section="mine", each=each)
+    queries = partial(scatter_mined_queries, triplets=triplets, folder=folder, buckets=buckets)
+    step("mined_queries", queries, names, unit="parts")
+    slices = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
+    lines = partial(scatter_lines, held_out=held_out, folder=folder, buckets=buckets)
+    step("lines", lines, slices, unit="slices of run files")
+    step("join", partial(join_runs, folder=folder), range(buckets), unit="buckets of queries")
+
+
+def scatter_mined_queries(item: tuple[int, str], *, triplets: Artifact, folder: str, buckets: int) -> None:
+    """Write the queries of a part of triplets to buckets."""
+    number, name = item
+    query_ids = triplets.table(name, columns=["query_id"])["query_id"].unique()
+    queries = pa.table({"query_id": query_ids, "part": np.full(len(query_ids), number)})
+    bucket = shuffle.bucket_of(queries["query_id"], buckets)
+    shuffle.scatter(queries, bucket, target=fs.join(folder, "mined_queries"), name=f"{number:05d}")
+
+
+def scatter_lines(
+    item: tuple[int, tuple[int, FileSlice]], *, held_out: pa.Array, folder: str, buckets: int
+) -> None:
+    """Write the lines of a slice of a run file to buckets, without documents excluded from training."""
+    number, (file, piece) = item
+    rows = read_run_slice(piece)
+    rows = rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=held_out)))
+    rows = rows.append_column("file", pa.array(np.full(len(rows), file)))
+    bucket = shuffle.bucket_of(rows["query_id"], buckets)
+    shuffle.scatter(rows, bucket, target=fs.join(folder, "lines"), name=f"{number:05d}")
+
+
+def join_runs(item: tuple[int, int], *, folder: str) -> None:
+    """Order a bucket's lines and write them to the parts that ask for their queries."""
+    bucket = item[1]
+    lines = shuffle.gather(fs.join(folder, "lines"), bucket, schema=_LINES)
+    queries = shuffle.gather(fs.join(folder, "mined_queries"), bucket, schema=_QUERIES)
+    last = lines.group_by("query_id").aggregate([("file", "max")]).rename_columns(["query_id", "file"])
+    lines = lines.join(last, ["query_id", "file"], join_type="inner")
+    trec.check_distinct(lines, "a file of mine.runs")
+    joined = lines.join(queries, "query_id", join_type="inner")
+    joined = joined.sort_by(trec.RUN_ORDER).select([*RUN_ROWS.names, "part"])
+    target = fs.join(folder, "ranked")
+    shuffle.scatter(
+        joined.drop_columns("part"), joined["part"].to_numpy(), target=target, name=f"{bucket:05d}"
+    )
+
+
+def read_runs(
+    number: int, triplets: pa.Table, *, folder: str
+) -> tuple[Mapping[str, RankedDocuments], list[float | None]]:
+    """Rankings by query_id for part `number` of the triplets, and the score of each row's positive."""
+    runs = trec.grouped(shuffle.gather(fs.join(folder, "ranked"), number, schema=RUN_ROWS))
+    scores: list[float | None] = []
+    for query_id, doc_id in zip(
+        triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), strict=True
+    ):
+        ranking = runs.get(query_id, [])
+        # A document below the end of a run scores at most as much as the last one.
+        scores.append(dict(ranking).get(doc_id, ranking[-1][1] if ranking else None))
+    return runs, scores
+
+
+# --- negatives ---------------------------------------------------------------------------------------------
+
+
+class Miner:
+    """Reads a part of triplets and the rankings of its queries, writes it with mined negatives."""
+
+    def __init__(
+        self,
+        config: MineConfig,
+        triplets: Artifact,
+        output: str,
+        folder: str,
+        places: Mapping[str, Sequence[PieceOffset]],
+    ) -> None:
+        self._config, self._triplets, self._output = config, triplets, output
+        self._folder, self._places = folder, places
+
+    def __call__(self, item: tuple[int, str]) -> JsonRecord:
+        """Mine a part."""
+        number, name = item
+        table = self._triplets.table(name)
+        rankings: Mapping[str, RankedDocuments]
+        if self._config.runs:
+            rankings, scores = read_runs(number, table, folder=self._folder)
+        else:
+            rankings = searched = SearchedRankings(table, self._places[name], self._folder)
+            scores = searched.positive_scores()
+        answers = name.replace("triplets/", "answers/", 1)
+        tables = [table]
+        if answers in self._triplets.manifest.parts:
+            tables.append(self._triplets.table(answers))
+        known = positives_by_query(*tables)
+        fresh, counts = refresh(table, rankings, known=known, positive_scores=scores, config=self._config)
+        part = write_table(fs.join(self._output, name), fresh)
+        return {"part": asdict(part), "counts": counts | {"triplets": len(fresh)}}
+
+
+def candidates(
+    ranking: RankedDocuments, *, known: Collection[str], positive_score: float | None, config: MineConfig
+) -> list[str]:
+    """Documents of the rank window that may be negatives, best first.
+
+    Ranks are counted before documents are left out: those in `known`, which answer the query, and those that
+    score more than ``max_score_ratio`` times `positive_score` (if there is one, above 0), which probably do.
+    """
+    ratio = config.max_score_ratio
+    bounded = ratio is not None and positive_score is not None and positive_score > 0
+    limit = ratio * positive_score if bounded else float("inf")  # type: ignore[operator]
+    window = ranking[config.first_rank - 1 : config.last_rank]
+    return [doc_id for doc_id, score in window if doc_id not in known and score <= limit]
+
+
+def refresh(
+    triplets: pa.Table,
+    rankings: Mapping[str, RankedDocuments],
+    *,
+    known: Mapping[str, Collection[str]],
+    positive_scores: Sequence[float | None],
+    config: MineConfig,
+) -> tuple[pa.Table, dict[str, int]]:
+    """Triplets with mined negatives.
+
+    Args:
+        triplets: of the schema TRIPLETS.
+        rankings: query_id -> ranking.
+        known: query_id -> documents that answer the query.
+        positive_scores: the ranking model's score of each row's positive.
+        config: rank window, number of negatives, bounds.
+
+    Returns:
+        The triplets, and counts of rows: ``mined``; ``kept`` (too few candidates, or none: the old negatives
+        stay); ``mixed`` (too few of either: the mined ones, then old ones). Rows of any kind that have fewer
+        than ``num_negatives`` even so are ``short``: training masks what is absent.
+    """
+    counts: Counter[str] = Counter()
+    unscored: list[bool] = []
+    negatives: list[list[str]] = []
+    columns = [triplets[name].to_pylist() for name in ("query_id", "positive", "negatives")]
+    for query_id, positive, old, score in zip(*columns, positive_scores, strict=True):
+        ranking = rankings.get(query_id, ())
+        allowed = candidates(ranking, known=known[query_id], positive_score=score, config=config)
+        drawn = draw(allowed, config.num_negatives, seed=config.seed, key=f"mined {query_id} {positive}")
+        if len(drawn) == config.num_negatives:
+            counts["mined"] += 1
+            negatives.append(drawn)
+            unscored.append(True)
+        elif len(old) >= config.num_negatives or not drawn:
+            counts["kept"] += 1
+            negatives.append(old[: config.num_negatives])
+            unscored.append(len(old) > config.num_negatives)
+        else:
+            counts["mixed"] += 1
+            both = [*drawn, *(doc_id for doc_id in old if doc_id not in drawn)]
+            negatives.append(both[: config.num_negatives])
+            unscored.append(True)
+        if len(negatives[-1]) < config.num_negatives:
+            counts["short"] += 1
+    at = triplets.schema.get_field_index("negatives")
+    column = pa.array(negatives, triplets.schema.field(at).type)
+    fresh = triplets.set_column(at, triplets.schema.field(at), column)
+    # Scores belong to the old negatives.
+    at = triplets.schema.get_field_index("scores")
+    scores = pc.if_else(pa.array(unscored, pa.bool_()), None, triplets["scores"])
+    fresh = fresh.set_column(at, triplets.schema.field(at), scores)
+    return fresh, dict(counts)
+
+
+def positives_by_query(*tables: pa.Table) -> dict[str, set[str]]:
+    """Query_id -> positives, of tables with `query_id` and `positive`."""
+    positives: dict[str, set[str]] = {}
+    pairs = pa.concat_tables([table.select(["query_id", "positive"]) for table in tables])
+    for query_id, positive in zip(pairs["query_id"].to_pylist(), pairs["positive"].to_pylist(), strict=True):
+        positives.setdefault(query_id, set()).add(positive)
+    return positives

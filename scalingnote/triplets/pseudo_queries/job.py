@@ -1,0 +1,288 @@
+"""The pseudo_queries stage: distinct texts from documents, for a teacher to encode.
+
+    documents ─draw─► buckets by text ┐
+    test and validation queries ──────┼─merge─► parts: query_id, query, role, split
+    real queries, if any ─────────────┘
+
+Tasks run on Ray and shuffle through files, so memory is bounded by a slice of documents and by a bucket of
+texts at any corpus size, and a task that runs again writes the same files again. A text equal to a test
+query, or to a validation query of the triplets, is left out: the student must not train on evaluation data.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalingnote.core import cluster
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.log import get_logger
+from scalingnote.core.words import checked_text
+from scalingnote.datasets.config import TableFile
+from scalingnote.datasets.input_files import UnreadableRow, find_files
+from scalingnote.datasets.passages import settings
+from scalingnote.datasets.readers import columns_of, table_rows
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import schema, shuffle
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.shuffle import (
+    JsonRecord,
+    NumberedSlice,
+    named_parts,
+    run_slices,
+    slices,
+    write_tables,
+)
+from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
+from scalingnote.triplets.pseudo_queries.sampling import SourceDocument, draw
+
+log = get_logger("pseudo_queries")
+MAX_BUCKET_TEXTS = 1 << 20
+LOG_CHUNK_ROWS = 1 << 18  # of a query log, scattered at once
+SCATTERED = pa.schema(
+    {"key": pa.string(), "query": pa.string(), "role": pa.string(), "split": pa.string(), "order": pa.int8()}
+)
+HELD_OUT = pa.schema({"key": pa.string()})
+_REAL, _DRAWN = 0, 1  # values of `order`: of equal texts the real query is kept
+
+
+def run(config: PseudoQueriesConfig, *, dataset: str, triplets: str | None = None, output: str) -> Artifact:
+    """Build the artifact `pseudo_queries` from a dataset's documents.
+
+    Args:
+        config: kinds of texts, their number, real queries to add.
+        dataset: URI of the dataset; its test queries are held out.
+        triplets: URI of triplets whose validation queries are held out, if stage I was trained on some.
+        output: URI of the artifact.
+
+    Raises:
+        DataError: the documents give no text, or the query log cannot be read.
+    """
+    parents = {"dataset": open_artifact(dataset, kind="dataset")}
+    if triplets is not None:
+        parents["triplets"] = open_artifact(triplets, kind="triplets")
+    draft = Draft(output, kind="pseudo_queries", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    if config.query_log:
+        _query_column(config.query_log)  # an error before work is done
+    source = parents["dataset"]
+    documents = source.counts["documents"]
+    expected = len(config.mix) * documents if config.count is None else config.count
+    buckets = TextBuckets(draft.work(), max(-(-expected // MAX_BUCKET_TEXTS), 1))
+    do = partial(
+        run_slices, folder=draft.work(), each=cluster.map_tasks, section="pseudo_queries", unit="tasks"
+    )
+    per_document = None if config.count is None else config.count / max(documents, 1)
+    task = partial(scatter_documents, dataset=source, config=config, per_document=per_document, to=buckets)
+    drawn = do("draw", task, slices(source, "documents"))
+    task = partial(scatter_queries, dataset=source, config=config, to=buckets)
+    real = do("real", task, slices(source, "queries"))
+    if "triplets" in parents:
+        hold_out = partial(hold_out_validation, triplets=parents["triplets"], to=buckets)
+        do("validation", hold_out, slices(parents["triplets"], "triplets"))
+    logged: list[JsonRecord] = []
+    if config.query_log:
+        logged = do("log", partial(scatter_log, config=config, to=buckets), [config.query_log])
+    merge = partial(merge_bucket, of=buckets, output=draft.uri, rows=config.rows_per_part)
+    merged = do("merge", merge, range(buckets.count))
+    for record in merged:
+        for name, part in named_parts(record["files"]):
+            draft.register(name, part)
+    counts = {name: sum(record[name] for record in merged) for name in ("queries", "validation", "held_out")}
+    if not counts["queries"]:
+        raise DataError(f"{source.uri}: none of {documents:,} documents has a title or content to draw from")
+    counts |= {"drawn": sum(drawn), "real": sum(real) + sum(record["rows"] for record in logged)}
+    counts["unreadable"] = sum(record["unreadable"] for record in logged)
+    log.info(
+        "%s distinct texts (%s for validation); %s left out because a test or validation query is equal",
+        *(f"{counts[name]:,}" for name in ("queries", "validation", "held_out")),
+    )
+    return draft.commit(counts=counts)
+
+
+@dataclass(frozen=True)
+class TextBuckets:
+    """Files of texts and of held-out keys, in buckets by the hash of the text's key."""
+
+    folder: str
+    count: int
+
+    def write_texts(self, rows: Iterable[tuple[str, str, str, str, int]], name: str) -> None:
+        """Write SCATTERED rows; those with an empty key are left out."""
+        records = [dict(zip(SCATTERED.names, row, strict=True)) for row in rows if row[0]]
+        self._scatter(pa.Table.from_pylist(records, schema=SCATTERED), "texts", name)
+
+    def hold_out(self, queries: pa.ChunkedArray, name: str) -> int:
+        """Write the keys of queries that no text may equal; returns their number."""
+        keys = {text_key(text) for text in queries.unique().to_pylist()} - {""}
+        self._scatter(pa.table({"key": sorted(keys)}, schema=HELD_OUT), "held", name)
+        return len(keys)
+
+    def read(self, bucket: int) -> tuple[pa.Table, pa.Table]:
+        """SCATTERED and HELD_OUT rows of a bucket."""
+        texts = shuffle.gather(self._target("texts"), bucket, schema=SCATTERED)
+        return texts, shuffle.gather(self._target("held"), bucket, schema=HELD_OUT)
+
+    def _scatter(self, table: pa.Table, kind: str, name: str) -> None:
+        bucket = shuffle.bucket_of(table["key"], self.count)
+        shuffle.scatter(table, bucket, target=self._target(kind), name=name)
+
+    def _target(self, kind: str) -> str:
+        return fs.join(self.folder, "scattered", kind)
+
+
+def scatter_documents(
+    item: NumberedSlice,
+    *,
+    dataset: Artifact,
+    config: PseudoQueriesConfig,
+    per_document: float | None,
+    to: TextBuckets,
+) -> int:
+    """Draw the texts of a slice of documents and write them to buckets; returns the number of texts."""
+    number, parts = item
+    rows: dict[str, tuple[str, str, str]] = {}
+    keys = {part: shuffle.hash_of(dataset.table(part, ["doc_id"])["doc_id"]) for part in parts}
+    # A document is held out whole: its passages share sentences.
+    whole = "doc_id" if settings(dataset) is None else "document_id"
+    documents = {part: shuffle.hash_of(dataset.table(part, [whole])[whole]) for part in parts}
+    limit = int(config.validation_share * 2.0**64)  # of the hashes of documents held out
+    distinct = np.unique(np.concatenate([*documents.values(), np.empty(0, np.uint64)]))
+    if limit and len(distinct) > 1:  # at least one, or a small collection measures nothing
+        limit = max(limit, 1 + int(distinct[0]))
+    for part, hashes in keys.items():
+        table = dataset.table(part, ["title", "content"])
+        columns = (hashes, documents[part], *(table[name].to_pylist() for name in ("title", "content")))
+        for key, document_key, title, content in zip(*columns, strict=True):
+            split = "validation" if document_key < limit else "train"
+            document = SourceDocument(int(key), title or "", content or "")
+            for text in draw(document, config, per_document=per_document):
+                rows.setdefault(text_key(text.text), (text.text, text.role, split))
+    to.write_texts([(key, *row, _DRAWN) for key, row in rows.items()], f"{number:05d}")
+    return len(rows)
+
+
+def scatter_queries(
+    item: NumberedSlice, *, dataset: Artifact, config: PseudoQueriesConfig, to: TextBuckets
+) -> int:
+    """Hold out a slice's test queries and write its training queries to buckets; returns their number."""
+    number, parts = item
+    table = pa.concat_tables(dataset.table(part, ["query", "split"]) for part in parts)
+    training = pc.equal(table["split"], "train")
+    name = f"queries-{number:05d}"
+    to.hold_out(table.filter(pc.invert(training))["query"], name)
+    texts = sorted(table.filter(training)["query"].unique().to_pylist())
+    if config.train_queries is not None:
+        total = max(dataset.counts.get("queries", len(table)), 1)
+        hashes = shuffle.hash_of(pa.array(texts, pa.string()))
+        # The smallest hashes, so that a larger number keeps the texts of a smaller one.
+        share = -(-config.train_queries * len(table) // total)
+        texts = [texts[row] for row in np.argsort(hashes, kind="stable")[:share]]
+    return _write_real(texts, name, config, to)
+
+
+def hold_out_validation(item: NumberedSlice, *, triplets: Artifact, to: TextBuckets) -> int:
+    """Hold out the validation queries of a slice of triplets; returns their number."""
+    number, parts = item
+    table = pa.concat_tables(triplets.table(part, ["query", "split"]) for part in parts)
+    queries = table.filter(pc.equal(table["split"], "validation"))["query"]
+    return to.hold_out(queries, f"triplets-{number:05d}")
+
+
+def scatter_log(item: tuple[int, str], *, config: PseudoQueriesConfig, to: TextBuckets) -> JsonRecord:
+    """Write the queries of a log to buckets; counts `rows` written and `unreadable` rows."""
+    rows = _log_texts(item[1])
+    written = unreadable = chunk = 0
+    while some := list(islice(rows, LOG_CHUNK_ROWS)):
+        texts = [text for text in some if text is not None]
+        written += _write_real(texts, f"log-{chunk:05d}", config, to)
+        unreadable += len(some) - len(texts)
+        chunk += 1
+    if unreadable:
+        log.warning("%s: %s rows have no readable query and were left out", item[1], f"{unreadable:,}")
+    return {"rows": written, "unreadable": unreadable}
+
+
+def merge_bucket(item: tuple[int, int], *, of: TextBuckets, output: str, rows: int) -> JsonRecord:
+    """Write the distinct texts of a bucket that are not held out, as parts of at most `rows` rows.
+
+    Of equal texts a real query is kept before a drawn one, and validation before training.
+    """
+    bucket = item[1]
+    table, held_out = of.read(bucket)
+    keys = [("key", "ascending"), ("order", "ascending"), ("split", "descending"), ("query", "ascending")]
+    table = table.sort_by(keys)
+    names = ["query", "role", "split"]
+    distinct = table.group_by("key", use_threads=False).aggregate([(name, "first") for name in names])
+    excluded = pc.is_in(distinct["key"], value_set=held_out["key"].combine_chunks())
+    kept = distinct.filter(pc.invert(excluded))
+    numbers = shuffle.hash_of(kept["key"])
+    # By hash, not by key, or texts with equal first words would share a part.
+    order = np.argsort(numbers, kind="stable")
+    columns = {name: kept[f"{name}_first"] for name in names}
+    ids = pa.array([f"text {number:016x}" for number in numbers.tolist()], pa.string())
+    whole = pa.table({"query_id": ids, **columns}).take(pa.array(order)).cast(schema.PSEUDO_QUERIES)
+    parts = {
+        f"queries/part-{bucket:05d}-{part:05d}.parquet": whole.slice(start, rows)
+        for part, start in enumerate(range(0, len(whole), rows))
+    }
+    return {
+        "files": write_tables(output, parts),
+        "queries": len(whole),
+        "validation": pc.sum(pc.equal(whole["split"], "validation")).as_py() or 0,
+        "held_out": len(distinct) - len(kept),
+    }
+
+
+def text_key(text: str) -> str:
+    """Equal for texts that differ only in case, spaces, and punctuation at both ends."""
+    return " ".join(text.casefold().split()).strip(" .,:;?!。，：；？！\"'")
+
+
+def _write_real(texts: Iterable[str], name: str, config: PseudoQueriesConfig, to: TextBuckets) -> int:
+    """Write real queries to buckets; returns the number of distinct ones."""
+    by_key = {key: text for text in texts if (key := text_key(text))}
+    held_out = shuffle.hash_of(pa.array([*by_key], pa.string())) < config.validation_share * 2.0**64
+    splits = np.where(held_out, "validation", "train").tolist()
+    rows = zip(by_key.items(), splits, strict=True)
+    to.write_texts([(key, text, "query", split, _REAL) for (key, text), split in rows], name)
+    return len(by_key)
+
+
+def _log_texts(path: str) -> Iterator[str | None]:
+    """Queries of a log, None for a row without a readable one."""
+    file, column = Path(path), _query_column(path)
+    if column is None:
+        with file.open("rb") as lines:
+            for line in lines:
+                try:
+                    yield line.decode("utf-8-sig").strip() or None  # a byte-order mark is no text
+                except UnicodeDecodeError:
+                    yield None
+        return
+    slices = table_rows(TableFile(path=path, columns={"query": column}), ["query"])
+    for row in chain.from_iterable(slices):
+        text = None if isinstance(row, UnreadableRow) else row.get("query")
+        yield checked_text(text) if isinstance(text, str) and text.strip() else None
+
+
+def _query_column(path: str) -> str | None:
+    """The column of queries of a log, None for text lines; ConfigError for a file of another kind."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"pseudo_queries.query_log: no file at {path}")
+    if file.suffix == ".txt":
+        return None
+    have = [column for each in find_files(path) for column in columns_of(each)]
+    found = next((name for name in ("query", "text") if name in have), None)
+    if have and found is None:
+        raise ConfigError(
+            f"pseudo_queries.query_log: {path} has no column `query` or `text`, only {have}: rename one"
+        )
+    return found or "query"

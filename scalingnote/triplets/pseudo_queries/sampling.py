@@ -1,0 +1,239 @@
+"""Draw pseudo-queries from one document: the same texts on every machine for one seed.
+
+    document -> units (words; of scripts without spaces up to two characters) -> title, window, question...
+
+Phrases and keywords resemble short queries, windows and sentences long ones, and questions, in English and
+Chinese, have words that documents lack ("how", "can I").
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from scalingnote.core.sentences import SENTENCE_END
+from scalingnote.core.words import HAN, UNSPACED, folded, marks
+from scalingnote.models.published_model import Role
+from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig, TextKind
+
+MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
+_HAN = re.compile(f"[{HAN}]")
+_LATIN = re.compile(r"[A-Za-z]")
+_SPACE = re.compile(r"\s+")
+_CLAUSE_END = re.compile(r"[,;:()\[\].!?，。；：！？]+(?:\s+|$)")
+WINDOW_WORDS = (2, 16)  # least and most
+MAX_SENTENCE_WORDS = 32  # of a title or sentence; the rest is cut
+PASSAGE_WORDS = 128  # of a passage; the rest is cut
+_PHRASE_WORDS = (1, 8)  # least and most, before function words at its ends are removed
+_KEYWORDS = (2, 8)
+_KEYWORD_SPAN = 60  # content words of a document among which keywords are drawn
+_LOWER_CASE_SHARE = 0.3  # of windows, sentences and phrases: users rarely write capitals
+_FOLDER = resources.files("scalingnote.triplets.pseudo_queries")
+ENGLISH_TEMPLATES, CHINESE_TEMPLATES = (
+    (_FOLDER / f"questions_{language}.txt").read_text(encoding="utf-8").splitlines()
+    for language in ("en", "zh")
+)  # of questions; {} takes a phrase
+FUNCTION_WORDS = frozenset((_FOLDER / "function_words.txt").read_text().split())
+
+
+@dataclass(frozen=True)
+class SourceDocument:
+    """A source of texts; `key` seeds the draws."""
+
+    key: int
+    title: str
+    content: str
+
+
+@dataclass(frozen=True)
+class PseudoQuery:
+    """A text and the role in which the teacher encodes it."""
+
+    text: str
+    role: Role = "query"
+
+
+def draw(
+    document: SourceDocument, config: PseudoQueriesConfig, *, per_document: float | None
+) -> Iterator[PseudoQuery]:
+    """The pseudo-queries of a document.
+
+    Args:
+        document: a text without sentence or title gives fewer texts, an empty one gives none.
+        config: kinds and their shares.
+        per_document: expected number of draws, in whole numbers and one more by chance; None draws one text
+            of each kind.
+    """
+    rng = random.Random(document.key ^ config.seed * 0x9E3779B97F4A7C15)
+    kinds: list[TextKind] = list(config.mix)
+    if per_document is not None:
+        count = int(per_document) + (rng.random() < per_document % 1)
+        kinds = rng.choices(kinds, list(config.mix.values()), k=count)
+    parts = _Parts.of(document)
+    for kind in kinds:
+        text = _SPACE.sub(" ", _DRAWS[kind](parts, rng)).strip()
+        if kind in _CASE_VARIES and rng.random() < _LOWER_CASE_SHARE:
+            text = text.lower()
+        if text:
+            yield PseudoQuery(text, "document" if kind == "passage" else "query")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A document, split once for all draws."""
+
+    title: str
+    sentences: list[str]
+    content: str
+    words: list[list[str]]
+    """Units of the title and of each sentence; empty lists are left out."""
+
+    @classmethod
+    def of(cls, document: SourceDocument) -> "_Parts":
+        sentences = [text for piece in SENTENCE_END.split(document.content) if (text := piece.strip())]
+        words = [unit for text in (document.title, *sentences) if (unit := units(text))]
+        return cls(document.title.strip(), sentences, document.content, words)
+
+
+def units(text: str) -> list[str]:
+    """Words with the space after them; characters in scripts without spaces."""
+    return [unit[:MAX_UNIT_CHARACTERS] for unit in _unit().findall(text)]
+
+
+@cache
+def _unit() -> re.Pattern[str]:
+    # A Chinese word has between one and two characters on average.
+    return re.compile(rf"(?:(?:[{UNSPACED}][{marks()}]*){{1,2}}|[^\s{UNSPACED}]+)\s*")
+
+
+@cache
+def _word() -> re.Pattern[str]:
+    return re.compile(rf"\w[\w{marks()}'-]*")
+
+
+@cache
+def _edge() -> re.Pattern[str]:
+    """What is no part of a word, at either end of a text."""
+    return re.compile(rf"^[^\w{marks()}]+|[^\w{marks()}]+$")
+
+
+def cut(text: str, words: int) -> str:
+    """The first `words` units of a text."""
+    all_units = units(text)
+    return text.strip() if len(all_units) <= words else "".join(all_units[:words]).strip()
+
+
+def _title(parts: _Parts, _: random.Random) -> str:
+    return cut(parts.title, MAX_SENTENCE_WORDS)
+
+
+def _first_sentence(parts: _Parts, _: random.Random) -> str:
+    return cut(parts.sentences[0], MAX_SENTENCE_WORDS) if parts.sentences else ""
+
+
+def _sentence(parts: _Parts, rng: random.Random) -> str:
+    return cut(rng.choice(parts.sentences), MAX_SENTENCE_WORDS) if parts.sentences else ""
+
+
+def _window(parts: _Parts, rng: random.Random) -> str:
+    """Consecutive units of the title or of one sentence, drawn with a probability by its length."""
+    if not parts.words:
+        return ""
+    sentence = rng.choices(parts.words, [len(words) for words in parts.words])[0]
+    length = min(rng.randint(*WINDOW_WORDS), len(sentence))
+    start = rng.randint(0, len(sentence) - length)
+    return "".join(sentence[start : start + length]).strip()
+
+
+def _title_window(parts: _Parts, rng: random.Random) -> str:
+    """Part of the title and a short window, in either order."""
+    words = units(parts.title)[: rng.randint(2, 10)]
+    window = cut(_window(parts, rng), 8)
+    pieces = ["".join(words).strip(), window]
+    return " ".join(pieces if rng.random() < 0.6 else pieces[::-1]).strip()
+
+
+def _phrase(parts: _Parts, rng: random.Random) -> str:
+    """Consecutive words of one clause, without function words at either end."""
+    if not parts.words:
+        return ""
+    sentence = "".join(rng.choices(parts.words, [len(words) for words in parts.words])[0])
+    clauses = [words for clause in _CLAUSE_END.split(sentence) if (words := units(clause))]
+    if not clauses:
+        return ""
+    words = rng.choices(clauses, [len(clause) for clause in clauses])[0]
+    length = min(rng.randint(*_PHRASE_WORDS), len(words))
+    start = rng.randint(0, len(words) - length)
+    words = words[start : start + length]
+    while words and _is_function_word(words[0]):
+        words = words[1:]
+    while words and _is_function_word(words[-1]):
+        words = words[:-1]
+    return "".join(words).strip()
+
+
+def _keywords(parts: _Parts, rng: random.Random) -> str:
+    """Content words of a section of the document, in their order; longer words are drawn more often."""
+    words = [word for sentence in parts.words for unit in sentence for word in _word().findall(unit)]
+    words = [word for word in words if len(word) > 1 and folded(word) not in FUNCTION_WORDS]
+    if not words:
+        return ""
+    start = rng.randrange(len(words))
+    words = words[start : start + _KEYWORD_SPAN]
+    count = min(rng.randint(*_KEYWORDS), len(words))
+    # Weighted sampling without replacement (Efraimidis and Spirakis 2006).
+    ranks = sorted(range(len(words)), key=lambda i: rng.random() ** (1 / len(words[i])))
+    return " ".join(words[i] for i in sorted(ranks[-count:])).lower()
+
+
+def _question(parts: _Parts, rng: random.Random) -> str:
+    """A phrase in a template of its language; alone, if there are none in that language."""
+    template = rng.choice(ENGLISH_TEMPLATES)  # its pieces tell which language it is
+    pieces = [_question_piece(parts, rng) for _ in range(template.count("{}"))]
+    chinese = [bool(_HAN.search(piece)) for piece in pieces]
+    if not any(chinese) and all(map(_LATIN.search, pieces)):
+        text = template.format(*pieces)
+        if rng.random() < 0.5:
+            text = text[0].upper() + text[1:]
+        return text + rng.choice(("", "?"))
+    if not all(chinese):
+        return pieces[0]
+    template = rng.choice(CHINESE_TEMPLATES)
+    pieces += [_question_piece(parts, rng) for _ in range(template.count("{}") - len(pieces))]
+    return template.format(*pieces) + rng.choice(("", "？"))
+
+
+def _question_piece(parts: _Parts, rng: random.Random) -> str:
+    """The text for a template: a phrase, sometimes a window or the beginning of the title."""
+    chance = rng.random()
+    if chance < 0.15 and parts.title:
+        text = cut(parts.title, rng.randint(2, 8))
+    elif chance < 0.35:
+        text = cut(_window(parts, rng), 10)
+    else:
+        text = _phrase(parts, rng) or _window(parts, rng)
+    return _edge().sub("", text)
+
+
+def _is_function_word(unit: str) -> bool:
+    return folded(_edge().sub("", unit)) in FUNCTION_WORDS
+
+
+def _passage(parts: _Parts, _: random.Random) -> str:
+    return cut(parts.content, PASSAGE_WORDS)
+
+
+_CASE_VARIES = frozenset(("sentence", "window", "title_window", "phrase"))
+_DRAWS: Mapping[TextKind, Callable[[_Parts, random.Random], str]] = {
+    "title": _title,
+    "first_sentence": _first_sentence,
+    "sentence": _sentence,
+    "window": _window,
+    "title_window": _title_window,
+    "phrase": _phrase,
+    "keywords": _keywords,
+    "question": _question,
+    "passage": _passage,
+}

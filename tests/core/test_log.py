@@ -1,0 +1,73 @@
+"""Progress and status lines: what a reader of the log sees of work that takes long."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from scalingnote.core import log
+from scalingnote.core.log import Progress, status_lines
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The lines that are logged, with a status in every twentieth of a second of silence."""
+    monkeypatch.setattr(log, "SILENCE_S", 0.05)
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    root = logging.getLogger(log.ROOT)
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield found
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+def wait_for(lines: list[str], text: str) -> None:
+    deadline = time.monotonic() + 30
+    while not any(text in line for line in list(lines)):
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.01)
+
+
+def test_silent_work_logs_its_status(lines: list[str]):
+    with status_lines("encode", log.elapsed_status("loading")):
+        wait_for(lines, "loading: 0s  cpu ")
+        with status_lines("encode", lambda: "inner"):
+            wait_for(lines, "inner")
+            outer = sum("loading" in line for line in lines)
+            time.sleep(0.3)
+            assert sum("loading" in line for line in lines) == outer
+        before = len(lines)
+        wait_for(lines[before:] or lines, "loading")
+    while any(thread.name == "status-lines" for thread in threading.enumerate()):
+        time.sleep(0.01)  # it ends with the last block
+    count = len(lines)
+    time.sleep(0.2)
+    assert len(lines) == count
+
+
+def test_progress_counts_rows_of_unfinished_parts(lines: list[str]):
+    underway = 0
+    with Progress("encode", total=100, done=20, unit="rows", underway=lambda: underway) as progress:
+        wait_for(lines, "20/100 rows  20%  0s  cpu")
+        underway = 30
+        wait_for(lines, "50/100 rows  50%")
+        progress.advance(40, note="8 tokens/s")
+        wait_for(lines, "60/100 rows  60%")
+        wait_for(lines, "8 tokens/s")
+        underway = 95  # a part that was begun twice counts twice: still less than all
+        wait_for(lines, "99/100 rows")
+    assert lines[-1].startswith("60 rows in ")
+
+
+def test_a_line_of_any_kind_postpones_the_status(lines: list[str]):
+    with status_lines("encode", lambda: "status"):
+        for _ in range(40):
+            log.note_line()
+            time.sleep(0.01)
+        assert "status" not in lines

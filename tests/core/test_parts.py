@@ -1,0 +1,94 @@
+"""Parts that fail: each is tried again after the others, or set aside with its reason."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from scalingnote.core import parts
+from scalingnote.core.errors import ConfigError, PartsFailedError
+from scalingnote.core.parts import PartQueue, PartStage, WorkerLostError, in_order, map_here
+
+
+def stage(journal: list[Any], faults: dict[int, BaseException], times: int = 99) -> PartStage:
+    """Gives the square of a part; those with a fault raise it, the first `times` that they are tried."""
+
+    def load() -> Callable[[int], int]:
+        journal.append("load")
+        return work
+
+    def work(part: int) -> int:
+        journal.append(part)
+        if part in faults and journal.count(part) <= times:
+            raise faults[part]
+        return part * part
+
+    return PartStage(load)
+
+
+@pytest.mark.parametrize(
+    ("fault", "tries", "reason"),
+    [
+        (ValueError("not a number"), parts.MAX_ERRORS, "ValueError: not a number"),
+        (OSError("slow down"), parts.MAX_OS_ERRORS, "OSError: slow down"),
+        (
+            WorkerLostError("killed"),
+            parts.MAX_PROCESS_LOSSES,
+            r"its process was lost \(2 of 2\): out of memory",
+        ),
+    ],
+)
+def test_a_part_that_fails_is_tried_after_the_others(fault: BaseException, tries: int, reason: str):
+    journal: list[Any] = []
+    assert sorted(map_here(stage(journal, {1: fault}, times=tries - 1), range(4))) == [0, 1, 4, 9]
+    assert journal == ["load", 0, 1, 2, 3] + [1] * (tries - 1)
+
+    results = []
+    with pytest.raises(PartsFailedError, match=rf"1 of 4 parts failed .*: 1: (?s:.*){reason}") as error:
+        results.extend(map_here(stage([], {1: fault}), range(4)))
+    assert sorted(results) == [0, 4, 9]
+    assert list(error.value.reasons) == [1]
+
+
+def test_a_part_whose_nodes_are_lost_has_more_tries():
+    queue = PartQueue([("name", 0)])
+    for _ in range(parts.MAX_LOSSES):
+        queue.check()
+        queue.lose(queue.left.popleft(), node_is_there=False)
+    assert not queue.left
+    with pytest.raises(PartsFailedError, match=r"name: its process or its node was lost \(4 of 4\)"):
+        queue.check()
+
+
+def test_an_error_for_the_user_ends_the_run_at_once():
+    journal: list[Any] = []
+    with pytest.raises(ConfigError, match="wrong"):
+        list(map_here(stage(journal, {1: ConfigError("wrong")}), range(4)))
+    assert journal == ["load", 0, 1]
+
+
+def test_only_the_first_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture):
+    faults: dict[int, BaseException] = {number: ValueError(f"bad {number}") for number in (1, 2)}
+    assert sorted(map_here(stage([], faults, times=1), range(3))) == [0, 1, 4]
+    first, second = caplog.messages
+    assert "Traceback" in first
+    assert second == "a part failed and is tried again after the others: 2: ValueError: bad 2"
+
+
+def test_what_is_left_is_given_up_with_a_reason():
+    queue = PartQueue(["a", "b"])
+    queue.give_up("no worker could load: no driver")
+    with pytest.raises(PartsFailedError, match="none of 2 parts could be processed: a: no worker could load"):
+        queue.check()
+
+
+def test_a_part_takes_three_steps():
+    made = PartStage(lambda: lambda given: given + 1, read=lambda part: 10 * part, write=lambda *both: both)
+    assert list(map_here(made, [1, 2])) == [(1, 11), (2, 21)]
+    assert list(map_here(PartStage(pytest.fail), [])) == []
+
+
+def test_results_are_put_in_order():
+    assert list(in_order([(2, "c"), (0, "a"), (1, "b"), (3, "d")])) == ["a", "b", "c", "d"]
+    assert list(in_order(map(partial(divmod, 0), []))) == []

@@ -1,0 +1,289 @@
+"""Files in, tables out: the readers on tiny files, and what becomes of nothing, of subsets and of repeats."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import TypeAdapter
+
+from scalingnote.core.errors import ArtifactError, DataError
+from scalingnote.datasets import config as configs
+from scalingnote.datasets import sources
+from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
+from scalingnote.datasets.input_files import delimited_lines, find_files, parsed_lines, whole
+from scalingnote.datasets.job import run
+from scalingnote.datasets.readers import table_rows
+from scalingnote.storage.schema import DOCUMENTS
+
+
+def splits(artifact):
+    return dict(
+        zip(*(artifact.table("queries.parquet")[c].to_pylist() for c in ("query", "split")), strict=True)
+    )
+
+
+def write_lines(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
+    )
+
+
+def test_beir(tmp_path):
+    write_lines(
+        tmp_path / "corpus.jsonl",
+        {"_id": "1", "title": "One", "text": "first"},
+        {"_id": "2", "title": "", "text": "second"},
+        b'{"_id": "3", "text": "\xff"}\n',
+        {"_id": "4", "title": "no text field"},
+    )
+    queries = [{"_id": n, "text": f"query {n}"} for n in ("a", "b", "c")]
+    write_lines(tmp_path / "queries.jsonl", *queries)
+    write_lines(tmp_path / "qrels" / "train.tsv", b"query-id\tcorpus-id\tscore\na\t1\t1\n")
+    write_lines(tmp_path / "qrels" / "test.tsv", b"query-id\tcorpus-id\tscore\nb\t2\t2\nb\t9\t1\nbroken\n")
+    artifact = run(Beir(path=str(tmp_path), click_model=None), output=str(tmp_path / "out"))
+    assert splits(artifact) == {"query a": "train", "query b": "test"}
+    assert artifact.counts["documents"] == 2
+    assert artifact.counts["impressions"] == 0
+    assert artifact.names("impressions") == []
+    assert artifact.manifest.info["rejected_by_reason"] == {
+        "documents: invalid UTF-8": 1,
+        "documents: not in the source's format: KeyError 'text'": 1,
+        "qrels: 1 fields, expected 3": 1,
+        "qrels: unknown doc_id": 1,
+    }
+    assert artifact.table("rejected.parquet").num_rows == 4
+
+
+def test_msmarco(tmp_path):
+    write_lines(tmp_path / "collection.tsv", b"1\tfirst passage\n2\tsecond passage\n3\n")
+    write_lines(tmp_path / "queries.tsv", *(f"q{n}\tquery {n}\n".encode() for n in range(40)))
+    write_lines(tmp_path / "qrels.tsv", *(f"q{n} 0 {1 + n % 2} 1\n".encode() for n in range(40)))
+    config = MsMarco(
+        collection=str(tmp_path / "coll*.tsv"),
+        train_queries=str(tmp_path / "queries.tsv"),
+        train_qrels=str(tmp_path / "qrels.tsv"),
+        test_fraction=0.5,
+        seed=1,
+    )
+    artifact = run(config, output=str(tmp_path / "out"))
+    table = artifact.table("documents")
+    assert table.to_pylist()[0] == {
+        "doc_id": "1",
+        "title": "",
+        "topic": "",
+        "content": "first passage",
+        "group": "1",
+    }
+    # Queries that share a document share a split.
+    assert len({splits(artifact)[f"query {n}"] for n in range(0, 40, 2)}) == 1
+    with pytest.raises(ValueError, match="come together"):
+        MsMarco(collection="x", train_queries="y")
+
+
+def test_columns_of_users_and_vectors(tmp_path):
+    write_lines(
+        tmp_path / "notes.jsonl",
+        *({"doc_id": f"d{n}", "title": f"note {n}", "image": [n, 0.5] if n else "none"} for n in range(4)),
+    )
+    write_lines(tmp_path / "queries.jsonl", {"query_id": "q", "query": "note"})
+    odd = [{"query_id": "q", "doc_id": doc_id} for doc_id in (1.5, "half \ud800", ["d1"], None)]
+    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "d1"}, *odd)
+    users = [{"uid": "ann", "age": 30}, {"uid": "ben", "age": "old"}, {"uid": "ann", "age": 31}, {"age": 9}]
+    write_lines(tmp_path / "users.jsonl", *users)
+    config = Columns(
+        **{name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("queries", "qrels")},
+        documents={"path": str(tmp_path / "notes.jsonl")},
+        users={"path": str(tmp_path / "users.jsonl"), "columns": {"user_id": "uid"}},
+        features={"image": "vector"},
+        profile={"age": "int64"},
+        test_fraction=0.0,
+    )
+    artifact = run(config, output=str(tmp_path / "out"))
+    assert artifact.table("users").to_pylist() == [
+        {"user_id": "ann", "age": 30},
+        {"user_id": "ben", "age": None},
+    ]
+    assert artifact.table("documents")["image"].to_pylist() == [None, [1, 0.5], [2, 0.5], [3, 0.5]]
+    reasons = artifact.manifest.info["rejected_by_reason"]
+    assert reasons == {
+        "qrels: doc_id is of type float": 1,
+        "qrels: doc_id is of type list": 1,
+        "qrels: doc_id with control characters": 1,
+        "qrels: no doc_id": 1,
+        "users: duplicate user_id": 1,
+        "users: no user_id": 1,
+    }
+
+
+def test_columns(tmp_path):
+    write_lines(
+        tmp_path / "notes.jsonl",
+        *({"id": n, "heading": f"note {n}", "body": "b", "likes": n, "by": "x"} for n in range(9)),
+    )
+    pq.write_table(
+        pa.table({"qid": ["a", "b"], "text": ["alpha", "beta"], "split": ["train", "test"]}),
+        tmp_path / "q.parquet",
+    )
+    pq.write_table(pa.table({"query_id": ["a", "b"], "doc_id": ["1", "2"]}), tmp_path / "qrels.parquet")
+    exposure = {
+        "session_id": "s",
+        "query_id": "a",
+        "doc_id": "3",
+        "position": 1,
+        "clicked": True,
+        "timestamp": 5,
+    }
+    write_lines(tmp_path / "log.jsonl", exposure, {**exposure, "position": -1})
+    config = Columns(
+        documents={
+            "path": str(tmp_path / "notes.jsonl"),
+            "columns": {"doc_id": "id", "title": "heading", "content": "body"},
+        },
+        queries={"path": str(tmp_path / "q.parquet"), "columns": {"query_id": "qid", "query": "text"}},
+        qrels={"path": str(tmp_path / "qrels.parquet")},
+        impressions={"path": str(tmp_path / "log.jsonl")},
+        features={"likes": "int64", "by": "string"},
+        documents_per_part=4,
+    )
+    artifact = run(config, output=str(tmp_path / "out"))
+    documents = artifact.table("documents")
+    assert documents.schema.names == [*DOCUMENTS.names, "likes", "by"]
+    assert documents["likes"].to_pylist() == list(range(9))
+    assert len(artifact.names("documents/")) == 3
+    assert artifact.table("qrels.parquet")["relevance"].to_pylist() == [1, 1]
+    assert artifact.table("impressions.parquet").num_rows == 1  # the data's own: nothing is simulated
+    assert not artifact.manifest.info["simulated_clicks"]
+    assert splits(artifact) == {"alpha": "train", "beta": "test"}
+    wrong = config.model_copy(
+        update={
+            "queries": configs.TableFile(
+                path=str(tmp_path / "qrels.parquet"), columns={"query": "q", "typo": "x"}
+            )
+        }
+    )
+    with pytest.raises(DataError, match="typo"):
+        run(wrong, output=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_mapping_to_a_column_that_is_not_there_is_refused(form, tmp_path):
+    path = tmp_path / f"rows.{form}"
+    rows = [{"query_id": "q", "doc_id": f"d{n}", "Label": n} for n in range(3)]
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        write_lines(path, *rows)
+    names = ["query_id", "doc_id", "relevance"]
+    with pytest.raises(DataError, match=rf"rows\.{form} has no column \['label'\].*'Label'.*map it"):
+        table_rows(TableFile(path=str(path), columns={"relevance": "label"}), names)
+    mapped = TableFile(path=str(path), columns={"relevance": "Label"})
+    (rows,) = table_rows(mapped, names)
+    assert [row["relevance"] for row in rows] == [0, 1, 2]
+
+
+def test_an_unfinished_run_leaves_nothing_to_its_successor(tmp_path):
+    write_lines(tmp_path / "queries.jsonl", {"query_id": "q", "query": "one"})
+    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "gone"})
+    write_lines(tmp_path / "docs.jsonl", *({"doc_id": f"d{n}", "title": "t"} for n in range(10)))
+    config = Columns(
+        **{name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("queries", "qrels")},
+        documents={"path": str(tmp_path / "docs.jsonl")},
+        documents_per_part=2,
+    )
+    with pytest.raises(DataError, match="no query with a relevant document remains"):
+        run(config, output=str(tmp_path / "out"))
+    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "d1"})
+    write_lines(tmp_path / "docs.jsonl", *({"doc_id": f"d{n}", "title": "t"} for n in range(6)))
+    artifact = run(config, output=str(tmp_path / "out"))
+    assert artifact.counts["documents"] == artifact.table("documents").num_rows == 6
+
+
+def test_a_subset_leaves_out_without_rejecting(tmp_path):
+    write_lines(
+        tmp_path / "d.jsonl", *({"doc_id": n, "title": f"t{n}", "group": f"g{n // 2}"} for n in range(100))
+    )
+    write_lines(tmp_path / "q.jsonl", *({"query_id": n, "query": f"q{n}"} for n in range(100)))
+    write_lines(tmp_path / "r.jsonl", *({"query_id": n, "doc_id": n} for n in range(100)))
+    files = {
+        name: {"path": str(tmp_path / f"{short}.jsonl")}
+        for name, short in (("documents", "d"), ("queries", "q"), ("qrels", "r"))
+    }
+    artifact = run(Columns(**files, max_documents=40), output=str(tmp_path / "out"))
+    assert artifact.counts["documents"] == 40
+    assert artifact.counts["queries"] == 40
+    assert artifact.counts["rejected"] == 0
+    assert artifact.manifest.info["left_out"] == {"documents": 60, "queries": 60, "qrels": 60}
+    groups = artifact.table("documents")["group"].to_pylist()
+    assert len(set(groups)) == 20  # whole groups
+    assert set(artifact.table("qrels.parquet")["doc_id"].to_pylist()) <= set(
+        artifact.table("documents")["doc_id"].to_pylist()
+    )
+
+
+def test_a_finished_data_set_is_returned_and_another_is_refused(tmp_path):
+    write_lines(tmp_path / "d.jsonl", {"doc_id": "1", "title": "t"})
+    write_lines(tmp_path / "q.jsonl", {"query_id": "1", "query": "q", "doc_id": "1"})
+    files = {
+        name: {"path": str(tmp_path / f"{short}.jsonl")}
+        for name, short in (("documents", "d"), ("queries", "q"), ("qrels", "q"))
+    }
+    first = run(Columns(**files), output=str(tmp_path / "out"))
+    (tmp_path / "d.jsonl").unlink()
+    assert run(Columns(**files), output=str(tmp_path / "out")).digest == first.digest
+    with pytest.raises(ArtifactError, match="already holds another"):
+        run(Columns(**files, seed=1), output=str(tmp_path / "out"))
+
+
+def test_nothing_usable_is_an_error_that_says_why(tmp_path):
+    write_lines(tmp_path / "d.jsonl", {"doc_id": "1", "title": ""})
+    write_lines(tmp_path / "q.jsonl", {"query_id": "1", "query": "x"})
+    write_lines(tmp_path / "r.jsonl", {"query_id": "1", "doc_id": "gone"})
+    files = {"documents": "d", "queries": "q", "qrels": "r"}
+    config = Columns(**{name: {"path": str(tmp_path / f"{short}.jsonl")} for name, short in files.items()})
+    with pytest.raises(DataError, match="no usable row of documents; set aside: 1 x documents: no text"):
+        run(config, output=str(tmp_path / "out"))
+    write_lines(tmp_path / "d.jsonl", {"doc_id": "1", "title": "now there"})
+    with pytest.raises(
+        DataError, match=r"no query with a relevant document remains; .* qrels: unknown doc_id"
+    ):
+        run(config, output=str(tmp_path / "out"))
+    write_lines(tmp_path / "r.jsonl", {"query_id": "1"})
+    with pytest.raises(DataError, match=r"r\.jsonl \(qrels\) has no column \['doc_id'\]: map it under"):
+        run(config, output=str(tmp_path / "out"))
+
+
+def test_unreadable_lines_are_named(tmp_path):
+    deep = b"[" * 100_000
+    data = b'{"a": 1}\n{"a": "\xff"}\n{"a": \n' + deep + b'\n[1]\n\n{"a": 2}\n'
+    assert [row if isinstance(row, dict) else row.reason for row in parsed_lines(data.splitlines(True))] == [
+        {"a": 1},
+        "invalid UTF-8",
+        "invalid JSON",
+        "invalid JSON",
+        "not a JSON object",
+        {"a": 2},
+    ]
+
+
+def test_the_union_is_told_apart_by_name():
+    adapter = TypeAdapter(AnyDataset)
+    for name in sources.SUMMARIES:
+        needed = {
+            "beir": {"path": "x"},
+            "msmarco": {"collection": "x", "test_queries": "y", "test_qrels": "z"},
+            "columns": {"documents": {"path": "d"}, "queries": {"path": "q"}, "qrels": {"path": "r"}},
+            "logs": {"documents": {"path": "d"}, "impressions": {"path": "i"}},
+            "texts": {"path": "x"},
+        }.get(name, {})
+        assert adapter.validate_python({"name": name, **needed}).name == name
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
+    (tmp_path / "rows.tsv").write_bytes("\ufeffq1\tfirst\nq2\tsecond \ufeff\n".encode())
+    (file,) = find_files(str(tmp_path / "rows.tsv"), (".tsv",))
+    piece = whole(file)
+    rows = list(delimited_lines(piece, columns=("query_id", "query")))
+    assert [row["query_id"] for row in rows] == ["q1", "q2"]
+    assert rows[1]["query"] == "second \ufeff"

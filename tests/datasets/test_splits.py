@@ -1,0 +1,191 @@
+"""Train and test share no group, whatever joins them; in a log, a query seen in training is not tested."""
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from scalingnote.core.errors import DataError
+from scalingnote.datasets import splits
+from scalingnote.datasets.config import Logs
+from scalingnote.datasets.splits import uniform
+from scalingnote.storage.schema import QRELS
+
+FILES = {"documents": {"path": "d"}, "impressions": {"path": "i"}}
+HOUR = 3_600_000
+
+
+def test_windows_are_half_open_and_may_touch():
+    config = Logs(
+        **FILES, train=("1970-01-01", "1970-01-02"), test=("1970-01-02", "1970-01-03T00:00:00+01:00")
+    )
+    chosen = splits.choose_windows(config, first=0, last=72 * HOUR)
+    assert chosen == splits.SplitWindows((0, 24 * HOUR), (24 * HOUR, 47 * HOUR))
+    times = pa.chunked_array([pa.array([-1, 0, 24 * HOUR - 1, 24 * HOUR, 47 * HOUR - 1, 47 * HOUR])])
+    stamps = times.cast(pa.timestamp("ms"))
+    assert splits.in_window(stamps, chosen.train).to_pylist() == [False, True, True, False, False, False]
+    assert splits.in_window(stamps, chosen.test).to_pylist() == [False, False, False, True, True, False]
+    assert chosen.shown()["train"] == ["1970-01-01T00:00:00.000+00:00", "1970-01-02T00:00:00.000+00:00"]
+
+
+def test_without_windows_the_end_of_the_span_is_for_test():
+    chosen = splits.choose_windows(Logs(**FILES, test_fraction=0.25), first=1000, last=1999)
+    assert chosen == splits.SplitWindows((1000, 1750), (1750, 2000))
+
+
+def test_a_log_beside_its_windows_is_refused():
+    config = Logs(**FILES, train=("2024-01-01", "2024-02-01"), test=("2024-02-01", "2024-03-01"))
+    # Milliseconds taken for seconds: the year 55,000.
+    with pytest.raises(DataError, match=r"spans 1700000000000 s after 1970 .*dataset\.timestamp_unit"):
+        splits.choose_windows(config, first=1_700_000_000_000_000, last=1_700_000_000_000_001)
+    with pytest.raises(DataError, match="no impression is in the train window"):
+        splits.choose_windows(config, first=0, last=HOUR)
+
+
+@pytest.mark.parametrize(
+    ("windows", "error"),
+    [
+        ({"train": ("2024-01-01", "2024-02-01")}, "come together"),
+        ({"train": ("2024-02-01", "2024-01-01"), "test": ("2024-03-01", "2024-04-01")}, "before it starts"),
+        ({"train": ("2024-01-01", "2024-02-02"), "test": ("2024-02-01", "2024-04-01")}, "before train ends"),
+        ({"max_documents": 10}, "max_documents"),
+    ],
+)
+def test_windows_at_odds_are_refused(windows, error):
+    with pytest.raises(ValidationError, match=error):
+        Logs(**FILES, **windows)
+
+
+def impressions(*rows):
+    columns = zip(*rows, strict=True)
+    names = ("query_id", "doc_id", "clicked", "dwell_s")
+    return pa.table({name: list(column) for name, column in zip(names, columns, strict=True)})
+
+
+def test_clicks_count_from_a_dwell_time_on():
+    rows = impressions(
+        ("q", "a", True, 30.0), ("q", "a", True, 9.9), ("q", "b", False, None), ("q", "c", True, None)
+    )
+    every = splits.count_test_clicks(rows, min_dwell_s=0.0)
+    assert every.to_pylist() == [
+        {"query_id": "q", "doc_id": "a", "clicks": 2},
+        {"query_id": "q", "doc_id": "b", "clicks": 0},
+        {"query_id": "q", "doc_id": "c", "clicks": 1},
+    ]
+    # Where nobody measured, nobody can say that it was too short.
+    assert splits.count_test_clicks(rows, min_dwell_s=10.0)["clicks"].to_pylist() == [1, 0, 1]
+    assert splits.judge_by_clicks(every, min_clicks=2).to_pylist() == [
+        {"query_id": "q", "doc_id": "a", "relevance": 1}
+    ]
+
+
+def texts(*rows):
+    return pa.Table.from_pylist(
+        [dict(zip(splits.QUERY_TEXTS.names, row, strict=True)) for row in rows], splits.QUERY_TEXTS
+    )
+
+
+def test_queries_are_dealt_out():
+    asked = pa.Table.from_pylist(
+        [
+            {"query_id": "seen", "doc_id": "a", "clicks": 3},
+            {"query_id": "new", "doc_id": "a", "clicks": 1},
+            {"query_id": "new", "doc_id": "b", "clicks": 0},
+            {"query_id": "silent", "doc_id": "a", "clicks": 0},
+        ],
+        schema=splits.TEST_CLICKS,
+    )
+    named = texts(
+        ("seen", "Seen", 4), ("seen", "seen", 4), ("seen", "SEEN", 1), ("new", "new", 1), ("silent", "s", 1),
+        ("early", "early", 2), ("outside", "o", 1), ("judged", "j", 0),
+    )  # fmt: skip
+    trained = pa.array(["seen", "early"])
+    settled = splits.split_queries(
+        trained, test_clicks=asked, texts=named, judged=splits.judge_by_clicks(asked, min_clicks=1)
+    )
+    assert [tuple(row.values()) for row in settled.queries.to_pylist()] == [
+        ("early", "early", "train"),
+        ("new", "new", "test"),
+        ("seen", "Seen", "train"),
+    ]
+    assert settled.qrels.to_pylist() == [{"query_id": "new", "doc_id": "a", "relevance": 1}]
+    assert settled.left_out == {
+        "queries of the test window that training has seen": 1,
+        "queries of the test window without a relevant document": 1,
+        "queries without an impression in either window": 1,
+    }
+    # Judged by people: what was clicked no longer says what is relevant, and a grade of 0 stays a judgement.
+    judged = [("seen", "a", 1), ("judged", "b", 2), ("judged", "a", 0), ("new", "a", 0)]
+    rows = pa.Table.from_pylist([dict(zip(QRELS.names, row, strict=True)) for row in judged], QRELS)
+    settled = splits.split_queries(trained, test_clicks=asked, texts=named, judged=rows)
+    assert [row["query_id"] for row in settled.queries.to_pylist() if row["split"] == "test"] == ["judged"]
+    assert [(row["doc_id"], row["relevance"]) for row in settled.qrels.to_pylist()] == [("a", 0), ("b", 2)]
+    assert settled.left_out["queries of the test window without a relevant document"] == 2
+
+
+def test_nothing_at_all_is_no_error():
+    nothing = splits.split_queries(
+        pa.array([], pa.string()),
+        test_clicks=splits.TEST_CLICKS.empty_table(),
+        texts=splits.QUERY_TEXTS.empty_table(),
+        judged=QRELS.empty_table(),
+    )
+    assert nothing.queries.num_rows == nothing.qrels.num_rows == sum(nothing.left_out.values()) == 0
+
+
+# --- by groups
+
+PAIRS = pa.schema({"query_id": pa.string(), "group": pa.string()})
+
+
+def test_uniform_depends_on_key_and_seed_only():
+    assert uniform("a", seed=0) == uniform("a", seed=0)
+    assert uniform("a", seed=0) != uniform("a", seed=1)
+    values = [uniform(str(n), seed=0) for n in range(5000)]
+    assert 0.48 < sum(values) / len(values) < 0.52
+    assert all(0 <= value < 1 for value in values)
+
+
+def held_out(pairs, queries, *, fraction, seed=0):
+    """The test queries of (query, group) pairs."""
+    ids = pa.array(queries, pa.string())
+    positives = pa.table({"query_id": [q for q, _ in pairs], "group": [g for _, g in pairs]}, schema=PAIRS)
+    return set(
+        ids.filter(pa.array(splits.held_out(ids, positives, fraction=fraction, seed=seed))).to_pylist()
+    )
+
+
+def test_the_share_is_about_the_fraction():
+    pairs = [(f"q{n}", f"d{n}") for n in range(5000)]
+    assert 430 < len(held_out(pairs, [q for q, _ in pairs], fraction=0.1, seed=3)) < 570
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 15), st.integers(0, 30)), max_size=40),
+    st.integers(1, 40),
+    st.floats(0, 1),
+)
+def test_no_training_query_touches_a_test_group(pairs, groups, fraction):
+    pairs = [(f"q{q}", f"g{d % groups}") for q, d in pairs]
+    queries = [f"q{q}" for q in range(16)]
+    test = held_out(pairs, queries, fraction=fraction)
+    assert not {g for q, g in pairs if q in test} & {g for q, g in pairs if q not in test}
+    assert test == held_out(pairs[::-1], queries[::-1], fraction=fraction)
+    assert test == {q for q in queries if uniform(_first_name(q, pairs), seed=0) < fraction}
+
+
+def _first_name(query, pairs):
+    """The first group of the query's component, found by a walk."""
+    queries, groups = {query}, set()
+    while True:
+        found = {g for q, g in pairs if q in queries}
+        joined = queries | {q for q, g in pairs if g in found}
+        if (found, joined) == (groups, queries):
+            return f"g:{min(groups)}" if groups else f"q:{query}"
+        groups, queries = found, joined
+
+
+def test_all_or_nothing():
+    assert held_out([("q", "g")], ["q"], fraction=1.0) == {"q"}
+    assert held_out([("q", "g")], ["q"], fraction=0.0) == set()

@@ -1,0 +1,226 @@
+"""Files are found, refused by name before work is spent, and cut into slices that lose and double no row."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalingnote.core.errors import DataError
+from scalingnote.datasets import input_files
+from scalingnote.datasets.config import Logs
+from scalingnote.datasets.input_files import File, FileColumns, Quarantine, cut, find_files
+from scalingnote.datasets.input_files import lines as lines_of
+from scalingnote.datasets.readers import read_logs
+from scalingnote.datasets.tables import read_tables, table_format
+
+IMPRESSION = {
+    "session_id": "s",
+    "query": "two words",
+    "doc_id": "d",
+    "position": 1,
+    "clicked": True,
+    "timestamp": 1_700_000_000,
+}
+DOCUMENT = {"doc_id": "d", "title": "A title"}
+
+
+def lines(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+FORM = table_format("impressions", pa.schema([]))
+
+
+def slices_of(config):
+    """The slices of all tables of a log."""
+    return [rows for table in read_logs(config).tables.values() for rows in table]
+
+
+def planned(tmp_path, *, documents=DOCUMENT, impressions=IMPRESSION, form="parquet", columns=None, **extra):
+    """The plan of one file a table."""
+    paths = {}
+    for table, row in {"documents": documents, "impressions": impressions, **extra}.items():
+        if not isinstance(row, dict) or table in ("scores", "qrels", "documents", "impressions"):
+            path = tmp_path / f"{table}.{form}"
+            if form == "parquet":
+                pq.write_table(row if isinstance(row, pa.Table) else pa.Table.from_pylist([row]), path)
+            else:
+                lines(path, row)
+            paths[table] = {"path": str(path), "columns": (columns or {}).get(table, {})}
+    return slices_of(Logs(**paths))
+
+
+def test_files_are_found_sorted_below_directories_and_by_pattern(tmp_path):
+    for name in (
+        "b/2.parquet",
+        "b/1.parquet",
+        "a.jsonl",
+        "b/_temporary/0.parquet",
+        "b/.1.parquet.crc",
+        "b/_SUCCESS",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    base = str(tmp_path)
+
+    def names(path):
+        return [file.uri.removeprefix(base + "/") for file in find_files(path)]
+
+    assert names(f"{base}/b") == names(f"{base}/b/") == ["b/1.parquet", "b/2.parquet"]
+    assert names(base) == ["a.jsonl", "b/1.parquet", "b/2.parquet"]
+    assert names(f"{base}/b/?.parquet") == ["b/1.parquet", "b/2.parquet"]
+    assert names(f"{base}/*.jsonl") == ["a.jsonl"]
+    assert names(f"{base}/**/2.parquet") == ["b/2.parquet"]
+    assert names(f"{base}/a.jsonl") == ["a.jsonl"]
+    with pytest.raises(DataError, match=r"no file at .*\*\.csv: check the path"):
+        names(f"{base}/*.csv")
+    with pytest.raises(DataError, match=r"_SUCCESS is neither \.jsonl nor \.parquet"):
+        names(f"{base}/b/_S*")
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("table", "row", "error"),
+    [
+        ("impressions", {**IMPRESSION, "clicked": "yes"}, r"'clicked' is of type str.* is true or false"),
+        ("impressions", {**IMPRESSION, "timestamp": [1]}, "'timestamp' is of type list"),
+        ("impressions", {**IMPRESSION, "doc_id": 1.5}, "'doc_id' is of type (double|float)"),
+        ("impressions", {**IMPRESSION, "query": 7}, "'query' is of type int"),
+        ("impressions", {k: v for k, v in IMPRESSION.items() if k != "query"}, r"has no column \['query'\]"),
+        ("documents", {"doc_id": "d", "topic": "t"}, r"no column of texts by a known name"),
+        (
+            "documents",
+            {"doc_id": "d", "title": "t", "inhalt": "i"},
+            r"only 'doc_id', 'title', 'inhalt': choose",
+        ),
+        ("documents", {"title": "t"}, r"no column of ids by a known name"),
+        ("scores", {"doc_id": "d", "score": 1.0}, r"scores\..* has no column \['query or query_id'\]"),
+        ("qrels", {"query": "q", "relevance": 1}, r"qrels\..* has no column \['doc_id'\]"),
+    ],
+)
+def test_a_file_that_cannot_fit_is_refused_by_name(tmp_path, form, table, row, error):
+    with pytest.raises(DataError, match=rf"{tmp_path}/{table}\.{form}") as caught:
+        planned(tmp_path, form=form, **{table: row})
+    caught.match(error)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_documents_of_known_layouts_are_read(tmp_path, form):
+    first, *_ = planned(tmp_path, documents={"docid": 7, "title": "t", "contents": "c"}, form=form)
+    chosen = {name: first.columns[name] for name in ("doc_id", "title", "content")}
+    assert chosen == {"doc_id": "docid", "title": "title", "content": "contents"}
+
+
+def test_a_mapping_names_columns_of_ours_and_of_the_file(tmp_path):
+    renamed = {("q" if name == "query" else name): value for name, value in IMPRESSION.items()}
+    slices = planned(tmp_path, impressions=renamed, columns={"impressions": {"query": "q"}})
+    assert slices[-1].columns["query"] == "q"
+    with pytest.raises(DataError, match=r"columns maps \['text'\], which are none of"):
+        planned(tmp_path, columns={"impressions": {"text": "query"}})
+    for form in ("parquet", "jsonl"):
+        with pytest.raises(DataError, match=r"has no column \['uid'\]"):
+            planned(tmp_path, columns={"impressions": {"user_id": "uid"}}, form=form)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_file_of_judgements_may_leave_the_grade_out(tmp_path, form):
+    for row in ({"query": "q", "doc_id": "d"}, {"query": "q", "doc_id": "d", "relevance": 2}):
+        assert ("relevance" in planned(tmp_path, qrels=row, form=form)[-1].columns) == ("relevance" in row)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    good = lines(tmp_path / "d.jsonl", DOCUMENT)
+    (tmp_path / "i.parquet").write_bytes(b"PAR1 or so")
+    (tmp_path / "i.jsonl").write_bytes(b"session_id,query\ns,q\n")
+    for name, error in (("i.parquet", "is not a Parquet file"), ("i.jsonl", "opens with no JSON object")):
+        with pytest.raises(DataError, match=error):
+            slices_of(Logs(documents={"path": good}, impressions={"path": str(tmp_path / name)}))
+
+
+def test_queries_are_called_in_one_way(tmp_path):
+    score = {"query": "q", "doc_id": "d", "score": 1.0}
+    by_text = planned(tmp_path, scores={**score, "query_id": "7"})
+    assert "query_id" not in by_text[-1].columns
+    assert "query_id" in planned(tmp_path, scores={"query_id": "7", "doc_id": "d", "score": 1.0})[-1].columns
+    named = {**IMPRESSION, "query_id": "7"}
+    assert "query_id" in planned(tmp_path, impressions=named, scores={**score, "query_id": "7"})[-1].columns
+    with pytest.raises(DataError, match=r"scores\.parquet .* has no column query_id, but the impressions"):
+        planned(tmp_path, impressions=named, scores=score)
+    lines(tmp_path / "two" / "1.jsonl", named)
+    lines(tmp_path / "two" / "2.jsonl", IMPRESSION)
+    config = Logs(
+        documents={"path": lines(tmp_path / "d.jsonl", DOCUMENT)}, impressions={"path": str(tmp_path / "two")}
+    )
+    with pytest.raises(DataError, match=r"2\.jsonl has no column query_id, other impressions have"):
+        slices_of(config)
+
+
+def test_a_dwell_threshold_needs_dwell_times(tmp_path):
+    paths = {
+        "documents": {"path": lines(tmp_path / "d.jsonl", DOCUMENT)},
+        "impressions": {"path": lines(tmp_path / "i.jsonl", IMPRESSION)},
+    }
+    assert len(slices_of(Logs(**paths))) == 2
+    with pytest.raises(DataError, match=r"has no column \['dwell_s'\]"):
+        slices_of(Logs(**paths, min_dwell_s=1.0))
+
+
+def test_slices_are_runs_of_row_groups(tmp_path, monkeypatch):
+    path = tmp_path / "i.parquet"
+    rows = pa.Table.from_pylist([{**IMPRESSION, "doc_id": f"{n:0200d}"} for n in range(30_000)])
+    pq.write_table(rows, path, row_group_size=2000, use_dictionary=False)
+    monkeypatch.setattr(input_files, "SLICE_BYTES", 1 << 20)
+    documents = lines(tmp_path / "d.jsonl", DOCUMENT)
+    source = read_logs(Logs(documents={"path": documents}, impressions={"path": str(path)}))
+    found = source.tables["impressions"]
+    assert len(found) > 4
+    assert all(piece.part.size <= 1 << 20 for piece in found)
+    doc_ids = [
+        doc_id
+        for piece in found
+        for table in read_tables(piece, FORM, quarantine=Quarantine())
+        for doc_id in table["doc_id"].to_pylist()
+    ]
+    assert doc_ids == rows["doc_id"].to_pylist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 20), st.booleans())
+def test_byte_ranges_give_every_line_to_one_slice(tmp_path_factory, lengths, step, ends):
+    path = tmp_path_factory.mktemp("lines") / "x.jsonl"
+    data = b"\n".join(bytes([97 + n % 26]) * length for n, length in enumerate(lengths))
+    data += b"\n" if ends and data else b""
+    path.write_bytes(data)
+    pieces = cut([File(str(path), len(data), 0)], limit=step)
+    assert b"".join(line for p in pieces for line in lines_of(p.file.uri, p.start, p.stop)) == data
+
+
+def test_a_broken_line_changes_no_other_row(tmp_path, monkeypatch):
+    """Blocks that Arrow can read and blocks read line by line give the same rows, whatever the cuts."""
+    monkeypatch.setattr("scalingnote.datasets.tables._BLOCK_BYTES", 3000)
+    monkeypatch.setattr("scalingnote.datasets.tables._MIN_BLOCK_BYTES", 300)
+    rows = [{**IMPRESSION, "doc_id": f"d{n}", "position": n + 1, "nested": {"x": n}} for n in range(60)]
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    lines(whole, *rows)
+    text = whole.read_text().splitlines(keepends=True)
+    broken.write_text("".join([*text[:20], "{oops\n", "\n", *text[20:40], "{" * 9000 + "\n", *text[40:]]))
+    columns = {name: name for name in IMPRESSION}
+
+    def doc_ids(path, step):
+        found, quarantine = [], Quarantine()
+        for part in cut([File(str(path), path.stat().st_size, 0)], limit=step):
+            for table in read_tables(FileColumns(part, columns), FORM, quarantine=quarantine):
+                found += zip(
+                    table["doc_id"].to_pylist(), map(float, table["position"].to_pylist()), strict=True
+                )
+        return found, dict(quarantine.rejected)
+
+    expected = [(row["doc_id"], float(row["position"])) for row in rows]
+    for step in (10**6, 701):
+        assert doc_ids(whole, step) == (expected, {})
+        assert doc_ids(broken, step) == (expected, {"impressions: invalid JSON": 2})

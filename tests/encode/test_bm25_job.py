@@ -1,0 +1,210 @@
+"""BM25 as sparse vectors: scores equal those of bm25s, however the work is cut and after a kill."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import tiny
+from in_process import without_ray
+from scalingnote.core import cluster
+from scalingnote.core.bm25 import BM25, document_texts
+from scalingnote.core.config import load
+from scalingnote.core.errors import ArtifactError, DataError
+from scalingnote.encode.config import BM25Config
+from scalingnote.encode.lexical import frequencies, job, language
+from scalingnote.encode.lexical.weights import COLLECTION, VOCABULARY, BM25Weights, read_columns
+from scalingnote.evaluate.exact_search import document_matrix, query_matrix
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.run import stages
+from scalingnote.run.config import RunConfig
+from scalingnote.storage import schema
+from scalingnote.storage.artifact import Artifact, Draft
+
+CONTENTS = [
+    ("torch.nn.Conv2d", "Applies a convolution. The DataFrame of torch_nn is not meant."),
+    ("如何连接张量？", "张量需要相同的形状。torch.cat 把它们连接起来。"),
+    ("", ""),
+    ("Join tensors", "Join tensors, join TENSORS: join along a dimension " * 20),
+    ("Straße 12", "Ａ full-width Ｔｅｎｓｏｒ, カタカナ and 한국어"),
+    (None, "形状"),
+    ("Stack", "Stacks tensors along a new dimension"),
+]
+QUERIES = [
+    "join tensors",
+    "tensors tensors dimension",
+    "torch.nn.Conv2d dataframe",
+    "张量的形状",
+    "カタカナ tensor 12",
+    "unknown words alone",
+    "",
+]
+
+
+def make(path: Path, documents: list[tuple[str | None, str]], *, rows: int = 2) -> Artifact:
+    draft = Draft(str(path), kind="dataset", config=tiny.Nothing(), parents={})
+    table = pa.Table.from_pylist(
+        [{"doc_id": f"d{n}", "title": title, "content": text} for n, (title, text) in enumerate(documents)],
+        schema=schema.DOCUMENTS,
+    )
+    for number, start in enumerate(range(0, len(table), rows)):
+        draft.write_table(f"documents/part-{number:05d}.parquet", table.slice(start, rows))
+    return draft.commit(counts={"documents": len(documents)})
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    without_ray(monkeypatch)
+    return make(tmp_path / "dataset", CONTENTS)
+
+
+def scores(found: Artifact) -> np.ndarray:
+    query = SparseQuery.load(found.directory("sparse_query"))
+    table = found.table("terms")
+    asked = query_matrix(query.encode(QUERIES), vocabulary=query.vocabulary)
+    documents = document_matrix(table["terms"], table["impacts"], vocabulary=query.vocabulary)
+    return (asked @ documents.T).toarray()
+
+
+@pytest.mark.parametrize(("rows_per_slice", "documents_per_bucket"), [(100, 100), (1, 2)])
+def test_scores_are_those_of_bm25_on_english_chinese_and_code(
+    rows_per_slice: int,
+    documents_per_bucket: int,
+    dataset: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", rows_per_slice)
+    monkeypatch.setattr(frequencies, "TEXTS_PER_BUCKET", documents_per_bucket)
+    config = BM25Config(k1=1.5, b=0.6)
+    found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
+    twin = BM25.build(document_texts(dataset.table("documents")), k1=1.5, b=0.6)
+    expected = np.array([twin.scores(query) for query in QUERIES])
+    np.testing.assert_allclose(scores(found), expected, rtol=2**-10)
+    assert (expected[:5] > 0).any(1).all()  # or there is nothing to compare
+    assert found.counts["vocabulary"] == found.counts["words"]
+    for name in dataset.table_parts("documents"):
+        mine = found.table(name.replace("documents/", "terms/"))
+        assert mine["doc_id"] == dataset.table(name)["doc_id"]
+        assert mine.schema.remove(0) == schema.SPARSE
+        assert all(row == sorted(set(row)) for row in mine["terms"].to_pylist())
+
+
+def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on(
+    dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 2)
+    monkeypatch.setattr(frequencies, "TEXTS_PER_BUCKET", 3)
+    weighed: list[int] = []
+    each = cluster.map_tasks
+
+    def killed(work: Any, items: Any) -> Any:
+        for result in each(work, items):
+            yield result
+            weighed.append(1)
+            if len(weighed) == 10:  # 4 slices counted, 3 buckets merged, 2 on the vocabulary, 1 weighed
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster, "map_tasks", killed)
+    with pytest.raises(KeyboardInterrupt):
+        job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
+    monkeypatch.setattr(cluster, "map_tasks", each)
+    counted: list[int] = []
+    count = frequencies.count_words
+    monkeypatch.setattr(frequencies, "count_words", lambda *a, **k: counted.append(1) or count(*a, **k))
+    cut = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
+    assert cut.manifest.parts == whole.manifest.parts
+    assert not counted
+
+
+def test_the_most_frequent_words_are_kept_and_lengths_count_all(dataset: Artifact, tmp_path: Path):
+    few = job.run(BM25Config(max_vocabulary=3), dataset=dataset.uri, output=str(tmp_path / "few"))
+    frequent = few.table("vocabulary.parquet")
+    assert frequent["documents"].to_pylist() == sorted(frequent["documents"].to_pylist(), reverse=True)
+    assert frequent["word"].to_pylist()[0] == "tensors" or frequent["documents"].to_pylist()[0] >= 2
+    whole = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
+    assert few.counts["words"] == whole.counts["words"] > few.counts["vocabulary"] == 3
+    kept = set(frequent["word"].to_pylist())
+    names = whole.table("vocabulary.parquet")["word"].to_pylist()
+    for mine, all_terms in zip(few.table("terms").to_pylist(), whole.table("terms").to_pylist(), strict=True):
+        pairs = zip(all_terms["terms"], all_terms["impacts"], strict=True)
+        assert mine["impacts"] == [impact for term, impact in pairs if names[term] in kept]
+
+
+def test_of_a_query_only_the_first_terms_are_read(
+    dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for most, words in ((1, ["join"]), (2, ["join", "tensors"]), (512, ["join", "tensors", "along"])):
+        monkeypatch.setattr(job, "MAX_QUERY_TERMS", most)
+        found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / str(most)))
+        names = found.table("vocabulary.parquet")["word"].to_pylist()
+        (read,) = SparseQuery.load(found.directory("sparse_query")).tokens(["join tensors along"])
+        assert [names[term] for term in read] == words
+
+
+def test_a_document_that_comes_later_is_weighted_by_the_same_statistics(dataset: Artifact, tmp_path: Path):
+    found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
+    words, collection = found.table(VOCABULARY), found.read_json(COLLECTION)
+    weights = BM25Weights(words, **collection, k1=BM25Config().k1, b=BM25Config().b)
+    again = weights.columns(document_texts(dataset.table("documents")))
+    assert again == found.table("terms").select(schema.SPARSE.names).combine_chunks()
+
+
+def test_documents_of_another_dataset_are_refused(dataset: Artifact, tmp_path: Path):
+    found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
+    rows = read_columns(found, "part-00000.parquet", pa.chunked_array([["d1", "d0"]]))
+    assert rows["terms"].to_pylist() == found.table("terms")["terms"].to_pylist()[1::-1]
+    with pytest.raises(ArtifactError, match="no terms of 1 documents, first 'd9'"):
+        read_columns(found, "part-00000.parquet", pa.chunked_array([["d0", "d9"]]))
+
+
+ENGLISH = (
+    "It is the key that was given to you, and it will not be used again by those who have it. "
+    "If you have to ask for it, then there is no need for us to be here with all of them."
+)
+
+
+def test_words_are_stems_in_the_language_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    without_ray(monkeypatch)
+    dataset = make(tmp_path / "data", [("Rotating keys", ENGLISH), ("张量", "Stacks tensors")])
+    found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "auto"))
+    assert found.manifest.info["language"] == found.read_json(COLLECTION)["language"] == "english"
+    words = found.table(VOCABULARY)["word"].to_pylist()
+    assert {"rotat", "key", "stack", "tensor", "张量"} <= {*words}
+    assert not {"the", "it", "rotating", "tensors"} & {*words}
+    query = SparseQuery.load(found.directory("sparse_query"))
+    (read,) = query.tokens(["how was the tensor rotated"])
+    assert [words[term] for term in read] == ["tensor", "rotat"]
+    as_written = job.run(BM25Config(language="none"), dataset=dataset.uri, output=str(tmp_path / "none"))
+    assert {"the", "rotating", "tensors"} <= {*as_written.table(VOCABULARY)["word"].to_pylist()}
+
+
+def test_the_language_is_that_of_documents_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    numbers = [("", f"{number} 12 ml") for number in range(30)]
+    dataset = make(tmp_path / "data", [*numbers, ("", ENGLISH), *numbers], rows=1)
+    monkeypatch.setattr(language, "SAMPLED_PARTS", 2)  # the first, and the one in the middle
+    assert language.language_of(dataset, section="bm25") == "english"
+    assert language.language_of(dataset, "german", section="bm25") == "german"
+    monkeypatch.setattr(language, "SAMPLED_PARTS", 1)
+    assert language.language_of(dataset, section="bm25") == "none"
+
+
+def test_documents_without_words_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    without_ray(monkeypatch)
+    empty = make(tmp_path / "data", [("", " ?! ")])
+    with pytest.raises(DataError, match="none of 1 documents has a word"):
+        job.run(BM25Config(), dataset=empty.uri, output=str(tmp_path / "out"))
+
+
+def test_the_index_and_the_report_read_the_words_where_they_are_asked_for():
+    config = Path(__file__).parents[2] / "configs/quickstart/python_docs.yaml"
+    plain, asked = (stages.of(load(RunConfig, [config], more)) for more in ([], ["bm25={}"]))
+    assert [stage.name for stage in asked] == [
+        *(stage.name for stage in plain if stage.name not in ("index", "evaluate")),
+        *("bm25", "index", "evaluate"),
+    ]
+    assert all("bm25_terms" in stage.reads for stage in asked[-2:])
+    assert not any("bm25_terms" in stage.reads for stage in plain)

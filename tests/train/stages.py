@@ -1,0 +1,104 @@
+"""Tiny towers, batches and an engine in plain PyTorch, shared by the tests of training steps."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tiny
+from scalingnote.models import backbone, dual_encoder
+from scalingnote.models.batch import collate
+from scalingnote.models.config import Scratch
+from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.train import engine, strategies
+from scalingnote.train.engine import Engine, Objective, surrogate
+from scalingnote.train.objective import Triplets
+
+DIM = 8
+Found = dict[str, Tensor]
+
+
+@cache
+def learnt() -> str:
+    """Tokenizer JSON of the tiny corpus."""
+    texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
+    return backbone.train_tokenizer(texts, vocabulary=400)
+
+
+def towers(scratch: Scratch = tiny.CAUSAL) -> DualEncoder:
+    """Both towers from scratch."""
+    query, document = (
+        dual_encoder.build_tower(config, role=role, dim=DIM, tokenizer_json=learnt(), seed=seed)
+        for config, role, seed in (
+            (tiny.query_tower(scratch), "query", 0),
+            (tiny.document_tower(scratch), "document", 1),
+        )
+    )
+    return DualEncoder(query, document)
+
+
+def triplets(made: DualEncoder, rows: Sequence[int], *, of: int, packed: bool = False) -> Triplets:
+    """Some rows of a global batch of `of`: ids repeat, a third is unscored, a fourth has no negative."""
+    texts = tiny.document_rows(2 * of)
+    documents = [texts[i] for i in (*rows, *(row + of for row in rows))]
+    columns = ([document[name] for document in documents] for name in ("title", "topic", "content"))
+    queries = made.query.prompt.rows([texts[i]["content"][:20] for i in rows])
+    own = torch.tensor(rows)
+    ids = own % max(of - 3, 1)
+    scores = torch.stack([own * 0.3, 1.0 - own * 0.1], dim=1)
+    scores[own % 3 == 1] = torch.nan
+    scores[own % 4 == 2, 1] = torch.nan
+    return Triplets(
+        queries=collate(queries, pad=0, packed=packed),
+        documents=collate(made.document.prompt.rows(*columns), pad=0, packed=packed),
+        query_ids=ids,
+        document_ids=torch.cat([ids, torch.where(own % 4 == 2, -1, own + 1000)]),
+        known_positives=torch.stack([ids, (ids + 5) % 17], dim=1),
+        weights=(1 + own % 3) / 3,
+        scores=scores,
+    )
+
+
+def gradients(module: nn.Module) -> Found:
+    """The gradient of each parameter that has one."""
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def step(module: Objective, batch: object) -> Found:
+    """Loss, parts and gradients of this rank's rows, all averaged over ranks."""
+    loss, parts = module(batch)
+    loss.backward()
+    found = {"loss": loss.detach(), **parts, **gradients(module)}
+    if dist.is_initialized():
+        for value in found.values():
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+    return found
+
+
+class PlainEngine(Engine):
+    """All that GradCache needs of an engine."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        self.module, self._dtype = module, dtype
+        self.lasts: list[bool] = []
+
+    def precision(self) -> AbstractContextManager[None]:
+        return torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32)
+
+    def backward_from(self, embeddings: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
+        surrogate(embeddings, gradients).backward()
+        self.lasts.append(last)
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """Optimizers whose step does not depend on the last bit of a gradient near zero, and that clip."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "EPS", 1e-3)
+        patch.setattr(strategies, "CLIP_NORM", 0.5)
+        yield

@@ -1,0 +1,469 @@
+"""Every loss against a transcription of its equation in float64, written term by term."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy import ndarray
+
+import tiny
+from scalingnote.models import backbone as backbones
+from scalingnote.models import batch, dual_encoder
+from scalingnote.models.batch import Batch
+from scalingnote.train import losses as equations
+from scalingnote.train.config import Losses
+from scalingnote.train.losses import (
+    align,
+    align_scores,
+    cross_entropy,
+    false_negative_documents,
+    false_negative_queries,
+    flops,
+    info_nce,
+    margin_loss,
+    prefixes,
+    qkd,
+    ramp,
+    teacher_kl,
+)
+from scalingnote.train.objective import Triplets, dense_losses, gather_candidates
+
+TAU = 0.07
+EMPTY = Batch(*(torch.zeros(1, 1, dtype=torch.long) for _ in range(3)))
+
+
+def cos(a: ndarray, b: ndarray) -> float:
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+def draw(*shape: int, seed: int = 0) -> ndarray:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def unit(*arrays: ndarray) -> list[torch.Tensor]:
+    return [F.normalize(torch.tensor(array), dim=-1) for array in arrays]
+
+
+@pytest.mark.parametrize(
+    ("role", "backbone", "views"),
+    [("query", tiny.CAUSAL, 1), ("document", tiny.CAUSAL, 3), ("query", tiny.BIDIRECTIONAL, 1)],
+)
+@pytest.mark.parametrize("held_in", [torch.float32, torch.bfloat16])
+def test_equations_1_to_4_13_and_14_project_states(role, backbone, views, held_in):
+    learnt = backbones.train_tokenizer(["some words to learn from"], vocabulary=400)
+    config = tiny.query_tower(backbone) if role == "query" else tiny.document_tower(backbone)
+    made = dual_encoder.build_tower(config, role=role, dim=5, tokenizer_json=learnt, seed=0).eval()
+    rows = made.prompt.rows(*([["words", "some words to learn"]] * (1 if role == "query" else 3)))
+    made.projection.to(held_in)  # what is rounded is the weight, not the embeddings
+    found = made(batch.collate(rows, pad=made.pad)).detach().numpy()
+    matrix = made.projection.weight.detach().double().numpy()
+    for i, row in enumerate(rows):
+        hidden = (
+            made.backbone(input_ids=torch.tensor([row.ids])).last_hidden_state[0].detach().double().numpy()
+        )
+        assert len(row.positions) == views
+        if role == "query":  # [EOS] of a causal model, [CLS] of a student
+            assert row.positions == [len(row.ids) - 1 if backbone is tiny.CAUSAL else 0]
+        for view, position in enumerate(row.positions):
+            np.testing.assert_allclose(found[i, view], matrix @ hidden[position], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sides", ["query to document", "document to query"])
+def test_equations_5_and_6(sides: str):
+    queries, documents = draw(5, 8), draw(7, 8, seed=1)
+    if sides == "document to query":
+        queries, documents = documents[:5], queries
+    expected = 0.0
+    for i in range(5):
+        right = np.exp(cos(queries[i], documents[i]) / TAU)
+        total = sum(np.exp(cos(queries[i], other) / TAU) for other in documents)
+        expected -= np.log(right / total) / 5
+    found = info_nce(*unit(queries, documents), positives=torch.arange(5), temperature=TAU)
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_equations_7_and_10_prefixes_are_normalised_again():
+    left, right = draw(3, 8), draw(3, 8, seed=1)
+    found = [
+        float((a * b).sum(-1).mean())
+        for a, b in prefixes(torch.tensor(left), torch.tensor(right), dims=(2, 8))
+    ]
+    expected = [np.mean([cos(left[i, :m], right[i, :m]) for i in range(3)]) for m in (2, 8)]
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_equation_9_margin():
+    queries, positives, negatives = draw(4, 6), draw(4, 6, seed=1), draw(4, 2, 6, seed=2)
+    cosines = np.array(
+        [[cos(queries[i], d) for d in (positives[i], *negatives[i])] for i in range(4)], dtype=np.float64
+    )
+    expected = np.mean(
+        [max(0.0, 0.2 - cosines[i, 0] + cosines[i, 1 + n]) for i in range(4) for n in range(2)]
+    )
+    assert margin_loss(torch.tensor(cosines), margin=0.2).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_equation_15_qkd():
+    teacher, student = draw(6, 5), draw(6, 5, seed=1)
+    weights = np.array([1.0, 0.0, 2.0, 1.0, 0.5, 1.0])
+    rows = [np.sum((t - s) ** 2) - cos(t, s) for t, s in zip(teacher, student, strict=True)]
+    sides = torch.tensor(teacher), torch.tensor(student)
+    assert qkd(*sides).item() == pytest.approx(np.mean(rows), rel=1e-12)
+    assert qkd(*sides, weights=torch.tensor(weights)).item() == pytest.approx(np.dot(rows, weights) / 6)
+
+
+def stage_one_loss(
+    queries: torch.Tensor, documents: torch.Tensor, triplets: Triplets, losses: Losses
+) -> dict[str, torch.Tensor]:
+    return dense_losses(queries, gather_candidates(triplets, documents, losses), losses)
+
+
+@dataclass
+class Rows:
+    """A global batch in numpy: group 0 of `documents` are the positives."""
+
+    queries: ndarray  # [queries, dim]
+    documents: ndarray  # [group, queries, views, dim]
+    query_ids: ndarray
+    document_ids: ndarray  # [group, queries]
+    known: ndarray  # [queries, known]
+    weights: ndarray
+    scores: ndarray  # [queries, group]
+
+    def triplets(self) -> Triplets:
+        ids = self.document_ids.reshape(-1)
+        columns = (self.query_ids, ids, self.known, self.weights, self.scores)
+        return Triplets(EMPTY, EMPTY, *(torch.tensor(column) for column in columns))
+
+
+def rows_of(size: int, group: int, *, views: int, dim: int, seed: int, short: bool = False) -> Rows:
+    """Few distinct ids, so that duplicates and known positives are common; one row in three unscored.
+
+    With `short`, a third of the negatives is absent, and something else stands in their place.
+    """
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=(size, group))
+    scores[rng.random(size) < 0.3, 0] = np.nan
+    ids = rng.integers(0, 12, (group, size))
+    documents = rng.normal(size=(group, size, views, dim))
+    if short:
+        absent = rng.random((group, size)) < 0.3
+        absent[0] = False
+        ids[absent], documents[absent], scores[absent.T] = -1, 1e3, np.nan
+    return Rows(
+        queries=rng.normal(size=(size, dim)),
+        documents=documents,
+        query_ids=rng.integers(0, 6, size),
+        document_ids=ids,
+        known=rng.integers(-1, 12, (size, 3)),
+        weights=rng.random(size) + 0.5,
+        scores=scores,
+    )
+
+
+def equations_5_to_12(rows: Rows, losses: Losses) -> dict[str, float]:
+    """L_con, L_hard and the teacher's loss, every term by itself."""
+    size, group = len(rows.queries), len(rows.documents)
+    columns = group if losses.denominator == "positives_and_negatives" else 1
+    total = {"contrastive": 0.0, "margin": 0.0, "teacher": 0.0}
+
+    def answers(i: int, document_id: int) -> bool:
+        return document_id == rows.document_ids[0, i] or document_id in rows.known[i].tolist()
+
+    def same_query(i: int, j: int) -> bool:
+        return rows.query_ids[i] == rows.query_ids[j]
+
+    for m in losses.matryoshka:
+        for view in range(rows.documents.shape[2]):
+            q, d = rows.queries[:, :m], rows.documents[:, :, view, :m]
+            for i in range(size):
+                weight = rows.weights[i] / size
+                right = np.exp(cos(q[i], d[0, i]) / losses.temperature)
+                there = right
+                for column in range(columns):
+                    for j in range(size):
+                        mine = column == 0 and (j == i or same_query(i, j))
+                        name = rows.document_ids[column, j]
+                        if name >= 0 and not mine and not answers(i, name):
+                            there += np.exp(cos(q[i], d[column, j]) / losses.temperature)
+                back = right
+                for j in range(size):
+                    if j != i and not same_query(i, j) and not answers(j, rows.document_ids[0, i]):
+                        back += np.exp(cos(q[j], d[0, i]) / losses.temperature)
+                if losses.bidirectional:
+                    total["contrastive"] -= weight * (np.log(right / there) + np.log(right / back)) / 2
+                else:
+                    total["contrastive"] -= weight * np.log(right / there)
+                own = np.flatnonzero(rows.document_ids[:, i] >= 0)
+                cosines = [cos(q[i], d[column, i]) for column in own]
+                for wrong in cosines[1:]:
+                    total["margin"] += weight * max(0.0, losses.margin - cosines[0] + wrong) / (len(own) - 1)
+                given = rows.scores[i][own]
+                if losses.teacher and not np.isnan(given).any():
+                    student = np.exp(np.array(cosines) / losses.temperature)
+                    share, target = student / student.sum(), np.exp(given)
+                    target /= target.sum()
+                    total["teacher"] += weight * float((target * np.log(target / share)).sum())
+    return total
+
+
+@settings(max_examples=12)
+@given(
+    size=st.integers(1, 5),
+    group=st.integers(2, 3),
+    views=st.sampled_from([1, 3]),
+    matryoshka=st.sampled_from([(6,), (2, 3, 6)]),
+    teacher=st.sampled_from([0.0, 0.5]),
+    denominator=st.sampled_from(["positives_only", "positives_and_negatives"]),
+    bidirectional=st.booleans(),
+    short=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_equations_5_to_12_together(
+    size, group, views, matryoshka, teacher, denominator, bidirectional, short, seed
+):
+    rows = rows_of(size, group, views=views, dim=6, seed=seed, short=short)
+    losses = Losses(
+        temperature=TAU,
+        denominator=denominator,
+        bidirectional=bidirectional,
+        matryoshka=matryoshka,
+        teacher=teacher,
+    )
+    documents = torch.tensor(rows.documents).flatten(0, 1).requires_grad_()
+    found = stage_one_loss(torch.tensor(rows.queries), documents, rows.triplets(), losses)
+    expected = equations_5_to_12(rows, losses)
+    for name, value in found.items():
+        assert value.item() == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
+    sum(found.values()).backward()
+    assert documents.grad.isfinite().all()
+    assert (documents.grad[torch.tensor(rows.document_ids).flatten() < 0] == 0).all()
+
+
+def test_gradients_of_the_whole_are_those_of_its_values():
+    rows = rows_of(4, 3, views=2, dim=5, seed=3)
+    rows.scores[1] = np.nan
+    losses = Losses(matryoshka=(2, 5), teacher=1.0, temperature=0.3)
+
+    def value(queries, documents):
+        parts = stage_one_loss(queries, documents, rows.triplets(), losses)
+        return parts["contrastive"] + 0.5 * parts["margin"] + parts["teacher"]
+
+    inputs = (rows.queries, rows.documents.reshape(-1, 2, 5))
+    leaves = [torch.tensor(x).double().requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(value, leaves, fast_mode=True)
+
+
+# --- the softmax that keeps no scores ----------------------------------------------------------------------
+
+
+def plain_softmax(queries, candidates, *, positives, temperature, ignore, weights):
+    """The same by PyTorch's own operations, which keep every score."""
+    scores = queries @ candidates.T / temperature
+    ignore = ignore & ~F.one_hot(positives, len(candidates)).bool()
+    rows = F.cross_entropy(scores.masked_fill(ignore, -torch.inf), positives, reduction="none")
+    return (rows * weights).mean()
+
+
+def test_value_and_gradients_equal_plain_cross_entropy():
+    ignore, found = torch.zeros(3, 5, dtype=torch.bool), []
+    ignore[0, [0, 2]] = ignore[2, [1, 3, 4]] = True  # the first is row 0's own positive
+    for loss in (info_nce, plain_softmax):
+        leaves = [*unit(draw(3, 6), draw(5, 6, seed=1)), torch.tensor(0.05, dtype=torch.float64)]
+        queries, candidates, temperature = (leaf.requires_grad_() for leaf in leaves)
+        value = loss(
+            queries,
+            candidates,
+            positives=torch.tensor([0, 3, 0]),
+            temperature=temperature,
+            ignore=ignore,
+            weights=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64),
+        )
+        (3.0 * value).backward()
+        found.append([value, queries.grad, candidates.grad, temperature.grad])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_no_scores_are_kept_for_the_backward_pass():
+    kept = []
+    queries, candidates = unit(draw(30, 6), draw(50, 6, seed=1))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        info_nce(queries.requires_grad_(), candidates, positives=torch.arange(30), temperature=0.05)
+    assert kept
+    assert all(math.prod(shape) < 30 * 50 for shape in kept)
+
+
+def test_a_row_of_its_positive_only_has_no_loss_and_no_gradient():
+    queries, candidates = unit(draw(2, 6), draw(4, 6, seed=1))
+    ignore = torch.ones(2, 4, dtype=torch.bool)
+    loss = info_nce(
+        queries.requires_grad_(), candidates, positives=torch.tensor([1, 2]), temperature=0.05, ignore=ignore
+    )
+    loss.backward()
+    assert loss.item() == 0
+    assert queries.grad.abs().max() == 0
+
+
+def test_cross_entropy_of_scores_is_that_of_embeddings():
+    queries, documents = torch.tensor(draw(4, 3)), torch.tensor(draw(6, 3, seed=1))
+    ignore = torch.zeros(4, 6, dtype=torch.bool)
+    ignore[0, 3] = ignore[1, 1] = True  # the second is a positive, which is never ignored
+    knobs = {"positives": torch.arange(4), "ignore": ignore, "weights": torch.arange(4) + 1.0}
+    expected = info_nce(queries, documents, temperature=0.1, **knobs)
+    torch.testing.assert_close(cross_entropy(queries @ documents.T / 0.1, **knobs), expected)
+
+
+IDS = st.integers(0, 5)
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.lists(st.tuples(IDS, IDS, st.lists(st.integers(-1, 5), min_size=2, max_size=2)), min_size=1),
+    negatives=st.lists(IDS),
+    data=st.data(),
+)
+def test_masks_of_false_negatives_equal_sets(rows, negatives, data):
+    query_ids, positive_ids, known = zip(*rows, strict=True)
+    start = data.draw(st.integers(0, len(rows) - 1))  # this rank has the rows from here on
+    everything = tuple(map(torch.tensor, (query_ids, positive_ids, known)))
+    own = tuple(column[start:] for column in everything)
+    candidates = [*positive_ids, *negatives]
+    documents = false_negative_documents(
+        *own, all_query_ids=everything[0], candidate_ids=torch.tensor(candidates)
+    )
+    queries = false_negative_queries(
+        *own[:2], all_query_ids=everything[0], all_positive_ids=everything[1], all_known=everything[2]
+    )
+    for i, (query_id, positive_id, others) in enumerate(rows[start:]):
+        assert documents[i].tolist() == [
+            document_id in {positive_id, *others} or (j < len(rows) and query_ids[j] == query_id)
+            for j, document_id in enumerate(candidates)
+        ]
+        assert queries[i].tolist() == [q == query_id or positive_id in {p, *known} for q, p, known in rows]
+
+
+# --- scores of a teacher (EmbedDistill) --------------------------------------------------------------------
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def softmax(scores: list[float]) -> list[float]:
+    return [math.exp(s) / sum(math.exp(other) for other in scores) for s in scores]
+
+
+def equation_11(student: list[float], teacher: list[float]) -> float:
+    return -sum(t * math.log(s) for t, s in zip(softmax(teacher), softmax(student), strict=True))
+
+
+def equation_12(student: list[float], teacher: list[float]) -> float:
+    return -sum(
+        sigmoid(t) * math.log(sigmoid(s)) + sigmoid(-t) * math.log(sigmoid(-s))
+        for s, t in zip(student, teacher, strict=True)
+    )
+
+
+def equation_13(student: list[float], teacher: list[float]) -> float:
+    return sum((t - s) ** 2 for s, t in zip(student, teacher, strict=True))
+
+
+EQUATIONS = {"softmax": equation_11, "bce": equation_12, "mse": equation_13}
+
+
+def scores(seed: int, *shape: int) -> torch.Tensor:
+    return torch.tensor(draw(*shape, seed=seed) * 3)
+
+
+@pytest.mark.parametrize("kind", EQUATIONS)
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 10_000), queries=st.integers(1, 5), documents=st.integers(1, 6), masked=st.booleans()
+)
+def test_equations_11_to_13(kind: str, seed: int, queries: int, documents: int, masked: bool):
+    student, teacher = scores(seed, queries, documents), scores(seed + 1, queries, documents)
+    weights = scores(seed + 2, queries).abs()
+    share = 0.7 if masked else 1.0
+    scored = torch.tensor(np.random.default_rng(seed + 3).random((queries, documents)) < share)
+    teacher[~scored] = torch.nan
+    student.requires_grad_()
+    mask = {"scored": scored} if masked else {}
+    found = equations.SCORE_LOSSES[kind](student, teacher, **mask, weights=weights)
+    rows = [
+        w * EQUATIONS[kind](s[m].tolist(), t[m].tolist())
+        for w, s, t, m in zip(weights.tolist(), student, teacher, scored, strict=True)
+        if m.any()
+    ]
+    assert found.item() == pytest.approx(sum(rows) / queries, rel=1e-9, abs=1e-12)
+    found.backward()
+    assert torch.isfinite(student.grad).all()
+    assert (student.grad[~scored] == 0).all()
+
+
+@pytest.mark.parametrize("loss", [*equations.SCORE_LOSSES.values(), teacher_kl])
+def test_a_student_that_scores_as_its_teacher_learns_nothing(loss):
+    teacher = scores(0, 3, 4)
+    shift = 7.0 if loss is teacher_kl else 0.0  # of a softmax only differences count
+    student = (teacher + shift).requires_grad_()
+    loss(student, teacher).backward()
+    assert student.grad.abs().max() < 1e-12
+
+
+def test_rows_that_were_not_scored_add_nothing_to_the_mean():
+    student, teacher = scores(0, 4, 3).requires_grad_(), scores(1, 4, 3)
+    weights, scored = torch.tensor([1.0, 3.0, 2.0, 1.0]), [0, 2]
+    teacher[1] = torch.nan
+    teacher[3, 2] = torch.nan  # a row scored in part
+    found = teacher_kl(student, teacher, weights=weights)
+    found.backward()
+    alone = teacher_kl(student.detach()[scored], teacher[scored], weights=weights[scored])
+    assert found.item() == pytest.approx(alone.item() * 2 / 4)
+    assert (student.grad[[1, 3]] == 0).all()
+    assert (student.grad[scored] != 0).any(1).all()
+
+
+def test_equations_7_and_8_are_norms_and_not_squares():
+    teacher, student, weights = scores(0, 5, 3), scores(1, 5, 3), scores(2, 5).abs()
+    expected = np.mean([w * math.dist(t, s) for w, t, s in zip(weights, teacher, student, strict=True)])
+    found = equations.embedding_matching(teacher, student, weights=weights)
+    assert found.item() == pytest.approx(float(expected))
+    student[2] = teacher[2]  # where they meet, there is no direction to go
+    student.requires_grad_()
+    equations.embedding_matching(teacher, student).backward()
+    assert (student.grad.norm(dim=1) * 5).tolist() == pytest.approx([1, 1, 0, 1, 1])
+
+
+# --- term weights and alignment (LightRetriever) -----------------------------------------------------------
+
+
+def test_flops_is_the_sum_of_squared_mean_weights():
+    weights = torch.tensor(draw(5, 9)).relu()
+    expected = sum((sum(row[v] for row in weights.tolist()) / 5) ** 2 for v in range(9))
+    assert flops(weights.mean(0)).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("over", [0.5, 20.0], ids=["share", "steps"])
+def test_a_weight_grows_over_a_share_of_the_run_or_a_number_of_steps(over: float):
+    steps = torch.tensor(40.0)
+    found = [ramp(torch.tensor(step), steps, over=over) for step in (0.0, 5.0, 20.0, 36.0)]
+    assert found == [0, 0.25, 1, 1]
+    assert ramp(torch.tensor(4.0), steps, over=0.0) == 1.0
+
+
+def test_alignment_is_the_mean_divergence_from_the_teacher():
+    queries, documents = torch.tensor(draw(4, 3)), torch.tensor(draw(6, 3, seed=1))
+    teacher = torch.tensor(draw(4, 6, seed=2)).log_softmax(1)
+    weights = torch.tensor([1.0, 2, 0.5, 1], dtype=torch.float64)
+    knobs = {"teacher": teacher, "weights": weights}
+    student = (queries / 0.1 @ documents.T).log_softmax(1)
+    expected = ((teacher.exp() * (teacher - student)).sum(1) * weights).mean()
+    torch.testing.assert_close(align(queries, documents, temperature=0.1, **knobs), expected)
+    torch.testing.assert_close(align_scores(queries / 0.1 @ documents.T, **knobs), expected)
+    assert align_scores(teacher, **knobs).abs() < 1e-12
+    leaves = [queries.requires_grad_(), documents.requires_grad_()]
+    assert torch.autograd.gradcheck(lambda q, d: align(q, d, temperature=0.5, **knobs), leaves)

@@ -1,0 +1,157 @@
+"""The closed-form table against dense algebra, and teachers compared on texts."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import published
+from scalingnote.cli import main as cli
+from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.storage.arrow import l2_normalize
+from scalingnote.train.distillation import agreement, screen
+from scalingnote.train.distillation.config import ScreenConfig
+from scalingnote.train.distillation.screen import RidgeTable, ridge_fit, token_shares
+
+TEXTS = [[1, 5, 5, 2], [1, 7, 2], [1, 2], [1, 9, 5, 7, 2]]
+COLUMNS = np.array([-1, 0, 1, -1, -1, 2, -1, 3, -1, 4])
+
+
+def dense(texts):
+    made = np.zeros((len(texts), 5))
+    for row, ids in enumerate(texts):
+        for token in ids:
+            made[row, COLUMNS[token]] += 1 / len(ids)
+    return made
+
+
+def test_shares():
+    assert token_shares(TEXTS, COLUMNS).toarray().tolist() == dense(TEXTS).tolist()
+
+
+def test_tokens_that_were_not_seen_have_no_column():
+    # 3 and 8 were not seen, 12 lies behind the last that was.
+    assert token_shares([[1, 3, 5, 12], [8, 12]], COLUMNS).toarray().tolist() == [
+        [0.25, 0, 0.25, 0, 0],
+        [0] * 5,
+    ]
+
+
+@pytest.mark.parametrize("count", [4, 30])  # fewer texts than tokens, and more
+def test_ridge_is_the_solution_of_the_normal_equations(count):
+    rng = np.random.default_rng(count)
+    texts = [[1, *rng.choice([5, 7, 9], size=rng.integers(1, 5)).tolist(), 2] for _ in range(count)]
+    targets = rng.normal(size=(count, 3))
+    features = dense(texts)
+    expected = np.linalg.inv(features.T @ features + 0.1 * np.eye(5)) @ features.T @ targets
+    found = ridge_fit(token_shares(texts, COLUMNS), targets, ridge=0.1)
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+def test_table_learns_a_teacher_that_is_one():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(30, 4))
+    texts = [rng.integers(30, size=rng.integers(2, 9)).tolist() for _ in range(400)]
+    targets = np.stack([rows[ids].mean(axis=0) for ids in texts])
+    table = RidgeTable.fit(texts, targets, ridge=1e-6)
+    found = table.embed(texts)
+    assert (found * l2_normalize(targets)).sum(axis=1).min() > 0.9999
+    one = [0, 3, 3, 29, 31, 1000]
+    np.testing.assert_allclose(table.embed_one(one), table.embed([one])[0], atol=1e-6)
+    assert table.embed_one([1000]).tolist() == table.embed([[1000]])[0].tolist() == [0] * 4
+
+
+def test_overlap():
+    searched = np.eye(40)
+    first = np.arange(40.0)[None] + 1  # nearest: 39 to 30
+    half = np.where((np.arange(40) >= 35) | (np.arange(40) < 5), 1.0, 0.0)[None]  # nearest: 35 to 39, 0 to 4
+    assert agreement.neighbour_overlap(first, first, searched, k=10) == 1.0
+    assert agreement.neighbour_overlap(first, half, searched, k=10) == 0.5
+    assert agreement.neighbour_overlap(first, -first, searched, k=10) == 0.0
+
+
+def documents(count):
+    words = ["tensor", "array", "axis", "join", "split", "sort", "filter", "index", "query", "model", "token"]
+    rng = np.random.default_rng(1)
+    for number in range(count):
+        content = (
+            " ".join(rng.choice(words, size=30)) + f" number {number}. " + " ".join(rng.choice(words, size=9))
+        )
+        yield {"doc_id": f"d{number}", "title": f"{words[number % 11]} {number}", "content": content}
+
+
+def test_texts_of_held_out_documents_are_held_out():
+    config = ScreenConfig(count=500)
+    split = screen.draw_texts(documents(40), config)
+    texts = [*split.train, *split.held_out]
+    assert len({text.casefold() for text in texts}) == len(texts)
+    assert 300 < len(texts) <= 600
+    assert 0.1 < len(split.held_out) / len(texts) < 0.4
+    assert split == screen.draw_texts(documents(40), config)
+
+
+def test_too_few_texts():
+    # Thai: no question has a template in it.
+    few = [{"doc_id": str(number), "title": "ก", "content": ""} for number in range(20)]
+    with pytest.raises(DataError, match=r"20 documents give 2 distinct pseudo-queries.*give more texts"):
+        screen.draw_texts(few, ScreenConfig())
+    with pytest.raises(DataError, match="0 of them held out"):
+        screen.draw_texts(documents(1), ScreenConfig())
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    root = tmp_path_factory.mktemp("teachers")
+    return [
+        str(published.folder(root / "mean", pooling="mean")),
+        str(published.folder(root / "cls", pooling="cls", prompts=published.PROMPTS)),
+    ]
+
+
+def test_screen(teachers, caplog):
+    found = screen.screen([*teachers, "no/such folder", teachers[0]], documents(40), ScreenConfig(count=500))
+    assert sorted(one.model for one in found) == sorted(teachers)
+    assert found[0].overlap >= found[1].overlap > 0
+    for one in found:
+        assert 0 < one.cosine <= 1
+        assert (one.dimensions, one.parameters > 0, one.tokens > 10) == (published.HIDDEN, True, True)
+        assert one.teacher_ms > one.table_ms > 0
+    again = screen.screen(teachers, documents(40), ScreenConfig(count=500))
+    timeless = [
+        [replace(one, teacher_ms=0.0, table_ms=0.0, seconds=0.0) for one in run] for run in (found, again)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_no_model_can_be_screened(tmp_path):
+    def rows():
+        raise AssertionError("no text is read for models that are missing")
+        yield
+
+    with pytest.raises(ConfigError, match="neither a folder"):
+        screen.screen([str(tmp_path / "missing")], rows(), ScreenConfig())
+
+
+def test_command(teachers, tmp_path, capsys):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in documents(40)))
+    arguments = [
+        "screen",
+        teachers[0],
+        "--texts",
+        str(path),
+        "--count",
+        "500",
+        "--json",
+        str(tmp_path / "f.json"),
+    ]
+    assert cli.main(arguments) == 0
+    told = capsys.readouterr().out
+    assert f"| {teachers[0]}" in told
+    (written,) = json.loads((tmp_path / "f.json").read_text())
+    assert written["model"] == teachers[0]
+    assert cli.main([*arguments, "--set", "ridge=0"]) == 2
+    assert "ridge" in capsys.readouterr().err
+    assert cli.main([*arguments[:3], str(tmp_path / "missing.jsonl")]) == 2
+    assert "no file at" in capsys.readouterr().err

@@ -1,0 +1,273 @@
+"""The association join against Algorithm 1 as it is printed."""
+
+import hashlib
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.algorithm_one import all_above, every_pair, top
+from scalingnote.core.errors import DataError
+from scalingnote.storage.shuffle import bucket_of, gather, scatter
+from scalingnote.triplets.collect.association import (
+    ASSOCIATIONS,
+    CANDIDATES,
+    KINDS,
+    OWN_KEYS,
+    associations,
+    candidate_keys,
+    join,
+    key_filter,
+    mix_bits,
+    mutual_pairs,
+    own_keys,
+    pair_keys,
+)
+from scalingnote.triplets.collect.config import AssociationConfig
+from scalingnote.triplets.planner.planner import TermScores
+
+NO_CAPS = {"max_terms": 16, "max_associates": 10**6}
+LEVELS = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])  # exact in float32: ties, and thresholds hit exactly
+WORDS = st.sampled_from("abcdefg")
+QUERY = st.dictionaries(WORDS, LEVELS, max_size=7) | st.dictionaries(WORDS, LEVELS, min_size=4, max_size=6)
+QUERIES = st.lists(QUERY, max_size=14)
+THRESHOLDS = st.sampled_from([0.0, 0.25, 0.5])
+
+
+def term_scores(queries):
+    words = [word for query in queries for word in query]
+    hashes = [int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest()) for word in words]
+    return TermScores(
+        np.cumsum([0, *map(len, queries)], dtype=np.int64),
+        np.array(hashes, np.uint64),
+        np.array([score for query in queries for score in query.values()], np.float32),
+    )
+
+
+def numbered(count):
+    """Ids as a platform has them: bucket << 40 | row, not in the order of the queries."""
+    rows = np.arange(count, dtype=np.uint64)
+    return (rows % np.uint64(3) << np.uint64(40)) | (np.uint64(1000) - rows)
+
+
+def triples(table, ids):
+    place = {number: row for row, number in enumerate(ids.tolist())}
+    columns = table["kind"].to_pylist(), table["query"].to_pylist(), table["associate"].to_pylist()
+    found = [(kind, place[q1], place[q2]) for kind, q1, q2 in zip(*columns, strict=True)]
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+@settings(max_examples=100, deadline=None)
+@given(QUERIES, THRESHOLDS, THRESHOLDS)
+def test_equals_algorithm_one(queries, click, relevance):
+    ids = numbered(len(queries))
+    config = AssociationConfig(click_threshold=click, relevance_threshold=relevance, **NO_CAPS)
+    found, counts = associations(term_scores(queries), ids, config=config)
+    expected = every_pair(queries, click, relevance)
+    assert triples(found, ids) == expected
+    assert found.schema == ASSOCIATIONS
+    assert {name: counts[name] for name in KINDS.values()} == {
+        name: sum(kind == pair[0] for pair in expected) for kind, name in KINDS.items()
+    }
+    for (kind, q1, q2), strength in zip(_pairs(found, ids), found["strength"].to_pylist(), strict=True):
+        weakest = min(queries[q2][term] for term in top(queries[q1], kind))
+        if kind == 4:
+            weakest = min(weakest, *(queries[q1][term] for term in top(queries[q2], kind)))
+        assert strength == weakest
+
+
+def _pairs(table, ids):
+    place = {number: row for row, number in enumerate(ids.tolist())}
+    return [(row["kind"], place[row["query"]], place[row["associate"]]) for row in table.to_pylist()]
+
+
+def test_one_direction_without_the_other():
+    queries = [{"red": 0.9, "shoes": 0.8}, {"buy": 0.95, "red": 0.9, "shoes": 0.8}]
+    ids = numbered(2)
+    found, _ = associations(term_scores(queries), ids, config=AssociationConfig())
+    assert triples(found, ids) == {(2, 0, 1)}  # nobody but itself scores "buy" and "red"
+
+
+def test_a_score_at_the_threshold_is_not_above_it():
+    ids = numbered(2)
+    queries = [{"red": 0.9, "shoes": 0.3}] * 2
+    at = AssociationConfig(click_threshold=0.3)  # not exact in binary: compared in the scores' own precision
+    below = AssociationConfig(click_threshold=0.29)
+    assert associations(term_scores(queries), ids, config=at)[0].num_rows == 0
+    assert associations(term_scores(queries), ids, config=below)[0].num_rows == 2
+
+
+def test_ties_go_to_the_earlier_term_of_the_query():
+    queries = [{"c": 0.5, "b": 0.5, "a": 0.5}, {"b": 0.4, "c": 0.4}, {"a": 0.4, "b": 0.4}]
+    ids = numbered(3)
+    found, _ = associations(term_scores(queries), ids, config=AssociationConfig(click_threshold=0.3))
+    assert triples(found, ids) == {(2, 0, 1), (2, 1, 0), (2, 2, 0)}
+
+
+def test_short_queries_take_from_nobody_and_are_counted():
+    queries = [{}, {"red": 1.0}, {"red": 1.0, "shoes": 1.0}, {"red": 1.0, "shoes": 1.0, "size": 0.9}]
+    ids = numbered(4)
+    found, counts = associations(term_scores(queries), ids, config=AssociationConfig())
+    assert triples(found, ids) == {(2, 2, 3), (2, 3, 2)}
+    assert (counts["click_too_short"], counts["relevance_too_short"]) == (2, 4)
+
+
+def test_no_query_at_all():
+    found, counts = associations(term_scores([]), numbered(0), config=AssociationConfig())
+    assert found.num_rows == 0
+    assert not any(counts.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(QUERIES, THRESHOLDS, st.integers(1, 4), st.integers(4, 6))
+def test_caps_keep_the_strongest_and_count_the_rest(queries, threshold, max_associates, max_terms):
+    ids = numbered(len(queries))
+    config = AssociationConfig(
+        click_threshold=threshold,
+        relevance_threshold=threshold,
+        max_terms=max_terms,
+        max_associates=max_associates,
+    )
+    found, counts = associations(term_scores(queries), ids, config=config)
+    expected, expected_counts = _capped(queries, mix_bits(ids), threshold, max_associates, max_terms)
+    assert triples(found, ids) == expected
+    assert expected <= every_pair(queries, threshold, threshold)
+    assert {name: counts[name] for name in expected_counts} == expected_counts
+
+
+def _capped(queries, ties, threshold, max_associates, max_terms):
+    """The caps, one key after the other."""
+    counts = {}
+    found = set()
+    for kind, name in KINDS.items():
+        above = [{t: s for t, s in query.items() if s > threshold} for query in queries]
+        counts[f"{name}_truncated"] = sum(len(terms) > max_terms for terms in above)
+        above = [{t: terms[t] for t in top(terms, min(len(terms), max_terms))} for terms in above]
+        owners = {i: frozenset(top(query, kind)) for i, query in enumerate(queries) if len(query) >= kind}
+        if kind == 4:  # others have no part in a mutual association
+            owners = {i: key for i, key in owners.items() if all_above(list(key), queries[i], threshold)}
+        directed, settled, hot, left_out = set(), set(), 0, 0
+        for key in set(owners.values()):
+            asking = [i for i in owners if owners[i] == key]
+            answers = [j for j, terms in enumerate(above) if key <= set(terms)]
+            answers.sort(key=lambda j: (-min(above[j][term] for term in key), ties[j]))
+            others = {i: [j for j in answers if j != i] for i in asking}
+            lost = sum(max(len(found) - max_associates, 0) for found in others.values())
+            hot += lost > 0
+            left_out += lost
+            taken = {(i, j) for i, found in others.items() for j in found[:max_associates]}
+            # Who both ask for the key each answer the other, whether or not a cap hides one from the other.
+            both = {(i, j) for i, j in taken if kind == 2 or j in asking}
+            settled |= both
+            directed |= taken - both
+        counts |= {f"{name}_hot_keys": hot, f"{name}_pairs_left_out": left_out}
+        settled |= {(i, j) for i, j in directed if (j, i) in directed}
+        found |= {(kind, i, j) for i, j in settled}
+    return found, counts
+
+
+def zipf_queries(count, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 9, count)
+    words = [dict.fromkeys(f"w{word}" for word in rng.zipf(1.3, length) % 20) for length in lengths]
+    return [{word: float(np.float32(rng.random())) for word in query} for query in words]
+
+
+def in_steps(folder, queries, ids, config, *, slices, buckets, order=1):
+    """The distributed shape: slices scattered through files, every bucket gathered on its own."""
+    counts = Counter()
+    pieces = [np.arange(number, len(queries), slices)[::order] for number in range(slices)]
+    for number, rows in enumerate(pieces):
+        own, counted = own_keys(term_scores([queries[row] for row in rows]), ids[rows], config=config)
+        counts.update(counted)
+        scatter(own, bucket_of(own["key"], buckets), target=f"{folder}/own", name=f"{number}")
+    own = [gather(f"{folder}/own", bucket, schema=OWN_KEYS) for bucket in range(buckets)]
+    owned = key_filter(own, keys=sum(table.num_rows for table in own))
+    for number, rows in enumerate(pieces):
+        scores = term_scores([queries[row] for row in rows])
+        candidates, counted = candidate_keys(scores, ids[rows], config=config, owned=owned)
+        counts.update(counted)
+        by_key = bucket_of(candidates["key"], buckets)
+        scatter(candidates, by_key, target=f"{folder}/candidates", name=f"{number}")
+    found = []
+    for bucket in range(buckets):
+        candidates = gather(f"{folder}/candidates", bucket, schema=CANDIDATES)
+        settled, one_way, counted = join(own[bucket], candidates, config=config)
+        counts.update(counted)
+        found.append(settled)
+        by_pair = bucket_of(pa.array(pair_keys(one_way)), buckets)
+        scatter(one_way, by_pair, target=f"{folder}/pairs", name=f"{bucket}")
+    found += [
+        mutual_pairs(gather(f"{folder}/pairs", bucket, schema=ASSOCIATIONS)) for bucket in range(buckets)
+    ]
+    table = pa.concat_tables(found)
+    return table.sort_by([(name, "ascending") for name in ("kind", "query", "associate")]), counts
+
+
+def test_the_same_whatever_the_slices_buckets_and_order_of_arrival(tmp_path):
+    queries = zipf_queries(400)
+    ids = numbered(400)
+    config = AssociationConfig(click_threshold=0.3, relevance_threshold=0.02, max_terms=6, max_associates=6)
+    expected, counts = associations(term_scores(queries), ids, config=config)
+    assert counts["click"] > 100
+    assert counts["relevance"] > 20
+    assert counts["click_hot_keys"] > 5
+    for number, (slices, buckets, order) in enumerate([(1, 1, 1), (3, 5, 1), (7, 2, -1)]):
+        folder = f"{tmp_path}/{number}"
+        found, counted = in_steps(folder, queries, ids, config, slices=slices, buckets=buckets, order=order)
+        assert found.equals(expected.combine_chunks())
+        own_counts = counts.keys() - set(KINDS.values())
+        assert {name: counted[name] for name in own_counts} == {name: counts[name] for name in own_counts}
+
+
+def test_a_filter_drops_only_keys_that_nobody_owns():
+    queries = zipf_queries(600)
+    scores, ids = term_scores(queries), numbered(600)
+    config = AssociationConfig(click_threshold=0.1, relevance_threshold=0.1)
+    own, _ = own_keys(scores, ids, config=config)
+    everything, _ = candidate_keys(scores, ids, config=config)
+    kept, counts = candidate_keys(scores, ids, config=config, owned=key_filter([own], keys=own.num_rows))
+    assert counts["candidate_keys"] == everything.num_rows
+    owned = set(own["key"].to_pylist())
+    matching = everything.filter(pa.compute.is_in(everything["key"], value_set=own["key"].combine_chunks()))
+    assert matching.num_rows <= kept.num_rows < matching.num_rows + 0.15 * everything.num_rows
+    assert set(kept["key"].to_pylist()) & owned == set(everything["key"].to_pylist()) & owned
+    assert join(own, kept, config=config)[:2] == join(own, everything, config=config)[:2]
+
+
+def test_ties_are_broken_by_what_a_query_is_not_by_where_it_lies():
+    """Thirty equal queries, more than the cap: numbered otherwise, the same ones lend to the same ones."""
+    count = 30
+    scores = term_scores([{"red": 1.0, "shoes": 1.0, "for": 0.9, "men": 0.9}] * count)
+    config = AssociationConfig(max_associates=3)
+    ties = mix_bits(np.arange(count, dtype=np.uint64))
+    found = []
+    for ids in (numbered(count), np.arange(count, dtype=np.uint64)):
+        own, _ = own_keys(scores, ids, config=config)
+        candidates, _ = candidate_keys(scores, ids, config=config, ties=ties)
+        settled, one_way, counts = join(own, candidates, config=config)
+        assert (len(one_way), counts["relevance_pairs_left_out"]) == (0, count * (count - 1 - 3))
+        found.append(triples(settled, ids))
+    assert found[0] == found[1]
+    assert Counter(kind for kind, _, _ in found[0]) == {2: 3 * count, 4: 3 * count}
+
+
+def test_keys_ignore_order_and_tell_sets_apart():
+    """Small, equally spaced hashes are the worst a planner could give: every set still has its own key."""
+    rows = np.array([[i, j] for i in range(60) for j in range(60) if i != j], np.uint64)
+    scores = TermScores(np.arange(len(rows) + 1) * 2, rows.ravel(), np.ones(rows.size, np.float32))
+    own, _ = own_keys(scores, numbered(len(rows)), config=AssociationConfig())
+    keys = dict(zip(map(tuple, rows.tolist()), own["key"].to_pylist(), strict=True))
+    assert len(set(keys.values())) == 60 * 59 // 2
+    assert all(key == keys[j, i] for (i, j), key in keys.items())
+
+
+def test_what_cannot_be_scored_is_refused():
+    with pytest.raises(DataError, match="finite"):
+        associations(term_scores([{"a": float("nan")}]), numbered(1), config=AssociationConfig())
+    with pytest.raises(DataError, match="one id per query"):
+        associations(term_scores([{"a": 1.0}]), numbered(2), config=AssociationConfig())

@@ -1,0 +1,481 @@
+"""A small shop: 40 queries, 60 documents in groups of three, a click log, and a few test queries."""
+
+import contextlib
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from in_process import without_ray
+from scalingnote.core import topk
+from scalingnote.core.bm25 import BM25, document_texts
+from scalingnote.core.config import Config, Resources
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.parts import as_stage
+from scalingnote.datasets.splits import find_held_out, held_out_documents, queries
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Draft, open_artifact, write_file
+from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
+from scalingnote.storage.shuffle import run_slices
+from scalingnote.triplets.collect import job, steps
+from scalingnote.triplets.collect.config import (
+    AssociationConfig,
+    BM25Ranker,
+    CollectConfig,
+    CrossEncoderConfig,
+    DecontaminationConfig,
+    ScoreTable,
+)
+from scalingnote.triplets.collect.job import run
+from scalingnote.triplets.collect.triplets import (
+    click_evidence,
+    hash_fraction,
+    one_hop_triplets,
+    ranking_evidence,
+)
+from scalingnote.triplets.planner import job as planner_job
+from scalingnote.triplets.planner.config import Statistics
+
+WORDS = ["lamp", "sofa", "desk", "chair", "shelf", "rug", "bed", "mirror", "stool", "vase", "plant", "clock"]
+WORDS += ["frame", "bench", "crate"]
+TEST_QUERIES = {"q3", "q17"}
+# One worker: a second one takes longer to start than there is to do.
+ONE_HOP = CollectConfig(
+    top_k=2,
+    top_t=12,
+    parts=4,
+    validation_fraction=0.3,
+    association=None,
+    decontamination=None,
+    resources=Resources(workers=1),
+)
+# In a shop of so few words, all are frequent: importances are near 0. Caps must choose among equals.
+CONFIG = ONE_HOP.model_copy(
+    update={
+        "association": AssociationConfig(click_threshold=0, relevance_threshold=0, max_associates=1),
+        "max_multi_hop": 1,
+    }
+)
+PLANNER = Statistics(fields=("title",), min_df=1)
+
+
+def table(schema, rows):
+    columns = zip(*rows, strict=True) if rows else [[]] * len(schema)
+    return pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+
+
+def make_dataset(uri, *, impressions=True, scores=False):
+    draft = Draft(str(uri), kind="dataset", config=Config(), parents={})
+    # Every fifteenth text is the same: such queries are associated by clicks and by relevance.
+    text = [f"{WORDS[i % 15]} {WORDS[i * 7 % 15 - 1]} shop item" for i in range(60)]
+    documents = [(f"d{i}", text[i], "home", f"model {i}", f"g{i // 3}") for i in range(60)]
+    draft.write_table("documents/part-00000.parquet", table(DOCUMENTS, documents[:30]))
+    draft.write_table("documents/part-00001.parquet", table(DOCUMENTS, documents[30:]))
+    split = {f"q{i}": "test" if f"q{i}" in TEST_QUERIES else "train" for i in range(40)}
+    draft.write_table("queries.parquet", table(QUERIES, [(q, text[int(q[1:])], s) for q, s in split.items()]))
+    draft.write_table("qrels.parquet", table(QRELS, [(f"q{i}", f"d{i}", 1) for i in range(40)]))
+    if impressions:
+        log = [
+            (
+                "s",
+                None,
+                f"q{i}",
+                f"d{(i + 7 * rank) % 60}",
+                rank + 1,
+                rank == 0 or (i + rank) % 9 == 0,
+                0,
+                None,
+            )
+            for i in range(40)
+            for rank in range(6)
+        ]
+        log += [("s", None, "stranger", "d1", 1, True, 0, None)]
+        draft.write_table("impressions.parquet", table(IMPRESSIONS, log))
+    if scores:
+        ranked = [(f"q{i}", f"d{(i * 5 + j) % 60}", float(-j)) for i in range(40) for j in range(15)]
+        draft.write_table("scores.parquet", table(SCORES, ranked))
+    return draft.commit(counts={}, simulated_clicks=impressions)
+
+
+TEST_DOCUMENTS = {f"d{i}" for i in (3, 4, 5, 15, 16, 17)}  # the groups of d3 and d17
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("shop") / "dataset")
+
+
+@pytest.fixture(scope="module")
+def planner(dataset, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        output = str(tmp_path_factory.mktemp("planner") / "p")
+        return planner_job.run(PLANNER, dataset=dataset.uri, output=output)
+
+
+@pytest.fixture(scope="module")
+def one_hop(dataset, planner, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        output = str(tmp_path_factory.mktemp("one-hop") / "a")
+        return run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=output)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("scored") / "dataset", scores=True)
+
+
+@pytest.fixture(scope="module")
+def multi_hop(scored, planner, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        output = str(tmp_path_factory.mktemp("multi-hop") / "a")
+        return run(CONFIG, dataset=scored.uri, planner=planner.uri, output=output)
+
+
+def test_training_sees_no_test_query_and_no_document_of_its_group(dataset):
+    assert set(held_out_documents(dataset).to_pylist()) == TEST_DOCUMENTS
+    train = queries(dataset, "train")["query_id"].to_pylist()
+    assert len(train) == 38
+    assert not TEST_QUERIES & set(train)
+
+
+def test_documents_without_a_group_stand_alone(tmp_path):
+    def held_out(name: str, **info: bool) -> list[str]:
+        draft = Draft(str(tmp_path / name), kind="dataset", config=Config(), parents={})
+        documents = [("d0", "", "", "", None), ("d1", "", "", "", None), ("d2", "", "", "", "")]
+        draft.write_table("documents/part-00000.parquet", table(DOCUMENTS, documents))
+        draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test")]))
+        draft.write_table("qrels.parquet", table(QRELS, [("q", "d0", 1), ("q", "d2", 0)]))
+        return held_out_documents(draft.commit(counts={}, **info)).to_pylist()
+
+    assert held_out("by-group") == ["d0"]
+    assert held_out("by-time", hold_out_documents=False) == []
+
+
+def test_documents_with_the_text_of_a_test_document_are_held_out_and_counted(tmp_path):
+    rows = [
+        ("d0", "Straße  one", "", "Holds\na text", None),
+        ("d1", "strasse one", "topic", "holds a TEXT", None),  # the same text under another id
+        ("d2", "Straße one", "", "holds another text", None),
+        ("d3", "", "", "", None),
+        ("d4", "", "", "judged", None),
+        ("d5", "", "", "judged", None),  # of a document that answers no test query
+        ("d6", "", "", "Straße one holds a text", "g"),  # joined alike
+        ("d7", "", "", "other", "g"),  # of the group of a document that is held out by its text alone
+    ]
+    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=Config(), parents={})
+    for part in range(2):
+        draft.write_table(f"documents/part-{part:05d}.parquet", table(DOCUMENTS, rows[part::2]))
+    draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test"), ("r", "y", "train")]))
+    judged = [("q", "d0", 1), ("q", "d3", 1), ("q", "d4", 0), ("r", "d5", 1)]
+    draft.write_table("qrels.parquet", table(QRELS, judged))
+    found = find_held_out(draft.commit(counts={}))
+    assert sorted(found.documents.to_pylist()) == ["d0", "d1", "d3", "d6"]
+    assert found.equal_texts == 2
+
+
+def test_one_hop(dataset, one_hop):
+    artifact = one_hop
+    assert artifact.manifest.info["simulated_clicks"] is True
+    assert artifact.manifest.info["ranking_model"] == "bm25"
+    rows = artifact.table("triplets").to_pylist()
+    clicked = clicks(dataset)
+    answers = {}
+    for row in artifact.table("answers").to_pylist():
+        answers.setdefault(row["query_id"], set()).add(row["positive"])
+    splits = {}
+    for row in rows:
+        check(row, clicked)
+        assert (clicked[row["query_id"]] - TEST_DOCUMENTS) | {row["positive"]} <= answers[row["query_id"]]
+        assert not answers[row["query_id"]] & set(row["negatives"])
+        assert (row["hop"], row["via"]) == ("one", None)
+        if row["source"] == "click":
+            assert row["positive"] in clicked[row["query_id"]]
+        splits.setdefault(row["query_id"], set()).add(row["split"])
+    assert all(len(split) == 1 for split in splits.values())
+    assert set.union(*splits.values()) == {"train", "validation"}
+
+    counts = artifact.counts
+    assert counts["triplets"] == len(rows) == counts["train"] + counts["validation"]
+    assert counts["click_one"] == sum(row["source"] == "click" for row in rows) > 38
+    assert counts["relevance_one"] == sum(row["source"] == "relevance" for row in rows) > 30
+    assert counts["pairs"] == len({(row["query_id"], row["positive"]) for row in rows})
+    assert counts["documents"] == len({doc for row in rows for doc in (row["positive"], *row["negatives"])})
+    assert 2 <= counts["ignored_rows"] + counts["held_out_rows"] < 60
+    assert (counts["held_out_documents"], counts["held_out_by_text"]) == (len(TEST_DOCUMENTS), 0)
+    for name in artifact.names("triplets/"):
+        keys = [(r["query_id"], r["source"], r["positive"]) for r in artifact.table(name).to_pylist()]
+        assert keys == sorted(keys)
+
+
+def clicks(dataset):
+    clicked = {}
+    for row in dataset.table("impressions").to_pylist():
+        if row["clicked"]:
+            clicked.setdefault(row["query_id"], set()).add(row["doc_id"])
+    return clicked
+
+
+def check(row, clicked):
+    """What holds for every triplet, whoever's evidence it is."""
+    assert row["query_id"] not in TEST_QUERIES
+    seen = {row["positive"], *row["negatives"]}
+    assert not seen & TEST_DOCUMENTS
+    assert len(row["negatives"]) <= 1
+    assert row["positive"] not in row["negatives"]
+    assert not clicked[row["query_id"]] & set(row["negatives"])
+    assert row["weight"] == 1.0
+
+
+def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
+    scored, planner, multi_hop, tmp_path, monkeypatch
+):
+    dataset, artifact = scored, multi_hop
+    rows = artifact.table("triplets").to_pylist()
+    clicked = clicks(dataset)
+    own = {(r["query_id"], r["source"], r["positive"]): r["negatives"] for r in rows if r["hop"] == "one"}
+    lent = [row for row in rows if row["hop"] == "multi"]
+    assert {row["source"] for row in lent} == {"click", "relevance"}
+    for row in lent:
+        check(row, clicked)
+        assert own[row["via"], row["source"], row["positive"]] == row["negatives"]
+        assert row["positive"] not in clicked[row["query_id"]]
+        # What is measured was not trained on, nor the other way round.
+        lenders = "validation" if hash_fraction(row["via"], seed=CONFIG.seed) < 0.3 else "train"
+        assert row["split"] == lenders
+    assert artifact.counts["multi_across_split"] > 0
+    assert len(lent) == artifact.counts["click_multi"] + artifact.counts["relevance_multi"]
+    page = fs.read_bytes(artifact.file("statistics.md")).decode()
+    assert "**Clicks are simulated.**" in page
+    assert "Rows of relevance_multi" in page
+    assert "multi across split" in page
+
+    def die(item, context):
+        raise KeyboardInterrupt
+
+    # Killed near the end; what the steps before it wrote is kept, and gives the same triplets.
+    without_ray(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("scalingnote.triplets.collect.triplet_parts.draw_samples", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    again = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    assert again.digest == artifact.digest
+
+
+def test_given_scores_replace_bm25(planner, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    dataset = make_dataset(tmp_path / "dataset", impressions=False, scores=True)
+    config = ONE_HOP.model_copy(update={"sources": ("relevance",)})
+    artifact = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "triplets"))
+    assert artifact.manifest.info["ranking_model"] == "scores"
+    assert artifact.manifest.info["simulated_clicks"] is False
+    allowed = [f"d{i}" for i in range(60) if f"d{i}" not in TEST_DOCUMENTS]
+    for row in artifact.table("triplets").to_pylist():
+        i = int(row["query_id"][1:])
+        ranking = [doc for doc in (f"d{(i * 5 + j) % 60}" for j in range(15)) if doc in allowed]
+        assert row["positive"] == ranking[0]
+        given = [-float(next(j for j in range(15) if d == f"d{(i * 5 + j) % 60}")) for d in docs_of(row)]
+        assert row["scores"] == given
+        assert set(row["negatives"]) <= set(ranking[CONFIG.top_k : CONFIG.top_t])
+
+
+def docs_of(row):
+    return [row["positive"], *row["negatives"]]
+
+
+@pytest.mark.slow
+def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(
+    cluster, scored, planner, multi_hop, tmp_path
+):
+    """On Ray as here; also where a cap must choose among equals: who lies in which bucket is no reason."""
+    config = CONFIG.model_copy(update={"parts": 7, "resources": Resources(workers=2)})
+    other = run(config, dataset=scored.uri, planner=planner.uri, output=str(tmp_path / "other"))
+    assert other.counts["relevance_pairs_left_out"] > 0
+    assert other.names("triplets/") != multi_hop.names("triplets/")
+    order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
+    one, two = (found.table("triplets").sort_by(order) for found in (multi_hop, other))
+    assert pa.compute.sum(pa.compute.equal(one["hop"], "multi")).as_py() > 10
+    assert one.equals(two)
+
+
+def test_few_rows_make_one_part_and_many_as_many_as_a_machine_has_cores(dataset, monkeypatch):
+    config, ranker = ONE_HOP.model_copy(update={"parts": None}), BM25Ranker()
+    rows = 40 + 241 + 40 * 12
+    for small, large, parts in ((1 << 17, 1 << 22, 1), (300, 1 << 22, 3), (10, 1 << 22, 8), (10, 50, 16)):
+        monkeypatch.setattr(job, "SMALL_BUCKET_ROWS", small)
+        monkeypatch.setattr(job, "MAX_BUCKET_ROWS", large)
+        assert job._parts(config, dataset, ranker) == parts, (small, large, rows)
+
+
+def test_a_large_log_makes_more_parts(dataset, planner, one_hop, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr("scalingnote.triplets.collect.job.MAX_BUCKET_ROWS", 100)
+    other = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "other"))
+    assert len(other.names("triplets/")) == (40 + 241 + 40 * 12 + 99) // 100 > len(one_hop.names("triplets/"))
+    order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
+    assert other.table("triplets").sort_by(order).equals(one_hop.table("triplets").sort_by(order))
+
+
+def test_a_large_part_is_read_in_shares_of_its_row_groups_and_a_damaged_one_not(tmp_path, monkeypatch):
+    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=Config(), parents={})
+    whole = pa.table({"query_id": [f"q{i}" for i in range(100)], "n": range(100)})
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(whole, sink, row_group_size=7)
+    data = sink.getvalue().to_pybytes()
+    draft.register("queries.parquet", replace(write_file(draft.path("queries.parquet"), data), rows=100))
+    dataset, nothing = draft.commit(counts={}), pa.array([], pa.string())
+    context = steps.CollectContext(ONE_HOP, 1, dataset, dataset, nothing, nothing, "", "")
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 30)
+    shares = [steps.read_slice(item, ["n"], context) for item in steps.dataset_slices(dataset, "queries")]
+    assert len(shares) == 4
+    assert max(map(len, shares)) <= 30
+    assert pa.concat_tables(shares)["n"].to_pylist() == list(range(100))
+    fs.write_bytes(dataset.uri + "/queries.parquet", data[:50] + bytes([data[50] ^ 1]) + data[51:])
+    damaged = replace(context, dataset=open_artifact(dataset.uri, kind="dataset"))
+    with pytest.raises(ArtifactError, match=r"queries\.parquet is damaged"):
+        steps.read_slice(steps.dataset_slices(dataset, "queries")[0], ["n"], damaged)
+
+
+@pytest.mark.slow
+def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, planner, tmp_path):
+    wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
+    with pytest.raises(ConfigError, match="nothing"):
+        run(wrong, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "wrong"))
+
+
+SHARDS = {
+    "scalingnote.storage.shuffle.ROWS_PER_SLICE": 30,  # a shard of each part
+    "scalingnote.triplets.collect.steps.SHARDS_PER_SEARCH": 1,
+    "scalingnote.triplets.collect.steps.GROUP_QUERIES": 4,
+    "scalingnote.triplets.collect.steps.PAIR_GROUP_QUERIES": 6,
+    "scalingnote.triplets.collect.steps.SCORED_QUERIES": 3,
+    "scalingnote.encode.lexical.frequencies.TEXTS_PER_BUCKET": 25,
+}
+
+
+def test_killed_in_every_step_a_run_repeats_no_finished_item_and_shards_decide_nothing(
+    dataset, planner, tmp_path, monkeypatch
+):
+    config = CONFIG.model_copy(update={"decontamination": DecontaminationConfig()})
+    without_ray(monkeypatch)
+    whole = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
+    for name, value in SHARDS.items():
+        monkeypatch.setattr(name, value)
+    killed, journal = set(), tmp_path / "journal"
+
+    def dying_run_slices(name, task, slices, *, each, **given):
+        process = as_stage(task).start()
+
+        def noted(item):
+            with journal.open("a") as lines:
+                print(name, item[0], file=lines)
+            return process(item)
+
+        def dying(work, items):
+            for result in each(work, items):
+                yield result
+                if name not in killed:
+                    killed.add(name)
+                    raise KeyboardInterrupt
+
+        return run_slices(name, noted, slices, each=dying, **given)
+
+    monkeypatch.setattr("scalingnote.triplets.collect.job.run_slices", dying_run_slices)
+    monkeypatch.setattr("scalingnote.encode.lexical.frequencies.run_slices", dying_run_slices)
+    again = None
+    while not again:
+        with contextlib.suppress(KeyboardInterrupt):
+            again = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    assert again.digest == whole.digest
+    assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "texts"} <= killed
+    done = Counter(journal.read_text().splitlines())
+    assert {"shards 0", "shards 1", "search 15"} <= set(done)
+    assert set(done.values()) == {1}
+
+
+def test_a_cross_encoder_scores_the_candidates_of_bm25(dataset, planner, tmp_path, monkeypatch):
+    class Scorer:
+        """A score of the pair's texts alone."""
+
+        def __init__(self, config):
+            self._seed = config.batch_size
+
+        def score(self, queries, documents):
+            pairs = zip(queries, documents, strict=True)
+            return np.array([hash_fraction("|".join(pair), seed=self._seed) for pair in pairs], np.float32)
+
+    without_ray(monkeypatch)
+    monkeypatch.setattr("scalingnote.triplets.collect.transformer_models.PairScorer", Scorer)
+    ranker = CrossEncoderConfig(path="any", candidates=14)
+    config = ONE_HOP.model_copy(update={"ranker": ranker, "sources": ("relevance",)})
+    artifact = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
+    table = dataset.table("documents")
+    table = table.filter(pa.array([name not in TEST_DOCUMENTS for name in table["doc_id"].to_pylist()]))
+    names, texts = table["doc_id"].to_pylist(), document_texts(table)
+    bm25, rows = BM25.build(texts), artifact.table("triplets").to_pylist()
+    assert len(rows) > 30
+    for row in rows:
+        (candidates,) = topk.select(bm25.scores(row["query"])[None], k=14)
+        asked = [row["query"]] * 14
+        scores = Scorer(ranker).score(asked, [texts[i] for i in candidates])
+        score_of = {names[i]: score for i, score in zip(candidates, scores, strict=True)}
+        assert row["positive"] == max(sorted(score_of), key=score_of.get)
+        assert row["scores"] == [pytest.approx(score_of[name]) for name in docs_of(row)]
+    for name, value in SHARDS.items():
+        monkeypatch.setattr(name, value)
+    cut = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "cut"))
+    assert cut.digest == artifact.digest
+
+
+def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):
+    dataset = make_dataset(tmp_path / "dataset", impressions=False)
+    for update, message in (
+        ({}, r"collect\.sources"),
+        ({"sources": ("relevance",), "ranker": ScoreTable()}, r"collect\.ranker"),
+    ):
+        config = CONFIG.model_copy(update=update)
+        with pytest.raises(DataError, match=message):
+            run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "triplets"))
+
+
+def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
+    log = table(
+        IMPRESSIONS,
+        [
+            ("s", None, query, doc, 1, clicked, 0, dwell)
+            for query, doc, clicked, dwell in (
+                ("q", "a", True, 9.0), ("q", "b", None, None), ("r", "c", True, None), ("x", "a", True, None),
+                ("q", "d", True, 2.0),
+            )
+        ],
+    )  # fmt: skip
+    config = CollectConfig(sources=("click",), validation_fraction=0)
+    triplets, known, counts = one_hop_triplets(
+        click_evidence(log, min_dwell_s=5.0), pa.array(["q", "r"]), config=config
+    )
+    assert triplets.to_pylist() == [
+        {"row": 0, "positive": "a", "negatives": ["b"], "source": "click", "scores": None},
+        {"row": 1, "positive": "c", "negatives": [], "source": "click", "scores": None},
+    ]
+    assert [tuple(row.values()) for row in known.to_pylist()] == [
+        (0, "a", True), (0, "d", True), (0, "b", False), (1, "c", True),
+    ]  # fmt: skip
+    assert counts == {"ignored_rows": 1, "short_of_negatives": 1}
+
+
+def test_rankings_without_a_score_say_nothing():
+    scores = pa.table({"query_id": ["q"] * 3, "doc_id": list("abc"), "score": [1.0, None, float("nan")]})
+    scores = scores.set_column(2, "score", scores["score"].cast(pa.float32()))
+    assert ranking_evidence(scores)["doc_id"].to_pylist() == ["a"]
+
+
+def test_assemble_of_no_evidence_is_an_empty_part():
+    nothing = click_evidence(table(IMPRESSIONS, []), min_dwell_s=0.0)
+    triplets, known, counts = one_hop_triplets(nothing, pa.array([], pa.string()), config=CollectConfig())
+    assert (len(triplets), len(known), counts) == (0, 0, {"ignored_rows": 0})

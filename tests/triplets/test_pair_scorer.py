@@ -1,0 +1,129 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedTokenizerFast,
+)
+
+from scalingnote.core.errors import ConfigError
+from scalingnote.models.backbone import train_tokenizer
+from scalingnote.triplets.collect.config import CrossEncoderConfig
+from scalingnote.triplets.collect.transformer_models import PairScorer
+
+QUERIES = ["what is asthma", "高血压怎么办", "what is asthma", "", "asthma " * 50, "what is asthma"]
+DOCUMENTS = [
+    "a disease of the lungs",
+    "少吃盐\n\n高血压",
+    "盐",
+    "lungs " * 80,
+    "lungs",
+    "a disease of the lungs",
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("cross_encoder"), BertForSequenceClassification, num_labels=1)
+
+
+def save(folder, architecture, **knobs) -> str:
+    tokenizer = Tokenizer.from_str(train_tokenizer([*QUERIES, *DOCUMENTS] * 2, vocabulary=300))
+    special = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=48,
+        initializer_range=1.0,  # scores far apart
+        **knobs,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        architecture(config).save_pretrained(folder)
+    return str(folder)
+
+
+def one_at_a_time(path: str, max_length: int) -> np.ndarray:
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    logits = []
+    for query, document in zip(QUERIES, DOCUMENTS, strict=True):
+        inputs = tokenizer(query, document, truncation=True, max_length=max_length, return_tensors="pt")
+        with torch.inference_mode():
+            logits.append(model(**inputs).logits.item())
+    return np.array(logits)
+
+
+@pytest.mark.parametrize(("batch_size", "max_length"), [(1, 48), (4, 48), (64, 20)])
+def test_scores_equal_plain_transformers_one_pair_at_a_time(checkpoint, batch_size, max_length):
+    expected = one_at_a_time(checkpoint, max_length)
+    assert len(set(expected.round(3))) == 5
+    for activation, twin in (("none", expected), ("sigmoid", 1 / (1 + np.exp(-expected)))):
+        config = CrossEncoderConfig(
+            path=checkpoint, batch_size=batch_size, max_length=max_length, activation=activation
+        )
+        scores = PairScorer(config, device="cpu").score(QUERIES, DOCUMENTS)
+        assert scores.dtype == np.float32
+        np.testing.assert_allclose(scores, twin, atol=1e-5)
+
+
+def test_order_of_arrival_changes_no_bit(checkpoint):
+    model = PairScorer(CrossEncoderConfig(path=checkpoint, batch_size=2, max_length=48), device="cpu")
+    scores = model.score(QUERIES, DOCUMENTS)
+    assert scores[0] == scores[5]  # the same pair
+    assert (model.score(QUERIES[::-1], DOCUMENTS[::-1]) == scores[::-1]).all()
+    assert model.score([], []).shape == (0,)
+
+
+def test_a_text_may_be_longer_than_the_model_reads(checkpoint):
+    model = PairScorer(CrossEncoderConfig(path=checkpoint, max_length=512), device="cpu")
+    assert np.isfinite(model.score(["asthma " * 100], ["lungs " * 100])).all()
+
+
+@pytest.mark.parametrize("path", ["no/such-model", "/no/such/folder"])
+def test_a_missing_model_is_named(path):
+    with pytest.raises(ConfigError, match=f"cannot load a cross-encoder from '{path}'"):
+        PairScorer(CrossEncoderConfig(path=path))
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ConfigError, match="cannot load a cross-encoder"):
+        PairScorer(CrossEncoderConfig(path=str(tmp_path)))
+
+
+def test_a_model_without_a_trained_score_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is BertModel, which has no trained score"):
+        PairScorer(CrossEncoderConfig(path=save(tmp_path, BertModel)), device="cpu")
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path):
+    path = save(tmp_path, BertForSequenceClassification, num_labels=3)
+    with pytest.raises(ConfigError, match="has 3 labels"):
+        PairScorer(CrossEncoderConfig(path=path), device="cpu")
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ConfigError, match="pip install sentence-transformers"):
+        PairScorer(CrossEncoderConfig(path="any"))

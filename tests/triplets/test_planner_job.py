@@ -1,0 +1,143 @@
+import contextlib
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+
+import tiny
+from in_process import without_ray
+from scalingnote.core.errors import ArtifactError, DataError
+from scalingnote.datasets.splits import held_out_documents
+from scalingnote.models.config import Scratch
+from scalingnote.storage.artifact import Draft, open_artifact
+from scalingnote.storage.schema import DOCUMENTS, QRELS, QUERIES
+from scalingnote.triplets.planner import job
+from scalingnote.triplets.planner.config import Learned, Statistics
+from scalingnote.triplets.planner.job import gather_examples, read_examples
+from scalingnote.triplets.planner.planner import load, words
+
+LEARNED = Learned(
+    backbone=Scratch(
+        architecture="bert", layers=1, hidden=16, heads=2, intermediate=16, vocabulary=300, max_positions=64
+    ),
+    epochs=1,
+)
+
+
+def test_both_backends_from_one_dataset(cluster, tmp_path, monkeypatch):
+    source = tiny.dataset(str(tmp_path / "dataset"), rows_per_part=7)
+    monkeypatch.setattr(job, "MAX_WORDS", 50)
+    config = Statistics(min_df=2)
+    counted = job.run(config, dataset=source.uri, output=str(tmp_path / "counted"))
+    texts = [" ".join([d["title"], d["topic"], d["content"]]) for d in tiny.document_rows()]
+    held = Counter(word for text in texts for word in set(words(text)))
+    often = sorted(((word, df) for word, df in held.items() if df >= 2), key=lambda row: (-row[1], row[0]))
+    table = counted.table("words.parquet")
+    assert list(zip(table["word"].to_pylist(), table["df"].to_pylist(), strict=True)) == often[:50]
+    assert counted.counts == {
+        "texts": 96,
+        "words": 50,
+        "rare_words_left_out": len(held) - len(often),
+        "words_over_max_words": len(often) - 50,
+    }
+
+    learned = job.run(LEARNED, dataset=source.uri, output=str(tmp_path / "learned"))
+    assert learned.counts == {"texts": 84, "positives": 84}
+    assert len(learned.manifest.info["loss"]) == 1
+    assert learned.manifest.info["validation_mse"] > 0
+
+    query = source.table("queries")["query"][0].as_py()
+    for section, artifact in ((config, counted), (LEARNED, learned)):
+        planner = load(open_artifact(artifact.uri, kind="planner"))
+        assert set(planner.importances(query)) == set(words(query))
+        again = job.run(section, dataset=source.uri, output=artifact.uri)
+        assert again.digest == artifact.digest
+    with pytest.raises(ArtifactError, match="choose another output"):
+        job.run(Statistics(min_df=3), dataset=source.uri, output=counted.uri)
+
+
+def test_of_the_queries_only_those_for_training_are_counted():
+    asked = pa.record_batch({"query": ["fig", "plum", "pear"], "split": ["train", "test", "train"]})
+    assert job._texts(asked, Statistics(corpus="queries")) == ["fig", "pear"]
+    documents = pa.record_batch({"title": ["fig", None], "content": ["ripe", "plum"]})
+    assert job._texts(documents, Statistics(fields=("title", "content"))) == ["fig\nripe", "\nplum"]
+
+
+def dataset(uri, *, documents, queries, qrels):
+    draft = Draft(str(uri), kind="dataset", config=tiny.Nothing(), parents={})
+    for name, rows, schema in (
+        ("documents/part-00000", documents, DOCUMENTS),
+        ("queries", queries, QUERIES),
+        ("qrels", qrels, QRELS),
+    ):
+        columns = [pa.array(list(c), f.type) for c, f in zip(zip(*rows, strict=True), schema, strict=True)]
+        draft.write_table(f"{name}.parquet", pa.table(columns, schema=schema))
+    return draft.commit(counts={})
+
+
+def examples(config, source, folder):
+    held_out = held_out_documents(source)
+    gather_examples(config, source, held_out=held_out, folder=str(folder), each=map)
+    return read_examples(config, str(folder))
+
+
+HELD_OUT = {
+    "documents": [("d0", "fig", "", "", "g"), ("d1", "plum", "", "", "g"), ("d2", "pear", "", "", "h")],
+    "queries": [("q0", "fig", "test"), ("q1", "plum", "train"), ("q2", "ripe pear", "train")],
+}
+
+
+def test_training_sees_no_test_query_and_no_document_of_its_group(tmp_path):
+    qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 1)]
+    source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
+    texts, targets, pairs = examples(LEARNED, source, tmp_path / "work")
+    assert texts == [["ripe", "pear"]]
+    assert [target.tolist() for target in targets] == [[0, 1]]
+    assert pairs == 1
+
+
+def test_of_a_query_with_many_positives_only_some_are_read(tmp_path, monkeypatch):
+    documents = [(f"d{number}", "fig", "", "", f"g{number}") for number in range(5)]
+    queries = [("q0", "ripe fig", "train"), ("q1", "plum", "train")]
+    qrels = [*(("q0", f"d{number}", 1) for number in range(5)), ("q1", "d0", 1)]
+    source = dataset(tmp_path / "dataset", documents=documents, queries=queries, qrels=qrels)
+    for most, read in ((1, 2), (3, 4), (20, 6)):
+        monkeypatch.setattr(job, "MAX_QUERY_POSITIVES", most)
+        assert examples(LEARNED, source, tmp_path / str(most))[2] == read
+
+
+def test_nothing_to_learn_from(tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 0)]
+    source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
+    with pytest.raises(DataError, match=r"planner\.positives"):
+        job.run(LEARNED, dataset=source.uri, output=str(tmp_path / "planner"))
+
+
+def test_examples_do_not_depend_on_slices_nor_on_a_kill(tmp_path, monkeypatch):
+    source = tiny.dataset(str(tmp_path / "dataset"), rows_per_part=7)
+    few = LEARNED
+    monkeypatch.setattr(job, "MAX_QUERIES", 30)
+    monkeypatch.setattr(job, "MAX_QUERY_POSITIVES", 1)
+    whole = examples(few, source, tmp_path / "whole")
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 10)
+    died = []
+
+    def dying(work, items):
+        for number, result in enumerate(map(work, items)):
+            yield result
+            if number == 1 and len(died) < 3:
+                died.append(number)
+                raise KeyboardInterrupt
+
+    cut = None
+    while cut is None:
+        with contextlib.suppress(KeyboardInterrupt):
+            held_out = held_out_documents(source)
+            gather_examples(few, source, held_out=held_out, folder=str(tmp_path / "cut"), each=dying)
+            cut = read_examples(few, str(tmp_path / "cut"))
+    assert len(died) == 3
+    assert len(whole[0]) == 30
+    assert cut[0] == whole[0]
+    assert cut[2] == whole[2] == 30
+    assert [target.tolist() for target in cut[1]] == [target.tolist() for target in whole[1]]
