@@ -278,7 +278,7 @@ def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Fi
     """Train LightRetriever by its whole objective, and read texts as its authors do."""
     case: Figures = {"read": "tokens", "layers": layers, "steps": steps, "reading": smollm.READING}
     optimizer = OPTIMIZER | smollm.SCHEDULE | {"peak_lr": smollm.LIGHTRETRIEVER_LR}
-    return ours(pairs, folder, **case, optimizer=optimizer, sparse=smollm.SPARSE, align={})
+    return ours(pairs, folder, **case, optimizer=optimizer, sparse=smollm.SPARSE, align=True)
 
 
 def main() -> None:
