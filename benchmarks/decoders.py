@@ -272,6 +272,9 @@ def described(losses: Mapping[int, float]) -> Figures:
 STEPS: Mapping[Read, int] = {"whole": 60, "tokens": 120}
 ALL_LOSSES_STEPS = 150
 NAMES: Mapping[Read, str] = {"whole": "decoder", "tokens": "tokens"}
+ALL_LOSSES = "all losses"
+CASE = ("code", "read", "layers", "steps")  # columns that say what a row measured
+TERMS_LAYERS, FEW_TERMS = (4, 8, 30), 256
 
 
 def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figures:
@@ -281,35 +284,100 @@ def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Fi
     return ours(pairs, folder, **case, optimizer=optimizer, sparse=smollm.SPARSE, align=True)
 
 
+def cases(layers: int, steps: int | None) -> list[Figures]:
+    """What is trained: the code, how it reads a query, the decoder's layers, and the steps."""
+    sizes: Figures = {"layers": layers}
+    found: list[Figures] = [
+        {"code": code, "read": read} | sizes | {"steps": steps or usual}
+        for read, usual in STEPS.items()
+        for code in ("plain", "package")
+    ]
+    return [*found, {"code": "package", "read": ALL_LOSSES} | sizes | {"steps": steps or ALL_LOSSES_STEPS}]
+
+
+def measured(case: Figures, pairs: Pairs, folder: Path) -> Figures:
+    """Train one of :func:`cases` and search the held-out answers."""
+    if case["read"] == ALL_LOSSES:
+        return lightretriever(pairs, folder, layers=case["layers"], steps=case["steps"])
+    options = {name: case[name] for name in ("read", "layers", "steps")}
+    return plain(pairs, **options) if case["code"] == "plain" else ours(pairs, folder, **options)
+
+
+def terms_before_training(pairs: Pairs, layers: Sequence[int]) -> list[Figures]:
+    """What the output matrix of an untrained decoder finds by terms, in plain lines.
+
+    A document's weight for a term is the largest of its positions, log(1 + max(0, logit)) (LightRetriever,
+    Eq. 7); a query counts its terms. Of a language model whose layers are cut off, the matrix reads a state
+    that it was not made for.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm.path())
+    model = AutoModelForCausalLM.from_pretrained(smollm.path(), dtype=torch.float32).eval()
+    whole, rows = model.model.layers, []
+    for first in layers:
+        model.model.layers = whole[:first]
+        answers, size = [answer.lower() for _, answer in pairs.held_out], model.config.vocab_size
+        weights = torch.zeros(len(answers), size)
+        for number, ids in enumerate(tokenizer(answers, add_special_tokens=False).input_ids):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[:DOCUMENT_TOKENS]]), use_cache=False).logits[0]
+            weights[number] = torch.log1p(logits.relu()).amax(0)
+        least = weights.topk(FEW_TERMS, dim=1).values[:, -1:]
+        counts = torch.zeros(QUERIES, size)
+        questions = [f" {question.lower()}" for question, _ in pairs.held_out[:QUERIES]]
+        for number, ids in enumerate(tokenizer(questions, add_special_tokens=False).input_ids):
+            counts[number] += torch.bincount(torch.tensor(ids[:QUERY_TOKENS]), minlength=size)
+        few = torch.where(weights >= least, weights, 0.0)
+        rows.append(
+            {"layers": first}
+            | {f"sparse {k}": v for k, v in recalls_of("all", (counts @ weights.T).numpy()).items()}
+            | {f"sparse {k}": v for k, v in recalls_of(f"{FEW_TERMS}", (counts @ few.T).numpy()).items()}
+        )
+    return rows
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, default=smollm.LAYERS, help="of 30; default: %(default)s")
     parser.add_argument("--steps", type=int, help="of every training; default: 60, 120 and 150")
+    parser.add_argument("--only", help="what is trained, of: whole, tokens, all losses; default: all three")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the finished rows of the file; train the others"
+    )
     options = parser.parse_args()
     pairs = medquad()
-    rows: list[Figures] = []
-    metrics: dict[str, float] = {}
+    kept = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.keep else []
+    done = {tuple(row[name] for name in CASE): row for row in kept}
+    wanted = [case for case in cases(options.layers, options.steps) if options.only in (None, case["read"])]
     with tempfile.TemporaryDirectory(prefix="decoders-") as folder:
-        for read, usual in STEPS.items():
-            case: Figures = {"read": read, "layers": options.layers, "steps": options.steps or usual}
-            theirs, found = plain(pairs, **case), ours(pairs, Path(folder), **case)
-            rows += [{"code": "plain"} | case | theirs, {"code": "package"} | case | found]
-            metrics[f"{NAMES[read]}_r10"] = found["dense R@10"]
-            metrics[f"{NAMES[read]}_r10_in_plain_lines"] = theirs["dense R@10"]
-            print(rows[-2:], flush=True)
-        steps = options.steps or ALL_LOSSES_STEPS
-        both = lightretriever(pairs, Path(folder), layers=options.layers, steps=steps)
-        rows.append(
-            {"code": "package", "read": "all losses", "layers": options.layers, "steps": steps} | both
-        )
-        halves = ("dense", "sparse", "hybrid")
-        metrics |= {f"lightretriever_{half}_r10": both[f"{half} R@10"] for half in halves}
+        for case in wanted:
+            key = tuple(case[name] for name in CASE)
+            if key not in done:
+                done[key] = case | measured(case, pairs, Path(folder))
+                print(done[key], flush=True)
+    rows = list(done.values())
     names = list(dict.fromkeys(name for row in rows for name in row))
     filled = [{name: row.get(name, "-") for name in names} for row in rows]
     show("Decoders pooled at their end token", filled)
+    terms = terms_before_training(pairs, TERMS_LAYERS)
+    show("Terms of a decoder before training", terms)
     settings: Figures = {"batch": BATCH, "questions": QUERIES, "answers": POOL, "one_in": POOL // 10}
     settings |= {"dense_weight": DENSE_WEIGHT, "sparse_weight": round(1 - DENSE_WEIGHT, 2)}
-    write(options.json, metrics=metrics, settings=settings, rows=filled)
+    write(options.json, metrics=headlines(rows), settings=settings, rows=filled, terms=terms)
+
+
+def headlines(rows: Sequence[Figures]) -> dict[str, float]:
+    """R@10 of the first row of each kind: that of the default sizes, where they are among the rows."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if row["read"] == ALL_LOSSES:
+            for half in ("dense", "sparse", "hybrid"):
+                found.setdefault(f"lightretriever_{half}_r10", row[f"{half} R@10"])
+        else:
+            name = NAMES[row["read"]] + ("_r10_in_plain_lines" if row["code"] == "plain" else "_r10")
+            found.setdefault(name, row["dense R@10"])
+    return found
 
 
 if __name__ == "__main__":
