@@ -178,7 +178,7 @@ async def _read(method: Any, *args: Any, **named: Any) -> Any:
     try:
         return await _answer(method.remote(*args, **named))
     except REPLICA_LOST as lost:
-        log.warning("a replica died before it answered, another one is asked: %s", lost)
+        log.warning("a replica died before it answered (%s), another one is asked", type(lost).__name__)
         return await _answer(method.remote(*args, **named))
 
 

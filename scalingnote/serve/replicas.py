@@ -396,7 +396,8 @@ class IndexSearcher:
         if self._live:
             (name,) = self._held
         elif name not in self._held:
-            await self.load(named(self._catalog.read(), name))
+            # It goes on if its request ends: the next one would begin again.
+            await asyncio.shield(asyncio.create_task(self.load(named(self._catalog.read(), name))))
         return name, self._held[name]
 
     async def _follow_catalog(self) -> None:

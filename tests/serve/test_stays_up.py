@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,10 +17,14 @@ import psutil
 import pytest
 from pair import table
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.schema import ServeDeploySchema
 
 from scalingnote.core import ray_internals
 from scalingnote.serve import launch
+from scalingnote.serve.replicas import IndexSearcher
+from scalingnote.serve.versions import Catalog, Version
+from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage.artifact import Artifact
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
@@ -87,7 +92,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def replicas() -> dict[int, str]:
-    """The processes of all replicas, by number."""
+    """What the processes of all replicas are called, by their numbers."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -125,7 +130,7 @@ def test_other_limits_restart_no_replica_and_cost_no_request(served: tuple[str, 
     url, deploy = served
     assert limits(url) == {100}
     assert search(url, K)[0] == 200
-    before = replicas()
+    before = {*replicas()}
     assert len(before) == 4
     with load(url) as statuses:
         deploy({"limits": {"max_k": LESS}, "deadline_s": 59})
@@ -136,12 +141,12 @@ def test_other_limits_restart_no_replica_and_cost_no_request(served: tuple[str, 
         until(lambda: limits(url) == {LESS})
     assert {*statuses} == {200}
     assert search(url, K)[0] == 422
-    assert replicas() == before
+    assert {*replicas()} == before
 
 
 def test_a_mistake_in_the_settings_changes_nothing_and_is_told(served: tuple[str, Deploy]):
     url, deploy = served
-    before, allowed = replicas(), limits(url)
+    before, allowed = {*replicas()}, limits(url)
     deploy({"limits": {"max_kk": 1}})
     until(lambda: call(url, "/healthz")[1]["silent"] == ["user_config"])
     assert call(url, "/healthz")[1]["status"] == "degraded"
@@ -150,7 +155,7 @@ def test_a_mistake_in_the_settings_changes_nothing_and_is_told(served: tuple[str
     deploy({"limits": {"max_k": 50}})
     until(lambda: limits(url) == {50})
     until(lambda: call(url, "/healthz")[1]["status"] == "ok")
-    assert replicas() == before
+    assert {*replicas()} == before
 
 
 def test_requests_of_a_searcher_that_dies_are_answered_by_the_other(served: tuple[str, Deploy]):
@@ -168,3 +173,27 @@ def test_requests_of_a_searcher_that_dies_are_answered_by_the_other(served: tupl
     assert [status for status, _ in got] == [200] * CALLS
     assert all(answer["results"] == expected and not answer["missing_groups"] for _, answer in got)
     until(lambda: len(replicas()) == 4)
+
+
+def test_a_searcher_whose_thread_hangs_is_replaced(served: tuple[str, Deploy], index: Artifact):
+    class Hanging(IndexSearcher):
+        async def hang(self) -> None:
+            self._in_thread.thread = WorkerThread("searches", limit_s=0.5)
+            self._in_thread.thread.submit(threading.Event().wait)
+
+        async def process(self) -> int:
+            return os.getpid()
+
+    often = serve.deployment(Hanging).options(health_check_period_s=0.2)
+    handle = serve.run(often.bind(Catalog(Version.of(index.uri))), name="hanging", route_prefix=None)
+    before = handle.process.remote().result()
+    handle.hang.remote().result()
+    assert handle.process.remote().result() == before  # its event loop answers
+
+    def is_another() -> bool:
+        with suppress(RayActorError):
+            return bool(handle.process.remote().result() != before)
+        return False
+
+    until(is_another)
+    serve.delete("hanging")

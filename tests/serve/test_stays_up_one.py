@@ -1,0 +1,173 @@
+"""A real service whose settings change and whose searcher dies while requests are answered: none is lost."""
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import pytest
+from pair import table
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+from scalingnote.core import ray_internals
+from scalingnote.serve import launch
+from scalingnote.storage.artifact import Artifact
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
+K, LESS = 5, 3
+CALLS = 8  # fewer than those after which slow ones are repeated in any case
+
+
+@pytest.fixture(scope="module")
+def query_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """A table, which starts without torch."""
+    return table(f"{tmp_path_factory.mktemp('student')}/student")
+
+
+Deploy = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def served(cluster: None, index: Artifact, query_tower: Artifact) -> Iterator[tuple[str, Deploy]]:
+    """The URL of two gateways before two searchers, and `serve deploy` of its file with other settings."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+    two, knobs = {"num_replicas": 2}, {"deadline_s": 60, "limits": {"burst": 7}}
+    knobs |= {
+        "port": port,
+        "deployments": {"gateway": {"num_replicas": 1}, "searcher": two, "encoder": {"num_replicas": 0}},
+    }
+
+    def deploy(user_config: dict[str, Any]) -> None:
+        application = {
+            "name": launch.APPLICATION_NAME,
+            "import_path": "scalingnote.serve.app:build",
+            "args": {"index": index.uri, "query_tower": query_tower.uri, "serve": knobs},
+            "deployments": [{"name": "Gateway", "user_config": user_config}],
+        }
+        schema = ServeDeploySchema.model_validate({"applications": [application]})
+        ray_internals.serve_client().deploy_apps(schema)
+
+    url = f"http://127.0.0.1:{port}"
+    deploy({})
+    until(lambda: call(url, "/healthz")[0] == 200)
+    yield url, deploy
+    serve.delete(launch.APPLICATION_NAME)
+    serve.shutdown()
+
+
+def call(url: str, path: str, **body: Any) -> tuple[int, Any]:
+    """Status and answer; 0 where the connection broke."""
+    sent = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url + path, sent, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as refused:
+        return refused.code, None
+    except OSError:
+        return 0, None
+
+
+def search(url: str, k: int) -> tuple[int, Any]:
+    return call(url, "/search", query="bakoli menura", k=k)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what comes sooner or later; the test's own timeout ends it."""
+    while not holds():
+        time.sleep(0.1)
+
+
+def replicas() -> dict[int, str]:
+    """What the processes of all replicas are called, by their numbers."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            line = "".join(process.cmdline())
+            if "ServeReplica" in line:
+                found[process.pid] = line
+    return found
+
+
+@contextmanager
+def load(url: str) -> Iterator[list[int]]:
+    """The statuses of a client that searches all the time."""
+    statuses: list[int] = []
+    stop = False
+
+    def go() -> None:
+        while not stop:
+            statuses.append(search(url, 1)[0])
+
+    with ThreadPoolExecutor(2) as pool:
+        clients = [pool.submit(go) for _ in range(2)]
+        try:
+            yield statuses
+        finally:
+            stop = True
+    assert all(client.exception() is None for client in clients)
+
+
+def limits(url: str) -> set[int]:
+    """The largest k of the gateways that answer some calls."""
+    return {call(url, "/info")[1]["max_k"] for _ in range(CALLS)}
+
+
+def test_other_limits_restart_no_replica_and_cost_no_request(served: tuple[str, Deploy]):
+    url, deploy = served
+    assert limits(url) == {100}
+    assert search(url, K)[0] == 200
+    before = {*replicas()}
+    assert len(before) == 3
+    with load(url) as statuses:
+        deploy({"limits": {"max_k": LESS}, "deadline_s": 59})
+        until(lambda: limits(url) == {LESS})
+        deploy({})  # back to those of the application
+        until(lambda: limits(url) == {100})
+        deploy({"limits": {"max_k": LESS}})
+        until(lambda: limits(url) == {LESS})
+    assert {*statuses} == {200}
+    assert search(url, K)[0] == 422
+    assert {*replicas()} == before
+
+
+def test_a_mistake_in_the_settings_changes_nothing_and_is_told(served: tuple[str, Deploy]):
+    url, deploy = served
+    before, allowed = {*replicas()}, limits(url)
+    deploy({"limits": {"max_kk": 1}})
+    until(lambda: call(url, "/healthz")[1]["silent"] == ["user_config"])
+    assert call(url, "/healthz")[1]["status"] == "degraded"
+    assert search(url, 1)[0] == 200
+    assert limits(url) == allowed
+    deploy({"limits": {"max_k": 50}})
+    until(lambda: limits(url) == {50})
+    until(lambda: call(url, "/healthz")[1]["status"] == "ok")
+    assert {*replicas()} == before
+
+
+def test_requests_of_a_searcher_that_dies_are_answered_by_the_other(served: tuple[str, Deploy]):
+    url, _ = served
+    expected = search(url, K)[1]["results"]
+    victim = next(pid for pid, line in replicas().items() if "IndexSearcher" in line)
+    os.kill(victim, signal.SIGSTOP)  # it takes calls, and answers none
+    with ThreadPoolExecutor(CALLS) as pool:
+        answers = [pool.submit(search, url, K) for _ in range(CALLS)]
+        until(lambda: sum(each.done() for each in answers) > 0)
+        waiting = [each for each in answers if not each.done()]
+        os.kill(victim, signal.SIGKILL)
+        got = [each.result() for each in answers]
+    assert waiting
+    assert [status for status, _ in got] == [200] * CALLS
+    assert all(answer["results"] == expected and not answer["missing_groups"] for _, answer in got)
+    until(lambda: len(replicas()) == 3)
