@@ -216,7 +216,7 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
             "searcher",
             memory=placement.index_memory(served.index, shards, config, part="searcher"),
             name=f"IndexSearcher-{group:03d}",
-        ).bind(served.catalog, shards=shards, **_searcher_settings(config))
+        ).bind(served.catalog, shards=shards, shows_documents=True, **_searcher_settings(config))
         for group, shards in enumerate(served.groups)
     ]
 

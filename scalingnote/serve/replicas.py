@@ -32,7 +32,7 @@ from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.config import SearchConfig
 from scalingnote.search.query_path import Personal, Query, QueryPath
-from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
+from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher, candidate_places
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
 from scalingnote.serve.fan_out import Packed, pack, read_queries
 from scalingnote.serve.running_settings import RunningSettings
@@ -48,8 +48,18 @@ from scalingnote.serve.towers import (
     require_finite,
     too_long,
 )
-from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
+from scalingnote.serve.versions import (
+    OPEN_TIMEOUT_S,
+    READ_ERRORS,
+    REOPEN_AFTER_S,
+    Catalog,
+    LiveCatalog,
+    Version,
+    VersionContent,
+    named,
+)
 from scalingnote.serve.worker_thread import WorkerThread
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.triplets.planner import planner
 
@@ -236,6 +246,7 @@ class IndexSearcher:
         mapped: leave vectors in their files.
         search: the engine; a database has all shards.
         timeout_s: of a database's answers.
+        shows_documents: gateways ask for the documents of these shards, where the index is remote.
     """
 
     def __init__(
@@ -246,8 +257,10 @@ class IndexSearcher:
         mapped: bool = False,
         search: SearchConfig = DEFAULT_SEARCH,
         timeout_s: float = 2.0,
+        shows_documents: bool = False,
     ) -> None:
         self._catalog, self._shards, self._mapped = catalog, shards, mapped
+        self._shows_documents, self._documents_closed_until = shows_documents, 0.0  # of time.monotonic()
         self._search, self._timeout_s = search, timeout_s
         self._opening = asyncio.Lock()
         self._in_thread: ThreadBatcher[_Call, Candidates | Refused] = ThreadBatcher(
@@ -290,6 +303,27 @@ class IndexSearcher:
         _, searcher = await self._require(version)
         document = await self._in_thread.run_between_batches(lambda: searcher.get(doc_id))
         return [] if document is None else [document]
+
+    async def open_documents(self, version: str) -> None:
+        """Open the documents of the shards held here; one of READ_ERRORS where they cannot be read."""
+        _, searcher = await self._require(version)
+        await asyncio.to_thread(lambda: searcher.store)
+        self._documents_closed_until = 0.0
+
+    async def documents(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]] | Refused:
+        """The documents of those candidates that are held here; refused where they cannot be read.
+
+        After an error they are opened again, a few seconds later.
+        """
+        _, searcher = await self._require(version)
+        if time.monotonic() >= self._documents_closed_until:
+            try:
+                return await asyncio.to_thread(_documents, searcher, ids)
+            except READ_ERRORS:
+                log.exception("the documents of version %s cannot be read here", version)
+                self._documents_closed_until = time.monotonic() + REOPEN_AFTER_S
+                vars(searcher).pop("store", None)  # a cached property
+        return Refused("the documents of these shards cannot be read", temporary=True)
 
     async def columns(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of those candidates that are held here: where documents cannot be read."""
@@ -430,6 +464,11 @@ class IndexSearcher:
         _probe([opened])
         if opened.layout.sparse and self._search.backend == "own":
             sparse.warm()
+        if self._shows_documents and not fs.is_local(version.uri):
+            try:
+                _documents(opened, [])  # copies them to this machine
+            except READ_ERRORS:
+                log.exception("the documents of version %s cannot be read here", version.name)
         return opened
 
     def _search_batch(self, batch: Sequence[_Call]) -> list[Candidates | Refused | Exception]:
@@ -473,6 +512,12 @@ def _probe(searchers: Iterable[SearchBackend]) -> None:
     for searcher in searchers:
         with suppress(DatabaseError):
             searcher.find(np.ones((1, searcher.dim), np.float32), k=10)
+
+
+def _documents(searcher: SearchBackend, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    held, store = {*searcher.shards}, searcher.store
+    places = zip(ids, candidate_places(ids), strict=True)
+    return {each: store.read(shard, row) for each, (shard, row) in places if shard in held}
 
 
 def _stack(rows: Sequence[SparseRows]) -> SparseRows | None:
