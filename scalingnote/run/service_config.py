@@ -35,7 +35,7 @@ ServicePart = Literal[
 ]
 # The gateway does the work of the first two itself; the third is for clients of embeddings alone.
 OPTIONAL_PARTS = ("encoder", "searcher", "document_tower")
-# A searcher holds its shards, and the writer the claim on the log: another one is a decision, not a reaction.
+# Parts whose number of replicas does not follow the load, and why.
 FIXED_PARTS = {
     "searcher": "a searcher holds its shards in memory, a new one has to read them first: set num_replicas",
     "writer": "one writer holds the claim on the log",

@@ -464,7 +464,7 @@ class IndexSearcher:
         _probe([opened])
         if opened.layout.sparse and self._search.backend == "own":
             sparse.warm()
-        if self._shows_documents and not fs.is_local(version.uri):
+        if self._shows_documents and not self._live and not fs.is_local(version.uri):
             try:
                 _documents(opened, [])  # copies them to this machine
             except READ_ERRORS:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from gateway_here import Client, service
+from pair import DIM
 
 from scalingnote.core.errors import ArtifactError
 from scalingnote.index.shard import DocumentStore, documents_file
@@ -270,7 +271,7 @@ def test_only_searchers_elsewhere_read_documents_from_a_bucket(uri: str, here: b
 
 
 def test_a_searcher_opens_the_documents_of_a_bucket_with_the_version(
-    index: Artifact, moved: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch
+    index: Artifact, moved: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def held(searched: Artifact, **options: Any) -> Any:
         searcher = IndexSearcher(versions.Catalog(versions.Version.of(searched.uri)), **options)
@@ -282,3 +283,5 @@ def test_a_searcher_opens_the_documents_of_a_bucket_with_the_version(
     assert "store" not in held(index)
     assert "store" in held(index, shows_documents=True)
     assert "store" not in held(moved[0], shows_documents=True)  # which it searches all the same
+    live = versions.LiveCatalog(str(tmp_path / "live"), index.uri, DIM)  # whose searches have documents
+    assert len(IndexSearcher(live, shows_documents=True)._held) == 1
