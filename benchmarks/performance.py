@@ -150,6 +150,9 @@ HEADLINES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "wrong or mixed": ("answers that are wrong or of two index versions", "= 0"),
         "doubled": ("documents twice in an answer", "= 0"),
         "undocumented": ("errors that docs/guides/operations.md does not name", "= 0"),
+        "dead_replica_errors": ("requests that failed because a searcher or encoder was killed", "= 0"),
+        "limit_restarts": ("replicas that a change of limits restarted", "= 0"),
+        "limit_errors": ("requests that failed while limits changed", "= 0"),
         "errors_per_request": ("share of requests that failed", ""),
     },
     "api_fuzz": {

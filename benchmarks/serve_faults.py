@@ -2,7 +2,7 @@
 
     python -m benchmarks.serve_faults --run runs/quickstart --json docs/results/serve_faults.json
 
-Two services of a finished run, one after the other, every part of each in replicas of its own:
+Three services of a finished run, one after the other, every part of each in replicas of its own:
 
     swap    clients search three groups of shards below two aggregators, a teacher has the uncertain queries;
             another version of the index is activated, again and again; searcher, aggregator, encoder, teacher
@@ -12,6 +12,9 @@ Two services of a finished run, one after the other, every part of each in repli
     write   clients search; documents are written and deleted; writer, searcher and gateway are killed. In the
             end every document must be as its last acknowledged write left it (or a later one that was sent
             and not acknowledged), and no answer may have a document twice.
+    read    clients search; the file of the service is deployed with other limits, again and again, which must
+            restart no replica; searchers and encoders are killed while they have calls. No request may fail,
+            and no answer lack a shard.
 
 Nothing is killed before everything that was killed is back: of what answers searches there are two, of the
 writer one. Errors are counted by status; those that docs/guides/operations.md does not name are failures.
@@ -21,6 +24,7 @@ import http.client
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,9 +41,10 @@ from urllib.parse import quote, urlsplit
 import psutil
 import ray
 from ray import serve
+from ray.serve.schema import ServeDeploySchema
 
 from benchmarks import report
-from scalingnote.core import cluster
+from scalingnote.core import cluster, ray_internals
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.index import job as index_job
@@ -56,6 +61,7 @@ GROUPS, GROUPS_PER_AGGREGATOR = 3, 2  # of the index that is swapped, a shard ea
 DOCUMENTS = "documents"  # the fault that is more than a kill of a replica
 START = "import sys; from scalingnote.cli.commands import _serve; sys.exit(_serve({}, sys.argv[1:]))"
 K = 10
+Deploy = Callable[[dict[str, Any]], None]  # a `user_config` of the gateways
 Expected = list[list[dict[str, float]]]  # of each query, what each shard finds: document -> score
 
 
@@ -116,10 +122,40 @@ class Cluster:
             process.wait(60)
             serve.shutdown()  # in here: this process forgets the Serve that has ended with that one
 
-    def kill(self, part: str, wait_s: float = 0.0) -> None:
-        """kill -9 a replica of a deployment that is one of `part`, in a moment."""
+    @contextmanager
+    def deployed(self, knobs: dict[str, Any], **served: str) -> Iterator[tuple[str, Deploy]]:
+        """A service as `serve deploy` starts it: its URL, and a deploy of its file with a `user_config`."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+
+        def deploy(user_config: dict[str, Any]) -> None:
+            application = {
+                "name": "scalingnote",
+                "import_path": "scalingnote.serve.app:build",
+                "args": {**served, "serve": {**knobs, "port": port}},
+                "deployments": [{"name": "Gateway", "user_config": user_config}],
+            }
+            schema = ServeDeploySchema.model_validate({"applications": [application]})
+            ray_internals.serve_client().deploy_apps(schema)
+
+        try:
+            deploy({})
+            yield f"http://127.0.0.1:{port}", deploy
+        finally:
+            serve.shutdown()
+
+    def kill(self, part: str, wait_s: float = 0.0, hold_s: float = 0.0) -> None:
+        """kill -9 a replica of a deployment that is one of `part`, in a moment.
+
+        For `hold_s` seconds before that it takes calls and answers none.
+        """
         time.sleep(wait_s)
-        random.choice(self._replicas(part)).kill()
+        replica = random.choice(self._replicas(part))
+        if hold_s:
+            replica.suspend()
+            time.sleep(hold_s)
+        replica.kill()
         self.kills[part] += 1
         self._killed = time.monotonic()
 
@@ -130,12 +166,17 @@ class Cluster:
         found = serve.status().applications["scalingnote"]
         return all(each.status == "HEALTHY" for each in found.deployments.values())
 
+    def processes(self) -> set[int]:
+        """The numbers of the processes of all replicas."""
+        return {replica.pid for replica in self._replicas("")}
+
     @staticmethod
     def _replicas(part: str) -> list[psutil.Process]:
         found = []
         for each in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):  # it may end while it is looked at
-                if f":{part}" in "".join(each.cmdline()):
+                line = "".join(each.cmdline())
+                if "ServeReplica" in line and f":{part}" in line:
                     found.append(each)
         return found
 
@@ -310,6 +351,57 @@ def write(machine: Cluster, run_dir: str, *, operations: int, kills: int, batch:
             return _row("write", tally, machine.kills, swaps=0, writes=written, lost=lost)
 
 
+def read(machine: Cluster, run_dir: str, *, changes: int, kills: int) -> dict[str, Any]:
+    """Limits change, then searchers and encoders are killed, under load."""
+    config = pipeline.load_run(run_dir)
+    queries, rng = _queries(config), random.Random(0)
+    shards = Searcher.open(pipeline.locate(config, "index").uri).layout.shards
+    with machine.deployed({"deadline_s": 10, **TWO_OF_EACH}, run_dir=run_dir) as (url, deploy):
+        tally, local = Tally(), threading.local()
+
+        def search() -> None:
+            if not hasattr(local, "client"):
+                local.client = Client(url)
+            status, answer = local.client("POST", "/search", {"query": rng.choice(queries), "k": K})
+            tally.statuses[status] += 1
+            if status == 200:
+                tally.partial += answer["shards_answered"] < shards
+                tally.degraded.update(answer["degraded"])
+
+        control = Client(url)
+        settle(control, shards=shards)
+        machine.kills.clear()
+        before, parts = machine.processes(), cycle(("IndexSearcher", "QueryEncoder"))
+        with load(search, threads=4):
+            for most in range(K, K + changes):
+                deploy({"limits": {"max_k": most}})
+                _until_all_gateways_have(control, most)
+            limit_restarts = len(before ^ machine.processes())
+            limit_requests, limit_errors = tally.statuses.total(), _errors(tally)
+            while machine.kills.total() < kills:
+                if machine.whole():
+                    machine.kill(next(parts), hold_s=0.2)
+                time.sleep(0.5)
+            settle(control, shards=shards)
+        return _row("read", tally, machine.kills, swaps=0, writes=0, lost=0) | {
+            "dead_replica_errors": _errors(tally) - limit_errors,
+            "limit_changes": changes,
+            "limit_requests": limit_requests,
+            "limit_restarts": limit_restarts,
+            "limit_errors": limit_errors,
+        }
+
+
+def _until_all_gateways_have(client: Client, most: int) -> None:
+    """Wait until several calls, which go to either gateway, say that they give so many results."""
+    for _ in range(600):
+        answers = [client("GET", "/info") for _ in range(8)]
+        if all(status == 200 and info["max_k"] == most for status, info in answers):
+            return
+        time.sleep(0.1)
+    raise SystemExit("the gateways did not take another limit within a minute")
+
+
 def _send(client: Client, ids: Sequence[str], title: str | None) -> int:
     if title is None:
         return client("POST", "/documents/delete", {"doc_ids": list(ids)})[0]
@@ -377,14 +469,13 @@ def _right(answer: dict[str, Any], expected: list[dict[str, float]]) -> bool:
 
 def _row(name: str, tally: Tally, kills: Counter[str], **numbers: int) -> dict[str, Any]:
     undocumented = sum(count for status, count in tally.statuses.items() if status not in DOCUMENTED)
-    errors = sum(count for status, count in tally.statuses.items() if status not in (200, 404))
     return {
         "service": name,
         "requests": sum(tally.statuses.values()),
         "kills": kills.total() - kills[DOCUMENTS],  # losing them kills a gateway
         **numbers,
         "partial": tally.partial,
-        "errors": errors,
+        "errors": _errors(tally),
         "undocumented": undocumented,
         "wrong or mixed": tally.wrong,
         "doubled": tally.twice,
@@ -394,28 +485,37 @@ def _row(name: str, tally: Tally, kills: Counter[str], **numbers: int) -> dict[s
     }
 
 
+def _errors(tally: Tally) -> int:
+    return sum(count for status, count in tally.statuses.items() if status not in (200, 404))
+
+
 def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--run", default="runs/quickstart", help="a finished run")
     parser.add_argument("--swaps", type=int, default=20)
     parser.add_argument("--operations", type=int, default=10_000, help="documents written or deleted")
     parser.add_argument("--kills", type=int, default=12)
-    parser.add_argument("--only", choices=["swap", "write"])
+    parser.add_argument("--changes", type=int, default=10, help="of limits")
+    parser.add_argument("--only", choices=["swap", "write", "read"])
     options = parser.parse_args()
     machine = Cluster()
-    # With --only, the result of the other half stays.
+    # With --only, the results of the others stay.
     before = json.loads(options.json.read_text())["table"] if options.json and options.json.exists() else []
     rows = [row for row in before if options.only and row["service"] != options.only]
-    if options.only != "write":
+    if options.only in (None, "swap"):
         rows.append(swap(machine, options.run, swaps=options.swaps, kills=min(options.kills, options.swaps)))
         print(rows[-1], flush=True)
-    if options.only != "swap":
+    if options.only in (None, "write"):
         rows.append(write(machine, options.run, operations=options.operations, kills=options.kills))
+        print(rows[-1], flush=True)
+    if options.only in (None, "read"):
+        rows.append(read(machine, options.run, changes=options.changes, kills=options.kills))
     rows.sort(key=lambda row: row["service"])
     for row in rows:
         report.show(row["service"], [row])
-    names = ("requests", "errors", "lost", "undocumented", "wrong or mixed", "doubled")
-    metrics = {name: sum(row[name] for row in rows) for name in names}
+    names = ["requests", "errors", "lost", "undocumented", "wrong or mixed", "doubled"]
+    names += ["dead_replica_errors", "limit_restarts", "limit_errors"]  # of one service alone
+    metrics = {name: sum(row.get(name, 0) for row in rows) for name in names}
     metrics["errors_per_request"] = metrics["errors"] / max(metrics["requests"], 1)
     report.write(options.json, metrics=metrics, table=rows)
 

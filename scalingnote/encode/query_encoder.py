@@ -59,9 +59,18 @@ class QueryCache:
             with self._lock:
                 # Copies: a row of a matrix would keep the whole matrix in memory.
                 self._entries.update((query, vector.copy()) for query, vector in new.items())
-                while len(self._entries) > self._size:
-                    self._entries.popitem(last=False)
+                self._forget()
         return np.stack([cached[query] for query in queries])
+
+    def resize(self, size: int) -> None:
+        """Keep up to `size` queries from now on."""
+        with self._lock:
+            self._size = size
+            self._forget()
+
+    def _forget(self) -> None:
+        while len(self._entries) > self._size:
+            self._entries.popitem(last=False)
 
 
 class QueryEncoder:
@@ -120,8 +129,21 @@ class QueryEncoder:
         self.dim: int = tower.dim
         self.max_tokens: int = tower.max_tokens
         self.encode_ids: EncodeIds | None = tower.encode_token_ids
-        self.cache = QueryCache(tower.encode, cache) if cache else None
-        self._encode: EncodeQueries = self.cache.encode if self.cache else tower.encode
+        self._compute: EncodeQueries = tower.encode
+        self.cache: QueryCache | None = None
+        self.resize_cache(cache)
+
+    def encode_anew(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
+        """Query embeddings as :meth:`encode_queries` gives them, never from the cache."""
+        return self._compute(checked_texts(queries, name="query"))
+
+    def resize_cache(self, size: int) -> None:
+        """Cache the embeddings of up to `size` texts from now on; those used last stay. 0: none."""
+        if self.cache is not None and size:
+            self.cache.resize(size)
+        else:
+            self.cache = QueryCache(self._compute, size) if size else None
+        self._encode = self.cache.encode if self.cache else self._compute
 
     @classmethod
     def from_pretrained(

@@ -158,7 +158,7 @@ def _index(config: PlanConfig, name: str) -> Figures:
         "document_bytes": document,
         "row_bytes": row,
         "gb": config.documents * row / 1e9,
-        "texts_gb": texts / 1e9,  # on the disk of a machine with gateways
+        "texts_gb": texts / 1e9,  # of all shards: each searcher has a copy of those of its own
         "scan_us": values["us"] * growth * dim / measured_dim,
     }
 

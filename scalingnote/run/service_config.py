@@ -35,6 +35,11 @@ ServicePart = Literal[
 ]
 # The gateway does the work of the first two itself; the third is for clients of embeddings alone.
 OPTIONAL_PARTS = ("encoder", "searcher", "document_tower")
+# Parts whose number of replicas does not follow the load, and why.
+FIXED_PARTS = {
+    "searcher": "a searcher holds its shards in memory, a new one has to read them first: set num_replicas",
+    "writer": "one writer holds the claim on the log",
+}
 # Replicas have other working directories than the command.
 LocalPath = Annotated[str, AfterValidator(lambda path: path if "://" in path else os.path.abspath(path))]
 
@@ -59,6 +64,24 @@ class Escalation(Config):
     )
 
 
+class Autoscaling(Config):
+    """Replicas of a part by the requests that they work on: options of Ray Serve, by their names there."""
+
+    min_replicas: int = Field(1, ge=1, description="at any time")
+    max_replicas: int = Field(ge=1, description="under load")
+    target_ongoing_requests: float = Field(
+        gt=0, description="of a replica on average: with more, replicas are added, with fewer removed"
+    )
+    upscale_delay_s: float = Field(30.0, ge=0, description="of more requests before replicas are added")
+    downscale_delay_s: float = Field(600.0, ge=0, description="of fewer requests before replicas are removed")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Autoscaling":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas {self.min_replicas} exceeds max_replicas {self.max_replicas}")
+        return self
+
+
 class DeploymentConfig(Config):
     """Replicas of a part and the nodes that they need: options of Ray Serve and Ray, by their names there."""
 
@@ -81,6 +104,21 @@ class DeploymentConfig(Config):
     max_replicas_per_node: int | None = Field(
         None, ge=1, le=100, description="of one deployment: 1 keeps the replicas of a group of shards apart"
     )
+    autoscaling_config: Autoscaling | None = Field(
+        None, description="in place of num_replicas; not of searcher and writer. None: a fixed number"
+    )
+    max_surge_percent: int = Field(
+        0,
+        ge=0,
+        le=100,
+        description="of the replicas, which may run beside them while a deploy replaces them: new ones then "
+        "start before old ones end, on nodes with room for both. 0: old ones end first; not of the writer",
+    )
+
+    @property
+    def replicas(self) -> int | None:
+        """Processes, at most; None: the settings do not say."""
+        return self.num_replicas if self.autoscaling_config is None else self.autoscaling_config.max_replicas
 
 
 class Limits(Config):
@@ -158,7 +196,8 @@ class ServeConfig(Config):
     deployments: dict[ServicePart, DeploymentConfig] = Field(
         {},
         description="by part (encoder: of each arm; searcher: of each group of shards): num_replicas, "
-        "num_cpus, num_gpus, memory, resources, label_selector, max_replicas_per_node",
+        "num_cpus, num_gpus, memory, resources, label_selector, max_replicas_per_node, autoscaling_config, "
+        "max_surge_percent",
     )
     canary: float = Field(
         0.0, ge=0, le=1, description="share of queries searched again exactly, to measure recall"
@@ -171,16 +210,16 @@ class ServeConfig(Config):
         return self.deployments.get(part, DeploymentConfig())
 
     def replicas(self, part: ServicePart) -> int:
-        """Replicas of a part that has some: 1 if the settings do not say."""
-        return self.deployment(part).num_replicas or 1
+        """Replicas of a part that has some, at most: 1 if the settings do not say."""
+        return self.deployment(part).replicas or 1
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServeConfig":
         for part, deployment in self.deployments.items():
             if deployment.num_replicas == 0 and part not in OPTIONAL_PARTS:
                 raise ValueError(f"deployments.{part}.num_replicas is 0: give 1 or more")
-        if self.replicas("writer") > 1:
-            raise ValueError("deployments.writer.num_replicas: one writer holds the claim on the log")
+        if (problem := self._unfit_deployment()) is not None:
+            raise ValueError(problem)
         reached = f"host {self.host}" if self.host not in LOOPBACK else "grpc_port" if self.grpc_port else ""
         if reached and self.api_keys is None and not self.allow_unauthenticated:
             raise ValueError(
@@ -192,6 +231,20 @@ class ServeConfig(Config):
         if (problem := self._beyond_a_database()) is not None:
             raise ValueError(problem)
         return self
+
+    def _unfit_deployment(self) -> str | None:
+        """The first setting that the part of a deployment cannot take, and why."""
+        for part, placed in self.deployments.items():
+            if placed.autoscaling_config is not None:
+                if part in FIXED_PARTS:
+                    return f"deployments.{part}.autoscaling_config: {FIXED_PARTS[part]}"
+                if placed.num_replicas is not None:
+                    return f"deployments.{part}: give num_replicas or autoscaling_config, not both"
+            if part == "writer" and (placed.num_replicas or 1) > 1:
+                return f"deployments.writer.num_replicas: {FIXED_PARTS[part]}"
+            if part == "writer" and placed.max_surge_percent:
+                return f"deployments.writer.max_surge_percent: {FIXED_PARTS[part]}, so the old one ends first"
+        return None
 
     def _beyond_a_database(self) -> str | None:
         """The first setting that a vector database behind the service cannot meet, and what to do."""
@@ -212,11 +265,11 @@ class ServeConfig(Config):
                 "split has an arm with an index of its own, and search names one collection: put {version} "
                 f"into search.collection of a database server, leave the arm's index out, or {own}"
             )
-        part: ServicePart = "searcher" if self.deployment("searcher").num_replicas else "gateway"
+        part: ServicePart = "searcher" if self.deployment("searcher").replicas else "gateway"
         if search.is_local and self.replicas(part) > 1:
             return (
-                f"deployments.{part}.num_replicas is {self.replicas(part)}, but one process can open "
-                f"{search.url}: set it to 1, or search.url to a server of {search.backend}"
+                f"deployments.{part} has {self.replicas(part)} replicas, but one process can open "
+                f"{search.url}: set num_replicas to 1, or search.url to a server of {search.backend}"
             )
         return None
 

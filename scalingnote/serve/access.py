@@ -158,12 +158,15 @@ class Admission:
         limits: of load, rate and size.
         keys: SHA-256 digests of the API keys, see :func:`read_keys`; None: no key is needed.
         is_open: without keys, clients on other machines are allowed (``serve.allow_unauthenticated``).
+
+    Attributes:
+        limits: may be set while requests are answered; a client's bucket keeps its tokens.
     """
 
     def __init__(
         self, limits: Limits, keys: frozenset[bytes] | None = None, *, is_open: bool = False
     ) -> None:
-        self._limits, self._keys, self._is_open = limits, keys, is_open
+        self.limits, self._keys, self._is_open = limits, keys, is_open
         self.in_flight = 0
         # By address or digest of the key: tokens left, and the time at which they were counted.
         self._buckets: OrderedDict[str | bytes, tuple[float, float]] = OrderedDict()
@@ -189,15 +192,15 @@ class Admission:
         """
         wait_s = 0.0 if public else self._take_token(self._client(authorization, address))
         if wait_s > 0:
-            rate = f"{self._limits.rate:g} requests a second"
+            rate = f"{self.limits.rate:g} requests a second"
             raise RefusedError(429, f"more than {rate} of one client", retry_after_s=int(wait_s) + 1)
-        if self.in_flight > self._limits.in_flight:
+        if self.in_flight > self.limits.in_flight:
             raise RefusedError(503, "too many requests at once: try again", retry_after_s=1)
         self.check_size(size)
 
     def check_size(self, size: int) -> None:
         """Raise RefusedError when a body is larger than ``limits.max_body_bytes``."""
-        limit = self._limits.max_body_bytes
+        limit = self.limits.max_body_bytes
         if size > limit:
             message = f"the body is larger than {limit:,} bytes: send less at once"
             raise RefusedError(413, message)
@@ -232,7 +235,7 @@ class Admission:
 
     def _take_token(self, client: str | bytes) -> float:
         """Take a token from the client's bucket: 0 if there was one, else the seconds until there is one."""
-        rate, burst = self._limits.rate, float(self._limits.burst)
+        rate, burst = self.limits.rate, float(self.limits.burst)
         if rate is None:
             return 0.0
         now = time.monotonic()

@@ -4,6 +4,7 @@
 ``import_path: scalingnote.serve.app:build`` and gives the fields of :class:`AppArgs` as its ``args``.
 """
 
+import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from scalingnote.serve.embeddings import EmbeddingService
 from scalingnote.serve.fan_out import Aggregator, is_hedged, sizes
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
+from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import Metrics, RequestObserver, get_logger, scrape
 from scalingnote.serve.towers import DocumentTower
@@ -50,9 +52,12 @@ class _Ingress:
 
     _service: Any  # Service, or Embeddings of a model that is served alone
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, deployed: Deployed) -> None:
         gc.set_threshold(GC_THRESHOLD)
         self._config, self._metrics = config, Metrics()
+        self._settings = RunningSettings(config, "gateway")
+        parts = (*(arm.encoder for arm in deployed.arms), *deployed.searchers)
+        self._own_parts = [each for each in parts if isinstance(each, LocalHandle)]
         keys = read_keys(config.api_keys)
         self._admission = Admission(config.limits, keys, is_open=config.allow_unauthenticated)
         replica = serve.get_replica_context().replica_id.unique_id
@@ -70,6 +75,19 @@ class _Ingress:
             on_poll=self._set_gauges,
             in_serve=True,
         )
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's hook: take the settings that may change while this runs."""
+        config = self._settings.take(user_config)
+        self._admission.limits = config.limits
+        self._service.take_settings(config, refused=self._settings.refused)
+        for part in self._own_parts:
+            if isinstance(part.target, ArmEncoder):
+                await part.target.reconfigure({"query_cache": config.query_cache})
+
+    async def check_health(self) -> None:
+        """Serve's question: an error where an encoder or the searcher of this process does not work."""
+        await asyncio.gather(*(part.target.check_health() for part in self._own_parts))
 
     def _set_gauges(self) -> None:
         self._metrics.set_in_flight(self._admission.in_flight)
@@ -90,10 +108,10 @@ class Gateway(_Ingress, Servicer):
     """
 
     def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
-        _Ingress.__init__(self, config)
         assert deployed.catalog is not None
         searchers = deployed.searchers or [_local_searcher(deployed.catalog, config)]
-        deployed = replace(_with_encoders(deployed), searchers=searchers)
+        deployed = replace(_with_encoders(deployed), searchers=searchers).read_again()
+        _Ingress.__init__(self, config, deployed)
         service = Service(deployed, config, on_recall=self._metrics.observe_recall)
         Servicer.__init__(self, service, self._admission, self._observer)
 
@@ -104,8 +122,9 @@ class TowerGateway(_Ingress):
     """Ingress of a model that is served without an index; its query side, if it has one, is the only arm."""
 
     def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
-        super().__init__(config)
-        self._service = EmbeddingService(_with_encoders(deployed), config)
+        deployed = _with_encoders(deployed).read_again()
+        super().__init__(config, deployed)
+        self._service = EmbeddingService(deployed, config)
 
 
 def _with_encoders(deployed: Deployed) -> Deployed:
@@ -197,7 +216,7 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
             "searcher",
             memory=placement.index_memory(served.index, shards, config, part="searcher"),
             name=f"IndexSearcher-{group:03d}",
-        ).bind(served.catalog, shards=shards, **_searcher_settings(config))
+        ).bind(served.catalog, shards=shards, shows_documents=True, **_searcher_settings(config))
         for group, shards in enumerate(served.groups)
     ]
 
@@ -253,6 +272,8 @@ def _replicas(
     return deployed.options(
         max_ongoing_requests=ongoing,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        # An empty one: without any, Serve would not take back what a file gave and no longer gives.
+        user_config={} if part in RUNNING_SETTINGS else None,
         **placement.options(config, part, memory=memory),
         **named,
     )

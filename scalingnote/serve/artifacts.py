@@ -64,7 +64,7 @@ class ServedArtifacts:
     @property
     def gateway_searches(self) -> bool:
         """Whether the gateway itself searches."""
-        if (replicas := self.config.deployment("searcher").num_replicas) is not None:
+        if (replicas := self.config.deployment("searcher").replicas) is not None:
             return replicas == 0
         if self.config.search.backend != "own":
             return True  # a searcher of its own would only pass calls on
@@ -103,7 +103,7 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
         index, tower = open_artifact(args.index, kind="index"), tower_at(args.query_tower)
         served = _served(index, tower, QueryPathParts(_location(tower)), args.serve)
         document_tower = None
-        if args.document_tower is not None and args.serve.deployment("document_tower").num_replicas:
+        if args.document_tower is not None and args.serve.deployment("document_tower").replicas:
             document_tower = _location(tower_at(args.document_tower))
         return replace(served, teacher=_teacher(served, None), document_tower=document_tower)
     run = pipeline.load_run(args.run_dir)
@@ -118,7 +118,7 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
         planner = _location(pipeline.locate(run, "planner"))
         parts = replace(parts, fusion=_location(embeddings), planner=planner)
     served = _served(index, exports.find(tower, config.query_form, run.run_dir), parts, config)
-    with_documents = config.deployment("document_tower").num_replicas
+    with_documents = config.deployment("document_tower").replicas
     return replace(
         served,
         teacher=_teacher(served, run),
@@ -145,7 +145,7 @@ def _served_tower(model: str, config: ServeConfig) -> ServedTower:
         parts = QueryPathParts(location, form=config.query_form, cache=config.query_cache)
         arm = ServedArm(name, parts, _form(found["query"], config.query_form), personalised=False)
     document = None
-    if "document" in found and config.deployment("document_tower").num_replicas != 0:
+    if "document" in found and config.deployment("document_tower").replicas != 0:
         document = (str(found["document"]), towers.FOLDER)
     if arm is None and document is None:
         raise ConfigError(
@@ -240,7 +240,7 @@ def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:
 
 def gateway_encodes(arm: ServedArm, config: ServeConfig) -> bool:
     """Whether the gateway encodes the queries of an arm itself."""
-    replicas = config.deployment("encoder").num_replicas
+    replicas = config.deployment("encoder").replicas
     return arm.tower == "lookup" if replicas is None else replicas == 0
 
 

@@ -5,22 +5,29 @@ LoopBatcher        batches calls and works in the event loop: for work that is s
                    thread, which then would wait for the interpreter's lock at every step
 gather_in_time     several calls at once, without those that fail or exceed the deadline
 LocalHandle        calls an object of this process the way a Ray Serve deployment is called
+ReadHandle         calls a deployment for reading: a call whose replica died is made once more
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-from ray.serve.handle import DeploymentHandle
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from scalingnote.serve.telemetry import get_logger
+from scalingnote.serve.worker_thread import WorkerThread
 
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 T = TypeVar("T")
+# What a call raises whose replica died before it answered: Ray, and Serve where it had chosen the replica.
+REPLICA_LOST = (RayActorError, ReplicaUnavailableError)
 log = get_logger()
 
 
@@ -35,6 +42,9 @@ class ThreadBatcher(Generic[Input, Output]):
     Args:
         work: for each input of a batch its output, or the error to raise for that call alone.
         max_batch: inputs of a batch.
+
+    Attributes:
+        thread: that works.
     """
 
     def __init__(
@@ -42,7 +52,7 @@ class ThreadBatcher(Generic[Input, Output]):
     ) -> None:
         self._work, self._max_batch = work, max_batch
         self._waiting: list[tuple[Input, asyncio.Future[Output]]] = []
-        self._thread = ThreadPoolExecutor(1, "batcher")
+        self.thread = WorkerThread("batches")
         self._busy = False
 
     async def __call__(self, value: Input) -> Output:
@@ -55,14 +65,14 @@ class ThreadBatcher(Generic[Input, Output]):
 
     async def run_between_batches(self, work: Callable[[], T]) -> T:
         """Run other work in the same thread, between two batches."""
-        return await asyncio.wrap_future(self._thread.submit(work))
+        return await self.thread.run(work)
 
     def _start_batch(self, loop: asyncio.AbstractEventLoop) -> None:
         waiting = [(value, result) for value, result in self._waiting if not result.done()]  # not cancelled
         batch, self._waiting = waiting[: self._max_batch], waiting[self._max_batch :]
         self._busy = bool(batch)
         if batch:
-            done = self._thread.submit(self._work, [value for value, _ in batch])
+            done = self.thread.submit(partial(self._work, [value for value, _ in batch]))
             done.add_done_callback(
                 lambda done: loop.call_soon_threadsafe(self._finish_batch, loop, [r for _, r in batch], done)
             )
@@ -145,7 +155,48 @@ class LocalHandle:
         return SimpleNamespace(remote=getattr(self.target, name))
 
 
-Handle = DeploymentHandle[Any] | LocalHandle
+class ReadHandle:
+    """Calls a deployment whose methods change nothing; a call whose replica died is made once more.
+
+    Serve itself tries another replica only until one has taken the call. It leaves a dead one out from then
+    on, so the second call goes to another one, or waits for the one that is started in its place. Nothing may
+    be written by it: a write whose replica died may have been done.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=partial(_read, getattr(self._handle, name)))
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        """Call a method of every replica, as the deployment's own handle does."""
+        return self._handle.broadcast(method, *args)
+
+
+async def _read(method: Any, *args: Any, **named: Any) -> Any:
+    try:
+        return await _answer(method.remote(*args, **named))
+    except REPLICA_LOST as lost:
+        log.warning("a replica died before it answered (%s), another one is asked", type(lost).__name__)
+        return await _answer(method.remote(*args, **named))
+
+
+async def _answer(response: DeploymentResponse[Any]) -> Any:
+    """The answer of a replica, which drops the call if nobody waits for it any more."""
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
+Handle = DeploymentHandle[Any] | LocalHandle | ReadHandle
+
+
+def for_reading(handle: Handle) -> Handle:
+    """The same deployment, called once more where a replica died; what is in this process as it is."""
+    return ReadHandle(handle) if isinstance(handle, DeploymentHandle) else handle
 
 
 async def broadcast(handle: Handle, method: str, *args: Any) -> list[Any]:
@@ -153,12 +204,6 @@ async def broadcast(handle: Handle, method: str, *args: Any) -> list[Any]:
     if isinstance(handle, LocalHandle):
         return [await getattr(handle, method).remote(*args)]
     return list(await asyncio.to_thread(handle.broadcast(method, *args).results))
-
-
-def cancel(response: Any) -> None:
-    """Have the replica of a call that nobody waits for any more drop it, where it is one of Ray Serve."""
-    if hasattr(response, "cancel"):
-        response.cancel()
 
 
 async def gather_in_time(calls: Sequence[Awaitable[T]], *, deadline_s: float) -> list[T | None]:

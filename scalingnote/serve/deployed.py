@@ -1,11 +1,11 @@
 """The parts of an application, as a gateway calls them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scalingnote.models.published_model import Similarity
-from scalingnote.serve.concurrency import Handle
+from scalingnote.serve.concurrency import Handle, for_reading
 from scalingnote.serve.versions import Catalog, LiveCatalog
 
 
@@ -49,3 +49,20 @@ class Deployed:
     writer: Handle | None = None
     name: str = "scalingnote"
     similarity: Similarity = "cosine"
+
+    def read_again(self) -> "Deployed":
+        """The same parts; what reads is asked once more where a replica died, the writer never is."""
+
+        def optional(handle: Handle | None) -> Handle | None:
+            return None if handle is None else for_reading(handle)
+
+        return replace(
+            self,
+            arms=[replace(arm, encoder=for_reading(arm.encoder)) for arm in self.arms],
+            searchers=[for_reading(each) for each in self.searchers],
+            aggregators=[for_reading(each) for each in self.aggregators],
+            documents=optional(self.documents),
+            reranker=optional(self.reranker),
+            teacher=optional(self.teacher),
+            document_encoder=optional(self.document_encoder),
+        )

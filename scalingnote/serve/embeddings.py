@@ -240,13 +240,17 @@ class EmbeddingService:
         self._similarity, self._config, self._created = deployed.similarity, config, int(time.time())
         self.name, self._documents, self._reranker = deployed.name, deployed.documents, deployed.reranker
         self._queries: dict[str, Handle] = {arm.name: arm.encoder for arm in deployed.arms}
-        self._dim = 0
+        self._dim, self._refused_settings = 0, ""
         self._models: dict[str, tuple[Handle | None, Role | None]] = {}
         first = next(iter(self._queries.values()), None)
         # A name of the model wins over one of an arm.
         for model, encoder in {**self._queries, self.name: first}.items():
             self._models |= {model: (encoder, None), f"{model}-query": (encoder, "query")}
         self._models[f"{self.name}-document"] = (self._documents, "document")
+
+    def take_settings(self, config: ServeConfig, *, refused: str) -> None:
+        """Answer by other limits and deadline; `refused` says why the latest were not taken."""
+        self._config, self._refused_settings = config, refused
 
     async def start(self) -> None:
         """Ask a tower for the dimension of its embeddings; for a model that is served alone."""
@@ -365,8 +369,11 @@ class EmbeddingService:
         answers = await gather_in_time(
             [tower.ping.remote() for tower in towers], deadline_s=self._config.deadline_s
         )
-        status = "ok" if all(answers) else "degraded" if any(answers) else "down"
-        return messages.Health(status=status, encoder_answers=all(answers), shards=0, shards_answered=0)
+        silent = ["user_config"] * bool(self._refused_settings)
+        status = "ok" if all(answers) and not silent else "degraded" if any(answers) else "down"
+        return messages.Health(
+            status=status, encoder_answers=all(answers), shards=0, shards_answered=0, silent=silent
+        )
 
     # --- parts ----------------------------------------------------------------------------------------
 

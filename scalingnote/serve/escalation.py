@@ -10,7 +10,6 @@ query `deadline_ms` at most, and after a few such queries nothing: the teacher i
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any
 
 from jaxtyping import Float
 from numpy import ndarray
@@ -19,7 +18,7 @@ from scalingnote.run.service_config import Escalation
 from scalingnote.search.escalation import DoubtWindow
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
-from scalingnote.serve.concurrency import Handle, RequestTimer, cancel
+from scalingnote.serve.concurrency import Handle, RequestTimer
 from scalingnote.serve.fan_out import FanOut
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
@@ -42,10 +41,14 @@ class Teacher:
 
     def __init__(self, handle: Handle, config: Escalation, *, in_flight: int) -> None:
         self.handle, self._deadline_s = handle, config.deadline_ms / 1000
-        self._max_waiting = max(1, int(SHARE_OF_REQUESTS * in_flight))
+        self.limit(in_flight)
         self._window = DoubtWindow(config.share)
         self._waiting = self._silent = 0
         self._paused_until = 0.0  # of time.monotonic()
+
+    def limit(self, in_flight: int) -> None:
+        """Let a share of so many requests wait for the teacher from now on."""
+        self._max_waiting = max(1, int(SHARE_OF_REQUESTS * in_flight))
 
     async def search(
         self, text: str, query: Query, found: Candidates, fan_out: FanOut, timer: RequestTimer
@@ -85,13 +88,10 @@ class Teacher:
         if self._silent >= MAX_SILENT:
             self._paused_until = time.monotonic() + PAUSE_S  # this call is the one that tries
         self._waiting += 1
-        call: Any = None
         try:
             async with asyncio.timeout(min(self._deadline_s, SHARE_OF_TIME * left_s)):
-                call = self.handle.encode.remote(query)
-                encoded = await call
+                encoded = await self.handle.encode.remote(query)
         except TimeoutError:
-            cancel(call)
             return self._without_answer("teacher_late")
         except Exception:
             log.exception("the teacher failed, and the student's answer is given")

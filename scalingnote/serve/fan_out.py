@@ -5,7 +5,8 @@
 A gateway that calls 48 groups for every query spends its time on calls. With aggregators it makes three
 calls, and queries that wait for the same target share one call. A call that takes longer than nearly all
 others is repeated (hedged): Ray Serve gives it to the replica with the fewest calls, which is not the slow
-one (Dean and Barroso, "The Tail at Scale", 2013). The answer names the groups that did not answer in time.
+one (Dean and Barroso, "The Tail at Scale", 2013). A call whose replica died is repeated in any case
+(ReadHandle). The answer names the groups that did not answer in time.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from pydantic_core import to_json
 from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
-from scalingnote.serve.concurrency import Handle, LocalHandle, cancel, gather_in_time
+from scalingnote.serve.concurrency import Handle, LocalHandle, for_reading, gather_in_time
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
@@ -182,13 +183,8 @@ class Target:
                 call.cancel()
 
     async def _send(self, queries: list[Query], left_s: float) -> "Packed":
-        response = self.handle.search_many.remote(write_queries(queries), left_s)
-        try:
-            answers: Packed = await response
-            return answers
-        except asyncio.CancelledError:
-            cancel(response)
-            raise
+        answers: Packed = await self.handle.search_many.remote(write_queries(queries), left_s)
+        return answers
 
 
 class FanOut:
@@ -259,7 +255,8 @@ class Aggregator:
     """
 
     def __init__(self, searchers: Sequence[Handle], groups: Sequence[int], hedged: bool) -> None:
-        self._fan_out = FanOut(searchers, [[group] for group in groups], hedged=hedged)
+        reading = [for_reading(searcher) for searcher in searchers]
+        self._fan_out = FanOut(reading, [[group] for group in groups], hedged=hedged)
 
     async def search_many(self, pickled: bytes, left_s: float) -> "Packed":
         """The candidates of each of the pickled queries that the groups find in the time left."""

@@ -346,7 +346,7 @@ class Health(BaseModel):
     silent: list[str] = Field(
         [],
         description="parts that do not answer or cannot be read: encoder:ARM, teacher, aggregator:NUMBER, "
-        "group:NUMBER, documents",
+        "group:NUMBER, documents; user_config: the gateway's latest settings were refused",
     )
 
 

@@ -38,9 +38,16 @@ def options(config: ServeConfig, part: ServicePart, *, memory: int = 0) -> dict[
     for name in ("resources", "label_selector"):
         if held := getattr(placed, name):
             actor[name] = dict(held)
-    found = {"num_replicas": config.replicas(part), "ray_actor_options": actor}
-    per_node = placed.max_replicas_per_node
-    return found | ({} if per_node is None else {"max_replicas_per_node": per_node})
+    found: dict[str, Any] = {"ray_actor_options": actor}
+    if placed.autoscaling_config is None:
+        found["num_replicas"] = config.replicas(part)
+    else:
+        found["autoscaling_config"] = placed.autoscaling_config.model_dump()
+    if placed.max_surge_percent:
+        found["max_surge_percent"] = placed.max_surge_percent
+    if placed.max_replicas_per_node is not None:
+        found["max_replicas_per_node"] = placed.max_replicas_per_node
+    return found
 
 
 def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *, part: ServicePart) -> int:
@@ -100,7 +107,7 @@ def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
     alive = [node for node in nodes if node["Alive"]]
     found, together = [], Counter[str]()
     for deployment in ray_internals.serve_deployments(application):
-        actor, replicas = deployment.ray_actor_options or {}, int(deployment.num_replicas)
+        actor, replicas = deployment.ray_actor_options or {}, _replicas_at_least(deployment)
         needs = {RESOURCES[name]: float(actor[name]) for name in RESOURCES if actor.get(name)}
         needs |= actor.get("resources", {})
         together += Counter({name: amount * replicas for name, amount in needs.items()})
@@ -111,6 +118,12 @@ def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
     if found:
         return found
     return _too_much(together, alive)
+
+
+def _replicas_at_least(deployment: Any) -> int:
+    """Replicas without which a deployment does not run: more may wait for a node that is added under load."""
+    autoscaling = deployment._deployment_config.autoscaling_config
+    return int(deployment.num_replicas if autoscaling is None else autoscaling.min_replicas)
 
 
 def _misfit(

@@ -10,10 +10,12 @@ opens it, if it is not open yet.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -26,15 +28,38 @@ from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.index import sparse
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
+from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.config import SearchConfig
 from scalingnote.search.query_path import Personal, Query, QueryPath
-from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
+from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher, candidate_places
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
 from scalingnote.serve.fan_out import Packed, pack, read_queries
+from scalingnote.serve.running_settings import RunningSettings
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.towers import Location, Refused, Side, TextEncoder, TextTower, folder_of, too_long
-from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
+from scalingnote.serve.towers import (
+    HEALTH_TEXT,
+    Location,
+    Refused,
+    Side,
+    TextEncoder,
+    TextTower,
+    folder_of,
+    require_finite,
+    too_long,
+)
+from scalingnote.serve.versions import (
+    OPEN_TIMEOUT_S,
+    READ_ERRORS,
+    REOPEN_AFTER_S,
+    Catalog,
+    LiveCatalog,
+    Version,
+    VersionContent,
+    named,
+)
+from scalingnote.serve.worker_thread import WorkerThread
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.triplets.planner import planner
 
@@ -46,7 +71,6 @@ MAX_FACET_CARDINALITY = 1000  # a text field with more values is no facet
 LIVE_REFRESH_S = 0.1  # between two reads of the writes to a live index
 RELEASE_AFTER_S = 10.0  # all gateways change within a second; requests from before name the old version
 RELEASE_POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
-T = TypeVar("T")
 log = get_logger()
 
 
@@ -91,13 +115,19 @@ class ArmEncoder(TextTower):
     """
 
     def __init__(self, parts: QueryPathParts) -> None:
+        self._settings = RunningSettings(ServeConfig(query_cache=parts.cache), "encoder")
         self._path = parts.load()
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
         self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
         tower = self._path.encoder
         encoder = TextEncoder(tower.encode_queries, tower.encode_ids, tower.max_tokens)
-        super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop)
+        thread = None if self._batcher is None else self._batcher.thread
+        super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop, thread=thread)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's hook: take the settings that may change while this runs."""
+        self._path.encoder.resize_cache(self._settings.take(user_config).query_cache)
 
     async def encode(self, query: str, user_id: str | None = None) -> Query:
         """A query with its embedding and terms."""
@@ -131,10 +161,8 @@ class ArmEncoder(TextTower):
             return Refused("the documents of this index have no terms: nothing weighs those of a query")
         return [(row.terms.tolist(), row.values.tolist()) for row in rows]
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self._batcher is None:
-            return await super()._in_thread(work)
-        return await self._batcher.run_between_batches(work)
+    def _encode_anew(self, texts: Sequence[str]) -> ndarray:
+        return self._path.encoder.encode_anew(texts)
 
     def _encode_batch(self, batch: Sequence[tuple[str, str | None]]) -> list[Query]:
         queries, users = [query for query, _ in batch], [user for _, user in batch]
@@ -157,7 +185,8 @@ class Reranker:
         except ImportError:
             raise ConfigError("serve.rerank needs a package: pip install 'scalingnote[rerank]'") from None
         self._model: Any = CrossEncoder(model)
-        self._model.predict([("warm", "up")], show_progress_bar=False)
+        self._thread = WorkerThread("pairs")
+        self._scores([("warm", "up")])
 
     async def score(self, query: str, texts: Sequence[str]) -> list[float]:
         """A score of each text, higher is better."""
@@ -186,10 +215,17 @@ class Reranker:
         pairs = [self._model.preprocess([(query, text)], processing_kwargs=whole) for text in texts]
         return [pair["input_ids"].numel() for pair in pairs]
 
+    async def check_health(self) -> None:
+        """Ray Serve's question: an error where a pair cannot be scored, or where the thread hangs."""
+        await self._thread.check(lambda: require_finite(self._scores([(HEALTH_TEXT, HEALTH_TEXT)])))
+
     async def _predict(self, query: str, texts: Sequence[str], **options: Any) -> list[float]:
         pairs = [(query, text) for text in texts]
-        scores = await asyncio.to_thread(self._model.predict, pairs, show_progress_bar=False, **options)
+        scores = await self._thread.run(lambda: self._scores(pairs, **options))
         return [float(score) for score in scores]
+
+    def _scores(self, pairs: Sequence[tuple[str, str]], **options: Any) -> ndarray:
+        return np.asarray(self._model.predict(pairs, show_progress_bar=False, **options))
 
 
 # --- searchers ---------------------------------------------------------------------------------------------
@@ -210,6 +246,7 @@ class IndexSearcher:
         mapped: leave vectors in their files.
         search: the engine; a database has all shards.
         timeout_s: of a database's answers.
+        shows_documents: gateways ask for the documents of these shards, where the index is remote.
     """
 
     def __init__(
@@ -220,8 +257,10 @@ class IndexSearcher:
         mapped: bool = False,
         search: SearchConfig = DEFAULT_SEARCH,
         timeout_s: float = 2.0,
+        shows_documents: bool = False,
     ) -> None:
         self._catalog, self._shards, self._mapped = catalog, shards, mapped
+        self._shows_documents, self._documents_closed_until = shows_documents, 0.0  # of time.monotonic()
         self._search, self._timeout_s = search, timeout_s
         self._opening = asyncio.Lock()
         self._in_thread: ThreadBatcher[_Call, Candidates | Refused] = ThreadBatcher(
@@ -231,6 +270,7 @@ class IndexSearcher:
             self._search_batch, max_batch=MAX_SEARCHED
         )
         self._background: asyncio.Task[None] | None = None
+        self._exact_searches = 0  # that run
         served = catalog.read()
         kept = served[:1] if self._live else served
         self._held = {version.name: self._open(version) for version in kept}
@@ -263,6 +303,27 @@ class IndexSearcher:
         _, searcher = await self._require(version)
         document = await self._in_thread.run_between_batches(lambda: searcher.get(doc_id))
         return [] if document is None else [document]
+
+    async def open_documents(self, version: str) -> None:
+        """Open the documents of the shards held here; one of READ_ERRORS where they cannot be read."""
+        _, searcher = await self._require(version)
+        await asyncio.to_thread(lambda: searcher.store)
+        self._documents_closed_until = 0.0
+
+    async def documents(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]] | Refused:
+        """The documents of those candidates that are held here; refused where they cannot be read.
+
+        After an error they are opened again, a few seconds later.
+        """
+        _, searcher = await self._require(version)
+        if time.monotonic() >= self._documents_closed_until:
+            try:
+                return await asyncio.to_thread(_documents, searcher, ids)
+            except READ_ERRORS:
+                log.exception("the documents of version %s cannot be read here", version)
+                self._documents_closed_until = time.monotonic() + REOPEN_AFTER_S
+                vars(searcher).pop("store", None)  # a cached property
+        return Refused("the documents of these shards cannot be read", temporary=True)
 
     async def columns(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of those candidates that are held here: where documents cannot be read."""
@@ -335,6 +396,15 @@ class IndexSearcher:
         self._last_active = {n: at for n, at in self._last_active.items() if now - at <= RELEASE_AFTER_S}
         return set(self._last_active)
 
+    async def check_health(self) -> None:
+        """Ray Serve's question: an error where a version cannot be searched, or where the thread hangs.
+
+        An exact search of a large index may take minutes: meanwhile nothing is asked.
+        """
+        if not self._exact_searches:
+            held = [*self._held.values()]
+            await self._in_thread.thread.check(partial(_probe, held))
+
     async def ping(self, version: str) -> int:
         """The number of shards held of a version, or of another one while it is not open.
 
@@ -360,7 +430,8 @@ class IndexSearcher:
         if self._live:
             (name,) = self._held
         elif name not in self._held:
-            await self.load(named(self._catalog.read(), name))
+            # It goes on if its request ends: the next one would begin again.
+            await asyncio.shield(asyncio.create_task(self.load(named(self._catalog.read(), name))))
         return name, self._held[name]
 
     async def _follow_catalog(self) -> None:
@@ -390,9 +461,14 @@ class IndexSearcher:
             opened = Searcher.open(version.uri, shards=self._shards, mapped=self._mapped)
         opened.version = version.name
         # The first search compiles code and loads pages, which would take part of a request's deadline.
-        opened.find(np.ones((1, opened.dim), np.float32), k=10)
+        _probe([opened])
         if opened.layout.sparse and self._search.backend == "own":
             sparse.warm()
+        if self._shows_documents and not self._live and not fs.is_local(version.uri):
+            try:
+                _documents(opened, [])  # copies them to this machine
+            except READ_ERRORS:
+                log.exception("the documents of version %s cannot be read here", version.name)
         return opened
 
     def _search_batch(self, batch: Sequence[_Call]) -> list[Candidates | Refused | Exception]:
@@ -409,6 +485,7 @@ class IndexSearcher:
         self, searcher: SearchBackend, queries: Sequence[Query]
     ) -> Sequence[Candidates | Refused | Exception]:
         first = queries[0]
+        self._exact_searches += first.exact
         try:
             return searcher.find(
                 np.concatenate([query.embedding for query in queries]),
@@ -426,6 +503,21 @@ class IndexSearcher:
             return [Refused(str(error), temporary=True)] * len(queries)
         except Exception as error:
             return [error] * len(queries)
+        finally:
+            self._exact_searches -= first.exact
+
+
+def _probe(searchers: Iterable[SearchBackend]) -> None:
+    """Search for a fixed vector; a database that does not answer is no fault of the replica that asks it."""
+    for searcher in searchers:
+        with suppress(DatabaseError):
+            searcher.find(np.ones((1, searcher.dim), np.float32), k=10)
+
+
+def _documents(searcher: SearchBackend, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    held, store = {*searcher.shards}, searcher.store
+    places = zip(ids, candidate_places(ids), strict=True)
+    return {each: store.read(shard, row) for each, (shard, row) in places if shard in held}
 
 
 def _stack(rows: Sequence[SparseRows]) -> SparseRows | None:

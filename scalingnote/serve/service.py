@@ -72,7 +72,14 @@ class Service:
         self.versions = Versions(deployed.catalog, deployed.searchers)
         self.writes = DocumentWrites(deployed, self.versions)
         self._canaries: set[asyncio.Task[None]] = set()
-        self._secret = secret()
+        self._secret, self._refused_settings = secret(), ""
+
+    def take_settings(self, config: ServeConfig, *, refused: str) -> None:
+        """Answer by other limits, deadline and canaries; `refused` says why the latest were not taken."""
+        self._config, self._refused_settings = config, refused
+        self.embeddings.take_settings(config, refused=refused)
+        if self._teacher is not None:
+            self._teacher.limit(config.limits.in_flight)
 
     # --- searching ------------------------------------------------------------------------------------
 
@@ -353,6 +360,8 @@ class Service:
         silent = [name for name, answer in answered.items() if not answer]
         if self.versions.documents.unreadable(active):
             silent.append("documents")
+        if self._refused_settings:
+            silent.append("user_config")
         with_traffic = [arm.name for arm in self._config.split.arms if arm.share > 0]
         can_encode = any(answered[f"encoder:{name}"] for name in with_traffic)
         shards_answered = sum(answered[f"group:{n}"] or 0 for n in range(len(self._deployed.searchers)))

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.models import published_model
 from scalingnote.models.prompt import add_flagged_tokens, without_limits
 from scalingnote.models.published_model import Role
+from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 
@@ -30,6 +30,7 @@ OWN_IDS = (
 )
 Side = Literal["left", "right"]  # of a text that is longer than the model reads: the one that is read
 Location = tuple[str, str]  # URI and kind of an artifact, or a folder and FOLDER
+HEALTH_TEXT = "is this tower well"  # encoded by health checks
 EDGE = 8  # tokens at either end of a text that may differ, if it was cut within a word
 T = TypeVar("T")
 
@@ -68,6 +69,12 @@ class TextEncoder:
     max_tokens: int  # tokens of a text that are read, special ones not counted
 
 
+def require_finite(vectors: ndarray) -> None:
+    """ValueError for an embedding with a value that is no number, as a broken device computes them."""
+    if not np.isfinite(vectors).all():
+        raise ValueError("the tower computes embeddings with values that are no numbers")
+
+
 class TextTower:
     """A tower that embeds and tokenizes texts for clients.
 
@@ -76,9 +83,18 @@ class TextTower:
         role: which texts it reads.
         encoder: of the tower.
         inline: few texts are encoded in the event loop.
+        thread: for all others; None: one of its own.
     """
 
-    def __init__(self, folder: Path, role: Role, encoder: TextEncoder, *, inline: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        role: Role,
+        encoder: TextEncoder,
+        *,
+        inline: bool = False,
+        thread: WorkerThread | None = None,
+    ) -> None:
         self._tokenizer = tokenizer_of(folder, role)
         if isinstance(self._tokenizer.decoder, decoders.WordPiece):  # its own joins "do not" to "don't"
             self._tokenizer.decoder = decoders.WordPiece(self._tokenizer.decoder.prefix, cleanup=False)
@@ -87,7 +103,7 @@ class TextTower:
             token for token, facts in added if facts.special and "unk" not in facts.content.lower()
         }
         self._encoder, self._inline = encoder, inline
-        self._thread = ThreadPoolExecutor(1, "texts")
+        self._thread = thread or WorkerThread("texts")
 
     async def embed(
         self, texts: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
@@ -147,15 +163,19 @@ class TextTower:
         """Answers while the event loop runs."""
         return True
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def check_health(self) -> None:
+        """Ray Serve's question: an error where a text cannot be encoded, or where the thread hangs."""
+        await self._thread.check(lambda: require_finite(self._encode_anew([HEALTH_TEXT])))
+
+    def _encode_anew(self, texts: Sequence[str]) -> ndarray:
+        return self._encoder.encode(texts)
 
     async def _in_parts(
         self, encode: Callable[[Any], ndarray], texts: Sequence[Any]
     ) -> Float32[ndarray, "texts dim"] | Refused:
         try:
             parts = [
-                await self._in_thread(partial(_vectors, encode, texts[first : first + TEXTS_PER_TURN]))
+                await self._thread.run(partial(_vectors, encode, texts[first : first + TEXTS_PER_TURN]))
                 for first in range(0, len(texts), TEXTS_PER_TURN)
             ]
         except DataError as error:

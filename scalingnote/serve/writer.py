@@ -23,8 +23,9 @@ from scalingnote.serve import messages
 from scalingnote.serve.access import conflict, unavailable
 from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, gather_in_time
 from scalingnote.serve.deployed import Deployed
-from scalingnote.serve.towers import Location
+from scalingnote.serve.towers import HEALTH_TEXT, Location, require_finite
 from scalingnote.serve.versions import Versions
+from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact
 
@@ -51,19 +52,25 @@ class DocumentEncoder:
         self._schema = pq.read_schema(fs.open_input(first))
         self._splitter = PassageSplitter.of(dataset)
         self._snippet_chars = parts.snippet_chars
-        self._encoding = asyncio.Lock()
+        self._thread = WorkerThread("documents")
 
     async def encode(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
         """Rows for the writer, and the documents that were rejected."""
-        async with self._encoding:
-            return await asyncio.to_thread(
-                index_rows,
-                documents,
-                self._flow,
-                schema=self._schema,
-                snippet_chars=self._snippet_chars,
-                splitter=self._splitter,
-            )
+        return await self._thread.run(lambda: self._rows(documents))
+
+    async def check_health(self) -> None:
+        """Ray Serve's question: an error where a document cannot be encoded, or where the thread hangs."""
+        document = {"doc_id": "health", "title": HEALTH_TEXT, "topic": "", "content": HEALTH_TEXT}
+        await self._thread.check(lambda: require_finite(self._rows([document]).vectors))
+
+    def _rows(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
+        return index_rows(
+            documents,
+            self._flow,
+            schema=self._schema,
+            snippet_chars=self._snippet_chars,
+            splitter=self._splitter,
+        )
 
 
 class Writer:
@@ -71,6 +78,7 @@ class Writer:
 
     def __init__(self, folder: str, index: str, config: LiveConfig) -> None:
         self._index = LiveIndex(folder, index, config=config)
+        self._checks = WorkerThread("health")
 
     async def upsert(self, rows: IndexRows) -> tuple[int, list[dict[str, str]]]:
         """Number of documents written, and the rejected ones; durable when it returns."""
@@ -91,6 +99,10 @@ class Writer:
     async def compact(self) -> None:
         """Write the next version of the index, where there were writes."""
         await asyncio.to_thread(self._index.compact)
+
+    async def check_health(self) -> None:
+        """Ray Serve's question: an error where the logs are not this process's, or cannot be reached."""
+        await self._checks.check(self._index.require_claim)
 
 
 class DocumentWrites:

@@ -241,3 +241,21 @@ def test_any_crash_keeps_what_was_acknowledged(
     assert kept[-1] == b"after"
     assert len(kept) - 1 >= acknowledged
     assert kept[:-1] == written[: len(kept) - 1]
+
+
+def test_a_log_that_was_replaced_or_failed_cannot_be_written(tmp_path: Path) -> None:
+    log = Log(tmp_path, segment_bytes=1)
+    log.require_claim()
+    log.append(b"one")
+    log.sync()  # begins another segment
+    log.require_claim()
+    newest = max(tmp_path.glob("*.log"))
+    os.replace(newest, tmp_path / "away")
+    with pytest.raises(ArtifactError, match=r"log cannot be reached.*open the log again"):
+        log.require_claim()
+    newest.touch()
+    with pytest.raises(ArtifactError, match="was replaced while it was written"):
+        log.require_claim()
+    log.close()
+    with pytest.raises(ArtifactError, match="closed"):
+        log.require_claim()

@@ -72,7 +72,7 @@ def test_two_billion_documents_by_hand():
     assert figures(SHOWN, "128 dimensions") == pytest.approx([512, 256, 512 * 0.023], abs=0.5)
     assert figures(SHOWN, "16 dimensions") == [64, 32, 1.47]
     assert figures(SHOWN, "GB of one version in searchers") == [round(2 * (170.1 + 105.5 - 56.1))]
-    assert figures(SHOWN, "GB of texts on a gateway's disk") == [2 * 2 * 340]
+    assert figures(SHOWN, "GB of texts on searchers' disks") == [2 * 2 * 340]
     scan = 490 * sqrt(2000)  # µs
     monthly = {}
     for memory in (64, 128, 256, 512, 1024):

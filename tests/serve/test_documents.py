@@ -3,22 +3,28 @@
 import asyncio
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gateway_here import Client, service
+from pair import DIM
 
 from scalingnote.core.errors import ArtifactError
 from scalingnote.index.shard import DocumentStore, documents_file
 from scalingnote.run.service_config import ServeConfig
-from scalingnote.serve import api, versions
+from scalingnote.serve import api, replicas, versions
 from scalingnote.serve.access import RefusedError
+from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.messages import SearchRequest, SearchResponse
+from scalingnote.serve.replicas import IndexSearcher
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
+from scalingnote.serve.towers import Refused
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 QUERY = {"query": "bakoli menura", "k": 5}
@@ -136,3 +142,146 @@ def test_a_version_without_documents_is_not_activated(
     with pytest.raises(ArtifactError, match=r"documents\.arrow is missing"):
         asyncio.run(made.versions.activate(other))
     assert made.versions.active == before
+
+
+# --- an index in a bucket: searchers read the documents of their shards ------------------------------------
+
+
+class Away:
+    """A searcher in another process, as far as a gateway sees; the calls of its methods are counted."""
+
+    def __init__(self, searcher: LocalHandle) -> None:
+        self._searcher, self.calls = searcher, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._searcher, name)
+
+
+def apart(served: Artifact, tower: Artifact, config: ServeConfig, patch: pytest.MonkeyPatch) -> Service:
+    """A gateway before two searchers with a shard each, whose documents it must not open."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("the gateway opened documents")
+
+    patch.setattr(versions, "DocumentStore", SimpleNamespace(open=never))
+    patch.setattr(versions, "read_by_searchers", lambda *_: True)
+    made = service(served, tower, config, groups=2)
+    made.versions.documents._searchers = [Away(each) for each in made._deployed.searchers]  # type: ignore[misc, arg-type]
+    return made
+
+
+def asked(made: Service) -> list[int]:
+    """How often each searcher was asked for documents."""
+    return [each.calls["documents"] for each in made.versions.documents._searchers]  # type: ignore[union-attr]
+
+
+def test_documents_are_read_where_their_shard_is_searched(
+    index: Artifact, query_tower: Artifact, whole: Any, monkeypatch: pytest.MonkeyPatch
+):
+    made = apart(index, query_tower, ServeConfig(deadline_s=60), monkeypatch)
+    client = Client(api.build(made, made._config))
+    answer = client.search(**QUERY, explain=True).json()
+    assert (answer["results"], answer["degraded"]) == (whole, [])
+    shards = {hit["explain"]["shard"] for hit in whole}
+    assert asked(made) == [int(shard in shards) for shard in (0, 1)]
+    best = client.search(query="bakoli menura", k=1, explain=True).json()["results"][0]["explain"]["shard"]
+    before = asked(made)
+    client.search(query="bakoli menura", k=1)
+    assert [now - then for now, then in zip(asked(made), before, strict=True)] == [best == 0, best == 1]
+    assert client("GET", "/documents/d7").json()["title"] == "Title 7"
+    assert client("GET", "/documents/unknown").status_code == 404
+    assert client("GET", "/healthz").json()["status"] == "ok"
+    client.close()
+
+
+def test_a_searcher_without_its_documents_costs_those_alone(
+    moved: tuple[Artifact, Path], query_tower: Artifact, whole: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(versions, "REOPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(replicas, "REOPEN_AFTER_S", 0.0)
+    made = apart(moved[0], query_tower, ServeConfig(deadline_s=60), monkeypatch)
+    client = Client(api.build(made, made._config))
+    os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
+    client.wait(made.versions.follow())
+    assert client.search(**QUERY, explain=True).json()["results"] == whole
+    for searcher in made._deployed.searchers:  # as those of replicas that start anew
+        for held in searcher.target._held.values():  # type: ignore[union-attr]
+            vars(held).pop("store")
+    broken = open_artifact(moved[0].uri, kind="index")
+    monkeypatch.setattr(
+        made._deployed.searchers[1].target._held[made.versions.active.name], "_artifact", broken
+    )  # type: ignore[union-attr]
+    os.rename(f"{moved[0].uri}/{documents_file(1)}", moved[1])
+    answer = client.search(query="bakoli menura", k=20, explain=True).json()
+    assert answer["degraded"] == ["documents_unreadable"]
+    shown = {hit["explain"]["shard"]: bool(hit["title"]) for hit in answer["results"]}
+    assert shown == {0: True, 1: False}
+    assert client("GET", "/healthz").json()["silent"] == ["documents"]
+    os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
+    answer = client.search(query="bakoli menura", k=20, explain=True).json()
+    assert (all(hit["title"] for hit in answer["results"]), answer["degraded"]) == (True, [])
+    assert client("GET", "/healthz").json()["status"] == "ok"
+    client.close()
+
+
+def test_a_version_whose_searchers_lack_documents_is_not_activated(
+    index: Artifact,
+    query_tower: Artifact,
+    moved: tuple[Artifact, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = ServeConfig(deadline_s=60, state=str(tmp_path / "state"))
+    made = apart(index, query_tower, config, monkeypatch)
+    asyncio.run(made.versions.start())
+    before = made.versions.active
+    other = type(before)("other", moved[0].uri, before.documents, before.dim, before.created)
+    with pytest.raises(ArtifactError, match=r"documents\.arrow is missing"):
+        asyncio.run(made.versions.activate(other))
+    assert made.versions.active == before
+
+
+def test_a_searcher_that_cannot_read_documents_tries_again_after_a_while(monkeypatch: pytest.MonkeyPatch):
+    opened = IndexSearcher.__new__(IndexSearcher)
+    tried = []
+
+    def fail(*_: Any) -> None:
+        tried.append(1)
+        raise OSError("the bucket is away")
+
+    opened._documents_closed_until = 0.0
+    opened._require = lambda _: asyncio.sleep(0, ("v", SimpleNamespace()))  # type: ignore[assignment, return-value]
+    monkeypatch.setattr(replicas, "_documents", fail)
+    for _ in range(2):
+        assert isinstance(asyncio.run(opened.documents("v", [1])), Refused)
+    assert len(tried) == 1
+    opened._documents_closed_until = 0.0
+    monkeypatch.setattr(replicas, "_documents", lambda *_: {1: {"title": "one"}})
+    assert asyncio.run(opened.documents("v", [1])) == {1: {"title": "one"}}
+
+
+@pytest.mark.parametrize(
+    ("uri", "here", "apart"),
+    [("s3://bucket/index", False, True), ("/srv/index", False, False), ("s3://bucket/index", True, False)],
+)
+def test_only_searchers_elsewhere_read_documents_from_a_bucket(uri: str, here: bool, apart: bool):
+    searchers: list[Any] = [LocalHandle(object())] if here else [Away(LocalHandle(object()))]
+    assert versions.read_by_searchers(uri, searchers) == apart
+
+
+def test_a_searcher_opens_the_documents_of_a_bucket_with_the_version(
+    index: Artifact, moved: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def held(searched: Artifact, **options: Any) -> Any:
+        searcher = IndexSearcher(versions.Catalog(versions.Version.of(searched.uri)), **options)
+        (found,) = searcher._held.values()
+        return vars(found)
+
+    assert "store" not in held(index, shows_documents=True)  # a gateway maps local files itself
+    monkeypatch.setattr(replicas, "fs", SimpleNamespace(is_local=lambda _: False))
+    assert "store" not in held(index)
+    assert "store" in held(index, shows_documents=True)
+    assert "store" not in held(moved[0], shows_documents=True)  # which it searches all the same
+    live = versions.LiveCatalog(str(tmp_path / "live"), index.uri, DIM)  # whose searches have documents
+    assert len(IndexSearcher(live, shows_documents=True)._held) == 1

@@ -199,11 +199,11 @@ def test_another_version_is_searched_in_its_own_collection(
         ),
         (
             {"deployments": {"gateway": {"num_replicas": 2}}},
-            r"deployments\.gateway\.num_replicas is 2, but one process can open .*/q: set it to 1",
+            r"deployments\.gateway has 2 replicas, but one process can open .*/q: set num_replicas to 1",
         ),
         (
             {"deployments": {"searcher": {"num_replicas": 3}}},
-            r"searcher\.num_replicas is 3, but one process",
+            r"searcher has 3 replicas, but one process",
         ),
         ({"deployments": {"gateway": {"num_replicas": 0}}}, r"gateway\.num_replicas is 0: give 1 or more"),
         ({"deployments": {"writer": {"num_replicas": 2}}}, "one writer holds the claim on the log"),

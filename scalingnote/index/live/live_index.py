@@ -228,6 +228,11 @@ class LiveShard:
         if self._log is not None:
             self._log.drop(through=after if needed is None else needed)
 
+    def require_claim(self) -> None:
+        """ArtifactError unless this process can write the log, where it is not a follower."""
+        if self._log is not None:
+            self._log.require_claim()
+
     def close(self) -> None:
         """Stop writing and merging; existing snapshots can still be searched."""
         with self._commit:
@@ -432,6 +437,11 @@ class LiveIndex:
         for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
             each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
         self._version, self.layout = version, opened.layout
+
+    def require_claim(self) -> None:
+        """ArtifactError unless this process can write the logs of all shards, where it is not a follower."""
+        for each in self.shards:
+            each.require_claim()
 
     def close(self) -> None:
         """Close every shard, after waiting for a running compaction."""

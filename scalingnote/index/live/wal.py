@@ -76,13 +76,14 @@ class Log:
             "stop that one, or open this shard as a follower",
         )
         try:
-            last, self._path = _recover(self.folder)
+            last, newest = _recover(self.folder)
             self._mark = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
             self._lock, self._syncing = threading.Lock(), threading.Lock()
             self._broken, self._closed = False, False
-            if self._path is None or last < after:  # all records here are older than `after`
+            if newest is None or last < after:  # all records here are older than `after`
                 last = max(last, after)
-                self._path = start_segment(self.folder, last + 1)
+                newest = start_segment(self.folder, last + 1)
+            self._path = newest
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             self._size = os.fstat(self._file).st_size
             self._next, self._acknowledged = last + 1, last
@@ -160,6 +161,18 @@ class Log:
         with self._lock:
             self._require_usable()
             self._rotate_if_synced()
+
+    def require_claim(self) -> None:
+        """ArtifactError unless this process can still write: its lock and its segment are on the disk."""
+        with self._lock:
+            self._require_usable()
+            for path, handle in ((self.folder / "lock", self._lock_handle), (self._path, self._file)):
+                try:
+                    is_held = os.path.samestat(os.stat(path), os.fstat(handle))
+                except OSError as error:
+                    raise ArtifactError(f"{path} cannot be reached: {error}; open the log again") from error
+                if not is_held:
+                    raise ArtifactError(f"{path} was replaced while it was written: open the log again")
 
     def close(self) -> None:
         """Release the log; records that were not synced may be lost. Closing twice is allowed."""

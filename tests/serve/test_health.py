@@ -1,0 +1,205 @@
+"""What Ray Serve asks replicas: those that hang or compute nothing say so, those with much work do not."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pair import table
+
+from scalingnote.core.errors import ArtifactError, DatabaseError, SearchError
+from scalingnote.index.config import LiveConfig
+from scalingnote.search.query_path import Query
+from scalingnote.serve import app, worker_thread
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
+from scalingnote.serve.versions import Catalog, Version
+from scalingnote.serve.worker_thread import WorkerThread
+from scalingnote.serve.writer import Writer
+from scalingnote.storage.artifact import Artifact
+
+SHORT_S = 0.05  # a limit for calls that never end
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What a thread waits for that hangs; it is released in the end."""
+    monkeypatch.setattr(worker_thread, "PROBE_WAIT_S", 2 * SHORT_S)
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def searcher(index: Artifact) -> IndexSearcher:
+    return IndexSearcher(Catalog(Version.of(index.uri)))
+
+
+@pytest.fixture
+def encoder(query_tower: Artifact) -> ArmEncoder:
+    """A transformer, whose queries are cached."""
+    return ArmEncoder(QueryPathParts((query_tower.uri, "student"), cache=10))
+
+
+def test_a_thread_that_hangs_is_found_whoever_made_it_hang(hanging: threading.Event):
+    thread = WorkerThread("searches", limit_s=SHORT_S)
+
+    async def check_thrice() -> list[str]:
+        reasons = []
+        for _ in range(3):
+            with pytest.raises(TimeoutError) as hung:
+                await thread.check(hanging.wait)
+            reasons.append(str(hung.value))
+            await asyncio.sleep(SHORT_S)
+        return reasons
+
+    assert all("'searches' has not ended one call" in reason for reason in asyncio.run(check_thrice()))
+
+
+def test_a_thread_with_much_work_is_well_and_gets_no_more(hanging: threading.Event):
+    thread, probed = WorkerThread("searches"), []
+    running = threading.Event()
+
+    def work() -> None:
+        running.set()
+        hanging.wait()
+
+    thread.submit(work)
+    running.wait()
+    asyncio.run(thread.check(lambda: probed.append(1)))
+    assert not probed
+    hanging.set()
+    asyncio.run(thread.run(lambda: None))
+    asyncio.run(thread.check(lambda: probed.append(1)))
+    assert probed
+
+
+def test_a_searcher_searches_every_version_that_it_holds(searcher: IndexSearcher, monkeypatch):
+    (held,) = searcher._held.values()
+    calls: list[tuple[str, Any]] = []
+    find = held.find
+
+    def count(embeddings: np.ndarray, *given: Any, **options: Any) -> Any:
+        calls.append((threading.current_thread().name, embeddings.shape))
+        return find(embeddings, *given, **options)
+
+    monkeypatch.setattr(held, "find", count)
+    asyncio.run(searcher.check_health())
+    assert calls == [("batches_0", (1, held.dim))]
+
+
+def test_a_searcher_that_finds_nothing_any_more_or_hangs_is_ill(
+    searcher: IndexSearcher, hanging: threading.Event, monkeypatch
+):
+    (held,) = searcher._held.values()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise SearchError("the file is gone")
+
+    monkeypatch.setattr(held, "find", fail)
+    with pytest.raises(SearchError, match="gone"):
+        asyncio.run(searcher.check_health())
+    monkeypatch.setattr(held, "find", lambda *_, **__: hanging.wait())
+    searcher._in_thread.thread = WorkerThread("searches", limit_s=SHORT_S)
+    with pytest.raises(TimeoutError, match="hangs"):
+        asyncio.run(searcher.check_health())
+
+
+def test_a_database_that_is_away_is_no_fault_of_its_searcher(searcher: IndexSearcher, monkeypatch):
+    (held,) = searcher._held.values()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise DatabaseError("no answer")
+
+    monkeypatch.setattr(held, "find", fail)
+    asyncio.run(searcher.check_health())
+
+
+def test_an_exact_search_may_take_long(searcher: IndexSearcher, hanging: threading.Event, monkeypatch):
+    (held,) = searcher._held.values()
+    searcher._in_thread.thread = WorkerThread("searches", limit_s=0.0)
+    running = threading.Event()
+
+    def scan(*_: Any, **__: Any) -> list[Any]:
+        running.set()
+        hanging.wait()
+        return []
+
+    async def check_during_a_search() -> None:
+        query = Query(np.ones((1, held.dim), np.float32), exact=True, version=held.version)
+        search = asyncio.create_task(searcher.search(query))
+        await asyncio.to_thread(running.wait)
+        await searcher.check_health()
+        search.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await search
+        hanging.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held, "find", scan)
+        asyncio.run(check_during_a_search())
+
+
+def test_an_encoder_computes_an_embedding_that_no_cache_has(encoder: ArmEncoder):
+    for _ in range(2):
+        asyncio.run(encoder.check_health())
+    cache = encoder._path.encoder.cache
+    assert cache is not None
+    assert (cache.hits, cache.misses) == (0, 1)  # the one is of the start
+
+
+def test_an_encoder_that_computes_no_numbers_is_ill(encoder: ArmEncoder, monkeypatch):
+    monkeypatch.setattr(encoder._path.encoder, "_compute", lambda texts: np.full((len(texts), 4), np.nan))
+    with pytest.raises(ValueError, match="no numbers"):
+        asyncio.run(encoder.check_health())
+
+
+def test_a_table_is_checked_as_a_transformer_is(tmp_path: Path, monkeypatch):
+    encoder = ArmEncoder(QueryPathParts((table(f"{tmp_path}/table").uri, "student")))
+    asyncio.run(encoder.check_health())
+
+    def fail(_: Any) -> None:
+        raise OSError("the file is gone")
+
+    monkeypatch.setattr(encoder._path.encoder, "_compute", fail)
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(encoder.check_health())
+
+
+def test_a_cross_encoder_scores_a_pair(monkeypatch):
+    reranker = Reranker.__new__(Reranker)
+    scores = [0.5]
+    reranker._model = type("Model", (), {"predict": lambda *_, **__: np.float32(scores)})()
+    reranker._thread = WorkerThread("pairs")
+    asyncio.run(reranker.check_health())
+    scores[0] = float("nan")
+    with pytest.raises(ValueError, match="no numbers"):
+        asyncio.run(reranker.check_health())
+
+
+def test_a_writer_without_its_claim_is_ill(index: Artifact, tmp_path: Path):
+    writer = Writer(f"{tmp_path}/live", index.uri, LiveConfig())
+    asyncio.run(writer.check_health())
+    lock = next((tmp_path / "live").rglob("lock"))
+    lock.unlink()
+    with pytest.raises(ArtifactError, match="lock cannot be reached"):
+        asyncio.run(writer.check_health())
+    lock.touch()
+    with pytest.raises(ArtifactError, match="lock was replaced"):
+        asyncio.run(writer.check_health())
+    writer._index.close()
+
+
+def test_a_gateway_is_as_well_as_what_it_runs_itself(
+    searcher: IndexSearcher, encoder: ArmEncoder, monkeypatch
+):
+    gateway = app._Ingress.__new__(app._Ingress)
+    gateway._own_parts = [LocalHandle(encoder), LocalHandle(searcher)]
+    asyncio.run(gateway.check_health())
+    (held,) = searcher._held.values()
+    monkeypatch.setattr(held, "find", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(gateway.check_health())

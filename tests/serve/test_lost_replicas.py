@@ -1,0 +1,116 @@
+"""A call whose replica died: one that reads is made once more, one that writes never is."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.serve.exceptions import ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from scalingnote.serve.concurrency import LocalHandle, ReadHandle, for_reading
+from scalingnote.serve.deployed import Deployed, ServedArm
+from scalingnote.serve.fan_out import Aggregator
+
+LOST = [
+    RayActorError(),
+    ActorDiedError(),
+    ActorUnavailableError("reset by peer", None),
+    ReplicaUnavailableError("replica#1"),
+]
+
+
+class Response:
+    """An answer of a replica, as a handle gives it: it may be cancelled."""
+
+    def __init__(self, outcome: Any) -> None:
+        self._outcome, self.cancelled = outcome, False
+
+    def __await__(self) -> Any:
+        if self._outcome is None:  # none, ever
+            yield from asyncio.get_running_loop().create_future()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle(DeploymentHandle):  # type: ignore[type-arg]
+    """A deployment whose calls have these outcomes, one after the other."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self._outcomes = list(outcomes)
+        self.calls: list[tuple[Any, Any]] = []
+        self.responses: list[Response] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def remote(self, *args: Any, **named: Any) -> Any:
+        self.calls.append((args, named))
+        self.responses.append(Response(self._outcomes.pop(0)))
+        return self.responses[-1]
+
+
+def ask(handle: Any) -> Any:
+    async def called() -> Any:
+        return await handle.encode.remote("a query", user_id="u")
+
+    return asyncio.run(called())
+
+
+@pytest.mark.parametrize("lost", LOST, ids=lambda error: type(error).__name__)
+def test_a_read_is_tried_once_on_another_replica(lost: Exception):
+    handle = Handle(lost, "an answer")
+    assert ask(ReadHandle(handle)) == "an answer"
+    assert handle.calls == [(("a query",), {"user_id": "u"})] * 2
+
+
+def test_a_second_loss_is_an_error():
+    handle = Handle(LOST[1], LOST[1], "too late")
+    with pytest.raises(ActorDiedError):
+        ask(ReadHandle(handle))
+    assert len(handle.calls) == 2
+
+
+def test_errors_of_a_replica_that_lives_are_not_tried_again():
+    handle = Handle(ValueError("of the request"), "an answer")
+    with pytest.raises(ValueError, match="of the request"):
+        ask(ReadHandle(handle))
+    assert len(handle.calls) == 1
+
+
+@pytest.mark.parametrize("outcomes", [[None], [LOST[1], None]], ids=["first", "second"])
+def test_a_call_that_nobody_waits_for_is_dropped_by_its_replica(outcomes: Sequence[Any]):
+    handle = Handle(*outcomes)
+
+    async def called() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await ReadHandle(handle).encode.remote("a query")
+
+    asyncio.run(called())
+    assert handle.responses[-1].cancelled
+
+
+def test_all_parts_but_the_writer_are_read_again():
+    local = LocalHandle(object())
+    assert for_reading(local) is local
+    handles = {name: Handle() for name in ("documents", "reranker", "teacher", "document_encoder", "writer")}
+    arms = [ServedArm("default", Handle(), "torch", False), ServedArm("own", local, "lookup", False)]
+    parts = Deployed(arms, None, [Handle(), local], [Handle()], **handles).read_again()
+    kinds = [type(arm.encoder) for arm in parts.arms]
+    kinds += [type(each) for each in (*parts.searchers, *parts.aggregators)]
+    assert kinds == [ReadHandle, LocalHandle, ReadHandle, LocalHandle, ReadHandle]
+    assert all(type(getattr(parts, name)) is ReadHandle for name in handles if name != "writer")
+    assert parts.writer is handles["writer"]
+    assert parts.read_again().searchers == parts.searchers
+    assert Deployed(arms).read_again().writer is None
+
+
+def test_an_aggregator_asks_its_searchers_again():
+    (target,) = Aggregator([Handle()], [3], hedged=False)._fan_out._targets
+    assert type(target.handle) is ReadHandle
