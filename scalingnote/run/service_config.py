@@ -6,7 +6,7 @@ Ray Serve reads its environment once, when it is imported: this module does not 
 import os
 from functools import reduce
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -253,7 +253,10 @@ class AppArgs(Config):
 def merged(run_dir: str, *sections: ServeConfig) -> ServeConfig:
     """The section `serve` of a run in `run_dir`; what later sections set wins over earlier ones."""
     given = [section.model_dump(exclude_unset=True) for section in sections]
-    return validate(ServeConfig, reduce(merge, given, {"state": f"{run_dir}/serve"}), source="serve")
+    values: dict[str, Any] = reduce(merge, given, {})
+    # A run writes down all settings, also those that it leaves open.
+    state = values.get("state") or f"{run_dir}/serve"
+    return validate(ServeConfig, values | {"state": state}, source="serve")
 
 
 def environment(config: ServeConfig) -> dict[str, str]:

@@ -5,12 +5,14 @@ LoopBatcher        batches calls and works in the event loop: for work that is s
                    thread, which then would wait for the interpreter's lock at every step
 gather_in_time     several calls at once, without those that fail or exceed the deadline
 LocalHandle        calls an object of this process the way a Ray Serve deployment is called
+VersionHandle      calls what a part of the application holds for a version of the index
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -145,11 +147,35 @@ class LocalHandle:
         return SimpleNamespace(remote=getattr(self.target, name))
 
 
-Handle = DeploymentHandle[Any] | LocalHandle
+class VersionHandle:
+    """Calls a part that holds something for each version of the index, by its method ``call``.
+
+    Args:
+        part: its handle.
+        version: whose methods are called; None: those of the part itself.
+    """
+
+    def __init__(self, part: "Handle", version: str | None = None) -> None:
+        self.part, self._version = part, version
+
+    def __getattr__(self, name: str) -> Any:
+        if self._version is None:
+            return getattr(self.part, name)
+        return SimpleNamespace(remote=partial(self.part.call.remote, self._version, name))
+
+
+Handle = DeploymentHandle[Any] | LocalHandle | VersionHandle
+
+
+def at(handle: Handle, version: str) -> Handle:
+    """Calls what a part holds for a version; a part that holds one thing alone as it is."""
+    return VersionHandle(handle.part, version) if isinstance(handle, VersionHandle) else handle
 
 
 async def broadcast(handle: Handle, method: str, *args: Any) -> list[Any]:
     """Call a method of every replica; all results."""
+    if isinstance(handle, VersionHandle):
+        handle = handle.part
     if isinstance(handle, LocalHandle):
         return [await getattr(handle, method).remote(*args)]
     return list(await asyncio.to_thread(handle.broadcast(method, *args).results))

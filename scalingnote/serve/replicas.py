@@ -92,6 +92,7 @@ class ArmEncoder(TextTower):
 
     def __init__(self, parts: QueryPathParts) -> None:
         self._path = parts.load()
+        self.form = self._path.encoder.form
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
         self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
