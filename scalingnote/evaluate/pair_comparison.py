@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import Field
 
 from scalingnote.core.config import Config
 from scalingnote.core.errors import DataError
@@ -24,7 +25,14 @@ from scalingnote.core.reports import ReportPage, ReportSection, ReportTable, env
 from scalingnote.datasets.input_files import Quarantine
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.experiment.access_log import SEARCH_PATH, find_logs, read_requests
-from scalingnote.evaluate.measures import NDCG_DEPTH, ann_recall, means, per_query, significance_section
+from scalingnote.evaluate.measures import (
+    NDCG_DEPTH,
+    ann_recall,
+    means,
+    measure_names,
+    per_query,
+    significance_section,
+)
 from scalingnote.evaluate.test_set import TestSet, load_test_set
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.search.query_path import QueryPath
@@ -32,11 +40,12 @@ from scalingnote.search.searcher import Searcher, SearchHit
 from scalingnote.storage.artifact import Artifact, Draft
 
 DEPTH = 10  # documents of an answer that are compared
-MAX_QUERIES = 1_000  # drawn from a log
-QUERIES_PER_BATCH = 64  # of those with judgements, which are not timed
+MAX_COMPARED_QUERIES = 1_000  # drawn from a log
 WARM_UP_QUERIES = 3  # before the times that count
 MAX_CHANGED = 10  # queries that the report shows
+TITLE_CHARACTERS = 60  # of a document that the report shows
 PAIRS = ("before", "after")
+SIZES = ("query tower", "index", "embeddings")  # in bytes
 PairReport = dict[str, Any]
 log = get_logger("compare")
 
@@ -55,8 +64,8 @@ class SearchedPair:
 class ComparedQueries(Config):
     """Identity of a comparison beside its artifacts."""
 
-    source: str
-    sha256: str
+    source: str = Field(description="where the queries are from, for people")
+    sha256: str = Field(description="of the queries, a line each")
 
     @classmethod
     def of(cls, source: str, queries: Sequence[str]) -> "ComparedQueries":
@@ -64,7 +73,7 @@ class ComparedQueries(Config):
         return cls(source=source, sha256=hashlib.sha256("\n".join(queries).encode()).hexdigest())
 
 
-def log_queries(folder: str, *, most: int = MAX_QUERIES) -> list[str]:
+def log_queries(folder: str, *, most: int = MAX_COMPARED_QUERIES) -> list[str]:
     """Queries of the searches in access logs that were answered, drawn evenly, each as often as it was sent.
 
     DataError where there is no log. Lines that cannot be read are left out.
@@ -179,11 +188,13 @@ def _measured(pair: SearchedPair, queries: Sequence[str], judged: TestSet | None
         "form": encoder.form,
         "encode_ms": np.percentile(encode_ms, [50, 95]).tolist(),
         "search_ms": np.percentile(search_ms, [50, 95]).tolist(),
-        "bytes": {
-            "query tower": _bytes(pair.tower, "query/"),
-            "index": _bytes(pair.index),
-            "embeddings": _bytes(pair.embeddings),
-        },
+        "bytes": dict(
+            zip(
+                SIZES,
+                (_bytes(pair.tower, "query/"), _bytes(pair.index), _bytes(pair.embeddings)),
+                strict=True,
+            )
+        ),
         "encode": pair.embeddings.manifest.info.get("encoding", {}),
     }
     values = {} if judged is None else _judged_values(path, searcher, judged)
@@ -229,7 +240,10 @@ def report_page(report: PairReport) -> ReportPage:
     """The report of a comparison, for Markdown and HTML alike."""
     changed = ReportTable(
         ["query", "first before", "first after", f"overlap@{DEPTH}"],
-        [[r["query"], r["before"], r["after"], f"{r['overlap']:.1f}"] for r in report["changed"]],
+        [
+            [*(_short(row[name]) for name in ("query", *PAIRS)), f"{row['overlap']:.1f}"]
+            for row in report["changed"]
+        ],
         text=3,
     )
     sections = [
@@ -238,6 +252,10 @@ def report_page(report: PairReport) -> ReportPage:
         ReportSection("Environment", environment_line(report["environment"])),
     ]
     return ReportPage("Two models over the same documents", sections, summary=summary(report))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= TITLE_CHARACTERS else f"{text[: TITLE_CHARACTERS - 1]}…"
 
 
 def summary(report: PairReport) -> str:
@@ -256,14 +274,14 @@ def comparison_table(report: PairReport) -> ReportTable:
     pairs = [report["pairs"][name] for name in PAIRS]
     rows = [["model", *(pair["model"] for pair in pairs)]]
     rows.append(["query tower", *(f"{pair['form']}, {pair['dim']} dimensions" for pair in pairs)])
-    for name in pairs[0].get("measures", {}):
+    for name in measure_names({pair["model"]: pair.get("measures", {}) for pair in pairs}):
         low_to_high = _interval(report, name) if name == f"nDCG@{NDCG_DEPTH}" else ""
         first, second = (f"{pair['measures'][name]:.4f}" for pair in pairs)
         rows.append([name, first, f"{second}{low_to_high}"])
     for step in ("encode", "search"):
         times = ("{:.2f}, {:.2f}".format(*pair[f"{step}_ms"]) for pair in pairs)
         rows.append([f"{step} a query, ms (p50, p95)", *times])
-    for name in pairs[0]["bytes"]:
+    for name in SIZES:
         rows.append([f"{name}, MB", *(f"{pair['bytes'][name] / 1e6:,.1f}" for pair in pairs)])
     seconds = [pair["encode"].get("worker_seconds") for pair in pairs]
     rows.append(["documents encoded in, worker s", *(f"{s:,.1f}" if s else "–" for s in seconds)])

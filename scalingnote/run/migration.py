@@ -181,7 +181,7 @@ def plan(migration: Migration) -> ReportTable:
     size = _bytes(missing, before, shapes)
     rows = [
         ["documents", f"{documents:,}"],
-        ["tokens that the model before reads of them", f"{tokens:,}" if tokens else "not known"],
+        ["tokens of them, as the old model reads them", f"{tokens:,}" if tokens else "not known"],
         ["stages that are there", ", ".join(name for name in wanted if name in after) or "none"],
         ["stages to run", ", ".join(missing) or "none"],
         ["time on the same machines, about", "not known" if seconds is None else _duration(seconds)],
@@ -286,7 +286,7 @@ def _queries(config: RunConfig) -> tuple[str, list[str]]:
     dataset = pipeline.locate(config, "dataset")
     queries = splits.queries(dataset, "test").sort_by("query_id")["query"].to_pylist()
     if queries or config.pseudo_queries is None:
-        return "the test split", queries[: pair_comparison.MAX_QUERIES]
+        return "the test split", queries[: pair_comparison.MAX_COMPARED_QUERIES]
     drawn = pipeline.locate(config, "pseudo_queries").table("queries", ["query", "split"]).to_pylist()
     held_out = [row["query"] for row in drawn if row["split"] != "train"]
-    return "the pseudo-queries held out", held_out[: pair_comparison.MAX_QUERIES]
+    return "the pseudo-queries held out", held_out[: pair_comparison.MAX_COMPARED_QUERIES]

@@ -34,14 +34,24 @@ class PairedTowers:
         return cls(**{name: place and (place[0], place[1]) for name, place in values.items()})
 
 
-def towers_of(index: Artifact) -> PairedTowers | None:
+def towers_of(index: Artifact, active: PairedTowers | None = None) -> PairedTowers | None:
     """The towers that an index was built for, as its manifest names them; None where it names none.
 
-    They lie where they were built, or, where the run's folder was moved, beside the index.
+    They lie where they were built, or, where the run's folder was moved, beside the index. Where not all of
+    them do, `active` are the ones if the index names their query tower and terms.
 
     Raises:
         ArtifactError: one of them is missing there, or is another one by now.
     """
+    try:
+        return _named_towers(index)
+    except ArtifactError:
+        if active is None or not _is_built_for(index, active):
+            raise
+        return active
+
+
+def _named_towers(index: Artifact) -> PairedTowers | None:
     student = _parent(index, "student")
     tower = student or _parent(index, "dual_encoder")
     if tower is None:
@@ -63,13 +73,16 @@ def towers_of(index: Artifact) -> PairedTowers | None:
     )
 
 
-def is_built_for(index: Artifact, towers: PairedTowers) -> bool:
-    """Whether an index names this query tower, or the one that this was exported from."""
-    named = index.manifest.parents.get("student") or index.manifest.parents.get("dual_encoder")
-    uri, kind = towers.query
-    tower = open_artifact(uri, kind=kind)
-    known = {tower.digest, *(parent["digest"] for parent in tower.manifest.parents.values())}
-    return named is not None and named["digest"] in known
+def _is_built_for(index: Artifact, active: PairedTowers) -> bool:
+    """Whether an index names the query tower and the terms that are active."""
+    named = index.manifest.parents
+    asked = {named[kind]["digest"] for kind in ("student", "dual_encoder", "bm25_terms") if kind in named}
+    known = set[str]()
+    for location in filter(None, (active.query, active.sparse)):
+        found = open_artifact(location[0], kind=location[1])
+        # A tower that was exported names the one that it was exported from.
+        known |= {found.digest, *(parent["digest"] for parent in found.manifest.parents.values())}
+    return asked <= known
 
 
 def _parent(artifact: Artifact, kind: str) -> Artifact | None:

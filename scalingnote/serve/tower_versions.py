@@ -44,12 +44,12 @@ class TowerVersions:
         for version in catalog.read():
             self._hold(version)
 
-    async def call(self, version: str, method: str, *args: Any, **named: Any) -> Any:
+    async def call(self, version: str, method: str, *args: Any, **options: Any) -> Any:
         """What a method of the tower of a version answers; refused where it has no such tower."""
         tower = await self._require(version)
         if tower is None:
             return Refused(f"version {version} of the index has no {self._part} tower")
-        return await getattr(tower, method)(*args, **named)
+        return await getattr(tower, method)(*args, **options)
 
     async def form(self, version: str) -> str:
         """The form of a version's query tower."""
@@ -62,11 +62,11 @@ class TowerVersions:
         A call that runs keeps its tower until it ends.
         """
         async with self._opening:
+            needed = await asyncio.to_thread(self._catalog.needed_for, version)
+            self._held = {name: tower for name, tower in self._held.items() if name in needed}
+            used = {id(tower) for tower in self._held.values()}
+            self._opened = {chosen: tower for chosen, tower in self._opened.items() if id(tower) in used}
             if version.name not in self._held:
-                needed = await asyncio.to_thread(self._catalog.needed_for, version)
-                self._held = {name: tower for name, tower in self._held.items() if name in needed}
-                used = {id(tower) for tower in self._held.values()}
-                self._opened = {key: tower for key, tower in self._opened.items() if id(tower) in used}
                 await asyncio.to_thread(self._hold, version)
 
     async def ping(self) -> bool:

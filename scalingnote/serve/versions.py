@@ -31,7 +31,7 @@ from scalingnote.index.shard import SHARD_DOCUMENTS, DocumentStore, IndexLayout
 from scalingnote.search.searcher import Results, with_documents
 from scalingnote.serve.access import conflict, unavailable
 from scalingnote.serve.concurrency import Handle, broadcast, gather_in_time
-from scalingnote.serve.pairs import PairedTowers, is_built_for, towers_of
+from scalingnote.serve.pairs import PairedTowers, towers_of
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact
@@ -63,13 +63,11 @@ class Version:
 
     @classmethod
     def with_towers(cls, uri: str, active: PairedTowers | None = None) -> "Version":
-        """The version at a URI and the towers that it was built for: `active`, where these are the same.
+        """The version at a URI and its :func:`~scalingnote.serve.pairs.towers_of`, beside those `active`.
 
-        ArtifactError when there is no index, or one of its other towers is missing.
+        ArtifactError when there is no index, or one of its towers is missing.
         """
-        index = open_artifact(uri, kind="index")
-        same = active is not None and is_built_for(index, active)
-        return replace(cls.of(uri), towers=active if same else towers_of(index))
+        return replace(cls.of(uri), towers=towers_of(open_artifact(uri, kind="index"), active))
 
     @classmethod
     def of(cls, uri: str) -> "Version":

@@ -84,7 +84,7 @@ def test_the_plan_says_what_is_there_and_starts_nothing(run, capsys):
     assert rows["stages that are there"] == "prepare"
     assert rows["stages to run"] == "adopt, encode, quantize, index"
     tokens = open_artifact(only(run_dir, "encode"), kind="embeddings").manifest.info["encoding"]["tokens"]
-    assert rows["tokens that the model before reads of them"] == f"{int(tokens):,}"
+    assert rows["tokens of them, as the old model reads them"] == f"{int(tokens):,}"
     assert rows["time on the same machines, about"].endswith(" s")
     assert sorted(Path(run_dir).rglob("*")) == before
 
