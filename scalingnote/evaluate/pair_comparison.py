@@ -59,6 +59,7 @@ class SearchedPair:
     index: Artifact
     embeddings: Artifact
     terms: Artifact | None = None  # with ``sparse_query/``
+    mapped: bool = False  # whether the vectors stay in the files of the index
 
 
 class ComparedQueries(Config):
@@ -78,21 +79,14 @@ def log_queries(folder: str, *, most: int = MAX_COMPARED_QUERIES) -> list[str]:
 
     DataError where there is no log. Lines that cannot be read are left out.
     """
-    rng, kept = (
-        np.random.default_rng(0),
-        pa.table({"query": pa.array([], pa.string()), "key": pa.array([], pa.float64())}),
-    )
+    rng = np.random.default_rng(0)
+    kept: list[tuple[float, str]] = []
     for batch in read_requests(find_logs([folder]), Quarantine()):
-        rows = batch.to_pylist()
-        sent = [
-            row["query"]
-            for row in rows
-            if row["path"] == SEARCH_PATH and row["status"] < 400 and row["query"]
-        ]
-        drawn = pa.table({"query": pa.array(sent, pa.string()), "key": rng.random(len(sent))})
-        kept = pa.concat_tables([kept, drawn]).sort_by("key").slice(0, most)
-    queries: list[str] = kept["query"].to_pylist()
-    return queries
+        rows = batch.select(["path", "status", "query"]).to_pylist()
+        answered = [row for row in rows if row["path"] == SEARCH_PATH and row["status"] < 400]
+        sent = [row["query"] for row in answered if row["query"]]
+        kept = sorted([*kept, *zip(rng.random(len(sent)).tolist(), sent, strict=True)])[:most]
+    return [query for _, query in kept]
 
 
 def compare(
@@ -165,7 +159,7 @@ class _Measured:
 
 def _measured(pair: SearchedPair, queries: Sequence[str], judged: TestSet | None) -> _Measured:
     """Answers to queries one after the other, as a service gets them, and the times of both steps."""
-    searcher = Searcher.open(pair.index.uri)
+    searcher = Searcher.open(pair.index.uri, mapped=pair.mapped)
     encoder = QueryEncoder(pair.tower.directory("query"))
     # Candidates by terms are scored by kept vectors, which an index of codes alone does not have.
     hybrid = pair.terms is not None and searcher.layout.sparse and searcher.layout.refine != "none"

@@ -174,8 +174,8 @@ def plan(migration: Migration) -> ReportTable:
     wanted = [stage.name for stage in stages.select(migration.after, until="index")]
     missing = [name for name in wanted if name not in after]
     embeddings = pipeline.locate(migration.before, "embeddings")
-    documents, tokens = (embeddings.counts.get(name, 0) for name in ("documents", "tokens"))
-    tokens = tokens or int(embeddings.manifest.info.get("encoding", {}).get("tokens", 0))
+    documents = embeddings.counts["documents"]
+    tokens = int(embeddings.manifest.info.get("encoding", {}).get("tokens", 0))
     shapes = [_document_shape(config) for config in (migration.before, migration.after)]
     seconds = _seconds(missing, before, shapes, tokens=tokens / max(documents, 1))
     size = _bytes(missing, before, shapes)
@@ -199,7 +199,7 @@ def _seconds(
 ) -> float | None:
     """Seconds of the stages that are missing; None if one of them is new, or the work of a model not known.
 
-    The stages that copy a model, and draw or embed what the run has already, take as long as before.
+    `adopt`, which copies a model, counts as far as the run had it.
     """
     if any(name not in before and name != "adopt" for name in missing):
         return None
@@ -273,6 +273,7 @@ def _pair(config: RunConfig) -> "SearchedPair":
         index=pipeline.locate(config, "index"),
         embeddings=pipeline.locate(config, "embeddings"),
         terms=pipeline.query_terms(config),
+        mapped=config.serve.mapped,
     )
 
 

@@ -146,7 +146,9 @@ class ServeConfig(Config):
     state: str | None = Field(
         None, description="folder or URI that remembers the active index version; None: {run_dir}/serve"
     )
-    versions_kept: int = Field(2, ge=1, description="index versions held open: for rolling back at once")
+    versions_kept: int = Field(
+        2, ge=1, description="index versions held open, with their towers: for rolling back at once"
+    )
     live: LiveServe | None = Field(None, description="take writes; null: the index is read only")
     features: str = Field(
         "sqlite:features.db", description="store of users' features: sqlite:PATH or redis://HOST:PORT/DB"

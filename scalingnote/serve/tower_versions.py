@@ -7,12 +7,13 @@ index of another tower, and one that arrived before a change ends on the pair th
 """
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any, Literal
 
 from scalingnote.encode import exports
 from scalingnote.serve.pairs import PairedTowers, location_of, run_of
-from scalingnote.serve.replicas import ArmEncoder, QueryPathParts
+from scalingnote.serve.replicas import RELEASE_AFTER_S, ArmEncoder, QueryPathParts
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import DocumentTower, Location, Refused, TextTower
 from scalingnote.serve.versions import Catalog, Version, named
@@ -33,12 +34,11 @@ class TowerVersions:
         settings: of query paths; the artifacts in it are those of the version in their place.
     """
 
-    def __init__(
-        self, catalog: Catalog, part: TowerPart, settings: QueryPathParts | Location | None = None
-    ) -> None:
-        self._catalog, self._part = catalog, part
-        self._settings = settings if isinstance(settings, QueryPathParts) else None
+    def __init__(self, catalog: Catalog, part: TowerPart, settings: QueryPathParts | None = None) -> None:
+        self._catalog, self._part, self._settings = catalog, part, settings
         self._opening = asyncio.Lock()
+        self._releasing: asyncio.Task[None] | None = None
+        self._named_at: dict[str, float] = {}  # version -> of its latest call, in time.monotonic()
         self._opened: dict[QueryPathParts | Location, TextTower] = {}
         self._held: dict[str, TextTower | None] = {}  # by the name of the version; None: it has none
         for version in catalog.read():
@@ -59,15 +59,15 @@ class TowerVersions:
     async def load(self, version: Version) -> None:
         """Release towers of versions that will not be kept once this one is active, then open this one's.
 
-        A call that runs keeps its tower until it ends.
+        One that was called seconds ago is released some seconds later: gateways change one after the other.
         """
         async with self._opening:
-            needed = await asyncio.to_thread(self._catalog.needed_for, version)
-            self._held = {name: tower for name, tower in self._held.items() if name in needed}
-            used = {id(tower) for tower in self._held.values()}
-            self._opened = {chosen: tower for chosen, tower in self._opened.items() if id(tower) in used}
+            await self._release(version)
             if version.name not in self._held:
                 await asyncio.to_thread(self._hold, version)
+        if self._releasing is not None:
+            self._releasing.cancel()
+        self._releasing = asyncio.create_task(self._release_later(version))
 
     async def ping(self) -> bool:
         """Whether the tower of the active version answers."""
@@ -75,7 +75,22 @@ class TowerVersions:
         tower = self._held.get(active)
         return tower is None or await tower.ping()
 
+    async def _release(self, version: Version) -> None:
+        needed = await asyncio.to_thread(self._catalog.needed_for, version)
+        since = time.monotonic() - RELEASE_AFTER_S
+        self._named_at = {name: at for name, at in self._named_at.items() if at > since}
+        kept = needed | self._named_at.keys()
+        self._held = {name: tower for name, tower in self._held.items() if name in kept}
+        used = {id(tower) for tower in self._held.values()}
+        self._opened = {chosen: tower for chosen, tower in self._opened.items() if id(tower) in used}
+
+    async def _release_later(self, version: Version) -> None:
+        await asyncio.sleep(2 * RELEASE_AFTER_S)
+        async with self._opening:
+            await self._release(version)
+
     async def _require(self, name: str) -> TextTower | None:
+        self._named_at[name] = time.monotonic()
         if name not in self._held:
             await self.load(named(await asyncio.to_thread(self._catalog.read), name))
         return self._held[name]

@@ -22,7 +22,7 @@ from scalingnote.run import migration, pipeline
 from scalingnote.run.config import RunConfig
 from scalingnote.run.service_config import AppArgs, ServeConfig
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import api, app, artifacts, cut_over, pairs
+from scalingnote.serve import api, app, artifacts, cut_over, pairs, tower_versions
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.messages import SearchRequest
@@ -318,12 +318,13 @@ def test_an_arm_with_a_tower_of_its_own_holds_the_model(tmp_path):
 # --- towers that are held ---------------------------------------------------------------------------------
 
 
-def test_versions_of_one_tower_share_it_and_dropped_ones_are_released(both, tmp_path):
+def test_versions_of_one_tower_share_it_and_dropped_ones_are_released(both, tmp_path, monkeypatch):
     versions = [Version.with_towers(pipeline.locate(config, "index").uri) for config in both]
     again = replace(versions[0], name="again", uri="runs/again")
     served = artifacts.find(AppArgs(run_dir=both[0].run_dir))
     catalog = replace(served.catalog, state=str(tmp_path), kept=1)
     held = TowerVersions(catalog, "query", served.arms[0].encoder)
+    monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 0.0)
 
     async def names() -> list[str]:
         assert await held.ping()
@@ -335,7 +336,14 @@ def test_versions_of_one_tower_share_it_and_dropped_ones_are_released(both, tmp_
             catalog.activate(version)
         assert await names() == sorted([again.name, versions[1].name])
         assert len(held._opened) == 2
-        await held.load(versions[1])  # as gateways do once it is active
+        monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 60.0)
+        await held.call(again.name, "encode_many", ["bakoli"])  # of a gateway that has not changed yet
+        await held.load(versions[1])  # as one does once it is active
+        assert await names() == sorted([again.name, versions[1].name])
+        monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 0.0)
+        await held.load(versions[1])
+        assert held._releasing is not None
+        await held._releasing
         assert await names() == [versions[1].name]
         assert len(held._opened) == 1  # the first model is gone
         await held.load(replace(versions[1], name="third"))
