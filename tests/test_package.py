@@ -144,7 +144,7 @@ def test_the_wheel_works_without_the_checkout(environment: Path):
     examined = run_in(environment, "scalingnote", "doctor", "--json")
     findings = {each["subject"]: each for each in json.loads(examined.stdout)}
     assert findings["packages"]["level"] == "ok", findings["packages"]
-    listed = run_in(environment, "scalingnote", "datasets")
+    listed = run_in(environment, "scalingnote", "run", "--help")
     assert "python_docs" in listed.stdout, listed.stderr
 
 

@@ -246,6 +246,51 @@ def ids(options: argparse.Namespace) -> int:
     return 0
 
 
+def migrate(options: argparse.Namespace) -> int:
+    """Build another model's index beside the served one and compare both, change to it, or change back."""
+    _check_place(options.run)
+    if options.to is None:
+        return _change_version(options)
+    from scalingnote.run import migration
+
+    console, begun = stdout(), migration.begin(options.run, options.to, options.overrides)
+    show(console, migration.plan(begun))
+    if options.dry_run:
+        return 0
+    migration.build(begun)
+    made = migration.compare(begun)
+    from scalingnote.evaluate import pair_comparison
+
+    report = made.read_json("report.json")
+    show(
+        console,
+        pair_comparison.summary(report),
+        pair_comparison.comparison_table(report),
+        f"{made.uri}/report.html\nto answer by it: scalingnote migrate --run {options.run} --cut-over",
+    )
+    return 0
+
+
+def _change_version(options: argparse.Namespace) -> int:
+    """Change the served version to the other model's, or back."""
+    if options.dry_run:
+        raise ConfigError("--dry-run is for --to: leave it out")
+    from scalingnote.core.config import load
+    from scalingnote.run.service_config import AppArgs
+    from scalingnote.serve import cut_over
+
+    serve = load(AppArgs, (), [f"run_dir={options.run!r}", *options.overrides]).serve
+    change = cut_over.cut_over if options.cut_over else cut_over.roll_back
+    changed = change(options.run, serve)
+    active, before = changed.active, changed.before
+    since = "active already" if before.name == active.name else f"before: {before.name}, {before.uri}"
+    print(
+        f"active: {active.name}, {active.uri}\n{since}\n"
+        f"gateways that read {changed.state} open the new pair, then change: GET /admin/index shows when"
+    )
+    return 0
+
+
 def serve(options: argparse.Namespace) -> int:
     """Serve a finished run, or a model alone, until CTRL-C."""
     served = {"run_dir": options.run} if options.model is None else {"model": options.model}
@@ -470,16 +515,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     from scalingnote.plan import capacity
 
     capacity.add_plan_options(parser)
-
-
-def datasets(options: argparse.Namespace) -> int:
-    """List the kinds of data sets."""
-    from scalingnote.datasets.sources import SUMMARIES
-
-    width = max(map(len, SUMMARIES))
-    for name, summary in SUMMARIES.items():
-        print(f"{name:<{width}}  {summary}")
-    return 0
 
 
 def doctor(options: argparse.Namespace) -> int:

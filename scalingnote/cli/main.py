@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `scalingnote datasets | head`
+    except BrokenPipeError:  # `scalingnote plan | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -158,9 +158,7 @@ def _add_run_commands(command: Command) -> None:
     run = command("run", commands.run, "run the stages of a config, or some of them, skipping finished ones")
     _add_config(run)
     _add_selection(run)
-    run.epilog = "\n".join(
-        ["stages:", *(f"  {stage.name:<14} {stage.summary}" for stage in stages.RUN_STAGES)]
-    )
+    run.declare = _list_stages_and_datasets
     run.add_argument("--serve", action="store_true", help="then serve what was built, until CTRL-C")
     _add_json(run)
     _add_dry_run(run)
@@ -218,6 +216,25 @@ def _add_service_commands(command: Command) -> None:
     ids.add_argument("prefix", nargs="?", default="", help="codes, e.g. 12-7; none: all documents")
     _add_run(ids)
     ids.add_argument("-k", type=int, default=10, help="documents and next codes, default: %(default)s")
+
+    migrate = command(
+        "migrate", commands.migrate, "build, compare and serve another model beside the one of a run"
+    )
+    _add_run(migrate)
+    step = migrate.add_mutually_exclusive_group(required=True)
+    step.add_argument(
+        "--to",
+        metavar="MODEL",
+        help="hub id, folder, package:NAME or config (.yaml): index the documents by it, and compare",
+    )
+    step.add_argument(
+        "--cut-over", action="store_true", help="answer by the other model: tower and index as one version"
+    )
+    step.add_argument("--roll-back", action="store_true", help="answer by the model before it again")
+    migrate.add_argument(
+        "--dry-run", action="store_true", help="with --to: print what is to be done, start nothing"
+    )
+    _add_set(migrate)
 
     serve = command("serve", commands.serve, "serve a finished run: HTTP and a search page on one URL")
     _add_run(serve)
@@ -294,8 +311,6 @@ def _add_ingest(command: Command) -> None:
 
 
 def _add_tools(command: Command) -> None:
-    command("datasets", commands.datasets, "list the kinds of datasets")
-
     experiment = command(
         "experiment", commands.experiment, "compare the arms of an experiment, from access logs"
     )
@@ -311,6 +326,21 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         "config", nargs="+", metavar="CONFIG", help="YAML files, later ones laid over earlier"
     )
     _add_set(parser)
+
+
+def _list_stages_and_datasets(run: argparse.ArgumentParser) -> None:
+    """Say at the end of the help which stages and which kinds of data sets there are."""
+    from scalingnote.datasets.sources import SUMMARIES
+
+    run.epilog = "\n".join(
+        [
+            "stages:",
+            *(f"  {stage.name:<14} {stage.summary}" for stage in stages.RUN_STAGES),
+            "",
+            "data sets, by dataset.name:",
+            *(f"  {name:<14} {summary}" for name, summary in SUMMARIES.items()),
+        ]
+    )
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ A section defines the result of a stage and is stored in its artifact. Settings 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
@@ -60,14 +61,21 @@ PACKAGE = Path(__file__).parents[1]
 CONFIG_PREFIX = "scalingnote:"
 
 
-def load(model: type[C], paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C:
+def load(
+    model: type[C],
+    paths: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    base: Mapping[str, Any] = MappingProxyType({}),
+) -> C:
     """Read YAML files left to right (a later one wins, mappings merge), apply ``a.b=value``, validate.
 
+    The first file is laid over the values of `base`.
     A file may open with ``extends: other.yaml``, a path relative to itself, or with
     ``extends: scalingnote:path.yaml``, a file of the package. ``FILE.yaml:NAME`` is the file with one of its
     `variants` laid over it; a variant may extend another one of the file.
     """
-    merged: dict[str, Any] = {}
+    merged = dict(base)
     for path in paths:
         merged = merge(merged, _read(path))
     for override in overrides:

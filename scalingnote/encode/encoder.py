@@ -173,7 +173,7 @@ class Encoder:
         Batches are not synchronised: a GPU computes while the CPU prepares the next batch. Those that take
         more memory than it has are halved.
         """
-        out = torch.empty(len(rows), len(self.views), self.dim, device=self._device)
+        out = torch.empty(len(rows), len(self.views), self.dim, device=self._device, dtype=torch.float32)
         packed, padded = self.tower.packs, 0
         lengths = [len(row.ids) for row in rows]
         waiting = deque(by_tokens(lengths, budget=self._budget, packed=packed))

@@ -37,7 +37,9 @@ def pool(
         total = torch.segment_reduce(states.float(), "sum", lengths=lengths)
     else:  # six times as fast as segment_reduce (8,192 tokens of 384, one thread)
         row = torch.arange(len(lengths)).repeat_interleave(lengths)
-        total = torch.zeros(len(lengths), states.shape[1]).index_add(0, row, states.float())
+        total = torch.zeros(len(lengths), states.shape[1], dtype=torch.float32).index_add(
+            0, row, states.float()
+        )
     return total / lengths.clamp(min=1)[:, None]
 
 

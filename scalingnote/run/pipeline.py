@@ -5,6 +5,7 @@ second run skips finished stages, a changed knob builds a new artifact beside th
 common stage share its artifact.
 """
 
+import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
 
@@ -42,7 +43,7 @@ def run(
     opened: dict[str, Artifact] = {}  # by stage: many stages share ancestors
     for number, stage in enumerate(chosen, 1):
         if record and stage.builds == "report":  # before: the index can be served even if evaluation fails
-            _record(config)
+            make_current(config)
         parents, uri = _place(config, stage, opened)
         if fs.exists(fs.join(uri, MANIFEST)):
             built[stage.builds] = opened[stage.name] = open_artifact(uri, kind=stage.builds)
@@ -70,14 +71,25 @@ def run(
             rows = next((artifact.counts[name] for name in ROW_COUNTS if name in artifact.counts), None)
             log.info("%s: %s", stage.name, usage.summary(info["usage"], info["seconds"], rows))
     if record:
-        _record(config)
+        make_current(config)
         if "report" in built:
             publish(built["report"], config.run_dir)
     return built
 
 
-def _record(config: RunConfig) -> None:
+def make_current(config: RunConfig) -> None:
+    """Make a config the one of the last run in its directory, which `search`, `serve` and `ingest` open."""
     fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
+
+
+def finished(config: RunConfig) -> dict[str, Artifact]:
+    """The artifacts that are built already, by stage; one whose inputs are not is not looked for."""
+    opened: dict[str, Artifact] = {}
+    order = stages.of(config)
+    for number, stage in enumerate(order, 1):
+        with contextlib.suppress(ArtifactError):
+            _newest(config, stage.builds, order[:number], opened)
+    return opened
 
 
 def locate(config: RunConfig, kind: str) -> Artifact:

@@ -6,7 +6,7 @@ Ray Serve reads its environment once, when it is imported: this module does not 
 import os
 from functools import reduce
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -184,7 +184,9 @@ class ServeConfig(Config):
     state: str | None = Field(
         None, description="folder or URI that remembers the active index version; None: {run_dir}/serve"
     )
-    versions_kept: int = Field(2, ge=1, description="index versions held open: for rolling back at once")
+    versions_kept: int = Field(
+        2, ge=1, description="index versions held open, with their towers: for rolling back at once"
+    )
     live: LiveServe | None = Field(None, description="take writes; null: the index is read only")
     features: str = Field(
         "sqlite:features.db", description="store of users' features: sqlite:PATH or redis://HOST:PORT/DB"
@@ -306,7 +308,10 @@ class AppArgs(Config):
 def merged(run_dir: str, *sections: ServeConfig) -> ServeConfig:
     """The section `serve` of a run in `run_dir`; what later sections set wins over earlier ones."""
     given = [section.model_dump(exclude_unset=True) for section in sections]
-    return validate(ServeConfig, reduce(merge, given, {"state": f"{run_dir}/serve"}), source="serve")
+    values: dict[str, Any] = reduce(merge, given, {})
+    # A run writes down all settings, also those that it leaves open.
+    state = values.get("state") or f"{run_dir}/serve"
+    return validate(ServeConfig, values | {"state": state}, source="serve")
 
 
 def environment(config: ServeConfig) -> dict[str, str]:

@@ -343,11 +343,14 @@ def _add_administration(api: Api, service: Service) -> None:
 
     @api.post_json("/admin/index/activate", messages.IndexVersions, 403, 409)
     async def activate(body: messages.ActivateRequest) -> Response:
-        """Answer from another version, without a failed request; it is opened first, which may take long."""
+        """Answer from another version, without a failed request; it is opened first, which may take long.
+
+        The towers that its index was built for are opened with it, and encode the queries that it answers.
+        """
         field = "version" if body.uri is None else "uri"
         try:
             if body.uri is not None:
-                version = await asyncio.to_thread(Version.of, body.uri)
+                version = await asyncio.to_thread(Version.with_towers, body.uri, kept.active.towers)
             else:
                 version = await asyncio.to_thread(lambda: named(kept.catalog.read(), body.version or ""))
         except (ScalingNoteError, OSError, ValueError) as error:  # the last two: of a malformed URI
@@ -467,6 +470,7 @@ def _open_versions(versions: Versions) -> messages.IndexVersions:
                 documents=each.documents,
                 created=each.created,
                 active=each.name == active,
+                query_tower=None if each.towers is None else each.towers.query[0],
             )
             for each in versions.served
         ],

@@ -14,7 +14,6 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application, Deployment, deployment
-from ray.serve.handle import DeploymentHandle
 
 from scalingnote.run.service_config import AppArgs, ServeConfig, ServicePart
 from scalingnote.serve import api, placement
@@ -30,6 +29,7 @@ from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts
 from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import Metrics, RequestObserver, get_logger, scrape
+from scalingnote.serve.tower_versions import TowerPart, TowerVersions
 from scalingnote.serve.towers import DocumentTower
 from scalingnote.serve.versions import Catalog, LiveCatalog
 from scalingnote.serve.writer import DocumentEncoder, Writer
@@ -82,7 +82,7 @@ class _Ingress:
         self._admission.limits = config.limits
         self._service.take_settings(config, refused=self._settings.refused)
         for part in self._own_parts:
-            if isinstance(part.target, ArmEncoder):
+            if isinstance(part.target, ArmEncoder | TowerVersions):
                 await part.target.reconfigure({"query_cache": config.query_cache})
 
     async def check_health(self) -> None:
@@ -112,7 +112,7 @@ class Gateway(_Ingress, Servicer):
         searchers = deployed.searchers or [_local_searcher(deployed.catalog, config)]
         deployed = replace(_with_encoders(deployed), searchers=searchers).read_again()
         _Ingress.__init__(self, config, deployed)
-        service = Service(deployed, config, on_recall=self._metrics.observe_recall)
+        service = Service(deployed.by_version(), config, on_recall=self._metrics.observe_recall)
         Servicer.__init__(self, service, self._admission, self._observer)
 
 
@@ -129,11 +129,17 @@ class TowerGateway(_Ingress):
 
 def _with_encoders(deployed: Deployed) -> Deployed:
     """The same parts, with the encoders that this process is to load."""
-    return replace(deployed, arms=[replace(arm, encoder=_encoder(arm.encoder)) for arm in deployed.arms])
+    arms = [replace(arm, encoder=_encoder(arm, deployed.catalog)) for arm in deployed.arms]
+    return replace(deployed, arms=arms)
 
 
-def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
-    return LocalHandle(ArmEncoder(encoder)) if isinstance(encoder, QueryPathParts) else encoder
+def _encoder(arm: ServedArm, catalog: Catalog | LiveCatalog | None) -> Handle:
+    encoder: QueryPathParts | Handle = arm.encoder
+    if not isinstance(encoder, QueryPathParts):
+        return encoder
+    if arm.follows and isinstance(catalog, Catalog):
+        return LocalHandle(TowerVersions(catalog, "query", encoder))
+    return LocalHandle(ArmEncoder(encoder))
 
 
 def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> LocalHandle:
@@ -168,13 +174,13 @@ def bind(served: ServedArtifacts | ServedTower) -> Application:
         memory = placement.index_memory(served.index, served.shards, config, part="gateway")
     searchers = _searchers(served)
     deployed = Deployed(
-        [_arm(arm, config) for arm in served.arms],
+        [_arm(arm, config, served.catalog) for arm in served.arms],
         served.catalog,
         searchers,
         _aggregators(searchers, config),
-        documents=_optional(DocumentTower, config, "document_tower", served.document_tower),
+        documents=_tower(DocumentTower, "document", config, served.document_tower, served.catalog),
         reranker=_reranker(config),
-        teacher=_optional(ArmEncoder, config, "teacher", served.teacher, name="QueryTeacher"),
+        teacher=_tower(ArmEncoder, "teacher", config, served.teacher, served.catalog),
         name=served.name,
         similarity=served.similarity,
     )
@@ -196,12 +202,29 @@ def _bind_tower(served: ServedTower) -> Application:
     return application
 
 
-def _arm(arm: ServedArm, config: ServeConfig) -> ServedArm:
+def _arm(arm: ServedArm, config: ServeConfig, catalog: Catalog | LiveCatalog | None = None) -> ServedArm:
     """An arm whose queries the gateway encodes, or with a deployment that does."""
     if gateway_encodes(arm, config):
         return arm
-    encoder = _replicas(ArmEncoder, config, "encoder", name=f"QueryEncoder-{arm.name}")
-    return replace(arm, encoder=encoder.bind(arm.encoder))
+    name = f"QueryEncoder-{arm.name}"
+    if arm.follows:
+        encoder = _replicas(TowerVersions, config, "encoder", name=name).bind(catalog, "query", arm.encoder)
+    else:
+        encoder = _replicas(ArmEncoder, config, "encoder", name=name).bind(arm.encoder)
+    return replace(arm, encoder=encoder)
+
+
+def _tower(
+    cls: Any, part: TowerPart, config: ServeConfig, argument: Any, catalog: Catalog | LiveCatalog
+) -> Any:
+    """A deployment of a tower beside the arms: that of every version, or of a live index the only one."""
+    if argument is None:
+        return None
+    deployment_part: ServicePart = "teacher" if part == "teacher" else "document_tower"
+    name = {"teacher": "QueryTeacher", "document": "DocumentTower"}[part]
+    if isinstance(catalog, Catalog):
+        return _replicas(TowerVersions, config, deployment_part, name=name).bind(catalog, part)
+    return _replicas(cls, config, deployment_part, name=name).bind(argument)
 
 
 def _searchers(served: ServedArtifacts) -> list[Any]:

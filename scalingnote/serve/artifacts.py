@@ -17,6 +17,7 @@ from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
 from scalingnote.serve.deployed import ServedArm
+from scalingnote.serve.pairs import PairedTowers, location_of, towers_of
 from scalingnote.serve.replicas import QueryPathParts
 from scalingnote.serve.towers import Location
 from scalingnote.serve.versions import Catalog, LiveCatalog, Version
@@ -101,32 +102,49 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
                 "serve.live needs a run_dir: new documents are encoded by the towers and networks of the run"
             )
         index, tower = open_artifact(args.index, kind="index"), tower_at(args.query_tower)
-        served = _served(index, tower, QueryPathParts(_location(tower)), args.serve)
         document_tower = None
         if args.document_tower is not None and args.serve.deployment("document_tower").replicas:
-            document_tower = _location(tower_at(args.document_tower))
-        return replace(served, teacher=_teacher(served, None), document_tower=document_tower)
-    run = pipeline.load_run(args.run_dir)
-    config = merged(run.run_dir, run.serve, args.serve)
+            document_tower = location_of(tower_at(args.document_tower))
+        towers = PairedTowers(location_of(tower), document=document_tower)
+        served = _served(index, tower, QueryPathParts(location_of(tower)), args.serve, towers)
+        return replace(_with_teacher(served, None), document_tower=document_tower)
+    return of_run(pipeline.load_run(args.run_dir), args.serve)
+
+
+def of_run(run: RunConfig, serve: ServeConfig) -> ServedArtifacts:
+    """Open the artifacts of a run, as :func:`find`; what `serve` sets wins over the run's own section."""
+    config = merged(run.run_dir, run.serve, serve)
     index = pipeline.locate(run, "index")
     tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
-    parts = QueryPathParts(_location(tower), features=config.features)
+    parts = QueryPathParts(location_of(tower), features=config.features)
     if (terms := pipeline.query_terms(run)) is not None:
-        parts = replace(parts, sparse=_location(terms))
+        parts = replace(parts, sparse=location_of(terms))
     embeddings = pipeline.locate(run, "embeddings")
     if embeddings.names("query_fusion/"):
-        planner = _location(pipeline.locate(run, "planner"))
-        parts = replace(parts, fusion=_location(embeddings), planner=planner)
-    served = _served(index, exports.find(tower, config.query_form, run.run_dir), parts, config)
+        planner = location_of(pipeline.locate(run, "planner"))
+        parts = replace(parts, fusion=location_of(embeddings), planner=planner)
+    towers = towers_of(index)
+    assert towers is not None  # of a run's index, which was built for the run's query tower
+    exported = exports.find(tower, config.query_form, run.run_dir)
+    served = _served(index, exported, parts, config, towers)
     with_documents = config.deployment("document_tower").replicas
     return replace(
-        served,
-        teacher=_teacher(served, run),
+        _with_teacher(served, run),
         documents=None if config.live is None else _document_path(run, index),
         address=run.address,
         name=Path(run.run_dir).name,
-        document_tower=_location(pipeline.document_tower(run)) if with_documents else None,
+        document_tower=location_of(pipeline.document_tower(run)) if with_documents else None,
     )
+
+
+def _with_teacher(served: ServedArtifacts, run: RunConfig | None) -> ServedArtifacts:
+    """The same artifacts with the teacher that uncertain queries escalate to: one of the first version."""
+    teacher, catalog = _teacher(served, run), served.catalog
+    if teacher is not None and isinstance(catalog, Catalog):
+        assert catalog.first.towers is not None
+        first = replace(catalog.first, towers=replace(catalog.first.towers, teacher=teacher.tower))
+        catalog = replace(catalog, first=first)
+    return replace(served, catalog=catalog, teacher=teacher)
 
 
 def _served_tower(model: str, config: ServeConfig) -> ServedTower:
@@ -166,9 +184,11 @@ def _model_name(model: str, folder: Path) -> str:
     return hub_id.replace("--", "/") if hub_id != cached else folder.name
 
 
-def _served(index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig) -> ServedArtifacts:
+def _served(
+    index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig, towers: PairedTowers
+) -> ServedArtifacts:
     read_keys(config.api_keys)  # an unreadable file is an error before anything is started
-    version = Version.of(index.uri)
+    version = replace(Version.of(index.uri), towers=towers)
     _check_database(version, config)
     arms: list[ServedArm] = []
     pinned: list[Version] = []
@@ -180,16 +200,20 @@ def _served(index: Artifact, tower: Artifact, parts: QueryPathParts, config: Ser
             raise ConfigError(
                 f"the index has embeddings of dim {arm_version.dim}, the query tower of {dim}: not a pair"
             )
-        path = replace(parts, tower=_location(arm_tower), form=config.query_form, cache=config.query_cache)
+        path = replace(parts, tower=location_of(arm_tower), form=config.query_form, cache=config.query_cache)
         path = path if arm.personalised else replace(path, fusion=None)
         pinned_name = None
         if arm.index is not None:
             pinned_name = arm_version.name
             pinned.append(arm_version)
         form = _form(arm_tower.directory("query"), config.query_form)
-        arms.append(ServedArm(arm.name, path, form, path.fusion is not None, pinned_name))
+        follows = config.live is None and arm.query_tower is None and arm.index is None
+        arms.append(ServedArm(arm.name, path, form, path.fusion is not None, pinned_name, follows))
     if config.live is None:
-        catalog: Catalog | LiveCatalog = Catalog(version, config.state, config.versions_kept, tuple(pinned))
+        own = tuple(arm.name for arm in config.split.arms if arm.query_tower and not arm.index)
+        catalog: Catalog | LiveCatalog = Catalog(
+            version, config.state, config.versions_kept, tuple(pinned), own
+        )
     elif pinned:
         raise ConfigError("serve.live has the writes of one index: no arm may name another index")
     else:
@@ -215,7 +239,7 @@ def _teacher(served: ServedArtifacts, run: RunConfig | None) -> QueryPathParts |
     dim, wanted = tower.read_json("query/tower.json")["dim"], Version.of(served.index.uri).dim
     if dim != wanted:
         raise ConfigError(f"serve.escalation: the index has embeddings of dim {wanted}, the teacher of {dim}")
-    return QueryPathParts(_location(tower))
+    return QueryPathParts(location_of(tower))
 
 
 def _check_database(version: Version, config: ServeConfig) -> None:
@@ -230,10 +254,10 @@ def _check_database(version: Version, config: ServeConfig) -> None:
 def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:
     """The parts that encode new documents as the run encoded its own."""
     return DocumentPathParts(
-        towers=_location(pipeline.document_tower(run)),
-        semantic_ids=_location(pipeline.locate(run, "semantic_ids")),
-        embeddings=_location(pipeline.locate(run, "embeddings")),
-        dataset=_location(pipeline.locate(run, "dataset")),
+        towers=location_of(pipeline.document_tower(run)),
+        semantic_ids=location_of(pipeline.locate(run, "semantic_ids")),
+        embeddings=location_of(pipeline.locate(run, "embeddings")),
+        dataset=location_of(pipeline.locate(run, "dataset")),
         snippet_chars=int(index.manifest.config["snippet_chars"]),
     )
 
@@ -247,10 +271,6 @@ def gateway_encodes(arm: ServedArm, config: ServeConfig) -> bool:
 def _form(folder: Path, form: Form) -> Form:
     """The form that a query tower is loaded in."""
     return query_encoder.choose(query_encoder.forms(folder)) if form == "auto" else form
-
-
-def _location(artifact: Artifact) -> Location:
-    return artifact.uri, artifact.manifest.kind
 
 
 def tower_at(uri: str) -> Artifact:

@@ -6,6 +6,7 @@ LoopBatcher        batches calls and works in the event loop: for work that is s
 gather_in_time     several calls at once, without those that fail or exceed the deadline
 LocalHandle        calls an object of this process the way a Ray Serve deployment is called
 ReadHandle         calls a deployment for reading: a call whose replica died is made once more
+VersionHandle      calls what a part of the application holds for a version of the index
 """
 
 import asyncio
@@ -191,7 +192,24 @@ async def _answer(response: DeploymentResponse[Any]) -> Any:
         raise
 
 
-Handle = DeploymentHandle[Any] | LocalHandle | ReadHandle
+class VersionHandle:
+    """Calls a part that holds something for each version of the index, by its method ``call``.
+
+    Args:
+        part: its handle.
+        version: whose methods are called; None: those of the part itself.
+    """
+
+    def __init__(self, part: "Handle", version: str | None = None) -> None:
+        self.part, self._version = part, version
+
+    def __getattr__(self, name: str) -> Any:
+        if self._version is None:
+            return getattr(self.part, name)
+        return SimpleNamespace(remote=partial(self.part.call.remote, self._version, name))
+
+
+Handle = DeploymentHandle[Any] | LocalHandle | ReadHandle | VersionHandle
 
 
 def for_reading(handle: Handle) -> Handle:
@@ -199,8 +217,15 @@ def for_reading(handle: Handle) -> Handle:
     return ReadHandle(handle) if isinstance(handle, DeploymentHandle) else handle
 
 
+def at(handle: Handle, version: str) -> Handle:
+    """Calls what a part holds for a version; a part that holds one thing alone as it is."""
+    return VersionHandle(handle.part, version) if isinstance(handle, VersionHandle) else handle
+
+
 async def broadcast(handle: Handle, method: str, *args: Any) -> list[Any]:
     """Call a method of every replica; all results."""
+    if isinstance(handle, VersionHandle):
+        handle = handle.part
     if isinstance(handle, LocalHandle):
         return [await getattr(handle, method).remote(*args)]
     return list(await asyncio.to_thread(handle.broadcast(method, *args).results))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scalingnote.models.published_model import Similarity
-from scalingnote.serve.concurrency import Handle, for_reading
+from scalingnote.serve.concurrency import Handle, VersionHandle, for_reading
 from scalingnote.serve.versions import Catalog, LiveCatalog
 
 
@@ -18,6 +18,7 @@ class ServedArm:
     tower: str  # its form, for /info
     personalised: bool
     version: str | None = None  # name of the index version; None: the active one
+    follows: bool = False  # encodes by the towers of whichever version is active, not by one of its own
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,19 @@ class Deployed:
             teacher=optional(self.teacher),
             document_encoder=optional(self.document_encoder),
         )
+
+    def by_version(self) -> "Deployed":
+        """The same parts; those that hold the towers of every version are called for one of them."""
+        follows = isinstance(self.catalog, Catalog) and self.catalog.first.towers is not None
+        arms = [replace(arm, encoder=VersionHandle(arm.encoder)) if arm.follows else arm for arm in self.arms]
+        if not follows:
+            return replace(self, arms=arms)
+        documents = None if self.documents is None else VersionHandle(self.documents)
+        teacher = None if self.teacher is None else VersionHandle(self.teacher)
+        return replace(self, arms=arms, documents=documents, teacher=teacher)
+
+    def towers(self) -> dict[str, Handle]:
+        """The parts that hold the towers of every version, by the names that ``/healthz`` gives them."""
+        parts = {f"encoder:{arm.name}": arm.encoder for arm in self.arms}
+        parts |= {"teacher": self.teacher, "document_tower": self.documents}
+        return {name: part for name, part in parts.items() if isinstance(part, VersionHandle)}

@@ -21,14 +21,15 @@ from numpy import ndarray
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
 from scalingnote.core import __version__
-from scalingnote.models.published_model import Role
+from scalingnote.models.published_model import Role, Similarity
 from scalingnote.run.service_config import ENCODING_DEADLINE_S, ServeConfig
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, conflict, invalid, unavailable
-from scalingnote.serve.concurrency import Handle, gather_in_time
+from scalingnote.serve.concurrency import Handle, at, gather_in_time
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.messages import MAX_RERANKED, Body, Name
 from scalingnote.serve.towers import Embedded, Refused, Side
+from scalingnote.serve.versions import Versions
 from scalingnote.storage.arrow import as_searched, l2_normalize
 
 MAX_TOKENS = 8192  # ids of one text in a request
@@ -234,10 +235,17 @@ class EmbeddingService:
 
     The first arm answers to the model's name; without an arm, the model reads documents only. Embeddings of
     a model that compares by dot keep their length.
+
+    Args:
+        deployed: the towers.
+        config: limits.
+        versions: of the index, whose active one says which towers answer; None: of a model that is served
+            alone.
     """
 
-    def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
-        self._similarity, self._config, self._created = deployed.similarity, config, int(time.time())
+    def __init__(self, deployed: Deployed, config: ServeConfig, versions: Versions | None = None) -> None:
+        self._own_similarity, self._config, self._created = deployed.similarity, config, int(time.time())
+        self._versions = versions
         self.name, self._documents, self._reranker = deployed.name, deployed.documents, deployed.reranker
         self._queries: dict[str, Handle] = {arm.name: arm.encoder for arm in deployed.arms}
         self._dim, self._refused_settings = 0, ""
@@ -247,6 +255,13 @@ class EmbeddingService:
         for model, encoder in {**self._queries, self.name: first}.items():
             self._models |= {model: (encoder, None), f"{model}-query": (encoder, "query")}
         self._models[f"{self.name}-document"] = (self._documents, "document")
+
+    @property
+    def _similarity(self) -> Similarity:
+        """How embeddings of the model that answers now are compared."""
+        if self._versions is None:
+            return self._own_similarity
+        return self._versions.content(self._versions.active.name).layout.similarity
 
     def take_settings(self, config: ServeConfig, *, refused: str) -> None:
         """Answer by other limits and deadline; `refused` says why the latest were not taken."""
@@ -394,7 +409,7 @@ class EmbeddingService:
                 if role == "document"
                 else "this model reads documents alone"
             )
-        return tower
+        return tower if self._versions is None else at(tower, self._versions.active.name)
 
     async def _embed_input(self, tower: Handle, given: Any) -> Embedded:
         """The embeddings of `input` in any of its forms."""

@@ -18,7 +18,7 @@ from scalingnote.run.service_config import Escalation
 from scalingnote.search.escalation import DoubtWindow
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
-from scalingnote.serve.concurrency import Handle, RequestTimer
+from scalingnote.serve.concurrency import Handle, RequestTimer, at
 from scalingnote.serve.fan_out import FanOut
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
@@ -66,7 +66,7 @@ class Teacher:
         """
         if not self._window.is_uncertain(found.dense):
             return query, found, ""
-        embedding = await self._encode(text, timer.left_s())
+        embedding = await self._encode(text, query.version, timer.left_s())
         if isinstance(embedding, str):
             return query, found, embedding
         second = replace(query, embedding=embedding)
@@ -75,7 +75,7 @@ class Teacher:
             return query, found, "teacher_late"
         return second, answer, ""
 
-    async def _encode(self, query: str, left_s: float) -> Float[ndarray, "one dim"] | str:
+    async def _encode(self, query: str, version: str, left_s: float) -> Float[ndarray, "one dim"] | str:
         """The teacher's embedding of a query; or the reason why there is none.
 
         ``teacher_late``, ``teacher_failed``: it did not answer in time, or by an error. ``teacher_busy``: as
@@ -90,7 +90,7 @@ class Teacher:
         self._waiting += 1
         try:
             async with asyncio.timeout(min(self._deadline_s, SHARE_OF_TIME * left_s)):
-                encoded = await self.handle.encode.remote(query)
+                encoded = await at(self.handle, version).encode.remote(query)
         except TimeoutError:
             return self._without_answer("teacher_late")
         except Exception:

@@ -279,6 +279,9 @@ class IndexVersion(BaseModel):
     documents: int
     created: str
     active: bool
+    query_tower: str | None = Field(
+        None, description="URI of what encodes queries for it; null: of a live index, the only one"
+    )
 
 
 class IndexVersions(BaseModel):

@@ -117,6 +117,7 @@ class ArmEncoder(TextTower):
     def __init__(self, parts: QueryPathParts) -> None:
         self._settings = RunningSettings(ServeConfig(query_cache=parts.cache), "encoder")
         self._path = parts.load()
+        self.form = self._path.encoder.form
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
         self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
@@ -127,7 +128,11 @@ class ArmEncoder(TextTower):
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's hook: take the settings that may change while this runs."""
-        self._path.encoder.resize_cache(self._settings.take(user_config).query_cache)
+        self.resize_cache(self._settings.take(user_config).query_cache)
+
+    def resize_cache(self, queries: int) -> None:
+        """Keep the embeddings of so many queries."""
+        self._path.encoder.resize_cache(queries)
 
     async def encode(self, query: str, user_id: str | None = None) -> Query:
         """A query with its embedding and terms."""

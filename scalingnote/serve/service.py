@@ -30,7 +30,7 @@ from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, Results, rank
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, invalid, not_found, unavailable
-from scalingnote.serve.concurrency import RequestTimer, gather_in_time
+from scalingnote.serve.concurrency import RequestTimer, at, gather_in_time
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.embeddings import EmbeddingService
 from scalingnote.serve.escalation import Teacher
@@ -68,8 +68,8 @@ class Service:
         self._teacher: Teacher | None = None
         if teacher and escalation:
             self._teacher = Teacher(teacher, escalation, in_flight=config.limits.in_flight)
-        self.embeddings = EmbeddingService(deployed, config)
-        self.versions = Versions(deployed.catalog, deployed.searchers)
+        self.versions = Versions(deployed.catalog, deployed.searchers, deployed.towers())
+        self.embeddings = EmbeddingService(deployed, config, self.versions)
         self.writes = DocumentWrites(deployed, self.versions)
         self._canaries: set[asyncio.Task[None]] = set()
         self._secret, self._refused_settings = secret(), ""
@@ -100,9 +100,10 @@ class Service:
         joining = messages.joining(request.dense_weight, sparse=layout.sparse)
         depth = messages.rerank_depth(request, served=self._deployed.reranker is not None)
         text = "" if request.query is None else messages.query_text(request.query, self._config.limits)
-        encoded = await self._encode(request, text, arm, layout.dim, timer)
+        encoded = await self._encode(request, text, arm, version, timer)
         # The teacher encodes texts, of no user, for the documents that it encoded.
-        teacher = self._teacher if text and not encoded.personalised and arm.version is None else None
+        taught = arm.version is None and self.versions.has_teacher(version)
+        teacher = self._teacher if text and not encoded.personalised and taught else None
         wanted = max(request.k, depth, COMPARED if teacher else 0)
         student = replace(
             encoded,
@@ -160,13 +161,13 @@ class Service:
         return version, content.layout, where
 
     async def _encode(
-        self, request: SearchRequest, text: str, arm: ServedArm, dim: int, timer: RequestTimer
+        self, request: SearchRequest, text: str, arm: ServedArm, version: str, timer: RequestTimer
     ) -> Query:
-        """The encoded query of a request; `text` is empty if it has a vector."""
+        """The query of a request, encoded for an index version; `text` is empty if it has a vector."""
         if request.vector is not None:
-            return Query(messages.unit_vector(request.vector, dim))
+            return Query(messages.unit_vector(request.vector, self.versions.content(version).layout.dim))
         user_id = request.user_id if arm.personalised else None
-        return await _in_time(arm.encoder.encode.remote(text, user_id), timer)
+        return await _in_time(at(arm.encoder, version).encode.remote(text, user_id), timer)
 
     def _draw_arm(self, request: SearchRequest, record: RequestRecord) -> str:
         """The arm that the traffic split gives to a request."""
@@ -207,7 +208,8 @@ class Service:
         messages.check_batch(request.queries, "queries")
         queries = [messages.query_text(query, self._config.limits) for query in request.queries]
         user_id = request.user_id if arm.personalised else None
-        encoded = await _in_time(arm.encoder.encode_many.remote(queries, user_id), timer)
+        encoder = at(arm.encoder, arm.version or self.versions.active.name)
+        encoded = await _in_time(encoder.encode_many.remote(queries, user_id), timer)
         embeddings = [query.embedding[0].tolist() for query in encoded]
         return {"embeddings": embeddings, "dim": len(embeddings[0]), "arm": arm.name}
 
@@ -320,7 +322,11 @@ class Service:
         """Answer ``GET /info``."""
         active = self.versions.active
         arms = [
-            messages.ArmInfo(name=arm.name, tower=arm.tower, personalised=arm.personalised)
+            messages.ArmInfo(
+                name=arm.name,
+                tower=self.versions.form(f"encoder:{arm.name}") or arm.tower,
+                personalised=arm.personalised,
+            )
             for arm in self._arms.values()
         ]
         content = self.versions.content(active.name)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from scalingnote.index.shard import SHARD_DOCUMENTS, DocumentStore, IndexLayout
 from scalingnote.search.searcher import Results, with_documents
 from scalingnote.serve.access import conflict, unavailable
 from scalingnote.serve.concurrency import Handle, LocalHandle, broadcast, gather_in_time
+from scalingnote.serve.pairs import PairedTowers, towers_of
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 from scalingnote.storage import filesystem as fs
@@ -55,6 +57,21 @@ class Version:
     documents: int
     dim: int
     created: str
+    towers: PairedTowers | None = None  # None: those of the version that is active before
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> "Version":
+        """A version that a catalog's file lists; one of an earlier release without its towers."""
+        towers = values.get("towers")
+        return cls(**values | {"towers": towers and PairedTowers.parse(towers)})
+
+    @classmethod
+    def with_towers(cls, uri: str, active: PairedTowers | None = None) -> "Version":
+        """The version at a URI and its :func:`~scalingnote.serve.pairs.towers_of`, beside those `active`.
+
+        ArtifactError when there is no index, or one of its towers is missing.
+        """
+        return replace(cls.of(uri), towers=towers_of(open_artifact(uri, kind="index"), active))
 
     @classmethod
     def of(cls, uri: str) -> "Version":
@@ -88,6 +105,7 @@ class Catalog:
     state: str | None = None  # folder or URI; None: no other version can be activated
     kept: int = 2
     pinned: tuple[Version, ...] = ()  # of arms that name an index: served whichever version is active
+    own_towers: tuple[str, ...] = ()  # arms with a query tower of their own, which search the active index
 
     def read(self) -> tuple[Version, ...]:
         """The versions that are served now, the active one first."""
@@ -98,19 +116,34 @@ class Catalog:
     def activate(self, version: Version) -> tuple[Version, ...]:
         """Make a version the active one, and keep up to `kept` versions, those active most recently.
 
-        ConfigError without a `state`, or when the version's embeddings have another dimension.
+        ConfigError without a `state`, or when the version is not :meth:`paired`.
         """
         if self.state is None:
             raise ConfigError("no index can be activated: set serve.state to a folder that all nodes reach")
-        before = self.read()
-        if version.dim != before[0].dim:
-            raise ConfigError(
-                f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
-                f"{before[0].dim}: not a pair"
-            )
-        content = {"versions": [asdict(each) for each in self._after(version)]}
+        content = {"versions": [asdict(each) for each in self._after(self.paired(version))]}
         fs.write_bytes(fs.join(self.state, CATALOG_FILE), json.dumps(content, indent=1).encode())
         return self.read()
+
+    def paired(self, version: Version) -> Version:
+        """The version with its towers: its own, or those of the active one where its index names none.
+
+        ConfigError if towers and index have different dimensions, or an arm would search the index of another
+        model.
+        """
+        active = self.read()[0]
+        if version.towers is None:
+            version = replace(version, towers=active.towers)
+        if version.towers == active.towers and version.dim != active.dim:
+            raise ConfigError(
+                f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
+                f"{active.dim}: not a pair"
+            )
+        if version.towers != active.towers and self.own_towers:
+            raise ConfigError(
+                f"index {version.name} is of another model than the query towers of the arms "
+                f"{', '.join(self.own_towers)} of serve.split: end the experiment first"
+            )
+        return version
 
     def needed_for(self, version: Version) -> set[str]:
         """Names of the versions to hold while this one is opened: the served ones it will not displace."""
@@ -132,7 +165,8 @@ class Catalog:
         if self.state is None or not fs.exists(path := fs.join(self.state, CATALOG_FILE)):
             return (self.first,)
         content: dict[str, Any] = json.loads(fs.read_bytes(path))
-        return tuple(Version(**version) for version in content["versions"])
+        listed = (Version.parse(version) for version in content["versions"])
+        return tuple(replace(each, towers=each.towers or self.first.towers) for each in listed)
 
 
 @dataclass(frozen=True)
@@ -199,15 +233,22 @@ class VersionContent:
 
 
 class Versions:
-    """The versions that are open on all searchers; :meth:`start` must be called first.
+    """The versions that are open on all searchers and encoders; :meth:`start` must be called first.
 
     Args:
         catalog: shared by all gateways.
         searchers: one handle for each group of shards.
+        towers: handles of :class:`~scalingnote.serve.tower_versions.TowerVersions`, by what they are for.
     """
 
-    def __init__(self, catalog: Catalog | LiveCatalog, searchers: Sequence[Handle]) -> None:
-        self.catalog, self._searchers = catalog, list(searchers)
+    def __init__(
+        self,
+        catalog: Catalog | LiveCatalog,
+        searchers: Sequence[Handle],
+        towers: Mapping[str, Handle] = MappingProxyType({}),
+    ) -> None:
+        self.catalog, self._searchers, self._towers = catalog, list(searchers), dict(towers)
+        self._forms: dict[tuple[str, str], str] = {}
         self._changing = asyncio.Lock()
         self._contents: dict[str, VersionContent] = {}
         self.documents = DocumentStores(searchers)
@@ -229,8 +270,17 @@ class Versions:
         """The content of an open version."""
         return self._contents[name]
 
+    def form(self, tower: str) -> str | None:
+        """The form of a query tower of the active version; None of one that all versions share."""
+        return self._forms.get((self.active.name, tower))
+
+    def has_teacher(self, name: str) -> bool:
+        """Whether a version has a teacher; where versions do not name their towers, all have the same."""
+        towers = next((each.towers for each in self.served if each.name == name), None)
+        return towers is None or towers.teacher is not None
+
     async def activate(self, version: Version) -> None:
-        """Open another version on every searcher, then answer from it.
+        """Open another version on every searcher and encoder, then answer from it.
 
         It goes on when its request is cancelled: opening a large index may take longer than a proxy waits.
         """
@@ -250,6 +300,8 @@ class Versions:
 
     async def _change_to(self, version: Version) -> None:
         async with self._changing:
+            if isinstance(self.catalog, Catalog):
+                version = await asyncio.to_thread(self.catalog.paired, version)
             if await self._open(version):
                 await self.documents.open(version.name, version.uri)
             self._serve(await asyncio.to_thread(self.catalog.activate, version))
@@ -258,11 +310,14 @@ class Versions:
 
     def _serve(self, served: tuple[Version, ...]) -> None:
         self.served = served
-        self.documents.keep({version.name for version in served})
+        names = {version.name for version in served}
+        self._forms = {key: form for key, form in self._forms.items() if key[0] in names}
+        self.documents.keep(names)
 
     async def _open(self, version: Version) -> bool:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
-            await asyncio.gather(*(broadcast(searcher, "load", version) for searcher in self._searchers))
+            parts = (*self._searchers, *self._towers.values())
+            await asyncio.gather(*(broadcast(part, "load", version) for part in parts))
             return await self._describe(version)
 
     async def _describe(self, version: Version) -> bool:
@@ -277,6 +332,8 @@ class Versions:
             )
         self._contents[version.name] = content
         self.documents.shards_of_groups = [each.held for each in described]
+        for name, tower in self._towers.items() if version.towers is not None else ():
+            self._forms[version.name, name] = await tower.form.remote(version.name)
         return content.documents_apart
 
 

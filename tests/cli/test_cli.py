@@ -16,6 +16,7 @@ from scalingnote.cli import doctor
 from scalingnote.cli import main as cli
 from scalingnote.core.config import Config
 from scalingnote.core.errors import DataError
+from scalingnote.datasets.sources import SUMMARIES
 from scalingnote.quantize import semantic_id
 from scalingnote.run import pipeline, stages
 from scalingnote.run.config import RunConfig
@@ -79,11 +80,12 @@ def test_wrong_input_ends_with_one_line_and_code_2(words, message, config, tmp_p
     assert message in errors[-1]
 
 
-def test_the_help_of_a_run_lists_the_stages(capsys):
+def test_the_help_of_a_run_lists_stages_and_kinds_of_data_sets(capsys):
     with pytest.raises(SystemExit):
         cli.main(["run", "--help"])
-    listed = capsys.readouterr().out.partition("stages:")[2]
-    assert [line.split()[0] for line in listed.strip().splitlines()] == [*stages.NAMES]
+    steps, kinds = capsys.readouterr().out.partition("stages:")[2].split("data sets, by dataset.name:")
+    assert [line.split()[0] for line in steps.strip().splitlines()] == [*stages.NAMES]
+    assert [line.split()[0] for line in kinds.strip().splitlines()] == [*SUMMARIES]
 
 
 def test_later_files_and_overrides_reach_the_stage(config, tmp_path, monkeypatch, capsys):
@@ -192,12 +194,6 @@ def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monk
 MINIMAL = {"dataset": {"name": "python_docs"}}
 
 
-def test_datasets_are_listed(capsys):
-    assert cli.main(["datasets"]) == 0
-    listed = capsys.readouterr().out
-    assert [line.split()[0] for line in listed.splitlines()][:2] == ["python_docs", "beir"]
-
-
 def test_doctor_finds_this_machine_fit(capsys):
     code = cli.main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)
@@ -249,7 +245,8 @@ def test_doctor_warns_of_a_cluster_without_tokens(given, file, warned, monkeypat
 
 def test_a_closed_pipe_is_no_error():
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    command = f"{sys.executable} -m scalingnote.cli.main datasets | head -1; exit ${{PIPESTATUS[0]}}"
+    sizes = "--documents 1e6 --tokens 100 --model Qwen/Qwen2.5-0.5B --qps 10"
+    command = f"{sys.executable} -m scalingnote.cli.main plan {sizes} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )

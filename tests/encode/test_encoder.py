@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+import published
 import tiny
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.encode.encoder import Encoder, by_tokens
@@ -130,3 +131,15 @@ def test_a_loaded_encoder_gives_the_same_embeddings(document: Tower, tmp_path: P
     first = Encoder(document).encode_documents(table)["summary"]
     second = Encoder.load(tmp_path / "document").encode_documents(table)["summary"]
     np.testing.assert_allclose(first, second, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "qwen3"])
+def test_embeddings_do_not_depend_on_the_default_dtype(family: str, tmp_path: Path):
+    """It is another one, for the whole process, while a model is built in another thread."""
+    encoder = Encoder.load(published.folder(tmp_path, family), "query")
+    wanted = encoder.encode_queries(published.QUERIES)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        np.testing.assert_array_equal(encoder.encode_queries(published.QUERIES), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)

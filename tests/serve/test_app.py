@@ -11,7 +11,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
 from scalingnote.cli import commands
-from scalingnote.core.config import validate
+from scalingnote.core.config import dump, validate
 from scalingnote.core.errors import ConfigError, SearchError
 from scalingnote.run import service_config as serve_config
 from scalingnote.run.config import RunConfig
@@ -130,6 +130,10 @@ def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
     config = serve_config.merged(run.run_dir, run.serve, ServeConfig(limits={"max_k": 9}))
     assert (config.limits.max_k, config.limits.burst) == (9, 3)
     assert config.state == f"{tmp_path}/serve"
+    written = validate(RunConfig, dump(run), source="run.yaml")  # with all settings, also those left open
+    assert serve_config.merged(written.run_dir, written.serve).state == f"{tmp_path}/serve"
+    elsewhere = ServeConfig(state=f"{tmp_path}/elsewhere")
+    assert serve_config.merged(written.run_dir, written.serve, elsewhere).state == f"{tmp_path}/elsewhere"
 
 
 REFUSED: list[tuple[type, dict[str, Any], str]] = [

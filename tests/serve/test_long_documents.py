@@ -102,7 +102,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 @pytest.fixture(scope="module")
 def built(config: RunConfig) -> dict[str, Artifact]:
     made = run_here(config)
-    pipeline._record(config)
+    pipeline.make_current(config)
     return made
 
 

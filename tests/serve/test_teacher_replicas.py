@@ -26,6 +26,7 @@ from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import ServedArm
 from scalingnote.serve.escalation import MAX_SILENT
 from scalingnote.serve.messages import SearchRequest, SearchResponse
+from scalingnote.serve.pairs import PairedTowers
 from scalingnote.serve.replicas import ArmEncoder, QueryPathParts
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.storage.artifact import Artifact
@@ -244,7 +245,8 @@ def test_the_teacher_has_replicas_and_gpus_of_its_own(
     made = deployed(AppArgs.model_validate(args | {"serve": knobs}))
     assert (made.name, made.num_replicas) == ("QueryTeacher", 3)
     assert made.ray_actor_options == {"num_cpus": 0.1, "num_gpus": 0.5}
-    assert made.init_args == (QueryPathParts((teacher.uri, "student"), form="auto"),)
+    catalog, part = made.init_args
+    assert (catalog.first.towers.teacher, part) == ((teacher.uri, "student"), "teacher")
     assert deployed(AppArgs.model_validate(args)) is None
 
 
@@ -254,9 +256,9 @@ def test_the_teacher_of_a_run_encoded_its_documents(
     run = RunConfig.model_validate({"dataset": {"name": "python_docs"}})
     built = {"index": index, "student": query_tower, "dual_encoder": teacher}
     monkeypatch.setattr(pipeline, "locate", lambda _, kind: built[kind])
-    served = artifacts._served(
-        index, query_tower, QueryPathParts((query_tower.uri, "student")), ServeConfig(escalation=Escalation())
-    )
+    place = (query_tower.uri, "student")
+    config = ServeConfig(escalation=Escalation())
+    served = artifacts._served(index, query_tower, QueryPathParts(place), config, PairedTowers(place))
     found = artifacts._teacher(served, run)
     assert found is not None
     assert found.tower == (teacher.uri, "student")

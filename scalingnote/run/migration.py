@@ -1,0 +1,293 @@
+"""A run's documents with another model beside the one that is served.
+
+    run.yaml ─► before ─┐
+    --to ─────► after ──┴─► plan ─► stages that `before` has not run ─► comparison ─► migration.yaml
+
+Both configs name the same run directory and the same documents. An artifact's place follows from its settings
+and inputs, so what does not depend on the model is there already, and what a killed run has finished is
+not built again. The served run is the last one that is recorded in run.yaml, so nothing changes for searches
+before the change to the new pair (:mod:`scalingnote.serve.cut_over`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import Field
+
+from scalingnote.core.config import Config, dump, load, validate
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.model_files import PACKAGE_PREFIX, local_folder
+from scalingnote.core.reports import ReportTable
+from scalingnote.models import flops, published_model
+from scalingnote.models.config import Pretrained, Scratch
+from scalingnote.run import pipeline, stages
+from scalingnote.run.config import RunConfig
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, Draft, fingerprint
+
+if TYPE_CHECKING:
+    from scalingnote.evaluate.pair_comparison import SearchedPair
+
+MIGRATION_FILE = "migration.yaml"
+SHARED_SECTIONS = ("run_dir", "address", "nodes_wait_s", "dataset", "serve")
+# Stages whose work follows the model's size and the texts' lengths.
+ENCODING_STAGES = ("encode", "teacher", "encode_student")
+# Of an adopted model's settings, those that say how much of a text is read; the others describe its files.
+KEPT_OF_ADOPT = ("query_max_length", "document_max_length")
+
+
+class Migration(Config):
+    """What ``migration.yaml`` of a run directory holds: the model that is served, and the one beside it."""
+
+    before: RunConfig = Field(description="config of the run that is served")
+    after: RunConfig = Field(description="config of the run that takes its place")
+    comparison: str | None = Field(None, description="URI of the comparison of both; null: not compared yet")
+
+    @property
+    def run_dir(self) -> str:
+        """The directory of both runs."""
+        return self.before.run_dir
+
+
+def begin(run_dir: str, to: str, overrides: Sequence[str] = ()) -> Migration:
+    """The migration of the last run in a directory to another model; nothing is built or written.
+
+    Args:
+        run_dir: of a run with an index.
+        to: hub id, folder or package:NAME of a published model, which takes the place of the run's own; or
+            a YAML file (FILE.yaml:VARIANT) with the config of a whole run, but for what it shares with it.
+        overrides: settings of the new run, ``a.b=value``.
+
+    Raises:
+        ConfigError: there is no run or no such model, the new config is of other documents or of the same
+            model, or documents are written to the run's index while it is served.
+        ArtifactError: the run has no index.
+    """
+    before = pipeline.load_run(run_dir)
+    after = _after(before, to, overrides)
+    if after.dataset != before.dataset:
+        raise ConfigError(
+            f"{to} is of other documents than the run in {run_dir}: leave its section dataset out, or start "
+            "a run of its own"
+        )
+    if before.serve.live is not None or after.serve.live is not None:
+        raise ConfigError(
+            "serve.live takes writes that the data set does not hold, and an index keeps no whole texts to "
+            "encode again: write these documents to the data set's files and run again, without serve.live"
+        )
+    if after == before:
+        raise ConfigError(f"the run in {run_dir} is of {to} already: there is nothing to migrate")
+    pipeline.locate(before, "index")
+    return Migration(before=before, after=after)
+
+
+def read(run_dir: str) -> Migration:
+    """The migration that was prepared in a run directory; ConfigError where there is none."""
+    path = fs.join(run_dir, MIGRATION_FILE)
+    if (text := fs.read_if_exists(path)) is None:
+        raise ConfigError(
+            f"no other model was compared in {run_dir}: `scalingnote migrate --run {run_dir} --to MODEL` does"
+        )
+    found = validate(Migration, yaml.safe_load(text), source=path)
+    moved = {
+        name: getattr(found, name).model_copy(update={"run_dir": run_dir}) for name in ("before", "after")
+    }
+    return found.model_copy(update=moved)
+
+
+def build(migration: Migration) -> None:
+    """Run the stages of the new model up to its index; finished ones are kept, killed ones go on."""
+    after = migration.after
+    _write(migration)  # from now on no earlier migration can be changed to
+    pipeline.run(after, stages.select(after, until="index"), record=False)
+
+
+def compare(migration: Migration) -> Artifact:
+    """Compare both pairs on queries, and write down that they were compared.
+
+    The queries are those of the access logs (`serve.access_log`), else the data set's test queries, else
+    pseudo-queries that no student has learnt from.
+
+    Raises:
+        ArtifactError: the new index is not built.
+        DataError: there is no query to compare on.
+    """
+    from scalingnote.evaluate import pair_comparison  # late: a plan needs neither torch nor faiss
+
+    before, after = _pair(migration.before), _pair(migration.after)
+    dataset = pipeline.locate(migration.before, "dataset")
+    source, queries = _queries(migration.after)
+    identity = pair_comparison.ComparedQueries.of(source, queries)
+    parents = {
+        "dataset": dataset,
+        "index_before": before.index,
+        "index_after": after.index,
+        "tower_before": before.tower,
+        "tower_after": after.tower,
+    }
+    mark = fingerprint("comparison", identity, parents)[:12]
+    place = fs.absolute(fs.join(migration.run_dir, "migrate", mark))
+    draft = Draft(place, kind="comparison", config=identity, parents=parents)
+    if draft.finished:
+        made = draft.existing()
+    else:
+        made = pair_comparison.compare(before, after, queries, source=source, dataset=dataset, draft=draft)
+    _write(migration.model_copy(update={"comparison": made.uri}))
+    return made
+
+
+def _write(migration: Migration) -> None:
+    fs.write_bytes(fs.join(migration.run_dir, MIGRATION_FILE), yaml.safe_dump(dump(migration)).encode())
+
+
+# --- the new config ---------------------------------------------------------------------------------------
+
+
+def _after(before: RunConfig, to: str, overrides: Sequence[str]) -> RunConfig:
+    """The config of the new run."""
+    values = dump(before)
+    if to.partition(":")[0].endswith((".yaml", ".yml")):
+        shared = {name: values[name] for name in SHARED_SECTIONS}
+        after = load(RunConfig, [to], overrides, base=shared)
+        return after.model_copy(update={"run_dir": before.run_dir})
+    if Path(to).is_dir() or to.startswith(PACKAGE_PREFIX):  # else the stage adopt fetches it
+        published_model.read(local_folder(to), "document")
+    kept = {name: values["adopt"][name] for name in KEPT_OF_ADOPT} if values["adopt"] else {}
+    values |= {"adopt": {"path": to} | kept, "rounds": 1}
+    values |= dict.fromkeys(("endpoint", "vectors", "cross_encoder"))
+    values["evaluate"]["names"].pop("dual_encoder")  # the other model's name
+    return load(RunConfig, [], overrides, base=values)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------
+
+
+def plan(migration: Migration) -> ReportTable:
+    """What the new model needs: stages, documents, tokens, and from the run before, time and bytes.
+
+    A stage takes as long as it took before, but for encoding, which takes as much longer as the new model
+    computes more for a text; files are as much larger as its embeddings are longer.
+    """
+    before, after = (pipeline.finished(config) for config in (migration.before, migration.after))
+    wanted = [stage.name for stage in stages.select(migration.after, until="index")]
+    missing = [name for name in wanted if name not in after]
+    embeddings = pipeline.locate(migration.before, "embeddings")
+    documents = embeddings.counts["documents"]
+    tokens = int(embeddings.manifest.info.get("encoding", {}).get("tokens", 0))
+    shapes = [_document_shape(config) for config in (migration.before, migration.after)]
+    seconds = _seconds(missing, before, shapes, tokens=tokens / max(documents, 1))
+    size = _bytes(missing, before, shapes)
+    rows = [
+        ["documents", f"{documents:,}"],
+        ["tokens of them, as the old model reads them", f"{tokens:,}" if tokens else "not known"],
+        ["stages that are there", ", ".join(name for name in wanted if name in after) or "none"],
+        ["stages to run", ", ".join(missing) or "none"],
+        ["time on the same machines, about", "not known" if seconds is None else _duration(seconds)],
+        ["new files, about", "not known" if size is None else f"{size / 1e6:,.1f} MB"],
+    ]
+    return ReportTable(["migration", f"to {model_name(migration.after)}"], rows)
+
+
+def _seconds(
+    missing: Sequence[str],
+    before: dict[str, Artifact],
+    shapes: Sequence[flops.Shape | None],
+    *,
+    tokens: float,
+) -> float | None:
+    """Seconds of the stages that are missing; None if one of them is new, or the work of a model not known.
+
+    `adopt`, which copies a model, counts as far as the run had it.
+    """
+    if any(name not in before and name != "adopt" for name in missing):
+        return None
+    encodes = [name for name in missing if name in ENCODING_STAGES]
+    old, new = shapes
+    if encodes and (old is None or new is None):
+        return None
+    ratio = 1.0
+    if old is not None and new is not None:
+        ratio = flops.forward(new, tokens=tokens) / max(flops.forward(old, tokens=tokens), 1.0)
+    took = {name: float(before[name].manifest.info["seconds"]) for name in missing if name in before}
+    return sum((seconds * (ratio if name in encodes else 1.0) for name, seconds in took.items()), 0.0)
+
+
+def _bytes(
+    missing: Sequence[str], before: dict[str, Artifact], shapes: Sequence[flops.Shape | None]
+) -> float | None:
+    """Bytes of the embeddings and the index; None where the width of a model is not known."""
+    old, new = shapes
+    if old is None or new is None:
+        return None
+    built = [before[name] for name in missing if name in before and name in ("encode", "index")]
+    size = sum(part.bytes for artifact in built for part in artifact.manifest.parts.values())
+    return size * new.hidden / old.hidden
+
+
+def _document_shape(config: RunConfig) -> flops.Shape | None:
+    """The shape of the model that reads documents; None where it is not known without the model."""
+    backbone: Pretrained | Scratch
+    if config.adopt is not None:
+        path = config.adopt.path
+        backbone = Pretrained(path=str(local_folder(path)) if path.startswith(PACKAGE_PREFIX) else path)
+    elif config.trains_stage_one:
+        backbone = config.train.document.backbone
+    else:
+        return None
+    try:
+        return flops.backbone_shape(backbone)
+    except ConfigError:
+        return None
+
+
+def _duration(seconds: float) -> str:
+    hours, minutes = int(seconds // 3600), int(seconds // 60 % 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds % 60:.0f} s"
+
+
+# --- what is compared -------------------------------------------------------------------------------------
+
+
+def model_name(config: RunConfig) -> str:
+    """The model of a run, and what its queries are encoded by, for people."""
+    if config.adopt is not None:
+        teacher = config.adopt.path
+    elif config.endpoint is not None:
+        teacher = config.endpoint.model
+    else:
+        teacher = "trained towers" if config.cross_encoder is None else "trained cross-encoder"
+    if config.distill is None:
+        return teacher
+    student: Any = config.distill.student
+    return f"{teacher}, queries by a {getattr(student, 'kind', 'transformer')} student"
+
+
+def _pair(config: RunConfig) -> "SearchedPair":
+    from scalingnote.evaluate.pair_comparison import SearchedPair
+
+    return SearchedPair(
+        model=model_name(config),
+        tower=pipeline.locate(config, "student" if config.distill else "dual_encoder"),
+        index=pipeline.locate(config, "index"),
+        embeddings=pipeline.locate(config, "embeddings"),
+        terms=pipeline.query_terms(config),
+        mapped=config.serve.mapped,
+    )
+
+
+def _queries(config: RunConfig) -> tuple[str, list[str]]:
+    """Queries to compare on, and where they are from."""
+    from scalingnote.datasets import splits
+    from scalingnote.evaluate import pair_comparison
+
+    if (logs := config.serve.access_log) is not None:
+        return f"the access log in {logs}", pair_comparison.log_queries(logs)
+    dataset = pipeline.locate(config, "dataset")
+    queries = splits.queries(dataset, "test").sort_by("query_id")["query"].to_pylist()
+    if queries or config.pseudo_queries is None:
+        return "the test split", queries[: pair_comparison.MAX_COMPARED_QUERIES]
+    drawn = pipeline.locate(config, "pseudo_queries").table("queries", ["query", "split"]).to_pylist()
+    held_out = [row["query"] for row in drawn if row["split"] != "train"]
+    return "the pseudo-queries held out", held_out[: pair_comparison.MAX_COMPARED_QUERIES]

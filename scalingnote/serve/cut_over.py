@@ -1,0 +1,100 @@
+"""The change of a served run to the pair of a migration, and back: one entry of the catalog.
+
+    migration.yaml, compared ─► catalog: query tower and index ─► run.yaml
+
+Every gateway of a running service reads the catalog twice a second, opens towers and shards of the new pair
+while it answers from the old one, and changes then; one that cannot open them goes on with the old pair and
+says why in its log. run.yaml follows, for `search`, `ingest` and the next start. After a kill in between, the
+same call ends the change.
+"""
+
+from dataclasses import dataclass
+
+from scalingnote.core.errors import ConfigError
+from scalingnote.run import migration as migrations
+from scalingnote.run import pipeline
+from scalingnote.run.config import RunConfig
+from scalingnote.run.migration import Migration
+from scalingnote.run.service_config import ServeConfig, merged
+from scalingnote.serve import artifacts
+from scalingnote.serve.artifacts import ServedArtifacts
+from scalingnote.serve.versions import Catalog, Version
+
+
+@dataclass(frozen=True)
+class ChangedVersions:
+    """The version that answers from now on, the one before it, and the file that says so."""
+
+    active: Version
+    before: Version
+    state: str
+
+
+def cut_over(run_dir: str, serve: ServeConfig) -> ChangedVersions:
+    """Make the new pair the active version of a run's service, and the run's own.
+
+    Args:
+        run_dir: of a run whose migration was compared.
+        serve: settings of the service that win over those of the run, as `scalingnote serve` takes them.
+
+    Raises:
+        ConfigError: both pairs were not compared, another run was recorded since, or the service cannot
+            change to the new pair.
+        ArtifactError: an artifact of either pair is missing.
+    """
+    migration = migrations.read(run_dir)
+    if migration.comparison is None:
+        raise ConfigError(
+            f"the models in {run_dir} are not compared yet: `scalingnote migrate --run {run_dir} --to MODEL`"
+        )
+    _require_current(migration, migration.before, migration.after)
+    escalation = merged(run_dir, migration.after.serve, serve).escalation
+    if escalation is not None and escalation.teacher is not None:
+        raise ConfigError(
+            f"serve.escalation.teacher is {escalation.teacher}, of the model before: leave it out, and the "
+            "new run's own teacher is asked"
+        )
+    return _change(migration, migration.after, serve)
+
+
+def roll_back(run_dir: str, serve: ServeConfig) -> ChangedVersions:
+    """Make the pair before a migration active again, and the run's own; errors as :func:`cut_over`."""
+    migration = migrations.read(run_dir)
+    _require_current(migration, migration.after, migration.before)
+    return _change(migration, migration.before, serve)
+
+
+def _require_current(migration: Migration, *either: RunConfig) -> None:
+    """ConfigError unless the last run of the directory is one of the migration's: another one came since."""
+    if pipeline.load_run(migration.run_dir) not in either:
+        raise ConfigError(
+            f"{migration.run_dir}/{pipeline.RUN_FILE} is of another run than those that were compared: "
+            f"`scalingnote migrate --run {migration.run_dir} --to MODEL` again"
+        )
+
+
+def _change(migration: Migration, to: RunConfig, serve: ServeConfig) -> ChangedVersions:
+    """Write the change into the catalog that the service reads, then into run.yaml."""
+    old, new = (artifacts.of_run(config, serve) for config in (pipeline.load_run(migration.run_dir), to))
+    catalog = old.catalog
+    if not isinstance(catalog, Catalog):
+        raise ConfigError(
+            "serve.live takes writes that the new index would not have: leave it out, and start the service "
+            "without it"
+        )
+    assert catalog.state is not None  # of a run's service, by default its folder `serve`
+    active, version = catalog.read()[0], Version.with_towers(new.index.uri)
+    _require_same_shards(old, new)
+    if active.name != version.name:
+        catalog.activate(version)
+    pipeline.make_current(to)
+    return ChangedVersions(version, active, catalog.state)
+
+
+def _require_same_shards(old: ServedArtifacts, new: ServedArtifacts) -> None:
+    """ConfigError where replicas hold a fixed number of shards, and the new index has another one."""
+    if len(old.shards) != len(new.shards) and not (old.gateway_searches and new.gateway_searches):
+        raise ConfigError(
+            f"the index has {len(new.shards)} shards, the searchers of this service hold {len(old.shards)}: "
+            f"migrate with --set index.shards={len(old.shards)}"
+        )

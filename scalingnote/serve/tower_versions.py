@@ -1,0 +1,150 @@
+"""The towers of every version of the index that is kept: loaded before a change, released after it.
+
+    catalog ─► TowerVersions, in the gateway or in replicas ◄─ VersionHandle.at(version) ─ a request
+
+A request takes its version once and gives it to encoder and searchers alike, so no query is searched in the
+index of another tower, and one that arrived before a change ends on the pair that it began with.
+"""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any, Literal
+
+from scalingnote.encode import exports
+from scalingnote.run.service_config import ServeConfig
+from scalingnote.serve.pairs import PairedTowers, location_of, run_of
+from scalingnote.serve.replicas import RELEASE_AFTER_S, ArmEncoder, QueryPathParts
+from scalingnote.serve.running_settings import RunningSettings
+from scalingnote.serve.telemetry import get_logger
+from scalingnote.serve.towers import DocumentTower, Location, Refused, TextTower
+from scalingnote.serve.versions import Catalog, Version, named
+from scalingnote.storage.artifact import open_artifact
+
+TowerPart = Literal["query", "teacher", "document"]
+log = get_logger()
+
+
+class TowerVersions:
+    """One of the towers of every version that the catalog keeps. Versions with the same tower share it.
+
+    The first call that names a version opens its tower, if it is not open yet.
+
+    Args:
+        catalog: of the versions.
+        part: which of their towers.
+        settings: of query paths; the artifacts in it are those of the version in their place.
+    """
+
+    def __init__(self, catalog: Catalog, part: TowerPart, settings: QueryPathParts | None = None) -> None:
+        self._catalog, self._part, self._settings = catalog, part, settings
+        self._cache = 0 if settings is None else settings.cache
+        self._running = RunningSettings(ServeConfig(query_cache=self._cache), "encoder")
+        self._opening = asyncio.Lock()
+        self._releasing: asyncio.Task[None] | None = None
+        self._named_at: dict[str, float] = {}  # version -> of its latest call, in time.monotonic()
+        self._opened: dict[QueryPathParts | Location, TextTower] = {}
+        self._held: dict[str, TextTower | None] = {}  # by the name of the version; None: it has none
+        for version in catalog.read():
+            self._hold(version)
+
+    async def call(self, version: str, method: str, *args: Any, **options: Any) -> Any:
+        """What a method of the tower of a version answers; refused where it has no such tower."""
+        tower = await self._require(version)
+        if tower is None:
+            return Refused(f"version {version} of the index has no {self._part} tower")
+        return await getattr(tower, method)(*args, **options)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's hook: take the settings that may change while this runs, for towers opened later, too."""
+        self._cache = self._running.take(user_config).query_cache
+        for tower in self._opened.values():
+            self._resize_cache(tower)
+
+    async def check_health(self) -> None:
+        """Ray Serve's question: an error where a tower does not encode, or where its thread hangs."""
+        await asyncio.gather(*(tower.check_health() for tower in self._opened.values()))
+
+    async def form(self, version: str) -> str:
+        """The form of a version's query tower."""
+        tower = await self._require(version)
+        return tower.form if isinstance(tower, ArmEncoder) else ""
+
+    async def load(self, version: Version) -> None:
+        """Release towers of versions that will not be kept once this one is active, then open this one's.
+
+        One that was called seconds ago is released some seconds later: gateways change one after the other.
+        """
+        async with self._opening:
+            await self._release(version)
+            if version.name not in self._held:
+                await asyncio.to_thread(self._hold, version)
+        if self._releasing is not None:
+            self._releasing.cancel()
+        self._releasing = asyncio.create_task(self._release_later(version))
+
+    async def ping(self) -> bool:
+        """Whether the tower of the active version answers."""
+        active = (await asyncio.to_thread(self._catalog.read))[0].name
+        tower = self._held.get(active)
+        return tower is None or await tower.ping()
+
+    async def _release(self, version: Version) -> None:
+        needed = await asyncio.to_thread(self._catalog.needed_for, version)
+        since = time.monotonic() - RELEASE_AFTER_S
+        self._named_at = {name: at for name, at in self._named_at.items() if at > since}
+        kept = needed | self._named_at.keys()
+        self._held = {name: tower for name, tower in self._held.items() if name in kept}
+        used = {id(tower) for tower in self._held.values()}
+        self._opened = {chosen: tower for chosen, tower in self._opened.items() if id(tower) in used}
+
+    async def _release_later(self, version: Version) -> None:
+        await asyncio.sleep(2 * RELEASE_AFTER_S)
+        async with self._opening:
+            await self._release(version)
+
+    async def _require(self, name: str) -> TextTower | None:
+        self._named_at[name] = time.monotonic()
+        if name not in self._held:
+            await self.load(named(await asyncio.to_thread(self._catalog.read), name))
+        return self._held[name]
+
+    def _hold(self, version: Version) -> None:
+        if version.towers is None:  # of an arm that names its index, and has an encoder of its own
+            return
+        chosen = self._chosen(version.towers)
+        if chosen is not None and chosen not in self._opened:
+            log.info("opening the %s tower of index version %s", self._part, version.name)
+            self._opened[chosen] = (
+                ArmEncoder(chosen) if isinstance(chosen, QueryPathParts) else DocumentTower(chosen)
+            )
+            self._resize_cache(self._opened[chosen])
+        self._held[version.name] = None if chosen is None else self._opened[chosen]
+
+    def _resize_cache(self, tower: TextTower) -> None:
+        if isinstance(tower, ArmEncoder):
+            tower.resize_cache(self._cache)
+
+    def _chosen(self, towers: PairedTowers) -> QueryPathParts | Location | None:
+        """What is opened of the towers of a version; None: they have no such tower."""
+        if self._part == "document":
+            return towers.document
+        if self._part == "teacher":
+            return None if towers.teacher is None else QueryPathParts(towers.teacher)
+        assert self._settings is not None
+        personal = self._settings.fusion is not None
+        return replace(
+            self._settings,
+            tower=_in_form(towers.query, self._settings),
+            sparse=towers.sparse,
+            fusion=towers.fusion if personal else None,
+            planner=towers.planner if personal else None,
+        )
+
+
+def _in_form(tower: Location, settings: QueryPathParts) -> Location:
+    """Where a query tower lies in the form that is served: what was exported of it, or itself."""
+    uri, kind = tower
+    if kind == exports.KIND:
+        return tower
+    return location_of(exports.find(open_artifact(uri, kind=kind), settings.form, run_of(uri)))

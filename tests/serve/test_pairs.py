@@ -1,0 +1,360 @@
+"""A change of the model under requests: each answer is of one query tower and its own index."""
+
+import asyncio
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gateway_here import Client
+from pair import student
+
+from in_process import without_ray
+from scalingnote.cli.main import main
+from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.run import migration, pipeline
+from scalingnote.run.config import RunConfig
+from scalingnote.run.service_config import AppArgs, ServeConfig
+from scalingnote.search.searcher import Searcher
+from scalingnote.serve import api, app, artifacts, cut_over, pairs, tower_versions
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.deployed import Deployed
+from scalingnote.serve.messages import SearchRequest
+from scalingnote.serve.replicas import ArmEncoder
+from scalingnote.serve.service import Service
+from scalingnote.serve.telemetry import RequestRecord
+from scalingnote.serve.tower_versions import TowerVersions
+from scalingnote.serve.versions import CATALOG_FILE, Catalog, Version
+from scalingnote.storage.artifact import open_artifact
+from two_models import WIDTH, indexed_run
+
+QUERIES = ["bakoli menura", "tavezo", "silime ko", "zoranu batako", "me nu ra"]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose other model is built and compared, and not served yet."""
+    run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        begun = migration.begin(str(run_dir), str(other))
+        migration.build(begun)
+        migration.compare(begun)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(compared: Path) -> Iterator[str]:
+    """That run, in which a test may change the version."""
+    kept = {path: path.read_bytes() for path in compared.glob("*.yaml")}
+    yield str(compared)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    shutil.rmtree(compared / "serve", ignore_errors=True)
+
+
+@pytest.fixture
+def both(run_dir: str) -> tuple[RunConfig, RunConfig]:
+    found = migration.read(run_dir)
+    return found.before, found.after
+
+
+def service(run_dir: str, **knobs: Any) -> Service:
+    """A gateway's service, as the application makes it, all of it in this process."""
+    served = artifacts.find(AppArgs(run_dir=run_dir, serve=ServeConfig.model_validate(knobs)))
+    parts = Deployed(served.arms, served.catalog, name=served.name, similarity=served.similarity)
+    searchers = [app._local_searcher(served.catalog, served.config)]
+    parts = replace(app._with_encoders(parts), searchers=searchers)
+    if served.document_tower is not None:
+        parts = replace(parts, documents=LocalHandle(TowerVersions(served.catalog, "document")))
+    return Service(parts.by_version(), served.config)
+
+
+def ask(served: Service, query: str) -> Any:
+    """A coroutine: the answer to a search."""
+    return served.search(SearchRequest(query=query, k=10), RequestRecord("r1"))
+
+
+def expected(config: RunConfig) -> tuple[str, dict[str, list[str]]]:
+    """The name of a run's version, and what its own tower finds in its own index."""
+    index, tower = pipeline.locate(config, "index"), pipeline.locate(config, "dual_encoder")
+    embeddings = QueryEncoder(tower.directory("query")).encode(QUERIES)
+    hits = Searcher.open(index.uri).search(embeddings, k=10)
+    return index.digest[:12], {q: [hit.doc_id for hit in one] for q, one in zip(QUERIES, hits, strict=True)}
+
+
+def test_a_change_under_requests_mixes_no_pair(run_dir, both):
+    wanted = dict(map(expected, both))
+    assert all(a != b for a, b in zip(*(found.values() for found in wanted.values()), strict=True))
+    served, seen, stop = service(run_dir), Counter[str](), asyncio.Event()
+
+    async def load() -> None:
+        while not stop.is_set():
+            for query in QUERIES:
+                answer = await ask(served, query)
+                right = [hit["doc_id"] for hit in answer["results"]] == wanted[answer["index_version"]][query]
+                seen[answer["index_version"] if right else f"mixed: {query}"] += 1
+
+    async def change() -> None:
+        await served.versions.start()
+        asking = [asyncio.create_task(load()) for _ in range(3)]
+        for config in (both[1], both[0], both[1]):
+            before = sum(seen.values())
+            uri = pipeline.locate(config, "index").uri
+            await served.versions.activate(await asyncio.to_thread(Version.with_towers, uri))
+            while sum(seen.values()) < before + 20:
+                await asyncio.sleep(0.01)
+        stop.set()
+        await asyncio.gather(*asking)
+
+    asyncio.run(change())
+    assert seen.keys() == wanted.keys()  # of neither version an answer of the other's tower
+
+
+def test_a_request_ends_on_the_pair_that_it_began_with(run_dir, both, monkeypatch):
+    (old, of_old), (new, of_new) = map(expected, both)
+    encode, waiting, go_on = ArmEncoder.encode, asyncio.Event(), asyncio.Event()
+
+    async def wait(self: ArmEncoder, query: str, user_id: str | None = None) -> Any:
+        if query == QUERIES[0] and not waiting.is_set():
+            waiting.set()
+            await go_on.wait()
+        return await encode(self, query, user_id)
+
+    monkeypatch.setattr(ArmEncoder, "encode", wait)
+    served = service(run_dir, deadline_s=60)
+
+    async def change() -> list[Any]:
+        await served.versions.start()
+        early = asyncio.create_task(ask(served, QUERIES[0]))
+        await waiting.wait()
+        uri = pipeline.locate(both[1], "index").uri
+        await served.versions.activate(await asyncio.to_thread(Version.with_towers, uri))
+        late = await ask(served, QUERIES[0])
+        go_on.set()
+        return [await early, late]
+
+    answers = asyncio.run(change())
+    assert [answer["index_version"] for answer in answers] == [old, new]
+    assert [[hit["doc_id"] for hit in answer["results"]] for answer in answers] == [
+        of_old[QUERIES[0]],
+        of_new[QUERIES[0]],
+    ]
+
+
+def test_the_commands_change_a_running_service_and_back(run_dir, both, capsys):
+    (old, of_old), (new, of_new) = map(expected, both)
+    knobs = {"deployments": {"document_tower": {"num_replicas": 1}}}
+    served = service(run_dir, **knobs)
+    client = Client(api.build(served, ServeConfig.model_validate(knobs)))
+
+    def state() -> tuple[Any, ...]:
+        found = client.search(query=QUERIES[0], k=10).json()
+        widths = [
+            len(
+                client("POST", "/v1/embeddings", json={"model": name, "input": "bakoli"}).json()["data"][0][
+                    "embedding"
+                ]
+            )
+            for name in ("run", "run-document")
+        ]
+        widths.append(client("POST", "/encode", json={"queries": ["bakoli"]}).json()["dim"])
+        widths.append(client("GET", "/info").json()["dim"])
+        (active,) = [v for v in client("GET", "/admin/index").json()["versions"] if v["active"]]
+        ids = [hit["doc_id"] for hit in found["results"]]
+        return found["index_version"], ids, {*widths}, active["query_tower"]
+
+    towers = [pipeline.locate(config, "dual_encoder").uri for config in both]
+    first, other = (old, of_old[QUERIES[0]], {32}, towers[0]), (new, of_new[QUERIES[0]], {WIDTH}, towers[1])
+    assert state() == first
+    assert main(["migrate", "--run", run_dir, "--cut-over"]) == 0
+    assert (
+        f"active: {new}, {pipeline.locate(both[1], 'index').uri}\nbefore: {old}, " in capsys.readouterr().out
+    )
+    assert pipeline.load_run(run_dir) == both[1]  # for `search`, `ingest` and the next start
+    assert state() == first
+    client.wait(served.versions.follow())  # what every gateway does twice a second
+    assert state() == other
+    assert main(["migrate", "--run", run_dir, "--cut-over"]) == 0
+    assert "active already" in capsys.readouterr().out
+    assert main(["migrate", "--run", run_dir, "--roll-back"]) == 0
+    client.wait(served.versions.follow())
+    assert state() == first
+    assert pipeline.load_run(run_dir) == both[0]
+    answer = client("POST", "/admin/index/roll_back").json()
+    assert (answer["active"], state()) == (new, other)
+    # A vector of the other model does not fit.
+    refused = client.search(vector=[0.1] * 32)
+    assert (refused.status_code, refused.json()["error"]["field"]) == (422, "vector")
+    client.close()
+
+
+def test_a_service_that_starts_later_has_the_pair_of_the_catalog(run_dir, both):
+    cut_over.cut_over(run_dir, ServeConfig())
+    pipeline.make_current(both[0])  # as if the command was killed between both files
+    (new, of_new), served = expected(both[1]), service(run_dir)
+    asyncio.run(served.versions.start())
+    answer = asyncio.run(ask(served, QUERIES[1]))
+    assert answer["index_version"] == new
+    assert [hit["doc_id"] for hit in answer["results"]] == of_new[QUERIES[1]]
+    cut_over.cut_over(run_dir, ServeConfig())  # the same command again
+    assert pipeline.load_run(run_dir) == both[1]
+
+
+def test_what_cannot_be_changed_is_refused_and_changes_nothing(run_dir, both, tmp_path):
+    file = Path(run_dir) / migration.MIGRATION_FILE
+    found = migration.read(run_dir)
+
+    def refused(match: str, **serve: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            cut_over.cut_over(run_dir, ServeConfig.model_validate(serve))
+        assert not (Path(run_dir) / "serve" / CATALOG_FILE).exists()
+
+    refused("take.* writes that the new index would not have", live={"folder": str(tmp_path / "live")})
+    refused(r"escalation\.teacher is runs/old, of the model before", escalation={"teacher": "runs/old"})
+    tower = student(f"{tmp_path}/tower", dim=32)
+    arms = [{"name": "own", "share": 1, "query_tower": tower.uri}]
+    refused("the index has embeddings of dim 24, the query tower of 32: not a pair", split={"arms": arms})
+    pipeline.make_current(both[0].model_copy(update={"rounds": 1, "nodes_wait_s": 1.0}))
+    refused("is of another run than those that were compared")
+    pipeline.make_current(both[0])
+    migration._write(found.model_copy(update={"comparison": None}))
+    refused("are not compared yet")
+    file.unlink()
+    refused("no other model was compared")
+
+
+def test_replicas_of_searchers_need_as_many_shards(both):
+    served = [
+        artifacts.of_run(config, ServeConfig(deployments={"gateway": {"num_replicas": 2}})) for config in both
+    ]
+    cut_over._require_same_shards(*served)
+    more = SimpleNamespace(shards=range(3), gateway_searches=False)
+    with pytest.raises(
+        ConfigError, match=r"has 3 shards, the searchers of this service hold 2: .*index\.shards=2"
+    ):
+        cut_over._require_same_shards(served[0], more)
+
+
+# --- towers of an index -----------------------------------------------------------------------------------
+
+
+def test_an_index_names_its_towers_wherever_the_run_lies(both, tmp_path):
+    before = both[0]
+    index, tower = pipeline.locate(before, "index"), pipeline.locate(before, "dual_encoder")
+    place = (tower.uri, "dual_encoder")
+    assert pairs.towers_of(index) == pairs.PairedTowers(place, document=place)
+
+    shutil.copytree(before.run_dir, tmp_path / "moved")
+    moved = open_artifact(str(tmp_path / "moved" / "index" / index.uri.rsplit("/", 1)[1]), kind="index")
+    parents = {
+        kind: parent | {"uri": parent["uri"].replace(before.run_dir, "/gone")}
+        for kind, parent in index.manifest.parents.items()
+    }
+    moved = replace(moved, manifest=replace(moved.manifest, parents=parents))
+    found = pairs.towers_of(moved)
+    assert found is not None
+    assert found.query[0] == str(tmp_path / "moved" / "adopt" / tower.uri.rsplit("/", 1)[1])
+    shutil.rmtree(tmp_path / "moved" / "adopt")
+    with pytest.raises(
+        ArtifactError, match=r"made of the dual_encoder .*neither at /gone/adopt/.* nor at .*moved"
+    ):
+        pairs.towers_of(moved)
+    # The service has this tower already, and not that of the other model.
+    assert pairs.towers_of(moved, pairs.PairedTowers(place)) == pairs.PairedTowers(place)
+    elsewhere = pipeline.locate(both[1], "dual_encoder")
+    with pytest.raises(ArtifactError, match="made of the dual_encoder"):
+        pairs.towers_of(moved, pairs.PairedTowers((elsewhere.uri, "dual_encoder")))
+
+
+def test_a_student_has_a_teacher_and_terms_have_their_own_place(both, tmp_path, query_tower):
+    """Lineages that no small run has: parents named by hand."""
+    index, dual_encoder = pipeline.locate(both[0], "index"), pipeline.locate(both[0], "dual_encoder")
+
+    def named(**parents: Any) -> Any:
+        own = {kind: {"uri": one.uri, "digest": one.digest} for kind, one in parents.items()}
+        kept = {"embeddings": index.manifest.parents["embeddings"]}
+        return replace(index, manifest=replace(index.manifest, parents=kept | own))
+
+    found = pairs.towers_of(named(student=query_tower))
+    assert found == pairs.PairedTowers(
+        (query_tower.uri, "student"),
+        teacher=(dual_encoder.uri, "dual_encoder"),
+        document=(dual_encoder.uri, "dual_encoder"),
+    )
+    assert pairs.towers_of(named()) is None  # an index that was built without a tower
+
+
+def test_a_catalog_of_an_earlier_release_has_the_towers_of_its_application(tmp_path):
+    towers = pairs.PairedTowers(("runs/tower", "student"), teacher=("runs/teacher", "dual_encoder"))
+    first = Version("a", "runs/a", 10, 8, "", towers)
+    (tmp_path / CATALOG_FILE).write_text(
+        json.dumps({"versions": [{"name": "b", "uri": "runs/b", "documents": 10, "dim": 8, "created": ""}]})
+    )
+    catalog = Catalog(first, str(tmp_path))
+    assert catalog.read()[0].towers == towers
+    assert catalog.activate(Version("c", "runs/c", 10, 8, ""))[0].towers == towers
+    other = Version("d", "runs/d", 10, 4, "", pairs.PairedTowers(("runs/other", "student")))
+    assert catalog.activate(other)[0] == other  # of another width, with its own tower
+    assert Catalog(first, str(tmp_path)).read() == (other, replace(first, name="c", uri="runs/c"))
+
+
+def test_an_arm_with_a_tower_of_its_own_holds_the_model(tmp_path):
+    first = Version("a", "runs/a", 10, 8, "", pairs.PairedTowers(("runs/tower", "student")))
+    catalog = Catalog(first, str(tmp_path), own_towers=("treated",))
+    assert catalog.activate(replace(first, name="b"))[0].name == "b"
+    other = replace(first, name="c", towers=pairs.PairedTowers(("runs/other", "student")))
+    with pytest.raises(ConfigError, match="of another model than the query towers of the arms treated"):
+        catalog.activate(other)
+    assert catalog.read()[0].name == "b"
+
+
+# --- towers that are held ---------------------------------------------------------------------------------
+
+
+def test_versions_of_one_tower_share_it_and_dropped_ones_are_released(both, tmp_path, monkeypatch):
+    versions = [Version.with_towers(pipeline.locate(config, "index").uri) for config in both]
+    again = replace(versions[0], name="again", uri="runs/again")
+    served = artifacts.find(AppArgs(run_dir=both[0].run_dir))
+    catalog = replace(served.catalog, state=str(tmp_path), kept=1)
+    held = TowerVersions(catalog, "query", served.arms[0].encoder)
+    monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 0.0)
+
+    async def names() -> list[str]:
+        assert await held.ping()
+        return sorted(held._held)
+
+    async def change() -> None:
+        for version in (again, versions[1]):
+            await held.load(version)
+            catalog.activate(version)
+        assert await names() == sorted([again.name, versions[1].name])
+        assert len(held._opened) == 2
+        monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 60.0)
+        await held.call(again.name, "encode_many", ["bakoli"])  # of a gateway that has not changed yet
+        await held.load(versions[1])  # as one does once it is active
+        assert await names() == sorted([again.name, versions[1].name])
+        monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 0.0)
+        await held.load(versions[1])
+        assert held._releasing is not None
+        await held._releasing
+        assert await names() == [versions[1].name]
+        assert len(held._opened) == 1  # the first model is gone
+        await held.load(replace(versions[1], name="third"))
+        assert await names() == sorted([versions[1].name, "third"])
+        assert len(held._opened) == 1  # shared
+        (query,) = await held.call("third", "encode_many", ["bakoli"])
+        assert query.embedding.shape == (1, WIDTH)
+        assert await held.form("third") == "torch"
+        teachers = TowerVersions(catalog, "teacher")
+        refused = await teachers.call(versions[1].name, "embed", ["bakoli"])
+        assert "has no teacher tower" in refused.reason
+        assert await teachers.ping()
+
+    asyncio.run(change())
