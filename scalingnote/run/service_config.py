@@ -43,6 +43,11 @@ class LiveServe(LiveConfig):
     """Documents are written while they are searched (see :mod:`scalingnote.index.live.live_index`)."""
 
     folder: str = Field(description="of the logs and versions; local, or shared by all nodes with searchers")
+    delta: bool = Field(
+        False,
+        description="writes go to a small index in every gateway, beside shards that searchers only read: "
+        "for an index above one machine's memory. False: the whole index is live, in one searcher",
+    )
 
 
 class Escalation(Config):
@@ -187,8 +192,10 @@ class ServeConfig(Config):
                 f"{reached} can be reached from other machines: name a file of keys in api_keys, or set "
                 "allow_unauthenticated"
             )
-        if self.mapped and self.live is not None:
-            raise ValueError("mapped is for an index that is read only: a live index adds vectors")
+        if self.mapped and self.live is not None and not self.live.delta:
+            raise ValueError(
+                "mapped is for an index that is read only, and a live index adds vectors: set live.delta"
+            )
         if (problem := self._beyond_a_database()) is not None:
             raise ValueError(problem)
         return self
