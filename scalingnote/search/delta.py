@@ -53,6 +53,7 @@ class OverriddenSearcher(Searcher):
         nothing = np.empty(0, np.int64)
         self._overridden = _Overridden(after, np.ones(len(self), bool), nothing, nothing)
         self._moments: dict[int, Searcher] = {}  # by the number of hidden rows
+        self.rows_of([])  # rows by ids are sorted now: no search waits for that after the first write
         self.refresh()
 
     @property
