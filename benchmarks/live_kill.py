@@ -6,12 +6,15 @@ The parent keeps the truth by the acknowledgements that come through a pipe, sen
 and then kills the child with SIGKILL, at a random moment of it. The operation under way at a kill may be done
 or not, document by document; whatever the next child shows of it is the truth from there on. Every other
 difference is counted.
+
+With `delta` the writes go beside an index that stays as it is, which compactions fold them into.
 """
 
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +28,8 @@ from scalingnote.index.config import IVFPQ, Family, IndexConfig, LiveConfig
 from scalingnote.index.live import versions, wal
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import scan
+from scalingnote.search.delta import SearcherWithDelta
+from scalingnote.search.scan import MAX_K
 from scalingnote.storage.artifact import Artifact, Draft
 
 DIM, DOCUMENTS, SHARDS, NLIST, K = 16, 300, 2, 8, 10
@@ -49,14 +54,14 @@ class Tally:
     done: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
 
-def run(folder: str, *, seed: int, operations: int, kills: int) -> Tally:
+def run(folder: str, *, seed: int, operations: int, kills: int, delta: bool = False) -> Tally:
     """One history of so many operations and about so many kills."""
     rng, tally = random.Random(seed), Tally()
     matrix = unit_vectors(DOCUMENTS, DIM, seed=seed)
     names = [f"d{i}" for i in range(DOCUMENTS)]
     built = build(f"{folder}/index", names, matrix, family=EXACT, nlist=NLIST, shards=SHARDS)
     truth: Truth = {name: (0, vector) for name, vector in zip(names, matrix, strict=True)}
-    child = Child(folder, built.uri)
+    child = Child(folder, built.uri, delta)
     check_state(child, truth, {}, tally)
     for number in range(1, operations + 1):
         kind, argument, after = operation(number, rng, truth)
@@ -67,7 +72,7 @@ def run(folder: str, *, seed: int, operations: int, kills: int) -> Tally:
             answer = child.kill()
             tally.kills += 1
             truth = truth if answer is None else after
-            child = Child(folder, None)
+            child = Child(folder, None, delta)
             truth = check_state(child, truth, {} if answer is not None else after, tally)
         else:
             answer = child.connection.recv()
@@ -122,11 +127,11 @@ def check_state(child: "Child", truth: Truth, after: Truth, tally: Tally) -> Tru
 class Child:
     """The process that is killed."""
 
-    def __init__(self, folder: str, index: str | None) -> None:
+    def __init__(self, folder: str, index: str | None, delta: bool) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.live_kill"])
         self.connection, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(folder, index, other))
+        self._process = context.Process(target=serve, args=(folder, index, delta, other))
         self._process.start()
         other.close()
 
@@ -147,10 +152,11 @@ class Child:
             self.connection.close()
 
 
-def serve(folder: str, index: str | None, connection: Connection) -> None:
+def serve(folder: str, index: str | None, delta: bool, connection: Connection) -> None:
     """The child: one operation after the other, each acknowledged when it is done."""
     wal.SEGMENT_BYTES = 100_000
-    live = LiveIndex(f"{folder}/live", index, config=LiveConfig(merge_rows=64))
+    live = LiveIndex(f"{folder}/live", index, delta=delta, config=LiveConfig(merge_rows=64))
+    find = partial(search_with_delta if delta else search, live)
     while True:
         kind, number, argument = connection.recv()
         answer: Any = True
@@ -160,7 +166,7 @@ def serve(folder: str, index: str | None, connection: Connection) -> None:
             case "delete":
                 live.delete(argument)
             case "search":
-                answer = [[name for name, _ in found] for found in search(live, argument, k=K)]
+                answer = [[name for name, _ in found] for found in find(argument, k=K)]
             case "merge":
                 for each in live.shards:
                     each.merge()
@@ -171,7 +177,7 @@ def serve(folder: str, index: str | None, connection: Connection) -> None:
                 live.adopt()
             case "state":
                 every = np.ones((1, DIM), np.float32) / 4
-                answer = search(live, every, k=sum(s.rows for s in live.snapshots()) + 1)[0]
+                answer = find(every, k=sum(s.rows for s in live.snapshots()) + 1 if not delta else MAX_K)[0]
             case "version":
                 answer = live.version
         connection.send(answer)
@@ -192,6 +198,14 @@ def search(
         for pair in zip(table["doc_id"].to_pylist(), map(int, table["title"].to_pylist()), strict=True)
     ]
     return [[names[row] for row in rows if row >= 0] for rows in found.tolist()]
+
+
+def search_with_delta(live: LiveIndex, queries: ndarray, *, k: int) -> list[list[tuple[str, int]]]:
+    """The same of an index and the delta beside it, as a process finds them that opens both now."""
+    both = SearcherWithDelta.over(live.folder)
+    found = both.search(queries, k=k, nprobe=live.layout.nlist)
+    both.close()
+    return [[(hit.doc_id, int(hit.document["title"])) for hit in hits] for hits in found]
 
 
 def brute_force(truth: Truth, queries: ndarray) -> list[list[str]]:

@@ -131,6 +131,14 @@ HEADLINES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "wrong_answers": ("answers that differ from brute force", "= 0"),
         "streaming_recall_gap": ("points of recall@10 lost while documents change", "<= 1"),
     },
+    "delta": {
+        "recall_gap": ("recall@10 of an index built anew over an index with a delta, difference", "<= 0.005"),
+        "search_over_base": ("time of a search of index and delta over the index alone, one process", ""),
+        "writes_per_s": ("durable documents a second beside a large index, batches of a hundred", ""),
+        "lost_writes": ("acknowledged writes lost while the writer is killed, with folds", "= 0"),
+        "duplicates": ("documents found twice", "= 0"),
+        "wrong_answers": ("answers that differ from brute force", "= 0"),
+    },
     "serve": {
         "rps_over_noop_c16_lookup": (
             "requests/s with a table over an application that does nothing",

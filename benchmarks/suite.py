@@ -29,6 +29,7 @@ SMALL: dict[str, str] = {
     "api_fuzz": f"--run {FINISHED_RUN} --examples 10",
     "collect": "--queries 10000 100000",
     "decoders": "--layers 2 --steps 10",
+    "delta": "--documents 20000 --delta 2000 --queries 200 --seeds 1 --operations 100 --kills 8",
     "distillation": "--datasets medquad --methods scalingdual scalingnote-1l lookup-qkd --backbones scratch "
     f"--seeds 1 --steps 30 --set dataset.max_documents=2000 --set distill.epochs=3 {TRIALS}",
     "encode": "--documents 1536 --rounds 1",

@@ -36,7 +36,7 @@ from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.arrow import StoredRows
 from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
-from scalingnote.storage.schema import PASSAGE
+from scalingnote.storage.schema import PASSAGE, document_of
 from scalingnote.storage.shuffle import hash_of
 
 SHARD_DOCUMENTS = pa.schema(
@@ -103,6 +103,17 @@ class Shard:
     def doc_ids(self) -> "DocIds":
         """Rows by the ids of their documents."""
         return DocIds(self.documents["doc_id"], self.ids)
+
+    @cached_property
+    def _passages(self) -> "PassageRows":
+        return PassageRows(self.documents["doc_id"])
+
+    def rows_of(self, document_ids: Sequence[str], *, passages: bool) -> Int64[ndarray, " rows"]:
+        """Rows of these documents, or of all their passages; those of other shards are left out."""
+        if passages:
+            return self._passages.rows(document_ids)
+        rows = self.doc_ids.rows(document_ids)
+        return rows[rows >= 0]
 
 
 def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[list[EmbeddingSlice]]:
@@ -330,6 +341,29 @@ class DocIds:
                 if self._doc_ids[row].as_py() == doc_ids[number]:
                     found[number] = row
         return found
+
+
+class PassageRows:
+    """Rows of all passages of a document, 16 bytes each. Threads may share one."""
+
+    def __init__(self, passage_ids: pa.ChunkedArray) -> None:
+        self._ids = passage_ids
+        hashes = hash_of(pc.replace_substring_regex(passage_ids, r"#[^#]*$", ""))  # as document_of
+        self._rows = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._rows]
+
+    def rows(self, document_ids: Sequence[str]) -> Int64[ndarray, " rows"]:
+        """Rows of the passages of these documents."""
+        hashes = hash_of(pa.array(document_ids, pa.string()))
+        starts = np.searchsorted(self._hashes, hashes)
+        stops = np.searchsorted(self._hashes, hashes, side="right")
+        found = [
+            row
+            for document_id, start, stop in zip(document_ids, starts, stops, strict=True)
+            for row in self._rows[start:stop].tolist()
+            if document_of(self._ids[row].as_py()) == document_id  # hashes may collide
+        ]
+        return np.array(found, np.int64)
 
 
 class DocumentStore:

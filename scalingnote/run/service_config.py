@@ -14,7 +14,7 @@ from scalingnote.core.config import Config, merge, validate
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode.config import Form
 from scalingnote.evaluate.experiment.config import TrafficSplit
-from scalingnote.index.config import LiveConfig
+from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
 from scalingnote.search.config import SearchConfig
 
 ENCODING_DEADLINE_S = 60.0  # of a request that encodes many texts, or documents to be written
@@ -48,6 +48,19 @@ class LiveServe(LiveConfig):
     """Documents are written while they are searched (see :mod:`scalingnote.index.live.live_index`)."""
 
     folder: str = Field(description="of the logs and versions; local, or shared by all nodes with searchers")
+    delta: bool = Field(
+        False,
+        description="writes go to a small index in every gateway, beside shards that searchers only read: "
+        "for an index above one machine's memory. False: the whole index is live, in one searcher",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LiveServe":
+        if self.delta and self.retrain_at != LIVE_DEFAULTS.retrain_at:
+            raise ValueError(
+                "retrain_at is for an index that is live as a whole: folding a delta trains nothing"
+            )
+        return self
 
 
 class Escalation(Config):
@@ -228,8 +241,10 @@ class ServeConfig(Config):
                 f"{reached} can be reached from other machines: name a file of keys in api_keys, or set "
                 "allow_unauthenticated"
             )
-        if self.mapped and self.live is not None:
-            raise ValueError("mapped is for an index that is read only: a live index adds vectors")
+        if self.mapped and self.live is not None and not self.live.delta:
+            raise ValueError(
+                "mapped is for an index that is read only, and a live index adds vectors: set live.delta"
+            )
         if (problem := self._beyond_a_database()) is not None:
             raise ValueError(problem)
         return self

@@ -49,12 +49,14 @@ class Query:
     where: Filter | None = None
     exact: bool = False
     version: str = ""  # of the index, where several are served
+    record: int | None = None  # of a delta's log, as of which the index is searched; None: as it was built
 
     @cached_property
     def batch_key(self) -> tuple[str | int | bool, ...]:
         """Queries with equal keys differ in embedding and terms only, and are searched together."""
         where = json.dumps(self.where, sort_keys=True) if self.where else ""
-        return self.version, self.k, self.nprobe or 0, self.exact, self.terms is None, where
+        record = -1 if self.record is None else self.record
+        return self.version, self.k, self.nprobe or 0, self.exact, self.terms is None, where, record
 
 
 @dataclass(frozen=True)

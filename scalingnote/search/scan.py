@@ -10,7 +10,7 @@ that returns too few is repeated over all lists.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import ceil
@@ -82,6 +82,12 @@ class IndexView:
     def kept(self) -> list[tuple[int, Any]]:
         """First row of each segment, and the vectors it keeps for exact scores."""
         return [(start, lists.kept) for start, lists in zip(self.starts, self.segments, strict=False)]
+
+    def hiding(self, alive: Bool[ndarray, " rows"]) -> "IndexView":
+        """The same rows, of which only those `alive` may be found."""
+        hidden = replace(self, alive=np.split(alive, self.starts[1:-1]))
+        vars(hidden)["_matching"] = self._matching  # filters are computed once: they match the same rows
+        return hidden
 
     def masks(self, where: filters.Filter | None) -> Masks:
         """Rows of each segment that are alive and match a filter; None: all. SearchError for a bad filter."""

@@ -8,14 +8,15 @@ was built, :class:`LiveSearcher` an index that takes writes.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import faiss
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from scalingnote.core.errors import SearchError
@@ -23,6 +24,7 @@ from scalingnote.index import filters, hybrid, ivf
 from scalingnote.index import shard as shards_of
 from scalingnote.index.hybrid import HybridCandidates, Joining
 from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.live.live_state import Snapshot
 from scalingnote.index.shard import DocumentStore, IndexLayout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
@@ -30,6 +32,7 @@ from scalingnote.search import grouping, scan
 from scalingnote.search.scan import IndexView, checked_nprobe, require_hybrid, require_vectors, unit_queries
 from scalingnote.storage.artifact import Artifact, open_artifact
 
+S = TypeVar("S", bound="Searcher")
 DEFAULT_JOINING = Joining()
 _ROW_BITS = 40  # of a candidate's id; the bits above are the number of its shard
 _ROWS = (1 << _ROW_BITS) - 1
@@ -66,7 +69,7 @@ class Candidates:
     shards: Int[ndarray, " candidates"]
     dense: Float[ndarray, " candidates"]
     sparse: Float[ndarray, " candidates"] | None  # None where the query has no terms
-    documents: Sequence[Any]  # mappings, or their JSON from another process; empty: not read yet
+    documents: Sequence[Any]  # mappings, or their JSON from another process; None, or empty: not read yet
     searched: int  # number of shards
     version: str = ""  # of the index, if it is served
     missing: tuple[int, ...] = ()  # numbers of the groups of shards that did not answer
@@ -100,6 +103,12 @@ class Results:
     def __len__(self) -> int:
         return len(self.best)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether every result has its document."""
+        documents = self.best.documents
+        return len(documents) == len(self) and not any(row is None for row in documents)
+
     def take(self, places: Sequence[int]) -> "Results":
         """The results at these places."""
         return Results(self.best.take(places), [self.scores[place] for place in places])
@@ -129,10 +138,16 @@ def candidate_places(ids: Sequence[int]) -> list[tuple[int, int]]:
 
 def with_documents(results: Results, store: DocumentStore) -> Results:
     """Results with their documents; those of a built index from the store of the same version."""
-    if results.best.documents:
+    if results.is_read:
         return results
+    given = results.best.documents or [None] * len(results)
     places = candidate_places(results.best.ids.tolist())
-    return results.with_documents([store.read(shard, row) for shard, row in places])
+    return results.with_documents(
+        [
+            store.read(*place) if document is None else document
+            for document, place in zip(given, places, strict=True)
+        ]
+    )
 
 
 def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayout) -> Results:
@@ -186,12 +201,13 @@ def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -
         nothing = np.empty(0, np.int64)
         return Candidates(nothing, nothing, nothing.astype(np.float32), None, (), 0, missing=missing)
     sparse = [answer.sparse for answer in answers if answer.sparse is not None]
+    unread = [None] if any(answer.documents for answer in answers) else []
     return Candidates(
         ids=np.concatenate([answer.ids for answer in answers]),
         shards=np.concatenate([answer.shards for answer in answers]),
         dense=np.concatenate([answer.dense for answer in answers]),
         sparse=np.concatenate(sparse) if len(sparse) == len(answers) else None,
-        documents=[document for answer in answers for document in answer.documents],
+        documents=[row for answer in answers for row in answer.documents or unread * len(answer)],
         searched=sum(answer.searched for answer in answers),
         version=answers[-1].version,
         missing=missing,
@@ -235,7 +251,7 @@ class Searcher:
         faiss.omp_set_num_threads(1)
 
     @classmethod
-    def open(cls, index_uri: str, *, shards: Sequence[int] | None = None, mapped: bool = False) -> "Searcher":
+    def open(cls: type[S], index_uri: str, *, shards: Sequence[int] | None = None, mapped: bool = False) -> S:
         """Open an index artifact.
 
         Args:
@@ -279,6 +295,19 @@ class Searcher:
         """Id and filter columns of those candidates of a built index whose shards are held here."""
         held, places = self._shards, zip(ids, candidate_places(ids), strict=True)
         return {each: held[shard].stored[row] for each, (shard, row) in places if shard in held}
+
+    def rows_of(self, doc_ids: Sequence[str]) -> Int[ndarray, " rows"]:
+        """Rows of the view that hold these documents, in an index of passages those of all their passages."""
+        found = [np.empty(0, np.int64)]
+        for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
+            found.append(first + self._shards[number].rows_of(doc_ids, passages=self.layout.passages))
+        return np.concatenate(found)
+
+    def hiding(self, alive: Bool[ndarray, " rows"]) -> "Searcher":
+        """A searcher of the same shards that finds only the rows of the view that are `alive`."""
+        other = copy(self)
+        other._view = self._view.hiding(alive)
+        return other
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
         """Vector of a document, as exact as the index keeps it; None where no shard held has the document.
@@ -361,7 +390,7 @@ class Searcher:
         def ranked(queries: Float[ndarray, "queries dim"], terms: SparseRows | None, k: int) -> list[Results]:
             found = self.find(queries, terms, k=k, joining=joining, nprobe=nprobe, where=where)
             best = [rank(one, k=k, joining=joining, layout=layout) for one in found]
-            return [one if one.best.documents else with_documents(one, self.store) for one in best]
+            return [one if one.is_read else with_documents(one, self.store) for one in best]
 
         if not layout.passages:
             return [one.hits() for one in ranked(queries, terms, k)]
@@ -448,6 +477,20 @@ class Searcher:
         return answers
 
 
+def live_view(layout: IndexLayout, snapshots: Mapping[int, Snapshot]) -> IndexView:
+    """The rows of snapshots of live shards, given by their numbers."""
+    segments = [segment for snapshot in snapshots.values() for segment in snapshot.segments]
+    return IndexView(
+        layout,
+        segments=[segment.lists for segment in segments],
+        alive=[segment.alive for segment in segments],
+        documents=[segment.documents for segment in segments],
+        postings=[each for snapshot in snapshots.values() for each in snapshot.term_segments],
+        shard_rows={number: snapshot.rows for number, snapshot in snapshots.items()},
+        lookup={number: snapshot.document for number, snapshot in snapshots.items()},
+    )
+
+
 class LiveSearcher(Searcher):
     """Search of a live index: each search sees one moment of every shard, with all acknowledged writes."""
 
@@ -456,17 +499,7 @@ class LiveSearcher(Searcher):
 
     def view(self) -> IndexView:
         """The rows of all shards as of now."""
-        layout, snapshots = self._index.layout, self._index.snapshots()
-        segments = [segment for snapshot in snapshots for segment in snapshot.segments]
-        return IndexView(
-            layout,
-            segments=[segment.lists for segment in segments],
-            alive=[segment.alive for segment in segments],
-            documents=[segment.documents for segment in segments],
-            postings=[each for snapshot in snapshots for each in snapshot.term_segments],
-            shard_rows={number: snapshot.rows for number, snapshot in enumerate(snapshots)},
-            lookup={number: snapshot.document for number, snapshot in enumerate(snapshots)},
-        )
+        return live_view(self._index.layout, dict(enumerate(self._index.snapshots())))
 
     @property
     def layout(self) -> IndexLayout:

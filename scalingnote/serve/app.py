@@ -262,13 +262,15 @@ def _with_writer(deployed: Deployed, served: ServedArtifacts) -> Deployed:
     assert isinstance(catalog, LiveCatalog)
     assert served.documents is not None
     encoder = _replicas(DocumentEncoder, config, "document_encoder", ongoing=MAX_UNBATCHED)
-    # One replica: it holds the claim on the logs, and the next one has to wait for it to end.
-    memory = placement.index_memory(served.index, served.shards, config, part="writer")
+    # One replica: it holds the claim on the logs, and the next one has to wait for it to end. With a delta it
+    # does not hold the index.
+    held = range(0) if live.delta else served.shards
+    memory = placement.index_memory(served.index, held, config, part="writer")
     writer = _replicas(Writer, config, "writer", memory=memory)
     return replace(
         deployed,
         document_encoder=encoder.bind(served.documents),
-        writer=writer.bind(catalog.folder, catalog.index, live),
+        writer=writer.bind(catalog.folder, catalog.index, live, live.delta),
     )
 
 

@@ -8,6 +8,7 @@ from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.model_files import local_folder
 from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import Form
+from scalingnote.index.live import versions as live_versions
 from scalingnote.index.shard import open_layout
 from scalingnote.models.published_model import Similarity, similarity_of
 from scalingnote.run import pipeline
@@ -58,7 +59,8 @@ class ServedArtifacts:
         shards = len(self.shards)
         # The shards of a live index stay in one process: a search sees all of them at one moment. A database
         # has all of them.
-        whole = self.config.live is not None or self.config.search.backend != "own"
+        live = self.config.live
+        whole = (live is not None and not live.delta) or self.config.search.backend != "own"
         size = shards if whole else self.config.shards_per_searcher
         return tuple(range(first, min(first + size, shards)) for first in range(0, shards, size))
 
@@ -219,7 +221,12 @@ def _served(
     else:
         if "://" in config.live.folder:
             raise ConfigError(f"serve.live.folder is {config.live.folder}: its logs are files, name a folder")
-        catalog = LiveCatalog(os.path.abspath(config.live.folder), index.uri, version.dim)
+        folder = os.path.abspath(config.live.folder)
+        if live_versions.register_exists(
+            folder
+        ):  # one of the other kind is an error before anything is started
+            live_versions.current(folder, delta=config.live.delta)
+        catalog = LiveCatalog(folder, index.uri, version.dim, config.live.delta)
     return ServedArtifacts(index, tuple(arms), catalog, config)
 
 

@@ -28,6 +28,7 @@ from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
 from scalingnote.serve.concurrency import Handle, LocalHandle, for_reading, gather_in_time
+from scalingnote.serve.delta import Answer, Deltas
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
@@ -40,9 +41,6 @@ MIN_HEDGE_S = 0.001  # an earlier second call costs more than it saves
 HEDGED_SHARE = 0.2  # of calls at most: a fleet that is slow as a whole gets little more load
 AGGREGATOR_SHARE = 0.9  # of the time left, so that an aggregator's partial answer is still in time
 log = get_logger()
-
-
-Answer = Candidates | Refused
 
 
 def sizes(groups: int, config: ServeConfig) -> list[range]:
@@ -196,26 +194,39 @@ class FanOut:
         targets: handles of searchers or of aggregators: all in this process, or all in others.
         groups: the numbers of the groups of each target.
         hedged: whether slow calls are repeated.
+        deltas: searched with the groups, of an index with a delta.
     """
 
     def __init__(
-        self, targets: Sequence[Handle], groups: Sequence[Sequence[int]], *, hedged: bool = False
+        self,
+        targets: Sequence[Handle],
+        groups: Sequence[Sequence[int]],
+        *,
+        hedged: bool = False,
+        deltas: Deltas | None = None,
     ) -> None:
+        self._deltas = deltas
         hedge = Hedge() if hedged else None
         pairs = zip(targets, groups, strict=True)
         self._targets = [Target(number, handle, own, hedge) for number, (handle, own) in enumerate(pairs)]
         self._is_local = all(isinstance(handle, LocalHandle) for handle in targets)
 
     @classmethod
-    def of(cls, deployed: Deployed, config: ServeConfig) -> "FanOut":
+    def of(cls, deployed: Deployed, config: ServeConfig, deltas: Deltas | None = None) -> "FanOut":
         """The fan-out of a gateway: over its aggregators, or over its searchers."""
         searchers, hedged = len(deployed.searchers), is_hedged(config)
         if deployed.aggregators:
-            return cls(deployed.aggregators, sizes(searchers, config), hedged=hedged)
-        return cls(deployed.searchers, [[number] for number in range(searchers)], hedged=hedged)
+            return cls(deployed.aggregators, sizes(searchers, config), hedged=hedged, deltas=deltas)
+        groups = [[number] for number in range(searchers)]
+        return cls(deployed.searchers, groups, hedged=hedged, deltas=deltas)
 
     async def search(self, query: Query, left_s: float) -> Answer:
-        """The candidates of all groups that answer within `left_s` seconds."""
+        """The candidates of all groups, and of a delta, that answer within `left_s` seconds."""
+        if self._deltas is None:
+            return await self._search_groups(query, left_s)
+        return await self._deltas.search(query, left_s, self._search_groups)
+
+    async def _search_groups(self, query: Query, left_s: float) -> Answer:
         answers = await (self._local if self._is_local else self._remote)(query, left_s)
         candidates: list[Candidates] = []
         missing: list[int] = []

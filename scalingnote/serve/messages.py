@@ -233,7 +233,9 @@ class SearchResponse(BaseModel):
     personalised: bool
     shards: int
     shards_answered: int
-    missing_groups: list[int] = Field(description="numbers of the groups of shards that did not answer")
+    missing_groups: list[int] = Field(
+        description="numbers of the groups of shards that did not answer; a delta has the one after the last"
+    )
     escalated: bool = Field(description="whether the teacher encoded the query")
     degraded: list[str] = Field(
         description="what the answer had to do without: teacher_late, teacher_failed, teacher_busy, "

@@ -81,7 +81,8 @@ def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *,
                 private += size
     sharing = min(config.replicas(part), config.deployment(part).max_replicas_per_node or 1)
     pinned = sum(arm.index is not None for arm in config.split.arms)  # taken to be of the same size
-    copies = LIVE_COPIES if config.live is not None else config.versions_kept
+    live = config.live
+    copies = config.versions_kept if live is None else live.keep_versions if live.delta else LIVE_COPIES
     return private * (copies + pinned) + -(-mapped * (1 + pinned) // sharing)
 
 

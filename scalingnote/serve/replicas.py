@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -26,16 +25,20 @@ from scalingnote.encode import query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.index import sparse
+from scalingnote.index.live import versions
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.models.sparse_query import SparseQuery, SparseRows
+from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.config import SearchConfig
+from scalingnote.search.delta import OverriddenSearcher
 from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher, candidate_places
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
+from scalingnote.serve.delta import LIVE_REFRESH_S
 from scalingnote.serve.fan_out import Packed, pack, read_queries
 from scalingnote.serve.running_settings import RunningSettings
+from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import (
     HEALTH_TEXT,
@@ -64,11 +67,9 @@ from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.triplets.planner import planner
 
 MAX_ENCODED = 8  # queries encoded together: in larger batches the first ones wait longer than the batch saves
-MAX_SEARCHED = 32  # queries scanned together
 # Larger searches leave the event loop: MAX_SEARCHED searches of these sizes take about 5 ms.
 INLINE_MAX_DOCUMENTS, INLINE_MAX_K = 500_000, 100
 MAX_FACET_CARDINALITY = 1000  # a text field with more values is no facet
-LIVE_REFRESH_S = 0.1  # between two reads of the writes to a live index
 RELEASE_AFTER_S = 10.0  # all gateways change within a second; requests from before name the old version
 RELEASE_POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
 log = get_logger()
@@ -236,14 +237,14 @@ class Reranker:
 # --- searchers ---------------------------------------------------------------------------------------------
 
 
-_Call = tuple[SearchBackend, Query]  # the searcher of the version, looked up when the call arrives
 DEFAULT_SEARCH = SearchConfig()
 
 
 class IndexSearcher:
     """Holds some or all shards of each kept version of an index; of a live index all of the current version.
 
-    The shards of a live index stay in one process, so that a search sees all of them at one moment.
+    The shards of a live index stay in one process, so that a search sees all of them at one moment. Of an
+    index with a delta a search names the moment: a record of the delta's log, which is followed here.
 
     Args:
         catalog: of the versions to hold.
@@ -268,10 +269,10 @@ class IndexSearcher:
         self._shows_documents, self._documents_closed_until = shows_documents, 0.0  # of time.monotonic()
         self._search, self._timeout_s = search, timeout_s
         self._opening = asyncio.Lock()
-        self._in_thread: ThreadBatcher[_Call, Candidates | Refused] = ThreadBatcher(
+        self._in_thread: ThreadBatcher[SearchCall, Candidates | Refused] = ThreadBatcher(
             self._search_batch, max_batch=MAX_SEARCHED
         )
-        self._in_loop: LoopBatcher[_Call, Candidates | Refused] = LoopBatcher(
+        self._in_loop: LoopBatcher[SearchCall, Candidates | Refused] = LoopBatcher(
             self._search_batch, max_batch=MAX_SEARCHED
         )
         self._background: asyncio.Task[None] | None = None
@@ -287,6 +288,10 @@ class IndexSearcher:
         """The best candidates of the shards held here; of a live index, of its current version."""
         name, searcher = await self._require(query.version)
         query = query if query.version == name else replace(query, version=name)
+        if query.record is not None and isinstance(searcher, OverriddenSearcher):
+            if searcher.record < query.record:
+                await asyncio.to_thread(searcher.refresh)
+            searcher = searcher.at(query.record)
         batcher = self._in_loop if self._is_short(searcher, query) else self._in_thread
         return await batcher((searcher, query))
 
@@ -359,7 +364,7 @@ class IndexSearcher:
         """
         async with self._opening:
             served = await asyncio.to_thread(self._catalog.read)
-            if isinstance(self._catalog, LiveCatalog):
+            if self._live:
                 version = served[0]
                 if version.name not in self._held:
                     self._held = {version.name: await asyncio.to_thread(self._open, version)}
@@ -380,6 +385,9 @@ class IndexSearcher:
             (searcher,) = self._held.values()
             assert isinstance(searcher, LiveSearcher)
             await asyncio.to_thread(searcher.refresh)
+        for searcher in [*self._held.values()]:
+            if isinstance(searcher, OverriddenSearcher):
+                await asyncio.to_thread(searcher.refresh)
 
     async def release_old_versions(self) -> None:
         """Release versions that the catalog has not listed for some seconds, once the active one is open."""
@@ -426,7 +434,8 @@ class IndexSearcher:
 
     @property
     def _live(self) -> bool:
-        return isinstance(self._catalog, LiveCatalog)
+        """Whether the writes are in the index that is held, not in a delta beside it."""
+        return isinstance(self._catalog, LiveCatalog) and not self._catalog.delta
 
     async def _require(self, name: str) -> tuple[str, SearchBackend]:
         """The version to search, opened if need be, and its name."""
@@ -440,16 +449,22 @@ class IndexSearcher:
         return name, self._held[name]
 
     async def _follow_catalog(self) -> None:
-        if self._live:
-            await run_periodically(
-                self.refresh, interval_s=LIVE_REFRESH_S, name="refreshing from the live index"
+        tasks = []
+        if isinstance(self._catalog, LiveCatalog):
+            tasks.append(
+                run_periodically(
+                    self.refresh, interval_s=LIVE_REFRESH_S, name="refreshing from the live index"
+                )
             )
-        else:
-            await run_periodically(
-                self.release_old_versions,
-                interval_s=RELEASE_POLL_INTERVAL_S,
-                name="reading which versions are kept",
+        if not self._live:
+            tasks.append(
+                run_periodically(
+                    self.release_old_versions,
+                    interval_s=RELEASE_POLL_INTERVAL_S,
+                    name="reading which versions are kept",
+                )
             )
+        await asyncio.gather(*tasks)
 
     def _open(self, version: Version) -> SearchBackend:
         log.info("opening index version %s: %s", version.name, version.uri)
@@ -459,6 +474,10 @@ class IndexSearcher:
             opened = DatabaseSearcher.open(
                 version.uri, self._search, collection=collection, timeout_s=self._timeout_s
             )
+        elif isinstance(self._catalog, LiveCatalog) and self._catalog.delta:
+            opened = OverriddenSearcher.open(version.uri, shards=self._shards, mapped=self._mapped)
+            found = versions.kept_version(self._catalog.folder, int(version.name))
+            opened.follow(versions.log_folder(self._catalog.folder, 0), after=found.included[0])
         elif isinstance(self._catalog, LiveCatalog):
             live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
             opened = LiveSearcher(live)
@@ -476,40 +495,13 @@ class IndexSearcher:
                 log.exception("the documents of version %s cannot be read here", version.name)
         return opened
 
-    def _search_batch(self, batch: Sequence[_Call]) -> list[Candidates | Refused | Exception]:
-        """Answers in the order of the batch; searches with equal batch keys are done together."""
-        order = sorted(range(len(batch)), key=lambda number: batch[number][1].batch_key)
-        answers: dict[int, Candidates | Refused | Exception] = {}
-        for _, numbers in groupby(order, key=lambda number: batch[number][1].batch_key):
-            group = list(numbers)
-            searcher = batch[group[0]][0]
-            answers |= zip(group, self._search_group(searcher, [batch[n][1] for n in group]), strict=True)
-        return [answers[number] for number in range(len(batch))]
-
-    def _search_group(
-        self, searcher: SearchBackend, queries: Sequence[Query]
-    ) -> Sequence[Candidates | Refused | Exception]:
-        first = queries[0]
-        self._exact_searches += first.exact
+    def _search_batch(self, batch: Sequence[SearchCall]) -> list[Candidates | Refused | Exception]:
+        exact = any(query.exact for _, query in batch)
+        self._exact_searches += exact
         try:
-            return searcher.find(
-                np.concatenate([query.embedding for query in queries]),
-                _stack([query.terms for query in queries if query.terms is not None]),
-                k=first.k,
-                nprobe=first.nprobe,
-                where=first.where,
-                exact=first.exact,
-            )
-        except SearchError as error:
-            if len(queries) > 1:  # one of them may be the reason: the others are answered by themselves
-                return [answer for query in queries for answer in self._search_group(searcher, [query])]
-            return [Refused(str(error))]
-        except DatabaseError as error:
-            return [Refused(str(error), temporary=True)] * len(queries)
-        except Exception as error:
-            return [error] * len(queries)
+            return search_batch(batch)
         finally:
-            self._exact_searches -= first.exact
+            self._exact_searches -= exact
 
 
 def _probe(searchers: Iterable[SearchBackend]) -> None:
@@ -523,18 +515,6 @@ def _documents(searcher: SearchBackend, ids: Sequence[int]) -> dict[int, dict[st
     held, store = {*searcher.shards}, searcher.store
     places = zip(ids, candidate_places(ids), strict=True)
     return {each: store.read(shard, row) for each, (shard, row) in places if shard in held}
-
-
-def _stack(rows: Sequence[SparseRows]) -> SparseRows | None:
-    """Concatenate sparse matrices by rows; None for no matrix."""
-    if len(rows) <= 1:
-        return rows[0] if rows else None
-    sizes = np.concatenate([np.diff(each.offsets) for each in rows])
-    return SparseRows(
-        np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-        np.concatenate([each.terms for each in rows]),
-        np.concatenate([each.values for each in rows]),
-    )
 
 
 def _open(location: Location) -> Artifact:

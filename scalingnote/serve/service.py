@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+from jaxtyping import Float
+from numpy import ndarray
 
 from scalingnote.core.errors import SearchError
 from scalingnote.evaluate.experiment.config import arm_of, unit_of
@@ -63,12 +65,12 @@ class Service:
         assert deployed.catalog is not None
         self._deployed, self._config, self._on_recall = deployed, config, on_recall
         self._arms = {arm.name: arm for arm in deployed.arms}
-        self._fan_out = FanOut.of(deployed, config)
+        self.versions = Versions(deployed.catalog, deployed.searchers, deployed.towers())
+        self._fan_out = FanOut.of(deployed, config, self.versions.deltas)
         teacher, escalation = deployed.teacher, config.escalation
         self._teacher: Teacher | None = None
         if teacher and escalation:
             self._teacher = Teacher(teacher, escalation, in_flight=config.limits.in_flight)
-        self.versions = Versions(deployed.catalog, deployed.searchers, deployed.towers())
         self.embeddings = EmbeddingService(deployed, config, self.versions)
         self.writes = DocumentWrites(deployed, self.versions)
         self._canaries: set[asyncio.Task[None]] = set()
@@ -184,8 +186,7 @@ class Service:
         arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
         version, layout, where = self._index(request, arm)
         row, wanted = _row_of(request.doc_id, layout), request.k + 1
-        calls = [each.vector.remote(version, row) for each in self._deployed.searchers]
-        vector = await _from_one(calls, request.doc_id, timer)
+        vector = await self._vector(version, row, request.doc_id, timer)
         timer.end("encode")
         k = grouping.first_depth(wanted) if layout.passages else wanted
         query = Query(vector, k=k, where=where, version=version)
@@ -202,6 +203,23 @@ class Service:
             "degraded": [] if readable else ["documents_unreadable"],
         }
 
+    async def _vector(
+        self, version: str, row: str, doc_id: str, timer: RequestTimer
+    ) -> Float[ndarray, "one dim"]:
+        """The vector of a document's row, from the delta if it has the document; 404 where there is none."""
+        deltas = self.versions.deltas
+        if deltas is None or not deltas.of(version).overrides(doc_id):
+            calls = [each.vector.remote(version, row) for each in self._deployed.searchers]
+            found: ndarray = await _from_one(calls, doc_id, timer)
+            return found
+        try:
+            vector = deltas.of(version).vector(row)
+        except SearchError as error:
+            raise invalid(str(error)) from None
+        if vector is None:
+            raise not_found(f"no document {doc_id!r}")
+        return vector[np.newaxis]
+
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
         """Answer ``POST /encode``: unit embeddings of queries."""
         arm, timer = self._arm(request.arm), self._timer(None)
@@ -217,8 +235,12 @@ class Service:
         """A document as the index shows it; 404 when it has none of this id."""
         version = self.versions.active.name
         layout = self.versions.content(version).layout
-        row = _row_of(doc_id, layout)
-        if (store := self.versions.documents.store(version)) is not None:
+        row, deltas = _row_of(doc_id, layout), self.versions.deltas
+        if deltas is not None and (delta := deltas.of(version)).overrides(doc_id):
+            stored = delta.get(row)
+            if stored is None:
+                raise not_found(f"no document {doc_id!r}")
+        elif (store := self.versions.documents.store(version)) is not None:
             stored = await asyncio.to_thread(store.get, row)
             if stored is None:
                 raise not_found(f"no document {doc_id!r}")
@@ -368,6 +390,8 @@ class Service:
             silent.append("documents")
         if self._refused_settings:
             silent.append("user_config")
+        if self.versions.deltas is not None and not self.versions.deltas.is_readable:
+            silent.append("delta")
         with_traffic = [arm.name for arm in self._config.split.arms if arm.share > 0]
         can_encode = any(answered[f"encoder:{name}"] for name in with_traffic)
         shards_answered = sum(answered[f"group:{n}"] or 0 for n in range(len(self._deployed.searchers)))

@@ -33,6 +33,7 @@ from scalingnote.index.shard import SHARD_DOCUMENTS, DocumentStore, IndexLayout
 from scalingnote.search.searcher import Results, with_documents
 from scalingnote.serve.access import conflict, unavailable
 from scalingnote.serve.concurrency import Handle, LocalHandle, broadcast, gather_in_time
+from scalingnote.serve.delta import Deltas
 from scalingnote.serve.pairs import PairedTowers, towers_of
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
@@ -176,6 +177,7 @@ class LiveCatalog:
     folder: str
     index: str  # URI of the index that it started from
     dim: int
+    delta: bool = False  # whether writes lie beside the versions, which are then held as those of a Catalog
 
     @property
     def state(self) -> str:
@@ -185,7 +187,7 @@ class LiveCatalog:
     def read(self) -> tuple[Version, ...]:
         """The versions that are kept, the current one first."""
         if not live_versions.register_exists(self.folder):
-            live_versions.current(self.folder, self.index)  # creates the registry
+            live_versions.current(self.folder, self.index, delta=self.delta)  # creates the registry
         listed = sorted(live_versions.listing(self.folder), key=lambda v: (not v.current, -v.number))
         return tuple(Version(str(v.number), v.uri, v.documents, self.dim, v.created) for v in listed)
 
@@ -198,8 +200,13 @@ class LiveCatalog:
                 "compaction wrote: to serve another index, start an application of it with a live folder of "
                 "its own"
             )
-        live_versions.activate(self.folder, int(kept.name))
+        # Of a large index the searchers have just read all files, each its own.
+        live_versions.activate(self.folder, int(kept.name), checked=self.delta)
         return self.read()
+
+    def needed_for(self, version: Version) -> set[str]:
+        """Names of the versions to hold while this one is opened."""
+        return {version.name, *(each.name for each in self.read())}
 
     def previous(self) -> Version:
         """The newest version that is not current; SearchError when none is kept."""
@@ -252,6 +259,9 @@ class Versions:
         self._changing = asyncio.Lock()
         self._contents: dict[str, VersionContent] = {}
         self.documents = DocumentStores(searchers)
+        self.deltas: Deltas | None = None
+        if isinstance(catalog, LiveCatalog) and catalog.delta:
+            self.deltas = Deltas(catalog.folder, group=len(self._searchers))
 
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""
@@ -313,6 +323,8 @@ class Versions:
         names = {version.name for version in served}
         self._forms = {key: form for key, form in self._forms.items() if key[0] in names}
         self.documents.keep(names)
+        if self.deltas is not None:
+            self.deltas.keep(names)
 
     async def _open(self, version: Version) -> bool:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -334,6 +346,8 @@ class Versions:
         self.documents.shards_of_groups = [each.held for each in described]
         for name, tower in self._towers.items() if version.towers is not None else ():
             self._forms[version.name, name] = await tower.form.remote(version.name)
+        if self.deltas is not None:
+            await self.deltas.open(version.name)
         return content.documents_apart
 
 
@@ -420,13 +434,17 @@ class DocumentStores:
         Raises:
             RefusedError: 503 where the version is no longer kept, or no id can be read either.
         """
-        documents, version = results.best.documents, results.best.version
-        if documents or not len(results):
-            parsed = [from_json(row) if isinstance(row, bytes) else row for row in documents]
-            return results.with_documents(parsed), True
+        version = results.best.version
+        if results.is_read:
+            documents = results.best.documents
+            return results.with_documents(
+                [from_json(d) if isinstance(d, bytes) else d for d in documents]
+            ), True
         if version not in self._uris:
             raise unavailable(f"version {version} of the index is no longer kept: try again")
-        store, known = self._stores.get(version), dict[int, dict[str, Any]]()
+        ids, given = results.best.ids.tolist(), results.best.documents or [None] * len(results)
+        known = {number: row for number, row in zip(ids, given, strict=True) if row is not None}  # of a delta
+        store = self._stores.get(version)
         if store is not None:
             try:
                 if len(store) <= INLINE_STORE_DOCUMENTS:  # microseconds
@@ -436,9 +454,10 @@ class DocumentStores:
                 log.exception("the documents of version %s can no longer be read", version)
                 self._stores.pop(version, None)
         elif version in self._stores:
-            known = await self._from_searchers(results, DOCUMENTS_SHARE * left_s)
+            others = results.take([place for place, number in enumerate(ids) if number not in known])
+            known |= await self._from_searchers(others, DOCUMENTS_SHARE * left_s)
             if len(known) == len(results):
-                return results.with_documents([known[each] for each in results.best.ids.tolist()]), True
+                return results.with_documents([known[number] for number in ids]), True
             left_s *= 1 - DOCUMENTS_SHARE
         return await self._columns_only(results, known, left_s), False
 
@@ -463,7 +482,8 @@ class DocumentStores:
     ) -> Results:
         """Results with ids and filter columns, or with those documents that are known."""
         ids = results.best.ids.tolist()
-        calls = [searcher.columns.remote(results.best.version, ids) for searcher in self._searchers]
+        asked = [number for number in ids if number not in documents]
+        calls = [searcher.columns.remote(results.best.version, asked) for searcher in self._searchers]
         known: dict[int, dict[str, Any]] = {}
         for answer in await gather_in_time(calls, deadline_s=left_s):
             known |= answer or {}

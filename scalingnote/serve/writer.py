@@ -76,8 +76,8 @@ class DocumentEncoder:
 class Writer:
     """The one process that writes to a live index; the claim on the logs refuses a second one."""
 
-    def __init__(self, folder: str, index: str, config: LiveConfig) -> None:
-        self._index = LiveIndex(folder, index, config=config)
+    def __init__(self, folder: str, index: str, config: LiveConfig, delta: bool = False) -> None:
+        self._index = LiveIndex(folder, index, delta=delta, config=config)
         self._checks = WorkerThread("health")
 
     async def upsert(self, rows: IndexRows) -> tuple[int, list[dict[str, str]]]:
@@ -109,7 +109,7 @@ class DocumentWrites:
     """Requests that write.
 
     Searchers in this process show a write at once, others after
-    :data:`~scalingnote.serve.replicas.LIVE_REFRESH_S`.
+    :data:`~scalingnote.serve.delta.LIVE_REFRESH_S`; with a delta, so do this gateway and all others.
 
     Args:
         deployed: without a writer the index is read only, and every write is refused.
@@ -165,6 +165,8 @@ class DocumentWrites:
             raise unavailable("not acknowledged: the write may be there or not, send it again")
         for searcher in self._local_searchers:
             await searcher.refresh.remote()
+        if self._versions.deltas is not None:
+            await self._versions.deltas.refresh()
         return answer
 
 

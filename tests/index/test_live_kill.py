@@ -6,9 +6,10 @@ from benchmarks import live_kill
 
 
 @pytest.mark.slow
-def test_a_killed_writer_loses_and_doubles_nothing_acknowledged(tmp_path: Path) -> None:
-    """A short history; `python -m benchmarks.live_index` runs long ones."""
-    found = live_kill.run(str(tmp_path), seed=3, operations=40, kills=3)
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_killed_writer_loses_and_doubles_nothing_acknowledged(tmp_path: Path, delta: bool) -> None:
+    """A short history; `python -m benchmarks.live_index` and `benchmarks.delta` run long ones."""
+    found = live_kill.run(str(tmp_path), seed=3, operations=40, kills=3, delta=delta)
     assert (found.lost_writes, found.duplicates, found.wrong_answers) == (0, 0, 0)
     assert found.kills >= 2
     assert found.done["upsert"] > 5

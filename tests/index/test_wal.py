@@ -259,3 +259,18 @@ def test_a_log_that_was_replaced_or_failed_cannot_be_written(tmp_path: Path) -> 
     log.close()
     with pytest.raises(ArtifactError, match="closed"):
         log.require_claim()
+
+
+def test_of_records_that_a_follower_has_only_headers_are_read(tmp_path: Path) -> None:
+    log = wal.Log(tmp_path / "log")
+    for number in range(3):
+        log.append(b"payload %d" % number * 10)
+    log.sync()
+    ((_, path),) = wal.segments(log.folder)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"payload 0")] ^= 1
+    path.write_bytes(data)
+    assert [record.sequence for record in wal.read(log.folder, after=1)] == [2, 3]
+    with pytest.raises(ArtifactError, match="damaged at byte 0, record 1"):
+        list(wal.read(log.folder))
+    log.close()

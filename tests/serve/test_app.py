@@ -146,6 +146,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ServeConfig, {"host": "10.0.0.1"}, "api_keys"),
     (ServeConfig, {"grpc_port": 9000}, "api_keys"),
     (ServeConfig, {"mapped": True, "live": {"folder": "live"}}, "mapped is for an index that is read only"),
+    (
+        ServeConfig,
+        {"live": {"folder": "live", "delta": True, "retrain_at": 1}},
+        "folding a delta trains nothing",
+    ),
 ]
 
 

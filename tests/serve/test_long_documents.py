@@ -23,20 +23,21 @@ from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
-from scalingnote.run.ingest import DocumentFlow, index_rows
-from scalingnote.run.service_config import ServeConfig
+from scalingnote.run.ingest import DocumentFlow, IndexRows, index_rows
+from scalingnote.run.service_config import LiveServe, ServeConfig
 from scalingnote.search import grouping
 from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.search.config import SearchConfig
 from scalingnote.search.query_path import Query, QueryPath
 from scalingnote.search.searcher import DEFAULT_JOINING, LiveSearcher, Searcher, rank, with_documents
 from scalingnote.serve import messages
+from scalingnote.serve.access import RefusedError
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
-from scalingnote.serve.versions import Catalog, Version
+from scalingnote.serve.versions import Catalog, LiveCatalog, Version
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import PASSAGE, document_of
@@ -268,11 +269,48 @@ def test_a_service_answers_with_documents(built, query_path):
     assert (document["doc_id"], document["passage"]["number"]) == ("d4", 1)
 
 
+def test_a_service_with_a_delta_shows_whole_documents(built, flow, query_path, tmp_path):
+    """Of an updated document no passage of before is found, in whichever group of shards it lies."""
+    folder, uri = str(tmp_path / "live"), built["index"].uri
+    catalog = LiveCatalog(folder, uri, Version.of(uri).dim, delta=True)
+    searchers = [LocalHandle(IndexSearcher(catalog, shards=shards)) for shards in ((0, 1), (2,))]
+    tower = QueryPathParts((built["dual_encoder"].uri, "dual_encoder"))
+    arms = [ServedArm("default", LocalHandle(ArmEncoder(tower)), "torch", False)]
+    writer = Writer(folder, uri, LiveConfig(), True)
+    texts = {row["doc_id"]: row["content"] for row in documents()}
+    shorter = {f"d{n}": f"Nothing but number {n}." for n in range(0, 12, 2)}
+    rows = [{"doc_id": i, "title": "", "topic": "new", "content": text} for i, text in shorter.items()]
+    (query,) = query_path(["the zebra with number 7"])
+
+    async def asked() -> None:
+        config = ServeConfig(live=LiveServe(folder=folder, delta=True), deadline_s=60)
+        service = Service(Deployed(arms, catalog, searchers, writer=LocalHandle(writer)), config)
+        await service.versions.start()
+        await writer.upsert(rows_of(built, flow, rows))
+        await service.writes.delete(["d1", "d2"])
+        left = {name: text for name, text in (texts | shorter).items() if name not in ("d1", "d2")}
+        request = messages.SearchRequest(vector=query.embedding[0].tolist(), k=12)
+        hits = (await service.search(request, RequestRecord("a")))["results"]
+        assert sorted(hit["doc_id"] for hit in hits) == sorted(left)
+        for hit in hits:
+            place = hit["passage"]
+            shown = left[hit["doc_id"]][place["start"] : place["end"]]
+            assert shown.startswith(hit["snippet"][:100])
+            document = await service.document(hit["doc_id"])
+            assert (document["doc_id"], document["passage"]["number"]) == (hit["doc_id"], 1)
+        near = await service.similar(messages.SimilarRequest(doc_id="d4", k=12), RequestRecord("b"))
+        assert sorted(hit["doc_id"] for hit in near["results"]) == sorted(left.keys() - {"d4"})
+        with pytest.raises(RefusedError) as missing:
+            await service.document("d2")
+        assert missing.value.status == 404
+
+    asyncio.run(asked())
+    writer._index.close()
+
+
 def test_the_writer_counts_documents(built, flow, tmp_path):
-    dataset = built["dataset"]
-    schema = pq.read_schema(dataset.open(dataset.table_parts("documents")[0]))
     rows = [{"doc_id": f"new{n}", "title": "", "topic": "odd", "content": content_of(n)} for n in range(2)]
-    ready = index_rows(rows, flow, schema=schema, snippet_chars=240, splitter=PassageSplitter.of(dataset))
+    ready = rows_of(built, flow, rows)
     writer = Writer(str(tmp_path / "live"), built["index"].uri, LiveConfig())
     assert asyncio.run(writer.upsert(ready)) == (2, [])
     assert asyncio.run(writer.delete(["new0", "new1", "d0"])) == 3
@@ -293,10 +331,14 @@ def flow(built) -> DocumentFlow:
     return DocumentFlow.load(built["dual_encoder"], built["semantic_ids"], built["embeddings"])
 
 
-def write(live: LiveIndex, flow: DocumentFlow, built: dict[str, Artifact], rows: list[dict]) -> list[dict]:
+def rows_of(built: dict[str, Artifact], flow: DocumentFlow, rows: list[dict]) -> IndexRows:
     dataset = built["dataset"]
     schema = pq.read_schema(dataset.open(dataset.table_parts("documents")[0]))
-    ready = index_rows(rows, flow, schema=schema, snippet_chars=240, splitter=PassageSplitter.of(dataset))
+    return index_rows(rows, flow, schema=schema, snippet_chars=240, splitter=PassageSplitter.of(dataset))
+
+
+def write(live: LiveIndex, flow: DocumentFlow, built: dict[str, Artifact], rows: list[dict]) -> list[dict]:
+    ready = rows_of(built, flow, rows)
     live.upsert(ready.documents, ready.vectors)
     return ready.rejected
 

@@ -57,6 +57,8 @@ def compact(
     with versions.register_lock(folder):
         versions.delete_unlisted(folder)  # an earlier run may have been killed before it did
         register = versions.read_register(folder)
+        if register.delta:
+            raise ConfigError(f"{folder} has a delta beside its index: fold it (index/live/fold.py)")
         base, number = OpenVersion(register.current), register.last + 1
         draft = _open_draft(versions.default_path(folder, number), base)
         if draft.finished:  # by a run that was killed before it made the version current

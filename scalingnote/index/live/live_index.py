@@ -26,7 +26,8 @@ from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.core.log import get_logger
 from scalingnote.index import families, ivf
 from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
-from scalingnote.index.live import compaction, versions, wal
+from scalingnote.index.live import compaction, fold, versions, wal
+from scalingnote.index.live.delta import open_empty
 from scalingnote.index.live.live_state import (
     Delete,
     LiveState,
@@ -43,6 +44,7 @@ from scalingnote.index.shard import Shard
 from scalingnote.models.published_model import Similarity
 from scalingnote.storage.arrow import take_rows
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.schema import passage_id
 from scalingnote.storage.shuffle import bucket_of
 
 T = TypeVar("T")
@@ -82,6 +84,7 @@ class LiveShard:
         similarity: Similarity = "cosine",
         follow: bool = False,
         merge_rows: int = LIVE_DEFAULTS.merge_rows,
+        whole_documents: bool = False,
     ) -> None:
         """Open at the last acknowledged write.
 
@@ -96,6 +99,7 @@ class LiveShard:
             similarity: of the index; by cosine, vectors are scaled to length 1.
             follow: read only, and show the writes of another process.
             merge_rows: see LiveConfig.
+            whole_documents: see LiveState; of a delta of passages.
 
         Raises:
             ConfigError: another process writes this log.
@@ -104,7 +108,8 @@ class LiveShard:
         self._folder, self._merge_rows, self._shards = Path(log), merge_rows, shards
         self._strongest = strongest
         self._similarity: Similarity = similarity
-        self._state = LiveState(base, quantizer, sequence=after)
+        self._whole_documents = whole_documents
+        self._state = self._start(base, quantizer, after)
         self._log = None if follow else wal.Log(log, after=after)
         self._order, self._commit = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[int, Upsert | Delete]] = []
@@ -213,7 +218,7 @@ class LiveShard:
             after: last log record that the version includes; later ones are replayed.
             needed: records up to this one are dropped; None: up to `after`.
         """
-        state = LiveState(base, quantizer, sequence=after)
+        state = self._start(base, quantizer, after)
         self._catch_up(state)
         state.merge()
         with self._commit, self._order:  # no write may come between
@@ -239,6 +244,9 @@ class LiveShard:
             self._background.shutdown()
             if self._log is not None:
                 self._log.close()
+
+    def _start(self, base: Shard, quantizer: families.Quantizer, after: int) -> LiveState:
+        return LiveState(base, quantizer, sequence=after, whole_documents=self._whole_documents)
 
     def _written(self, write: Upsert | Delete) -> int:
         """Log a write, make it durable and visible; returns its number in the log."""
@@ -294,6 +302,7 @@ class LiveIndex:
         folder: str | Path,
         index: str | None = None,
         *,
+        delta: bool | None = None,
         follow: bool = False,
         config: LiveConfig = LIVE_DEFAULTS,
     ) -> None:
@@ -302,6 +311,8 @@ class LiveIndex:
         Args:
             folder: of versions and logs, see :mod:`scalingnote.index.live.versions`.
             index: artifact that was built; needed the first time.
+            delta: hold what is written beside the version, not the version, see
+                :mod:`scalingnote.index.live.delta`; None: as the folder was made, a new one without.
             follow: read only, and follow the process that writes.
             config: settings.
         """
@@ -310,11 +321,13 @@ class LiveIndex:
         self._replacing = threading.Lock()  # of documents whose passages are replaced
         self._background = ThreadPoolExecutor(1, "compaction", faiss.omp_set_num_threads, (1,))
         self._compaction: Future[None] | None = None
-        versions.current(folder, index)
+        versions.current(folder, index, delta=delta)
+        is_delta = versions.read_register(folder).delta
+        self._empty = open_empty(folder) if is_delta else None  # what a delta opens in place of a version
         _with_current(folder, partial(self._open, follow=follow))
 
     def _open(self, version: LiveVersion, *, follow: bool) -> None:
-        opened, needed = OpenVersion(version), versions.read_register(self.folder).unneeded_until
+        opened, needed = OpenVersion(version, self._empty), versions.read_register(self.folder).unneeded_until
         with ExitStack() as on_failure:
             self.shards: list[LiveShard] = []
             for number, after in enumerate(opened.included):
@@ -329,6 +342,7 @@ class LiveIndex:
                     similarity=opened.layout.similarity,
                     follow=follow,
                     merge_rows=self._config.merge_rows,
+                    whole_documents=self._empty is not None and opened.layout.passages,
                 )
                 on_failure.callback(each.close)
                 self.shards.append(each)
@@ -369,6 +383,8 @@ class LiveIndex:
             return self._routed(doc_ids, write)
         if "document_id" not in documents.column_names:
             raise DataError("this index holds passages: pass all of a document, with its id in document_id")
+        if self._empty is not None:  # one record, which replaces documents as a whole
+            return self._routed(doc_ids, write)
         with self._replacing:  # or passages of one write could outlive a later one
             before = self._passages(documents["document_id"].unique().to_pylist())
             written = self._routed(doc_ids, write)
@@ -380,6 +396,8 @@ class LiveIndex:
         wanted = checked_delete(doc_ids).doc_ids
         if not self.layout.passages:
             return self._delete(wanted)
+        if self._empty is not None:  # any passage names its document, wherever the others are
+            return self._delete([passage_id(doc_id, 1) for doc_id in wanted])
         with self._replacing:
             return self._delete([*self._passages(wanted)])
 
@@ -415,9 +433,12 @@ class LiveIndex:
 
     def compact(self) -> Artifact | None:
         """Write the next version and switch to it; None if there is nothing new."""
-        written = compaction.compact(
-            self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
-        )
+        if self._empty is not None:
+            written = fold.fold(self.folder, keep_versions=self._config.keep_versions)
+        else:
+            written = compaction.compact(
+                self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
+            )
         self.adopt()
         return written
 
@@ -433,7 +454,7 @@ class LiveIndex:
             return self._version.number != before.number
 
     def _switch(self, version: LiveVersion) -> None:
-        opened, needed = OpenVersion(version), versions.read_register(self.folder).unneeded_until
+        opened, needed = OpenVersion(version, self._empty), versions.read_register(self.folder).unneeded_until
         for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
             each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
         self._version, self.layout = version, opened.layout
@@ -473,8 +494,7 @@ class LiveIndex:
         with self._deciding:
             if self._compaction is not None and not self._compaction.done():
                 return
-            now = self.snapshots()
-            rows = sum(len(each.base_alive) for each in now)
+            now, rows = self.snapshots(), self._version.documents
             changed = sum(int(np.count_nonzero(~each.base_alive)) + len(each.live_alive) for each in now)
             if changed >= share * max(rows, 1):
                 # Should it fail, nothing has changed, and the next write tries again.

@@ -36,7 +36,7 @@ from scalingnote.index.shard import Shard
 from scalingnote.models.published_model import Similarity
 from scalingnote.storage import arrow
 from scalingnote.storage.arrow import StoredRows, take_rows, to_arrow, to_numpy
-from scalingnote.storage.schema import SPARSE
+from scalingnote.storage.schema import SPARSE, document_of
 
 VECTOR = "vector"  # column that a log record adds to those of the documents; deletions lack it
 REPLAY_BATCH = 256  # records applied at once
@@ -305,8 +305,15 @@ def _some(alive: Bool[ndarray, " rows"]) -> Bool[ndarray, " rows"] | None:
 class LiveState:
     """State of a shard in memory; its snapshots follow the writes applied to it."""
 
-    def __init__(self, base: Shard, quantizer: families.Quantizer, *, sequence: int = 0) -> None:
-        """Start from `base`, which includes the writes up to `sequence`; shards share the quantizer."""
+    def __init__(
+        self, base: Shard, quantizer: families.Quantizer, *, sequence: int = 0, whole_documents: bool = False
+    ) -> None:
+        """Start from `base`, which includes the writes up to `sequence`; shards share the quantizer.
+
+        `whole_documents`: a write ends all passages of each document that it names one of, whatever version
+        they are in: that of a delta, whose log alone says what is written.
+        """
+        self._passages: dict[str, list[str]] | None = {} if whole_documents else None  # of documents
         self._base_rows = base.doc_ids
         # Rows of the base whose documents belong to this shard.
         self._known = np.ones(len(base.documents), bool)
@@ -338,16 +345,15 @@ class LiveState:
             for _, write in writes:
                 base_rows = self._base_rows.rows(write.doc_ids)
                 dead_base += base_rows[base_rows >= 0].tolist()
-                live_rows = [self._live_rows.get(doc_id, -1) for doc_id in write.doc_ids]
-                dead_live += [row for row in live_rows if row >= 0]
+                ended = [doc_id for doc_id in self._ended(write) if doc_id in self._live_rows]
+                dead_live += [row for doc_id in ended if (row := self._live_rows[doc_id]) >= 0]
+                self._live_rows |= dict.fromkeys(ended, -1)
                 if isinstance(write, Upsert):
                     self._live_rows |= {doc_id: rows + i for i, doc_id in enumerate(write.doc_ids)}
                     rows += write.documents.num_rows
                     chunks = _appended(chunks, write.documents)
                     tail = self._extended(tail, write.vectors)
                     terms += [] if write.terms is None else [write.terms]
-                else:
-                    self._live_rows |= {i: -1 for i in write.doc_ids if i in self._live_rows}
             if terms:
                 new = pa.Table.from_batches(terms)
                 segments = postings.appended(segments, postings.build(new["terms"], new["impacts"]))
@@ -404,6 +410,17 @@ class LiveState:
                     self._tail = self.snapshot.tail[moved:].copy()
                     self.snapshot = replace(self.snapshot, merged=merged, tail=self._tail)
             return moved
+
+    def _ended(self, write: Upsert | Delete) -> list[str]:
+        """Ids of the rows that a write ends; `_passages` are then those that it leaves."""
+        if self._passages is None:
+            return write.doc_ids
+        owners = [document_of(doc_id) for doc_id in write.doc_ids]
+        before = [each for owner in dict.fromkeys(owners) for each in self._passages.pop(owner, ())]
+        if isinstance(write, Upsert):
+            for owner, doc_id in zip(owners, write.doc_ids, strict=True):
+                self._passages.setdefault(owner, []).append(doc_id)
+        return before
 
     def _extended(
         self, tail: Float[ndarray, "rows dim"], vectors: Float[ndarray, "new dim"]

@@ -57,6 +57,7 @@ class Register:
 
     kept: tuple[LiveVersion, ...]
     last: int  # the highest number that a version ever had
+    delta: bool = False  # whether writes lie beside the versions, see :mod:`scalingnote.index.live.delta`
 
     @property
     def current(self) -> LiveVersion:
@@ -71,7 +72,7 @@ class Register:
     def activated(self, version: LiveVersion) -> "Register":
         """Make this version, which may be new, the current one."""
         others = tuple(each for each in self.kept if each.number != version.number)
-        return Register((*others, version), max(self.last, version.number))
+        return replace(self, kept=(*others, version), last=max(self.last, version.number))
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,36 @@ class ListedVersion(LiveVersion):
     log_kept: bool  # whether the log since is complete, so that it can be activated
 
 
-def current(folder: str | Path, index: str | None = None) -> LiveVersion:
+def current(folder: str | Path, index: str | None = None, *, delta: bool | None = None) -> LiveVersion:
     """The version to open.
 
     Args:
         folder: of the live index.
         index: artifact that was built; needed the first time, later only checked.
+        delta: whether writes lie beside the versions; later only checked. None: as the folder says, else not.
 
     Raises:
         ArtifactError: the folder holds writes to another index.
+        ConfigError: `delta` is not what the folder was made with.
     """
-    built = None if index is None else described(0, open_artifact(index, kind="index"))
+    built = None
+    if index is not None:
+        is_delta = read_register(folder).delta if register_exists(folder) else bool(delta)
+        built = described(0, open_artifact(index, kind="index"), delta=is_delta)
     if built is not None and not register_exists(folder):
         make_folder(Path(folder))
         with (Path(folder) / f"{REGISTER_FILE}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that try at once, one writes; released by closing
             if not register_exists(folder):
-                write_register(folder, Register((built,), 0))
-    found = read_register(folder).current
+                write_register(folder, Register((built,), 0, is_delta))
+    register = read_register(folder)
+    if delta is not None and delta != register.delta:
+        has, lacks = ("a delta", "no delta") if register.delta else ("no delta", "a delta")
+        raise ConfigError(
+            f"{folder} was made with {has} beside its index, and is opened with {lacks}: set "
+            f"serve.live.delta to {str(register.delta).lower()}, or name a new folder"
+        )
+    found = register.current
     if built is not None and built.origin != found.origin:
         raise ArtifactError(
             f"{folder} holds writes to index {found.origin[:12]}, {index} is {built.origin[:12]}: "
@@ -117,31 +130,36 @@ def listing(folder: str | Path) -> list[ListedVersion]:
     ]
 
 
-def activate(folder: str | Path, number: int) -> LiveVersion:
+def activate(folder: str | Path, number: int, *, checked: bool = False) -> LiveVersion:
     """Make a kept version the current one, durably, after reading and checking its files.
 
-    Open indexes switch to it by `adopt`.
+    Open indexes switch to it by `adopt`. `checked`: its files were read, by the searchers that opened them.
 
     Raises:
         ConfigError: the version is not kept, or another process compacts the index.
         ArtifactError: a file is damaged, or a record written since the version is gone.
     """
     with register_lock(folder):
-        found = read_register(folder)
-        version = next((each for each in found.kept if each.number == number), None)
-        if version is None:
-            kept = ", ".join(str(number) for number in sorted(each.number for each in found.kept))
-            raise ConfigError(f"{folder} keeps no version {number}: it keeps {kept}")
+        found, version = read_register(folder), kept_version(folder, number)
         if not _log_kept(folder, version):
             raise ArtifactError(
                 f"version {number} of {folder} cannot be activated: records that were written since are gone"
             )
-        check(version.open())
+        if not checked:
+            check(version.open())
         # A killed compaction's draft, based on another version.
         fs.delete(default_path(folder, found.last + 1))
         write_register(folder, found.activated(version))
     get_logger("index").info("version %d of %s is current", number, folder)
     return version
+
+
+def kept_version(folder: str | Path, number: int) -> LiveVersion:
+    """The version with this number; ConfigError where the folder keeps none."""
+    kept = {each.number: each for each in read_register(folder).kept}
+    if number not in kept:
+        raise ConfigError(f"{folder} keeps no version {number}: it keeps {', '.join(map(str, sorted(kept)))}")
+    return kept[number]
 
 
 def check(index: Artifact) -> None:
@@ -166,9 +184,9 @@ def delete_unlisted(folder: str | Path) -> None:
             shutil.rmtree(path)
 
 
-def described(number: int, index: Artifact) -> LiveVersion:
-    """The entry of an index artifact in the register."""
-    live = _live(index)
+def described(number: int, index: Artifact, *, delta: bool = False) -> LiveVersion:
+    """The entry of an index artifact in the register; that of a delta has one log, whatever the shards."""
+    live = _live(index, delta=delta)
     return LiveVersion(
         number=number,
         uri=fs.absolute(index.uri),
@@ -190,23 +208,37 @@ def included(index: Artifact) -> list[int]:
     return found
 
 
-def _live(index: Artifact) -> dict[str, Any]:
-    """What compaction states of a version, in the form of `live.json`; of the built index, which has none."""
-    if LIVE not in index.manifest.parts:
-        return {"origin": index.digest, "included": [0] * shard.open_layout(index).shards, "written": 0}
-    found: dict[str, Any] = index.read_json(LIVE)
-    return found
+def written(index: Artifact, *, delta: bool = False) -> int:
+    """Documents written to a version since its quantizer was trained."""
+    return int(_live(index, delta=delta)["written"])
+
+
+def _live(index: Artifact, *, delta: bool = False) -> dict[str, Any]:
+    """What compaction states of a version, in the form of `live.json`.
+
+    Of an index that was built, which has none, and of a version of the other kind, whose logs are others.
+    """
+    if LIVE in index.manifest.parts:
+        found: dict[str, Any] = index.read_json(LIVE)
+        if found.get("delta", False) == delta:
+            return found
+    logs = 1 if delta else shard.open_layout(index).shards
+    return {"origin": index.digest, "included": [0] * logs, "written": 0}
 
 
 class OpenVersion:
-    """A version whose shards are opened one by one."""
+    """A version whose shards are opened one by one.
 
-    def __init__(self, version: LiveVersion) -> None:
-        self.index = version.open()
+    Args:
+        version: of a register.
+        index: whose shards are opened; None: those of the version, of a delta those of its empty index.
+    """
+
+    def __init__(self, version: LiveVersion, index: Artifact | None = None) -> None:
+        self.index = version.open() if index is None else index
         self.config = IndexConfig.model_validate(self.index.manifest.config)
-        live = _live(self.index)
-        self.included: list[int] = live["included"]  # see :func:`included`
-        self.written: int = live["written"]  # documents, since the quantizer was trained
+        self.included = list(version.included)
+        self.written = written(self.index)
         self.layout = shard.open_layout(self.index)
         self._coarse = shard.open_coarse(self.index)
 
@@ -253,7 +285,7 @@ def read_register(folder: str | Path) -> Register:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         kept = (LiveVersion(**each | {"included": tuple(each["included"])}) for each in values["kept"])
-        return Register(tuple(kept), values["last"])
+        return Register(tuple(kept), values["last"], values.get("delta", False))
     except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(f"{path} is damaged ({error}): restore it") from None
 

@@ -240,10 +240,9 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
         if not first <= expected < min(end, until + 1):
             continue
         with _open(path) as stream:
-            for record, _ in records(stream, path, first=first):
-                if record.sequence == expected:
-                    yield record
-                    expected += 1
+            for record, _ in records(stream, path, first=first, after=expected - 1):
+                yield record
+                expected += 1
                 if expected > until:  # later records may be half written
                     break
     if expected <= until:
@@ -314,11 +313,19 @@ def encode_record(payload: bytes, *, sequence: int, acknowledged: int) -> bytes:
     return header + _CRC.pack(zlib.crc32(header)) + payload
 
 
-def records(stream: BinaryIO, path: Path, *, first: int) -> Iterator[tuple[Record, int]]:
-    """Records of a segment, each with the offset of its end; ArtifactError where one is not whole."""
+def records(stream: BinaryIO, path: Path, *, first: int, after: int = 0) -> Iterator[tuple[Record, int]]:
+    """Records of a segment above `after`, each with the offset of its end.
+
+    ArtifactError where one is not whole. Of those before only headers are read: a process that follows the
+    log has read them, and looks for the next one many times a second.
+    """
     sequence, start = first, 0
     while data := stream.read(_FRAME):
         header = _parse(data)
+        if header is not None and header.sequence == sequence <= after:
+            start = stream.seek(header.length, os.SEEK_CUR)
+            sequence += 1
+            continue
         payload = stream.read(header.length) if header else b""
         if not header or header[1:4] != (len(payload), zlib.crc32(payload), sequence):
             raise ArtifactError(f"{path} is damaged at byte {start}, record {sequence}: restore the file")

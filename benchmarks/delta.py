@@ -1,0 +1,158 @@
+"""A delta beside a large index: recall, the cost of a search, durable writes per second, and kills.
+
+    python -m benchmarks.delta --json docs/results/delta.json
+
+Passages of real text (`benchmarks/passages.py`) in their order: an index of four shards is built of the
+first ones, and the later ones are written beside it, half of them in place of documents of the index. Every
+eightieth document of the index is deleted. Both together are compared with an index built anew of the
+documents that are left, in recall@10 against exact search at equal nprobe and refine_factor, and in time with
+a search of the base alone. All is in one process, where the two searches of a query come one after the other;
+in a service the gateway searches the delta while the groups of shards are searched. The last row is the index
+once the delta is folded into it.
+
+Kills: `benchmarks/live_kill.py` with a delta, in exact mode, with folds and rollbacks.
+"""
+
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from benchmarks import live_kill
+from benchmarks.live_index import embedded, recall
+from benchmarks.live_kill import build, table
+from benchmarks.report import arguments, show, write
+from scalingnote.core import topk
+from scalingnote.core.log import configure
+from scalingnote.index import families
+from scalingnote.index.config import FastScan
+from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.search.delta import SearcherWithDelta
+from scalingnote.search.searcher import Searcher
+
+Row = dict[str, Any]
+K, SHARDS, BATCH, DELETED = 10, 4, 100, 80
+ROUNDS = 9  # of timed searches: other processes of a machine slow most of them
+
+
+def main() -> None:
+    """Parse arguments, run, print and write."""
+    options = parser().parse_args()
+    configure()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows, writes = searching(passages_of(options), folder, options)
+    show("Base and delta", rows)
+    show("Durable writes", [writes])
+    kills = [killed(seed, options) for seed in range(options.seeds)]
+    show("A writer killed at random moments", kills)
+    of = {row["searched"]: row for row in rows}
+    both, anew = of["base and delta"], of["built anew"]
+    metrics = {
+        "recall_gap": round(anew["recall@10"] - both["recall@10"], 4),
+        "folded_recall_gap": round(anew["recall@10"] - of["folded"]["recall@10"], 4),
+        "search_over_base": round(both["ms"] / of["base alone"]["ms"], 3),
+        "search_over_built_anew": round(both["ms"] / anew["ms"], 3),
+        "writes_per_s": writes["documents/s"],
+        **{name: sum(row[name] for row in kills) for name in ("lost_writes", "duplicates", "wrong_answers")},
+        "kills": sum(row["kills"] for row in kills),
+    }
+    write(options.json, metrics=metrics, search=rows, writes=[writes], kills=kills)
+
+
+def parser() -> ArgumentParser:
+    """The knobs and their defaults."""
+    parser = arguments(__doc__)
+    parser.add_argument("--documents", type=int, default=100_000, help="of the index, default: %(default)s")
+    parser.add_argument("--delta", type=int, default=5_000, help="documents written, default: %(default)s")
+    parser.add_argument("--queries", type=int, default=500, help="default: %(default)s")
+    parser.add_argument("--nprobe", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--refine-factor", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=1, help="histories with kills, default: %(default)s")
+    parser.add_argument("--operations", type=int, default=400, help="of each, default: %(default)s")
+    parser.add_argument("--kills", type=int, default=30, help="of each, about; default: %(default)s")
+    parser.add_argument("--folder", help="folder of logs and indexes, default: a temporary one")
+    return parser
+
+
+def passages_of(options: Namespace) -> Float[ndarray, "passages dim"]:
+    """Documents of the index, those written beside it, then queries."""
+    return embedded(Namespace(documents=options.documents + options.delta, queries=options.queries))
+
+
+def searching(matrix: Float[ndarray, "docs dim"], folder: str, options: Namespace) -> tuple[list[Row], Row]:
+    """Recall and time of each way to search, and the speed of the writes."""
+    base, new, queries = np.split(matrix, [options.documents, options.documents + options.delta])
+    settings: dict[str, Any] = {
+        "family": FastScan(),
+        "nlist": families.default_nlist(len(base), train_documents=len(base)),
+        "shards": SHARDS,
+        "nprobe": options.nprobe,
+        "refine_factor": options.refine_factor,
+    }
+    names = [f"d{n}" for n in range(len(base))]
+    built = build(f"{folder}/base", names, base, **settings)
+    live = LiveIndex(f"{folder}/live", built.uri, delta=True)
+    replaced = np.random.default_rng(0).permutation(len(base))[: len(new) // 2]
+    written = [*(f"d{n}" for n in replaced), *(f"n{n}" for n in range(len(new) - len(replaced)))]
+    start = time.monotonic()
+    for low in range(0, len(new), BATCH):
+        live.upsert(table(written[low : low + BATCH], 1), new[low : low + BATCH])
+    seconds = time.monotonic() - start
+    gone = names[::DELETED]
+    live.delete(gone)
+    truth = dict(zip(names, base, strict=True)) | dict(zip(written, new, strict=True))
+    truth = {name: vector for name, vector in truth.items() if name not in {*gone}}
+    left, final = [*truth], np.stack([*truth.values()])
+    exact = [[left[n] for n in line] for line in topk.search(queries, final, k=K)[1].tolist()]
+    anew = build(f"{folder}/anew", left, final, **settings)
+    searchers = {
+        "base alone": Searcher.open(built.uri),
+        "base and delta": SearcherWithDelta.over(live.folder),
+        "built anew": Searcher.open(anew.uri),
+    }
+    live.compact()  # the searcher stays on the version that it has opened
+    searchers["folded"] = SearcherWithDelta.over(live.folder)
+    rows = measured(searchers, queries, exact)
+    live.close()
+    return rows, {"batch": BATCH, "documents": len(new), "documents/s": round(len(new) / seconds)}
+
+
+def measured(searchers: dict[str, Searcher], queries: ndarray, exact: list[list[str]]) -> list[Row]:
+    """Recall against the exact answers, and milliseconds of a query by itself: those of the fastest round."""
+    spent: dict[str, list[float]] = {name: [] for name in searchers}
+    found: dict[str, Any] = {}
+    for _ in range(ROUNDS):
+        for name, searcher in searchers.items():
+            start = time.perf_counter()
+            hits = [searcher.search(query[None], k=K)[0] for query in queries]
+            spent[name].append(1000 * (time.perf_counter() - start) / len(queries))
+            found[name] = np.array([[hit.doc_id for hit in row] for row in hits])
+    return [
+        {
+            "searched": name,
+            "documents": len(searcher),
+            "recall@10": round(recall(found[name], np.array(exact)), 4),
+            "ms": round(min(spent[name]), 3),
+        }
+        for name, searcher in searchers.items()
+    ]
+
+
+def killed(seed: int, options: Namespace) -> Row:
+    """One history with kills."""
+    often = {"compact": (0.03, 0.4), "rollback": (0.02, 0.2)}  # a history is short
+    live_kill.KINDS |= often
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found = live_kill.run(
+            folder, seed=seed, operations=options.operations, kills=options.kills, delta=True
+        )
+    row = {name: value for name, value in vars(found).items() if name != "done"}
+    return {"seed": seed, **row, **{f"{name}s": count for name, count in found.done.items()}}
+
+
+if __name__ == "__main__":
+    main()

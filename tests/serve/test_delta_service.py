@@ -1,0 +1,215 @@
+"""A gateway, two groups of searchers and a delta: what is written, replaced and deleted is what is shown."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from gateway_here import Client
+from pair import DIM
+
+from scalingnote.index.live import wal
+from scalingnote.index.shard import SHARD_DOCUMENTS
+from scalingnote.run.ingest import IndexRows
+from scalingnote.run.service_config import LiveServe, ServeConfig
+from scalingnote.search.searcher import Searcher
+from scalingnote.serve import api
+from scalingnote.serve.artifacts import ServedArtifacts
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.deployed import Deployed, ServedArm
+from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts
+from scalingnote.serve.service import Service
+from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve.writer import Writer
+from scalingnote.storage.artifact import Artifact
+from synthetic_corpus import vectors
+
+NEW = vectors(200, DIM, seed=5)
+Truth = dict[str, np.ndarray]
+
+
+class NumberedTexts:
+    """In place of a document encoder: the text of a document is the number of its vector in NEW."""
+
+    async def encode(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
+        columns = {
+            "doc_id": [row["doc_id"] for row in documents],
+            "title": [f"written {row['content']}" for row in documents],
+            "topic": [row["topic"] for row in documents],
+            "snippet": [row["content"] for row in documents],
+            "semantic_id": ["" for _ in documents],
+        }
+        found = NEW[[int(row["content"]) for row in documents]]
+        return IndexRows(pa.table(columns, schema=SHARD_DOCUMENTS), found, [])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / "live")
+
+
+@pytest.fixture
+def truth(index: Artifact) -> Truth:
+    searcher = Searcher.open(index.uri)
+    found = {f"d{n}": searcher.vector(f"d{n}") for n in range(len(searcher))}
+    return {name: vector for name, vector in found.items() if vector is not None}
+
+
+def opened(index: Artifact, query_tower: Artifact, folder: str) -> tuple[Client, Writer, Service]:
+    catalog = LiveCatalog(folder, index.uri, DIM, delta=True)
+    live = LiveServe(folder=folder, delta=True)
+    config = ServeConfig(deadline_s=60, live=live)
+    searchers = [LocalHandle(IndexSearcher(catalog, shards=[group], mapped=group == 1)) for group in range(2)]
+    writer = Writer(folder, index.uri, live, True)
+    arms = [
+        ServedArm("default", LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student")))), "", False)
+    ]
+    service = Service(
+        Deployed(
+            arms,
+            catalog,
+            searchers,
+            document_encoder=LocalHandle(NumberedTexts()),
+            writer=LocalHandle(writer),
+        ),
+        config,
+    )
+    return Client(api.build(service, config)), writer, service
+
+
+@pytest.fixture
+def served(index: Artifact, query_tower: Artifact, folder: str) -> Iterator[tuple[Client, Writer, Service]]:
+    found = opened(index, query_tower, folder)
+    yield found
+    found[0].close()
+    found[1]._index.close()
+
+
+def write(client: Client, truth: Truth, numbers: Mapping[str, int], *, topic: str = "new") -> None:
+    rows = [{"doc_id": i, "title": "", "topic": topic, "content": str(n)} for i, n in numbers.items()]
+    answer = client("POST", "/documents", json={"documents": rows})
+    assert (answer.status_code, answer.json()["written"]) == (200, len(rows))
+    truth |= {name: NEW[n] / np.linalg.norm(NEW[n]) for name, n in numbers.items()}
+
+
+def delete(client: Client, truth: Truth, doc_ids: Sequence[str]) -> None:
+    assert client("POST", "/documents/delete", json={"doc_ids": doc_ids}).status_code == 200
+    for name in doc_ids:
+        truth.pop(name, None)
+
+
+def best(truth: Mapping[str, np.ndarray], query: np.ndarray, k: int) -> list[str]:
+    scores = {name: float(vector @ query) for name, vector in truth.items()}
+    return sorted(scores, key=lambda name: -scores[name])[:k]
+
+
+def agree(client: Client, truth: Truth, *, version: str = "0") -> None:
+    for query in vectors(3, DIM, seed=11):
+        for k in (5, 60):
+            answer = client.search(vector=query.tolist(), k=k, explain=True).json()
+            assert [hit["doc_id"] for hit in answer["results"]] == best(truth, query, k)
+            assert (answer["index_version"], answer["shards_answered"]) == (version, 2)
+            assert (answer["missing_groups"], answer["degraded"]) == ([], [])
+            for hit in answer["results"]:
+                shown = client("GET", f"/documents/{hit['doc_id']}").json()
+                assert {"title", "snippet"} <= shown.keys()
+                assert shown.items() <= hit.items()
+
+
+def test_writes_replace_and_hide_what_the_groups_have(served, truth, index):
+    client, _, _ = served
+    agree(client, truth)
+    write(client, truth, {f"d{n}": n // 5 for n in range(0, 420, 7)})
+    agree(client, truth)
+    delete(client, truth, [f"d{n}" for n in range(0, 420, 3)])
+    write(client, truth, {"new": 150, "d3": 151}, topic="odd")
+    delete(client, truth, ["d7", "nothing"])
+    agree(client, truth)
+    odd = client.search(vector=NEW[150].tolist(), k=5, filter={"topic": "odd"}).json()["results"]
+    assert [hit["doc_id"] for hit in odd] == best({n: truth[n] for n in ("new", "d3")}, NEW[150], 5)
+    assert [client("GET", f"/documents/{name}").status_code for name in ("d7", "d6", "d3", "d1")] == [
+        *(404, 404, 200, 200)
+    ]
+    for name in ("d3", "d1"):
+        near = client("POST", "/similar", json={"doc_id": name, "k": 6}).json()["results"]
+        others = {other: vector for other, vector in truth.items() if other != name}
+        assert [hit["doc_id"] for hit in near] == best(others, truth[name], 6)
+    assert client("POST", "/similar", json={"doc_id": "d6", "k": 6}).status_code == 404
+    info = client("GET", "/info").json()
+    assert (info["live"], info["shards"]) == (True, 2)
+    assert client("GET", "/healthz").json()["status"] == "ok"
+
+
+def test_a_fold_and_a_rollback_change_no_answer_and_a_restart_replays_the_log(
+    served, truth, index, query_tower, folder
+):
+    client, writer, service = served
+    write(client, truth, {f"d{n}": n // 5 for n in range(0, 420, 7)})
+    delete(client, truth, ["d1", "d2"])
+    assert client("POST", "/admin/index/compact").status_code == 200
+    agree(client, truth, version="1")
+    assert len(writer._index) == 0
+    write(client, truth, {"d1": 100, "d14": 101})
+    delete(client, truth, ["d7"])
+    agree(client, truth, version="1")
+    assert client("POST", "/admin/index/roll_back").status_code == 200
+    agree(client, truth, version="0")
+    writer._index.close()
+    again, second, _ = opened(index, query_tower, folder)
+    agree(again, truth, version="0")
+    write(again, truth, {"d2": 102})
+    client.wait(service.versions.deltas.refresh())  # the other gateway, which would read the log by itself
+    agree(client, truth, version="0")
+    agree(again, truth, version="0")
+    again.close()
+    second._index.close()
+
+
+def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index: Artifact, tmp_path: Path) -> None:
+    catalog = LiveCatalog(str(tmp_path), index.uri, DIM, delta=True)
+
+    def groups(**live: Any) -> tuple[range, ...]:
+        config = ServeConfig(live=LiveServe(folder=str(tmp_path), **live), shards_per_searcher=1)
+        return ServedArtifacts(index, (), catalog, config).groups
+
+    assert groups(delta=True) == (range(1), range(1, 2))
+    assert groups() == (range(2),)
+    ServeConfig(live=LiveServe(folder="here", delta=True), mapped=True)  # searchers add no vectors
+
+
+def test_a_delta_that_does_not_answer_is_named(served, truth, monkeypatch):
+    client, _, service = served
+    write(client, truth, {"d0": 0})
+    deltas = service.versions.deltas
+
+    async def never(_: Any) -> Any:
+        await asyncio.sleep(3600)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deltas, "_batcher", never)
+        answer = client.search(vector=NEW[0].tolist(), k=5, deadline_ms=300).json()
+        assert (answer["missing_groups"], answer["shards_answered"]) == ([2], 2)
+        assert "d0" not in [hit["doc_id"] for hit in answer["results"]]
+    with monkeypatch.context() as patch:
+        patch.setattr(wal, "acknowledged", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            client.wait(deltas.refresh())
+        health = client("GET", "/healthz").json()
+        assert (health["status"], health["silent"]) == ("degraded", ["delta"])
+    client.wait(deltas.refresh())
+    assert client("GET", "/healthz").json()["status"] == "ok"
+
+
+def test_a_document_without_a_readable_store_has_its_id(served, truth, monkeypatch):
+    client, _, service = served
+    write(client, truth, {"d0": 0})
+    monkeypatch.setattr(service.versions.documents, "_stores", {})
+    monkeypatch.setattr(service.versions.documents, "_tried", float("inf"))
+    answer = client.search(vector=NEW[0].tolist(), k=5).json()
+    assert [hit["doc_id"] for hit in answer["results"]] == best(truth, NEW[0], 5)
+    assert answer["degraded"] == ["documents_unreadable"]
+    titles = [hit["title"] for hit in answer["results"]]
+    assert (titles[0], set(titles[1:])) == ("written 0", {""})

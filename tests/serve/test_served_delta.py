@@ -1,0 +1,181 @@
+"""A real service with a delta: two groups of searchers in replicas, and a writer that is killed."""
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+from pair import DIM, built, table
+from ray import serve
+
+from scalingnote.index.shard import SHARD_DOCUMENTS
+from scalingnote.run.ingest import IndexRows
+from scalingnote.run.service_config import AppArgs, LiveServe
+from scalingnote.search.searcher import Searcher
+from scalingnote.serve import app, artifacts, launch
+from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve.writer import DocumentPathParts
+from scalingnote.storage.artifact import Artifact
+from synthetic_corpus import vectors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
+NEW = vectors(400, DIM, seed=5)
+TRIES, PAUSE_S = 600, 0.1
+
+
+def numbered_texts() -> Any:
+    """In place of a document encoder: a text is the number of its vector. A local class needs no import."""
+    known, schema = NEW, SHARD_DOCUMENTS
+
+    class NumberedTexts:
+        def __init__(self, _: Any) -> None:
+            pass
+
+        async def encode(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
+            texts = {name: [row["content"] for row in documents] for name in schema.names[1:]}
+            rows = pa.table({"doc_id": [row["doc_id"] for row in documents], **texts}, schema=schema)
+            return IndexRows(rows, known[[int(row["content"]) for row in documents]], [])
+
+    return NumberedTexts
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return built(tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture(scope="module")
+def url(cluster: None, index: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    tower = table(f"{tmp_path_factory.mktemp('student')}/student")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    knobs = {
+        "port": port,
+        "deadline_s": 20,
+        "shards_per_searcher": 1,
+        "deployments": {"searcher": {"num_replicas": 2}, "encoder": {"num_replicas": 0}},
+        "cpus_per_replica": 0.1,
+    }
+    found = artifacts.find(
+        AppArgs.model_validate({"index": index.uri, "query_tower": tower.uri, "serve": knobs})
+    )
+    assert isinstance(found, artifacts.ServedArtifacts)
+    folder = str(tmp_path_factory.mktemp("live"))
+    served = replace(
+        found,
+        catalog=LiveCatalog(folder, index.uri, DIM, delta=True),
+        config=found.config.model_copy(update={"live": LiveServe(folder=folder, delta=True)}),
+        documents=DocumentPathParts(*[("", "")] * 4, 0),
+    )
+    assert len(served.groups) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "DocumentEncoder", numbered_texts())
+        application = app.bind(served)
+    yield launch.start(served, application)
+    serve.delete(launch.APPLICATION_NAME)
+    serve.shutdown()
+
+
+def post(url: str, **body: Any) -> tuple[int, Any]:
+    """Status and answer; 0 where the connection broke."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as refused:
+        return refused.code, None
+    except OSError:
+        return 0, None
+
+
+def kill(part: str) -> list[int]:
+    """kill -9 the replicas of a deployment; their processes."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if f":{part}" in "".join(process.cmdline()):
+                found.append(process)
+    for process in found:
+        process.kill()
+    return [process.pid for process in found]
+
+
+def until_acknowledged(url: str, path: str, **body: Any) -> None:
+    """Send a write until it is acknowledged."""
+    for _ in range(TRIES):
+        if post(f"{url}{path}", **body)[0] == 200:
+            return
+        time.sleep(PAUSE_S)
+    raise AssertionError("no write was acknowledged")
+
+
+def shown(url: str, query: np.ndarray, k: int) -> list[str]:
+    """What a complete answer shows."""
+    for _ in range(TRIES):
+        status, answer = post(f"{url}/search", vector=query.tolist(), k=k)
+        if status == 200 and answer["shards_answered"] == 2 and not answer["missing_groups"]:
+            return [hit["doc_id"] for hit in answer["results"]]
+        time.sleep(PAUSE_S)
+    raise AssertionError("no complete answer")
+
+
+def best(truth: Mapping[str, np.ndarray], query: np.ndarray, k: int) -> list[str]:
+    scores = {name: float(vector @ query) / float(np.linalg.norm(vector)) for name, vector in truth.items()}
+    return sorted(scores, key=lambda name: -scores[name])[:k]
+
+
+def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url: str, index: Artifact) -> None:
+    searcher = Searcher.open(index.uri)
+    truth = {f"d{n}": searcher.vector(f"d{n}") for n in range(len(searcher))}
+    stop, twice, failed = threading.Event(), [], []
+
+    def search() -> None:
+        """While documents are replaced and deleted, none may be shown twice or, if it stays, be missed."""
+        while not stop.is_set():
+            status, answer = post(f"{url}/search", vector=NEW[399].tolist(), k=100)
+            if status != 200:
+                failed.append(status)
+                continue
+            names = [hit["doc_id"] for hit in answer["results"]]
+            twice.extend(name for name in set(names) if names.count(name) > 1)
+
+    reader = threading.Thread(target=search)
+    reader.start()
+    killed: list[int] = []
+    try:
+        for step in range(30):
+            numbers = {f"d{(7 * step + n) % 440}": (10 * step + n) % 399 for n in range(8)}
+            rows = [{"doc_id": name, "topic": "new", "content": str(n)} for name, n in numbers.items()]
+            gone = [f"d{(11 * step + 5) % 440}"]
+            if step % 10 == 5:  # while the write is under way
+                threading.Timer(0.005 * (step // 10), lambda: killed.extend(kill("Writer"))).start()
+            until_acknowledged(url, "/documents", documents=rows)
+            truth |= {name: NEW[n] for name, n in numbers.items()}
+            until_acknowledged(url, "/documents/delete", doc_ids=gone)
+            truth = {name: vector for name, vector in truth.items() if name not in gone}
+            for query in (NEW[step], NEW[399]):  # the gateway that acknowledged has read the log
+                assert shown(url, query, 10) == best(truth, query, 10)
+    finally:
+        stop.set()
+        reader.join()
+    assert len({*killed}) == 3
+    assert (twice, failed) == ([], [])
+
+
+def test_killed_searchers_come_back_with_what_was_written(url: str) -> None:
+    vector = NEW[399] * -1
+    until_acknowledged(url, "/documents", documents=[{"doc_id": "d3", "topic": "", "content": "399"}])
+    wanted = shown(url, vector, 20), shown(url, NEW[399], 20)
+    assert wanted[1][0] == "d3"
+    assert len(kill("IndexSearcher-000")) == 2
+    assert (shown(url, vector, 20), shown(url, NEW[399], 20)) == wanted
