@@ -29,7 +29,7 @@ from scalingnote.core import cluster
 from scalingnote.core.config import Config
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.index.hybrid import interpolated, normalised
+from scalingnote.index.hybrid import interpolate, normalise
 from scalingnote.models.prompt import TokenRow
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import arrow, schema
@@ -246,8 +246,8 @@ def scored(towers: Artifact, pairs: Pairs) -> Figures:
     bounds = np.arange(0, len(answers) * k + 1, k)
     weights = encoded.terms.impacts.astype(np.float32).ravel(), encoded.terms.terms.ravel(), bounds
     by_terms = (counts @ sparse.csr_matrix(weights, shape=(len(answers), size)).T).toarray()
-    scaled = [normalised(scores, scores.min(1), scores.max(1)) for scores in (dense, by_terms)]
-    both = interpolated(*scaled, dense_weight=DENSE_WEIGHT)
+    scaled = [normalise(scores, scores.min(1), scores.max(1)) for scores in (dense, by_terms)]
+    both = interpolate(*scaled, dense_weight=DENSE_WEIGHT)
     return found | recalls_of("sparse", by_terms) | recalls_of("hybrid", both)
 
 

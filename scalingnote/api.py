@@ -154,12 +154,12 @@ def build(
     from scalingnote.run import pipeline, stages
 
     if not any(override.startswith("dataset.passages") for override in overrides):
-        config = _divided(config)
+        config = _divide_long(config)
     texts = "query_embeddings" if config.vectors is not None else "pseudo_queries"
     until = "teacher" if config.vectors is not None else "pseudo_queries"
     drawn = pipeline.run(config, stages.select(config, until=until), record=False)
     counts = drawn[texts].counts
-    config = _fitted(
+    config = _size_by_texts(
         config,
         texts=counts["queries"] - counts["validation"],
         documents=drawn["dataset"].counts["documents"] if "dataset" in drawn else 0,
@@ -170,7 +170,7 @@ def build(
     return pipeline.run(config, chosen, record=index)
 
 
-def _divided(config: "RunConfig") -> "RunConfig":
+def _divide_long(config: "RunConfig") -> "RunConfig":
     """The config with passages, if more than LONG_SHARE of the texts are longer than the model reads."""
     from scalingnote.core.log import get_logger
     from scalingnote.datasets.config import Passages
@@ -202,7 +202,9 @@ def _divided(config: "RunConfig") -> "RunConfig":
     return config.model_copy(update={"dataset": config.dataset.model_copy(update={"passages": passages})})
 
 
-def _fitted(config: "RunConfig", *, texts: int, documents: int, given: set[str], index: bool) -> "RunConfig":
+def _size_by_texts(
+    config: "RunConfig", *, texts: int, documents: int, given: set[str], index: bool
+) -> "RunConfig":
     """The config with what depends on the number of texts and documents; settings in `given` stay."""
     from scalingnote.encode.config import BM25Config
     from scalingnote.index.config import Flat

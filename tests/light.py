@@ -12,7 +12,7 @@ from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, TokenWiseConfig, TowerConfig
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.train.config import Losses, Sparse
-from scalingnote.train.objective import StageOne, Triplets, padded
+from scalingnote.train.objective import StageOne, Triplets, pad_lists
 
 DIM = 16
 STEPS = 10  # of a run that a batch is a step of
@@ -74,7 +74,7 @@ def triplets(
         document_ids=torch.cat([ids, own + 1000]),
         known_positives=torch.stack([ids, (ids + 5) % 17], dim=1),
         weights=(1 + own % 3).float(),
-        terms=torch.from_numpy(padded(terms, width=16)),
+        terms=torch.from_numpy(pad_lists(terms, width=16)),
         step=torch.tensor(float(step)),
         steps=torch.tensor(float(STEPS)),
     )

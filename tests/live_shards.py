@@ -142,7 +142,7 @@ def index(
             layout=layout,
             lists=shard(shared, own, number).lists,
             documents=table(list(own), passages=passages),
-            terms=postings.merged([])
+            terms=postings.merge([])
             if columns is None
             else postings.build(columns["terms"], columns["impacts"], strongest=strongest),
         )

@@ -220,7 +220,7 @@ def test_a_student_for_documents_is_compared_as_its_teacher(out: Path, tmp_path:
     document = {"backbone": {"kind": "pretrained", "path": made}, "pooling": "cls", "normalise": False}
     config = DistillConfig.model_validate({"losses": {"one_hot": 1.0}, "document": document})
     teacher = artifact(out, "query_embeddings")
-    assert job.compared_by(teacher) == "dot"
+    assert job.similarity_of(teacher) == "dot"
     student = job._document_student(config, None, dim=tiny.CAUSAL.hidden, teacher=teacher)
     student.save(tmp_path / "saved")
     assert published_model.similarity_of(tmp_path / "saved") == "dot"

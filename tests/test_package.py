@@ -306,3 +306,45 @@ def test_a_class_or_public_constant_is_defined_in_one_module():
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in house.PACKAGE.rglob("*.py")}
     assert len(trees) > 200
     assert house.names_twice({path: tree for path, tree in trees.items() if "_pb2" not in path.name}) == {}
+
+
+# Verbs whose participle does not end in -ed; "read", "cut", "put", "set" and "split" are infinitives, too.
+PARTICIPLES = {
+    "built",
+    "found",
+    "given",
+    "known",
+    "made",
+    "sent",
+    "taken",
+    "told",
+    "written",
+    "drawn",
+    "kept",
+}
+PARTICIPLES |= {"left", "lost", "seen", "done", "shown", "chosen"}
+BASES = {
+    "embed",
+    "exceed",
+    "feed",
+    "need",
+    "proceed",
+    "seed",
+    "shed",
+    "speed",
+}  # end in -ed without being one
+BEHIND = {"again", "as", "aside", "back", "by", "for", "from", "if", "of", "to", "until", "up"}
+
+
+def test_a_function_is_named_by_what_it_does_or_gives():
+    """`pad` or `padded_rows`, not `padded`; an attribute, which a property is, may be an adjective."""
+    named = []
+    for path in house.PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+                continue
+            first, *others = node.name.strip("_").split("_")
+            participle = first in PARTICIPLES or (first.endswith("ed") and first not in BASES)
+            if participle and (not others or others[0] in BEHIND):
+                named.append(f"{path}:{node.lineno} {node.name}")
+    assert named == []

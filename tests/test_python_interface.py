@@ -178,9 +178,9 @@ def test_settings_of_the_caller_are_not_fitted(tmp_path: Path, texts: Path):
         overrides=given,
     )
     names = {override.partition("=")[0] for override in given}
-    fitted = api._fitted(config, texts=100, documents=20, given=names, index=True)
+    fitted = api._size_by_texts(config, texts=100, documents=20, given=names, index=True)
     assert fitted == config.model_copy(update={"index": config.index.model_copy(update={"shards": 1})})
-    many = api._fitted(config, texts=10**6, documents=10**6, given={"index.shards"}, index=True)
+    many = api._size_by_texts(config, texts=10**6, documents=10**6, given={"index.shards"}, index=True)
     assert (many.distill, many.quantize, many.index) == (config.distill, config.quantize, config.index)
     assert many.bm25 is not None
 

@@ -300,13 +300,13 @@ def serve(options: argparse.Namespace) -> int:
 def _serve(served: dict[str, str], overrides: Sequence[str]) -> int:
     from scalingnote.core.config import load
     from scalingnote.run import pipeline
-    from scalingnote.run.service_config import PROXY_TIMEOUTS, AppArgs, environment, merged
+    from scalingnote.run.service_config import PROXY_TIMEOUTS, AppArgs, environment, merge_sections
 
     args = load(AppArgs, (), [*(f"{name}={path!r}" for name, path in served.items()), *overrides])
     config = args.serve
     if args.run_dir is not None:
         run = pipeline.load_run(args.run_dir)
-        config = merged(run.run_dir, run.serve, config)
+        config = merge_sections(run.run_dir, run.serve, config)
     os.environ |= PROXY_TIMEOUTS | os.environ | environment(config)
     from scalingnote.serve import app, artifacts, launch  # they import Ray Serve, which reads the environment
 

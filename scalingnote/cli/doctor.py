@@ -68,7 +68,7 @@ def as_text(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _graded(subject: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
+def _grade(subject: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
     """A finding with the level and the remedy of the first problem that is there, else "ok"."""
     for there, level, remedy in problems:
         if there:
@@ -81,13 +81,13 @@ def _machine() -> Iterator[Finding]:
     memory = psutil.virtual_memory().total / GIB
     found = f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.1f} GB"
     is_windows = platform.system() == "Windows"
-    yield _graded("machine", found, (is_windows, "warn", "Ray's Windows support is partial: use WSL 2"))
+    yield _grade("machine", found, (is_windows, "warn", "Ray's Windows support is partial: use WSL 2"))
 
 
 def _python() -> Iterator[Finding]:
     is_old = tuple(map(int, platform.python_version_tuple()[:2])) < PYTHON
     remedy = f"install Python {PYTHON[0]}.{PYTHON[1]} or newer"
-    yield _graded("python", platform.python_version(), (is_old, "stops", remedy))
+    yield _grade("python", platform.python_version(), (is_old, "stops", remedy))
 
 
 def _packages() -> Iterator[Finding]:
@@ -192,7 +192,7 @@ def _accelerators() -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        yield _graded(
+        yield _grade(
             "gpu",
             f"{facts.name}, {free / GIB:.0f} of {total / GIB:.0f} GB free",
             (free < total / 2, "warn", "something else uses it: see nvidia-smi"),
@@ -215,7 +215,7 @@ def _precision(torch: Any, device: str) -> Finding:
         seconds[name] = best
     ratio = seconds["float32"] / seconds["bfloat16"]
     found = f"{ratio:.2g} times the speed of float32 on {device} (512 x 512 matmul)"
-    return _graded("bfloat16", found, (ratio < 1, "ok", "keep float32 here"))
+    return _grade("bfloat16", found, (ratio < 1, "ok", "keep float32 here"))
 
 
 def _engines() -> Iterator[Finding]:
@@ -229,7 +229,7 @@ def _engines() -> Iterator[Finding]:
 def _memory() -> Iterator[Finding]:
     free = psutil.virtual_memory().available / GIB
     few = "lower --set train.resources.workers=1 and encode.resources.workers=1"
-    yield _graded(
+    yield _grade(
         "memory",
         f"{free:.1f} GB free",
         (free < 1.5, "stops", "Ray alone needs 1.5 GB: end other programs"),
@@ -250,7 +250,7 @@ def _disk(directory: Path) -> Iterator[Finding]:
             continue
         usage = shutil.disk_usage(place)
         little = usage.free < 5 * GIB or usage.free < 0.05 * usage.total
-        yield _graded(
+        yield _grade(
             subject,
             f"{usage.free / GIB:.1f} GB free in {place}",
             (usage.free < GIB, "stops", "free some, or point --set run_dir=... elsewhere"),

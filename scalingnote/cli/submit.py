@@ -80,7 +80,7 @@ def submit(
         text = yaml.safe_dump(dump(config))
         configs, overrides = [CONFIG], ()
     chosen = [word for option, stage in selection.items() if stage is not None for word in (option, stage)]
-    pins = _pinned(overrides, config.run_dir)
+    pins = _pin(overrides, config.run_dir)
     command = shlex.join([*COMMAND, *_files(configs, below=checkout), *chosen, *pins, "--json"])
     client = _connect(address)
     log.info("%s: %s", address, command)
@@ -95,7 +95,7 @@ def submit(
         if job in jobs:
             log.info("%s is %s already: following it", job, jobs[job].value.lower())
         else:
-            with _uploaded(text) as folder:
+            with _upload_directory(text) as folder:
                 environment = {"excludes": EXCLUDES, "working_dir": folder}
                 _start(client, address, job, options | {"runtime_env": environment})
         if detach:
@@ -121,7 +121,7 @@ def driver_options(cpus: float | None, memory_gb: float | None, resource: str | 
 
 
 @contextlib.contextmanager
-def _uploaded(text: str) -> Iterator[str]:
+def _upload_directory(text: str) -> Iterator[str]:
     """The directory to upload: this one, or one with the config alone if its text is given."""
     if not text:
         yield "."
@@ -168,7 +168,7 @@ def _files(configs: Sequence[str], *, below: bool) -> list[str]:
     return [os.path.relpath(config) for config in configs]
 
 
-def _pinned(overrides: Sequence[str], run_dir: str) -> list[str]:
+def _pin(overrides: Sequence[str], run_dir: str) -> list[str]:
     """Overrides of the job, as options.
 
     A job's own working directory vanishes with it, so a relative run_dir is pinned to where it is here; and a

@@ -42,12 +42,12 @@ def show(console: "Console", *parts: "str | Text | ReportTable") -> None:
         if not console.is_terminal:
             print(f"\n{table.markdown}\n" if table else part, file=console.file)
         elif table:
-            console.print(_drawn(table))
+            console.print(_draw(table))
         else:
             console.print(part, soft_wrap=True)
 
 
-def _drawn(table: ReportTable) -> "Table":
+def _draw(table: ReportTable) -> "Table":
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -66,8 +66,8 @@ def show_hits(console: "Console", hits: "Sequence[SearchHit]", query: str) -> No
 
     for rank, hit in enumerate(hits, 1):
         document = hit.document
-        title = _marked(clean(document["title"] or hit.doc_id), query, "bold")
-        snippet = _marked(clean(document["snippet"])[:SNIPPET_CHARACTERS], query)
+        title = _mark(clean(document["title"] or hit.doc_id), query, "bold")
+        snippet = _mark(clean(document["snippet"])[:SNIPPET_CHARACTERS], query)
         facts = [clean(fact) for fact in (hit.doc_id, document["topic"], document["semantic_id"]) if fact]
         width = min(console.width, MAX_COLUMNS) - len(_INDENT)
         lines = snippet.wrap(console, width) if console.is_terminal else [snippet]
@@ -80,11 +80,11 @@ def show_hits(console: "Console", hits: "Sequence[SearchHit]", query: str) -> No
         )
 
 
-def _marked(text: str, query: str, style: str = "") -> "Text":
+def _mark(text: str, query: str, style: str = "") -> "Text":
     """A text in a style, with the words of the query in another."""
     from rich.text import Text
 
-    pieces = highlighted(text, query)
+    pieces = highlight(text, query)
     return Text.assemble(*((piece, "bold yellow" if marked else style) for piece, marked in pieces))
 
 
@@ -94,14 +94,14 @@ def clean(text: object) -> str:
     return "".join(character for character in line if unicodedata.category(character) != "Cc")
 
 
-def highlighted(text: str, query: str) -> Iterator[tuple[str, bool]]:
+def highlight(text: str, query: str) -> Iterator[tuple[str, bool]]:
     """The pieces of `text`, and whether each is a word of `query`, or a form of one.
 
     In scripts without spaces, two letters that follow each other in the query are a word. Function words are
     marked only where the query has no others.
     """
     wanted, pairs = _query_words(query)
-    plain, places = words.aligned(text)
+    plain, places = words.fold_with_places(text)
     done = 0
     for match in _runs().finditer(plain):
         word, run = match.groups()
@@ -123,7 +123,7 @@ def _runs() -> re.Pattern[str]:
 
 def _query_words(query: str) -> tuple[list[str], set[str]]:
     """Words of a query, and pairs of letters of its runs in scripts without spaces."""
-    found = _runs().findall(words.folded(query))
+    found = _runs().findall(words.fold(query))
     spaced = [word for word, _ in found if word]
     telling = [word for word in spaced if word not in _function_words()]
     pairs = {pair for _, run in found for pair in _pairs(words.clusters(run))}

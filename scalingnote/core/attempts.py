@@ -92,7 +92,7 @@ class Attempts:
         if finished:
             self._slots[slot].failures = 0
 
-    def unfinished(self) -> dict[int, str]:
+    def underway(self) -> dict[int, str]:
         """Parts that were begun in this execution and not ended, with the nodes of their workers."""
         return dict(self._begun)
 

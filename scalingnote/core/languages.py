@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
-from scalingnote.core.words import folded
+from scalingnote.core.words import fold
 
 Language = Literal[
     "none", "arabic", "armenian", "basque", "catalan", "czech", "danish", "dutch", "english", "esperanto",
@@ -57,7 +57,7 @@ def stop_words(language: Language) -> frozenset[str]:
     from bm25s import stopwords  # 0.1 to 0.4 s
 
     name = "EN_PLUS" if language == "english" else language.upper()
-    return frozenset(map(folded, getattr(stopwords, f"STOPWORDS_{name}", ())))
+    return frozenset(map(fold, getattr(stopwords, f"STOPWORDS_{name}", ())))
 
 
 def _stemmer(language: Language) -> Any:

@@ -25,7 +25,7 @@ def local_folder(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if str(path).startswith(PACKAGE_PREFIX):
-        return _packaged(str(path).removeprefix(PACKAGE_PREFIX))
+        return _package_folder(str(path).removeprefix(PACKAGE_PREFIX))
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -41,7 +41,7 @@ def local_folder(
         ) from None
 
 
-def _packaged(name: str) -> Path:
+def _package_folder(name: str) -> Path:
     spec = find_spec(name) if name.isidentifier() else None
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
     if folder is None or not folder.is_dir():

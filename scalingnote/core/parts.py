@@ -35,7 +35,7 @@ R = TypeVar("R")
 log = get_logger("parts")
 
 
-def _unchanged(part: Any) -> Any:
+def _identity(part: Any) -> Any:
     return part
 
 
@@ -54,7 +54,7 @@ class PartStage:
     """
 
     load: Callable[[], Callable[[Any], Any]]
-    read: Callable[[Any], Any] = _unchanged
+    read: Callable[[Any], Any] = _identity
     write: Callable[[Any, Any], Any] = _result_only
 
     def start(self) -> Callable[[Any], Any]:

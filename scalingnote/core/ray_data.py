@@ -120,7 +120,7 @@ def _execution_results(
         log.warning("an execution ended early: %s", reason.splitlines()[0])
     for slot, why in attempts.call("failures").items():
         log.warning("a worker is not used: %s: %s", slot, why.strip().splitlines()[-1])
-    begun, there = attempts.call("unfinished"), _alive_nodes()
+    begun, there = attempts.call("underway"), _alive_nodes()
     for number in sorted(missing & begun.keys()):
         queue.lose(number, node_is_there=begun[number] in there)
     untried = sorted(missing - begun.keys())
@@ -217,7 +217,7 @@ class SharedObject:
         """The result of a method."""
         return ray.get(getattr(self._actor, method).remote(*given))
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the process has ended."""
         try:
             ray.get(self._actor.__ray_ready__.remote())
@@ -296,7 +296,7 @@ class PartWorker:
         """Keep this slot for a while after a failure in it: a worker in its place would fail, too."""
         deadline = time.monotonic() + seconds
         while True:
-            if self._attempts.ended() or self._attempts.call("is_over", execution):
+            if self._attempts.has_ended() or self._attempts.call("is_over", execution):
                 ray.actor.exit_actor()  # Ray waits for constructors
             if reason := self._attempts.call("hopeless"):
                 raise RuntimeError(f"no worker could load: {reason}")

@@ -123,7 +123,7 @@ def merge(
 # --- compiled loops ---------------------------------------------------------------------------------------
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile at the first call, run without the GIL; cache on disk where a folder is writable."""
     try:
         made: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
@@ -132,7 +132,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return made
 
 
-@compiled
+@jit
 @no_type_check
 def heap_push(scores, rows, place, score, row):
     """Put a candidate into a heap at its first free place."""
@@ -145,7 +145,7 @@ def heap_push(scores, rows, place, score, row):
     scores[place], rows[place] = score, row
 
 
-@compiled
+@jit
 @no_type_check
 def heap_replace(scores, rows, size, score, row):
     """Put a candidate into a heap in place of the worst."""
@@ -166,7 +166,7 @@ def heap_replace(scores, rows, size, score, row):
     scores[place], rows[place] = score, row
 
 
-@compiled
+@jit
 @no_type_check
 def heap_sort(scores, rows, size):
     """Turn a heap into a ranking, best first."""

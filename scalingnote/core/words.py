@@ -4,7 +4,7 @@ Texts from outside are checked: what is no text is an error, and half of a surro
 One definition of words serves every script, for all that splits, compares or highlights them.
 
 A word is a run of letters and digits with the marks on them, so no word ends at a vowel sign or an accent.
-Two words are one if they are equal after :func:`folded`: NFKC (full width, half-width kana, ligatures,
+Two words are one if they are equal after :func:`fold`: NFKC (full width, half-width kana, ligatures,
 composed or not), case folded (ß is ss, a final sigma a sigma, a Turkish İ an i), without what readers do not
 see (soft hyphens, zero-width spaces and joiners, variation selectors) and without what writers leave out:
 the points of Hebrew, the harakat and the tatweel of Arabic (hamza and madda make other letters and stay).
@@ -62,7 +62,7 @@ def checked_texts(texts: Iterable[str], *, name: str = "text") -> list[str]:
         DataError: `texts` is one text, or holds what is no text (None, NaN, a number): position and value.
     """
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
-        raise DataError(f"{_shown(texts)} in place of a list of texts: give one, also for a single {name}")
+        raise DataError(f"{_show(texts)} in place of a list of texts: give one, also for a single {name}")
     given = list(texts)
     for position, text in enumerate(given):
         if not (isinstance(text, str) and text.isascii()):
@@ -73,7 +73,7 @@ def checked_texts(texts: Iterable[str], *, name: str = "text") -> list[str]:
 def checked_text(text: str, *, name: str = "text") -> str:
     """The same of one text."""
     if not isinstance(text, str):
-        raise DataError(f"{name} is {_shown(text)}: give a text, an empty one where there is none")
+        raise DataError(f"{name} is {_show(text)}: give a text, an empty one where there is none")
     return text if text.isascii() or is_valid_unicode(text) else replace_surrogates(text)
 
 
@@ -87,7 +87,7 @@ def replace_surrogates(text: str) -> str:
     return _SURROGATE.sub("\ufffd", text)
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return f"{value!r:.80} of type {type(value).__name__}"
 
 
@@ -117,11 +117,11 @@ def clusters(run: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """A text in the form in which words are found in it: :func:`folded`, but in its own case."""
+    """A text in the form in which words are found in it: :func:`fold`, but in its own case."""
     if text.isascii():
         return text
     text = unicodedata.normalize("NFKC", text)
-    may_have, dropped = _dropped()
+    may_have, dropped = _drop_patterns()
     kept = dropped.sub("", text) if may_have.search(text) else text
     if "\u0130" in kept or "\u0307" in kept:
         kept = _DOT.sub("", kept.replace("\u0130", "I"))
@@ -129,20 +129,20 @@ def plain(text: str) -> str:
     return text if kept == text else unicodedata.normalize("NFKC", kept)
 
 
-def folded(text: str) -> str:
+def fold(text: str) -> str:
     """A text in the form in which words are compared; see the module."""
     return unicodedata.normalize("NFC", plain(text).casefold())  # folding decomposes some Greek
 
 
-def aligned(text: str) -> tuple[str, list[int]]:
-    """`folded(text)`, and for each of its characters the place in `text` that it comes from.
+def fold_with_places(text: str) -> tuple[str, list[int]]:
+    """`fold(text)`, and for each of its characters the place in `text` that it comes from.
 
     A last place more is the end of `text`, so that ``text[places[start] : places[stop]]`` is what
-    ``folded(text)[start:stop]`` was written as, with its marks.
+    ``fold(text)[start:stop]`` was written as, with its marks.
     """
     pieces, places, at = [], [], 0
     for written in _piece().findall(text):
-        piece = folded(written)
+        piece = fold(written)
         pieces.append(piece)
         places += [at] * len(piece)
         at += len(written)
@@ -156,7 +156,7 @@ def marks() -> str:
 
 
 @cache
-def _dropped() -> tuple[re.Pattern[str], re.Pattern[str]]:
+def _drop_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Characters that are dropped; before it a pattern that is faster, but of some others too."""
     dropped = _UNSEEN + _HEBREW_POINTS + _ARABIC_POINTS + _TATWEEL + _by_category()["Cf"]
     within = re.sub("[\U00010000-\U0010ffff]-?", "", dropped)

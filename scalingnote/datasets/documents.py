@@ -89,7 +89,7 @@ class PrepareContext:
         """A file of the work directory."""
         return fs.join(self.work, *names)
 
-    def checked(self, number: int) -> str:
+    def checked_file(self, number: int) -> str:
         """The valid rows of a slice."""
         return self.file("checked", f"{number:06d}.arrow")
 
@@ -144,7 +144,7 @@ def check_slice(item: tuple[int, tuple[str, InputSlice]], *, context: PrepareCon
             span = pc.min_max(checked["timestamp"].cast(pa.int64())).as_py()
             record |= {"first": span["min"], "last": span["max"]}
         kept = checked if table == "queries" else checked.select(_without_text(checked))
-        write_table(context.checked(number), kept)
+        write_table(context.checked_file(number), kept)
     return record | {"quarantine": context.store(quarantine, "check", number)}
 
 
@@ -154,7 +154,7 @@ def _without_text(rows: pa.Table) -> list[str]:
 
 def _send_documents(rows: pa.Table, number: int, context: PrepareContext) -> None:
     if not context.by_time:
-        write_table(context.checked(number), rows)
+        write_table(context.checked_file(number), rows)
         places = (np.full(len(rows), number), np.arange(len(rows)))
         rows = pa.table([rows["doc_id"], *places], schema=_LOCATED)
     context.send(rows, "doc_id", "documents", number=number, buckets=context.id_buckets)
@@ -243,7 +243,7 @@ def choose(item: tuple[int, tuple[int, int]], *, context: PrepareContext) -> Jso
     size, seed = item[1]
     slices, ranks, hashes = [], [], []
     for number in range(context.document_slices):
-        table = read_table(context.checked(number), ["doc_id", "title", "topic", "group"])
+        table = read_table(context.checked_file(number), ["doc_id", "title", "topic", "group"])
         rows = np.flatnonzero(_remaining(number, len(table), context, ["repeats"]))
         table = table.take(pa.array(rows))
         slices.append(np.stack([np.full(len(rows), number), rows]))
@@ -289,7 +289,7 @@ def plan_sections(kept: Sequence[int], per_part: int) -> list[Section]:
 def write_section(item: tuple[int, Section], *, context: PrepareContext) -> JsonRecord:
     """Write the parts that begin in a slice; set its repeats aside."""
     (number, section), quarantine = item, Quarantine()
-    own = read_table(context.checked(number))
+    own = read_table(context.checked_file(number))
     repeated = ~_remaining(number, len(own), context, ["repeats"])
     quarantine.reject_where("documents", "duplicate doc_id", own, repeated)
     parts = write_parts(
@@ -306,7 +306,7 @@ def write_section(item: tuple[int, Section], *, context: PrepareContext) -> Json
 def _kept_rows(first: int, context: PrepareContext) -> Iterator[pa.Table]:
     """The kept rows of a slice and of all later ones; slices are opened when they are reached."""
     for number in range(first, context.document_slices):
-        table = read_table(context.checked(number))
+        table = read_table(context.checked_file(number))
         yield table.filter(pa.array(_remaining(number, len(table), context, ["repeats", "left_out"])))
 
 

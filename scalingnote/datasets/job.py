@@ -282,7 +282,7 @@ def _describe_windows(
     config = context.config
     assert isinstance(config, Logs)
     assert context.windows is not None
-    windows = context.windows.shown()
+    windows = context.windows.as_iso()
     if not quarantine.counts["train_queries"]:
         window, why = " to ".join(windows["train"]), quarantine.reasons(of="impressions")
         raise DataError(f"logs: no query to train on in the window {window}{why}: widen dataset.train")
@@ -292,7 +292,7 @@ def _describe_windows(
     span = (min(first for first, _ in spans), max(last for _, last in spans))
     return {
         "windows": windows,
-        "span": splits.SplitWindows(span, span).shown()["train"],
+        "span": splits.SplitWindows(span, span).as_iso()["train"],
         "hold_out_documents": config.hold_out_documents,
     }
 

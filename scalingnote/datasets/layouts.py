@@ -95,7 +95,7 @@ class FileHead:
         kinds = [kind for kind, _ in self.kinds[column].most_common() if kind]
         return kinds[0] if kinds else ""
 
-    def filled(self, columns: Iterable[str], *kinds: str) -> list[str]:
+    def with_values(self, columns: Iterable[str], *kinds: str) -> list[str]:
         """Those of the columns with values of these kinds; a few rows of another file do not count."""
         counts = {
             column: sum(self.kinds[column][kind] for kind in kinds)
@@ -138,7 +138,7 @@ class FileLayout:
             else absent[ours]
             for ours in dict.fromkeys((*_OPTIONS, *self.columns))
         ]
-        unread = f"; not read: {_listed(self.unread)}" if self.unread else ""
+        unread = f"; not read: {_list_columns(self.unread)}" if self.unread else ""
         return ", ".join(said) + (f" ({self.name} layout)" if self.name else "") + unread
 
     def is_like(self, other: "FileLayout") -> bool:
@@ -215,7 +215,7 @@ def _layout_of(
     if missing := [column for column in columns.values() if column not in head.kinds and head.rows]:
         where = "" if file.is_parquet else f" in its first {HEAD_BYTES >> 10} kB"
         raise DataError(
-            f"{file.uri} has no column {missing}{where}, only {_listed(head.kinds)}: choose one of them"
+            f"{file.uri} has no column {missing}{where}, only {_list_columns(head.kinds)}: choose one of them"
         )
     found = dict(columns)
     found |= {name: name for name in names if name not in {*_OPTIONS, *found} and name in head.kinds}
@@ -237,13 +237,13 @@ def _layout_of(
 
 
 def _content(head: FileHead, *, taken: set[str]) -> str | None:
-    texts = head.filled([name for name in (*TEXT_NAMES, *SUMMARY_NAMES) if name not in taken], _TEXT)
+    texts = head.with_values([name for name in (*TEXT_NAMES, *SUMMARY_NAMES) if name not in taken], _TEXT)
     if TEXT_NAMES[0] in texts:
         return TEXT_NAMES[0]
     chosen = [name for name in texts if name in TEXT_NAMES] or texts
     if len(chosen) > 1:
         raise DataError(
-            f"{head.uri} has several columns that may be the text, {_listed(chosen)}: {_how('content')}"
+            f"{head.uri} has several columns that may be the text, {_list_columns(chosen)}: {_how('content')}"
         )
     # Else a column that is blank in the first rows, or has texts in lists; numbers are those of a chunk.
     others = [name for name in (*TEXT_NAMES, *SUMMARY_NAMES) if name in head.kinds and name not in taken]
@@ -251,7 +251,7 @@ def _content(head: FileHead, *, taken: set[str]) -> str | None:
 
 
 def _doc_id(head: FileHead, *, taken: set[str]) -> str | None:
-    ids = head.filled([name for name in ID_NAMES if name not in taken], _TEXT, "numbers")
+    ids = head.with_values([name for name in ID_NAMES if name not in taken], _TEXT, "numbers")
     return next((name for name in (*ids, *ID_NAMES) if name in head.kinds and name not in taken), None)
 
 
@@ -267,12 +267,12 @@ def _check(layout: FileLayout, *, numbered: bool) -> None:
     if content is None and (others or "title" not in layout.columns):
         raise DataError(
             f"{head.uri} has no column of texts by a known name ({', '.join((*TEXT_NAMES, *SUMMARY_NAMES))}),"
-            f" only {_listed(head.kinds)}: {_how('content')}"
+            f" only {_list_columns(head.kinds)}: {_how('content')}"
         )
     if not numbered and "doc_id" not in layout.columns:
         raise DataError(
             f"{head.uri} has no column of ids by a known name ({', '.join(ID_NAMES)}), only "
-            f"{_listed(head.kinds)}: {_how('doc_id')}"
+            f"{_list_columns(head.kinds)}: {_how('doc_id')}"
         )
     blank = 0 if content is None else head.kinds[content][""] + head.rows - head.kinds[content].total()
     if blank >= _BLANK_SHARE * head.rows:
@@ -290,7 +290,7 @@ def _how(ours: str) -> str:
     )
 
 
-def _listed(columns: Iterable[str]) -> str:
+def _list_columns(columns: Iterable[str]) -> str:
     names = [repr(column) for column in columns]
     more = len(names) - _SHOWN_COLUMNS
     return ", ".join(names[:_SHOWN_COLUMNS]) + (f" and {more:,} more" if more > 0 else "")

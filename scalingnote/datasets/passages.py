@@ -123,9 +123,9 @@ class PassageSplitter:
         pieces = [
             piece
             for start, end in sentence_spans(text)
-            for piece in _divided(text, starts, Passage(start, end), budget)
+            for piece in _divide_sentence(text, starts, Passage(start, end), budget)
         ]
-        return _packed(pieces, starts, budget=budget, overlap=self.overlap) or [Passage(0, 0)]
+        return _pack(pieces, starts, budget=budget, overlap=self.overlap) or [Passage(0, 0)]
 
     def _token_starts(self, text: str) -> list[int]:
         """The first character of each token, ascending."""
@@ -136,7 +136,7 @@ def _tokens(starts: Sequence[int], piece: Passage) -> int:
     return bisect_left(starts, piece.end) - bisect_left(starts, piece.start)
 
 
-def _divided(text: str, starts: Sequence[int], sentence: Passage, budget: int) -> list[Passage]:
+def _divide_sentence(text: str, starts: Sequence[int], sentence: Passage, budget: int) -> list[Passage]:
     """A sentence in pieces of at most `budget` tokens."""
     pieces, start = [], sentence.start
     while _tokens(starts, Passage(start, sentence.end)) > budget:
@@ -156,7 +156,7 @@ def _divided(text: str, starts: Sequence[int], sentence: Passage, budget: int) -
     return [*pieces, Passage(start, sentence.end)] if start < sentence.end else pieces
 
 
-def _packed(pieces: Sequence[Passage], starts: Sequence[int], *, budget: int, overlap: int) -> list[Passage]:
+def _pack(pieces: Sequence[Passage], starts: Sequence[int], *, budget: int, overlap: int) -> list[Passage]:
     """Passages of as many pieces as fit; each begins with the last ones of the passage before, if asked."""
     passages: list[Passage] = []
     first = 0  # piece that the current passage begins with

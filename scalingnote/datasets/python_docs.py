@@ -260,7 +260,7 @@ def walk(package: str) -> Iterator[dict[str, Any]]:
     if not modules:
         raise ImportError(failures[0])
     roots = set(sys.stdlib_module_names) if package == "stdlib" else {package}
-    documented = _named(modules, roots)
+    documented = _public_names(modules, roots)
     for name in sorted(documented):
         kind, value = documented[name]
         row = _describe(name, kind, value)
@@ -292,7 +292,7 @@ def _import_all(names: list[str], *, depth: int) -> tuple[dict[str, types.Module
     return modules, failures
 
 
-def _named(modules: dict[str, types.ModuleType], roots: set[str]) -> dict[str, tuple[str, Any]]:
+def _public_names(modules: dict[str, types.ModuleType], roots: set[str]) -> dict[str, tuple[str, Any]]:
     """Each object under its most public name: least nested, then its `__name__`, in `__all__`, shortest."""
     best: dict[int, tuple[tuple[int, bool, bool, int, str], str, Any]] = {}
 

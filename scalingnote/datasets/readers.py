@@ -204,11 +204,11 @@ def table_rows(
         return _present(each, theirs, [*file.columns, *by_default])
 
     columns = dict(zip(files, fs.map_files(present, files), strict=True))
-    read = partial(_renamed, theirs=theirs)
+    read = partial(_rename, theirs=theirs)
     return [FileRows(piece, partial(read, present=columns[piece.file])) for piece in cut(files)]
 
 
-def _renamed(
+def _rename(
     piece: FileSlice, *, theirs: Mapping[str, str], present: Sequence[str]
 ) -> Iterator[RawRow | UnreadableRow]:
     for row in parquet_rows(piece, columns=present) if piece.file.is_parquet else json_lines(piece):
@@ -253,14 +253,14 @@ def read_beir(config: Beir) -> Source:
     queries = find_files(fs.join(config.path, "queries.jsonl"))
     return Source(
         {
-            "documents": _sliced(find_files(fs.join(config.path, "corpus.jsonl")), _beir_documents),
-            "queries": _sliced(queries, partial(_beir_queries, judged=judged)),
-            "qrels": _sliced(list(judged.values()), _beir_qrels),
+            "documents": _slice_files(find_files(fs.join(config.path, "corpus.jsonl")), _beir_documents),
+            "queries": _slice_files(queries, partial(_beir_queries, judged=judged)),
+            "qrels": _slice_files(list(judged.values()), _beir_qrels),
         }
     )
 
 
-def _sliced(files: Sequence[File], read: Callable[[FileSlice], RawRows]) -> list[FileRows]:
+def _slice_files(files: Sequence[File], read: Callable[[FileSlice], RawRows]) -> list[FileRows]:
     return [FileRows(piece, read) for piece in cut(files)]
 
 
@@ -329,7 +329,7 @@ def read_msmarco(config: MsMarco) -> Source:
     queries = [
         slice_rows
         for split, (pattern, _) in sorted(named.items())
-        for slice_rows in _sliced(
+        for slice_rows in _slice_files(
             find_files(pattern, _ANY_SUFFIX),
             partial(_msmarco_queries, split=split if len(named) == 2 else ""),
         )
@@ -344,7 +344,7 @@ def read_msmarco(config: MsMarco) -> Source:
         {
             "documents": _document_slices(layouts),
             "queries": queries,
-            "qrels": _sliced(judged, judgements),
+            "qrels": _slice_files(judged, judgements),
         }
     )
 

@@ -143,19 +143,19 @@ def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> HeldOut:
     if not dataset.manifest.info.get("hold_out_documents", True):
         return HeldOut(pa.array([], pa.string()), 0)
 
-    def found(table: str, read: Callable[[str], pa.Table], schema: pa.Schema) -> pa.Table:
+    def read_parts(table: str, read: Callable[[str], pa.Table], schema: pa.Schema) -> pa.Table:
         parts = [schema.empty_table(), *each(read, dataset.table_parts(table))]
         return pa.concat_tables(parts).combine_chunks()
 
     test = queries(dataset, "test", each=each)["query_id"].combine_chunks()
-    relevant = found("qrels", partial(_relevant_of_part, dataset=dataset, query_ids=test), _IDS)
+    relevant = read_parts("qrels", partial(_relevant_of_part, dataset=dataset, query_ids=test), _IDS)
     ids = relevant["doc_id"].unique()
-    judged = found("documents", partial(_judged_of_part, dataset=dataset, doc_ids=ids), _JUDGED)
+    judged = read_parts("documents", partial(_identify_part, dataset=dataset, doc_ids=ids), _JUDGED)
     groups = judged["group"].drop_null().unique()
     search = partial(
-        _held_out_of_part, dataset=dataset, doc_ids=ids, groups=groups, texts=judged["text"].unique()
+        _hold_out_part, dataset=dataset, doc_ids=ids, groups=groups, texts=judged["text"].unique()
     )
-    chosen = found("documents", search, _CHOSEN)
+    chosen = read_parts("documents", search, _CHOSEN)
     return HeldOut(chosen["doc_id"].combine_chunks(), pc.sum(chosen["by_text"], min_count=0).as_py())
 
 
@@ -170,14 +170,14 @@ def _relevant_of_part(part: str, *, dataset: Artifact, query_ids: pa.Array) -> p
     return table.filter(relevant).select(_IDS.names)
 
 
-def _judged_of_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.Table:
+def _identify_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.Table:
     """Groups and hashes of the texts of some documents."""
     table = dataset.table(part, _COMPARED)
     table = table.filter(pc.is_in(table["doc_id"], value_set=doc_ids))
     return pa.table([_groups(table), _text_hashes(table)], schema=_JUDGED)
 
 
-def _held_out_of_part(
+def _hold_out_part(
     part: str, *, dataset: Artifact, doc_ids: pa.Array, groups: pa.Array, texts: pa.Array
 ) -> pa.Table:
     """Documents that are held out, and whether by their text alone."""
@@ -214,7 +214,7 @@ class SplitWindows:
     train: tuple[int, int]
     test: tuple[int, int]
 
-    def shown(self) -> dict[str, list[str]]:
+    def as_iso(self) -> dict[str, list[str]]:
         """The windows as ISO 8601."""
         return {"train": [_iso(ms) for ms in self.train], "test": [_iso(ms) for ms in self.test]}
 

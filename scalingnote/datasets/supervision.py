@@ -60,7 +60,7 @@ def route_slice(item: tuple[int, tuple[int, str]], *, context: PrepareContext) -
         key = _KEYS.get(table, "query_id")
         context.send(rows, key, target, number=number, buckets=context.query_buckets)
 
-    uri = context.checked(number)
+    uri = context.checked_file(number)
     if not fs.exists(uri):  # without valid rows
         return context.store(quarantine, "route", number)
     rows = read_table(uri)
@@ -185,26 +185,26 @@ def judge_queries(item: tuple[int, int], *, context: PrepareContext, documents: 
     )
     query_ids = queries["query_id"].combine_chunks()
     pairs = {table: _valid_pairs(table, bucket, query_ids, context, quarantine) for table in PAIR_SCHEMAS}
-    usable = np.asarray(pc.is_in(query_ids, value_set=_supervised(pairs)))
+    usable = np.asarray(pc.is_in(query_ids, value_set=_answered_ids(pairs)))
     quarantine.reject_where("queries", "no relevant document and no impression", queries, ~usable)
     valid = {"queries": int(usable.sum()), **{table: len(rows) for table, rows in pairs.items()}}
     named = pa.concat_tables(rows.select(["doc_id"]) for rows in pairs.values())["doc_id"].unique()
     groups = _read_documents(context, documents, ["doc_id", "group"], doc_ids=named)
     doc_ids = groups["doc_id"].combine_chunks()
     pairs = {table: rows.filter(pc.is_in(rows["doc_id"], value_set=doc_ids)) for table, rows in pairs.items()}
-    queries = queries.filter(pc.is_in(query_ids, value_set=_supervised(pairs)))
-    positives = pa.concat_tables([_relevant(pairs["qrels"]), _clicked(pairs["impressions"])])
+    queries = queries.filter(pc.is_in(query_ids, value_set=_answered_ids(pairs)))
+    positives = pa.concat_tables([_relevant(pairs["qrels"]), _clicks(pairs["impressions"])])
     group = groups["group"].take(pc.index_in(positives["doc_id"], value_set=doc_ids))
     positives = pa.table([positives["query_id"], group], schema=_POSITIVES)
     distinct = positives.group_by(_POSITIVES.names, use_threads=False).aggregate([])
     for table, rows in (pairs | {"queries": queries, "positives": distinct}).items():
-        write_table(_judged(context, bucket, table), rows)
+        write_table(_judged_file(context, bucket, table), rows)
     undecided = has_undecided(queries)
     stored = context.store(quarantine, "judge", bucket)
     return {"queries": len(queries), "undecided": undecided, "valid": valid, "quarantine": stored}
 
 
-def _supervised(pairs: dict[str, pa.Table]) -> pa.Array:
+def _answered_ids(pairs: dict[str, pa.Table]) -> pa.Array:
     """Queries with a relevant document or an impression."""
     ids = (_relevant(pairs["qrels"])["query_id"], pairs["impressions"]["query_id"])
     return pa.concat_arrays(each.combine_chunks() for each in ids)
@@ -214,17 +214,19 @@ def _relevant(qrels: pa.Table) -> pa.Table:
     return qrels.filter(pc.greater(qrels["relevance"], 0)).select(["query_id", "doc_id"])
 
 
-def _clicked(impressions: pa.Table) -> pa.Table:
+def _clicks(impressions: pa.Table) -> pa.Table:
     return impressions.filter(impressions["clicked"]).select(["query_id", "doc_id"])
 
 
-def _judged(context: PrepareContext, bucket: int, table: str) -> str:
+def _judged_file(context: PrepareContext, bucket: int, table: str) -> str:
     return context.file("judged", table, f"{bucket:05d}.arrow")
 
 
 def _all_judged(context: PrepareContext, table: str, columns: list[str]) -> pa.Table:
     buckets = range(context.query_buckets)
-    return pa.concat_tables(fs.map_files(lambda b: read_table(_judged(context, b, table), columns), buckets))
+    return pa.concat_tables(
+        fs.map_files(lambda b: read_table(_judged_file(context, b, table), columns), buckets)
+    )
 
 
 def _read_documents(
@@ -277,9 +279,9 @@ def write_queries(item: tuple[int, int], *, context: PrepareContext) -> JsonReco
     """Write the queries of a bucket with their split, their rows of every table, and the bucket's users."""
     bucket, quarantine = item[1], Quarantine()
     split = gather(context.file("split"), bucket, schema=_SPLIT)
-    rows = read_table(_judged(context, bucket, "queries"))
+    rows = read_table(_judged_file(context, bucket, "queries"))
     queries = pa.table([rows["query_id"], rows["query"], split["split"]], schema=QUERIES)
-    tables = {table: read_table(_judged(context, bucket, table)) for table in PAIR_SCHEMAS}
+    tables = {table: read_table(_judged_file(context, bucket, table)) for table in PAIR_SCHEMAS}
     # Valid rows about queries that only documents outside the subset answer.
     tables = {"queries": queries} | {
         table: rows.filter(pc.is_in(rows["query_id"], value_set=queries["query_id"].combine_chunks()))

@@ -273,7 +273,7 @@ def _parquet_tables(rows: FileColumns) -> Iterator[pa.Table]:
             columns = {name: plain_column(read, column) for name, column in rows.columns.items()}
             if number is not None:
                 ids = columns.get("doc_id", pa.nulls(len(read), pa.string()))
-                columns["doc_id"] = _numbered(ids, number)
+                columns["doc_id"] = _number_rows(ids, number)
                 number += len(read)
             if rows.columns.get("content") == "contents" and "title" in columns:
                 texts = (columns[name].cast(pa.binary()).to_pylist() for name in ("content", "title"))
@@ -281,7 +281,7 @@ def _parquet_tables(rows: FileColumns) -> Iterator[pa.Table]:
             yield pa.table(columns)
 
 
-def _numbered(ids: pa.Array, first: int) -> pa.Array:
+def _number_rows(ids: pa.Array, first: int) -> pa.Array:
     """Ids, where there is none the number of the row."""
     if not pa.types.is_binary(ids.type):
         ids = ids.cast(pa.string())
@@ -299,14 +299,14 @@ def _parse(
         return
     smaller = list(_blocks(block, max(len(block) // 4, _MIN_BLOCK_BYTES)))
     if len(smaller) == 1:  # cannot be divided further: few lines, or one long line
-        rows = (_renamed(row, columns) for row in parsed_lines(block.split(b"\n")))
+        rows = (_rename_columns(row, columns) for row in parsed_lines(block.split(b"\n")))
         yield _typed_table(rows, form, quarantine)
         return
     for part in smaller:
         yield from _parse(part, columns, form, quarantine)
 
 
-def _renamed(row: RawRow | UnreadableRow, columns: Mapping[str, str]) -> RawRow | UnreadableRow:
+def _rename_columns(row: RawRow | UnreadableRow, columns: Mapping[str, str]) -> RawRow | UnreadableRow:
     if isinstance(row, UnreadableRow):
         return row
     return {name: row[column] for name, column in columns.items() if column in row}

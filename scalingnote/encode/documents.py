@@ -40,7 +40,7 @@ from scalingnote.encode.parts import (
     Steps,
     cut_counts,
     cut_summary,
-    sized_for,
+    size_for,
     totals,
     write_parts,
 )
@@ -107,7 +107,7 @@ def encode_documents(
             f"{towers.uri} gives no view {missing} of a document with the engine {config.engine}; "
             f"it gives {list(views)}"
         )
-    resources = sized_for(config.resources, towers, "document")
+    resources = size_for(config.resources, towers, "document")
     cluster.check_resources_early(resources, knob="encode.resources", task_cpus=resources.readers)
     engines.check_installed(config)
     load_encoder = load_encoder or engines.engine_loader(config)
@@ -121,7 +121,7 @@ def encode_documents(
         partial(DocumentPartEncoder, config=config, towers=towers, load_encoder=load_encoder),
     )
     records = write_parts(steps, draft, rows=rows, resources=resources, unit="documents")
-    rejected = [row for record in records for row in record["rejected"] + _left_out(record, source)]
+    rejected = [row for record in records for row in record["rejected"] + _rejections_of_part(record, source)]
     draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
     counts |= {
         "documents": sum(record["part"]["rows"] for record in records),
@@ -135,7 +135,7 @@ def encode_documents(
     return draft.commit(counts=counts, encoding=totals(records), similarity=tower_similarity(towers))
 
 
-def _left_out(record: PartRecord, source: Artifact) -> Rejections:
+def _rejections_of_part(record: PartRecord, source: Artifact) -> Rejections:
     """The documents of a part that could not be encoded."""
     if "set_aside" not in record:
         return []

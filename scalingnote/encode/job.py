@@ -21,7 +21,7 @@ from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents, tower_similarity
 from scalingnote.encode.encodings import Cost, RowEncoding
-from scalingnote.encode.parts import EncodedPart, Steps, sized_for, write_parts
+from scalingnote.encode.parts import EncodedPart, Steps, size_for, write_parts
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import (
@@ -84,7 +84,7 @@ def run_queries(
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    resources, knob = sized_for(config.resources, parents["dual_encoder"], "query"), "teacher.resources"
+    resources, knob = size_for(config.resources, parents["dual_encoder"], "query"), "teacher.resources"
     cluster.check_resources_early(resources, knob=knob, task_cpus=resources.readers)
     pieces = []
     if triplets is not None:

@@ -3,7 +3,7 @@
     one query     take its rows, one vector-matrix product
     a batch       take the rows of 16 queries at once, one product per query
 
-float16 rows are converted to float32 by shifts of their bits (:func:`_widened`), because numpy's conversion
+float16 rows are converted to float32 by shifts of their bits (:func:`_widen`), because numpy's conversion
 takes longer than all other work. Measured per query without the tokenizer, one thread, 32,000 rows of 384 in
 float16, 8 tokens: 7 us alone (10 with numpy's conversion), 2.6 us in batches of 64 and 1,024; there torch's
 EmbeddingBag takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights. Tokenizing a query
@@ -50,7 +50,7 @@ class LookupEncoder:
         self._values, self._scales = np.asarray(table.values), table.scales
         self._weights, self._features = table.token_weights, table.features
         self._halves: ndarray | None = None
-        self._unit = np.float32(1)  # factor that `_looked_up` leaves to the caller
+        self._unit = np.float32(1)  # factor that `_look_up` leaves to the caller
         if self._values.dtype == np.float16:
             self._halves, self._unit = self._values.view(np.int16), _WIDENED_SCALE
         self._equal = [np.full(n, self._unit / max(n, 1), np.float32) for n in range(_MAX_CACHED_SHARES)]
@@ -84,11 +84,11 @@ class LookupEncoder:
         if self._attention is not None:
             rows = self._rows(numbers)
             shares = shares / self._unit
-            attended: ndarray = shares @ rows + _attended(rows, shares, *self._attention)
+            attended: ndarray = shares @ rows + _attend(rows, shares, *self._attention)
             return attended
         if self._scales is not None:
             shares = shares * self._scales[numbers]
-        mean: ndarray = shares @ self._looked_up(numbers)
+        mean: ndarray = shares @ self._look_up(numbers)
         return mean
 
     def _batch(self, rows: Sequence[list[int]]) -> Float32[ndarray, "queries dim"]:
@@ -100,7 +100,7 @@ class LookupEncoder:
         for first in range(0, len(rows), _BATCH_QUERIES):
             last = min(first + _BATCH_QUERIES, len(rows))
             offset = ends[first]
-            values = self._looked_up(numbers[offset : ends[last]])
+            values = self._look_up(numbers[offset : ends[last]])
             for query in range(first, last):
                 start, stop = ends[query], ends[query + 1]
                 np.dot(shares[start:stop], values[start - offset : stop - offset], out=means[query])
@@ -134,15 +134,15 @@ class LookupEncoder:
             shares = shares * self._scales[numbers]
         return shares.astype(np.float32, copy=False)
 
-    def _looked_up(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, "tokens dim"]:
+    def _look_up(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, "tokens dim"]:
         """Stored rows in float32; the table's rows are these times `_unit` and times their scales."""
         if self._halves is not None:
-            return _widened(self._halves.take(numbers, axis=0))
+            return _widen(self._halves.take(numbers, axis=0))
         return self._values.take(numbers, axis=0).astype(np.float32, copy=False)
 
     def _rows(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, "tokens dim"]:
         """The table's rows of these tokens."""
-        rows: ndarray = self._looked_up(numbers) * self._unit
+        rows: ndarray = self._look_up(numbers) * self._unit
         return rows if self._scales is None else rows * self._scales[numbers, np.newaxis]
 
     def _mean_row(self) -> Float32[ndarray, " dim"]:
@@ -152,7 +152,7 @@ class LookupEncoder:
         return self._empty
 
 
-def _widened(halves: Int16[ndarray, "tokens dim"]) -> Float32[ndarray, "tokens dim"]:
+def _widen(halves: Int16[ndarray, "tokens dim"]) -> Float32[ndarray, "tokens dim"]:
     """float16, given by their bits, as float32 / 2**112; exact for all finite values.
 
     Sign, exponent and mantissa have the same order in both formats: a shift by 13 bits moves the last two to
@@ -164,7 +164,7 @@ def _widened(halves: Int16[ndarray, "tokens dim"]) -> Float32[ndarray, "tokens d
     return bits.view(np.float32)
 
 
-def _attended(
+def _attend(
     rows: Float32[ndarray, "tokens dim"],
     shares: Float32[ndarray, " tokens"],
     score: Float32[ndarray, "dim dim"],

@@ -63,7 +63,7 @@ def read_nothing(_: str) -> None:
     """The first step of a stage whose encoder reads its parts itself."""
 
 
-def sized_for(resources: Fleet, towers: Artifact, folder: str) -> Fleet:
+def size_for(resources: Fleet, towers: Artifact, folder: str) -> Fleet:
     """The same workers, or by default as many as there is memory for with this tower in each."""
     size = sum(towers.manifest.parts[name].bytes for name in towers.names(f"{folder}/"))
     return cluster.with_memory(resources, PROCESS_BYTES + BYTES_PER_WEIGHT_BYTE * size)

@@ -120,10 +120,10 @@ class JoinedScores:
         dense, sparse = (scores[name] for name in self.names)
         if self.ranges is not None:
             dense, sparse = (
-                hybrid.normalised(side, scale.low[queries], scale.high[queries])
+                hybrid.normalise(side, scale.low[queries], scale.high[queries])
                 for side, scale in zip((dense, sparse), self.ranges, strict=True)
             )
-        return hybrid.interpolated(dense, sparse, dense_weight=self.dense_weight)
+        return hybrid.interpolate(dense, sparse, dense_weight=self.dense_weight)
 
 
 # --- terms -------------------------------------------------------------------------------------------------

@@ -308,16 +308,16 @@ class RecordedTasks:
         todo = [(fs.join(folder, name), item) for name, item in named.items() if name not in done]
         if done:
             log.info("resuming: %d of %d tasks of a pass are done", len(done), len(named))
-        kept = PartStage(partial(_load, task)) if isinstance(task, PartStage) else partial(_kept, task=task)
+        kept = PartStage(partial(_load, task)) if isinstance(task, PartStage) else partial(_keep, task=task)
         new = (each or self._each)(kept, todo) if todo else ()
         return map(read_table, chain((fs.join(folder, name) for name in done), new))
 
 
 def _load(stage: PartStage) -> Callable[[tuple[str, Any]], str]:
-    return partial(_kept, task=stage.start())
+    return partial(_keep, task=stage.start())
 
 
-def _kept(item: tuple[str, Any], *, task: Callable[[Any], pa.Table]) -> str:
+def _keep(item: tuple[str, Any], *, task: Callable[[Any], pa.Table]) -> str:
     """Run a task and write its table, whole or not at all; returns its URI."""
     uri, given = item
     write_table(uri, task(given).combine_chunks())

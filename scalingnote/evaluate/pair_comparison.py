@@ -118,7 +118,7 @@ def compare(
     except DataError:  # a data set without judgements
         judged = None
     measured = {
-        name: _measured(pair, queries, judged) for name, pair in zip(PAIRS, (before, after), strict=True)
+        name: _measure(pair, queries, judged) for name, pair in zip(PAIRS, (before, after), strict=True)
     }
     answers = {name: found.answers for name, found in measured.items()}
     ids = {name: [[hit.doc_id for hit in hits] for hits in found] for name, found in answers.items()}
@@ -131,7 +131,7 @@ def compare(
         "same_first": float(np.mean([old[:1] == new[:1] for old, new in zip(*ids.values(), strict=True)])),
         "judged": len(judged.query_ids) if judged else 0,
         "pairs": {name: found.facts for name, found in measured.items()},
-        "changed": _changed(queries, shared, answers),
+        "changed": _least_shared(queries, shared, answers),
         "environment": environment(),
     }
     if values:
@@ -157,7 +157,7 @@ class _Measured:
     values: dict[str, Any]  # of each query with judgements; empty where there are none
 
 
-def _measured(pair: SearchedPair, queries: Sequence[str], judged: TestSet | None) -> _Measured:
+def _measure(pair: SearchedPair, queries: Sequence[str], judged: TestSet | None) -> _Measured:
     """Answers to queries one after the other, as a service gets them, and the times of both steps."""
     searcher = Searcher.open(pair.index.uri, mapped=pair.mapped)
     encoder = QueryEncoder(pair.tower.directory("query"))
@@ -211,7 +211,7 @@ def _bytes(artifact: Artifact, prefix: str = "") -> int:
     return sum(parts[name].bytes for name in artifact.names(prefix))
 
 
-def _changed(
+def _least_shared(
     queries: Sequence[str], shared: Sequence[float], answers: dict[str, list[list[SearchHit]]]
 ) -> list[dict[str, Any]]:
     """The queries whose answers share least, each once, and the first document of either answer."""

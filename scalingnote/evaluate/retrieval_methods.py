@@ -306,7 +306,7 @@ def _search_pool(
         for method, (_, sparse) in hybrids.items():
             (scored, rows), ranges = ranked[sparse], single[sparse].ranges
             shown = np.where(rows < 0, 0.0, scored)
-            found[method] = hybrid.normalised(shown, ranges.low, ranges.high), rows
+            found[method] = hybrid.normalise(shown, ranges.low, ranges.high), rows
     else:
         joined = {
             method: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)

@@ -230,7 +230,7 @@ def normalised_words(text: str) -> str:
     In scripts without blanks each letter is one, because an answer may begin anywhere.
     """
     found: list[str] = []
-    for word, unspaced in words.runs(words.UNSPACED).findall(words.folded(text)):
+    for word, unspaced in words.runs(words.UNSPACED).findall(words.fold(text)):
         found += [word] if word else words.clusters(unspaced)
     return f" {' '.join(found)} "
 

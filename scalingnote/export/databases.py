@@ -42,7 +42,7 @@ class Qdrant(Database):
         # The client knows whole seconds.
         self._client = client.QdrantClient(**place, timeout=None if timeout_s is None else ceil(timeout_s))
 
-    def described(self) -> tuple[int | None, bool] | None:
+    def layout(self) -> tuple[int | None, bool] | None:
         """Dimension of the dense vectors and whether there are terms; None: there is no collection."""
         if not self._client.collection_exists(self._collection):
             return None
@@ -53,7 +53,7 @@ class Qdrant(Database):
     def open(self, layout: ExportLayout) -> None:
         """Create the collection if it is not there."""
         models = self._models
-        if (have := self.described()) is not None:
+        if (have := self.layout()) is not None:
             _require(self._collection, layout, dim=have[0], sparse=have[1])
             return
         self._client.create_collection(
@@ -114,7 +114,7 @@ class Milvus(Database):
         token = os.environ.get("MILVUS_TOKEN", "")
         self._client = client.MilvusClient(uri=url, token=token, timeout=timeout_s)
 
-    def described(self) -> tuple[int | None, bool] | None:
+    def layout(self) -> tuple[int | None, bool] | None:
         """Dimension of the dense vectors and whether there are terms; None: there is no collection."""
         if not self._client.has_collection(self._collection, timeout=self._timeout_s):
             return None
@@ -125,7 +125,7 @@ class Milvus(Database):
     def open(self, layout: ExportLayout) -> None:
         """Create the collection if it is not there, and load it."""
         client, types = self._client, self._types
-        if (have := self.described()) is not None:
+        if (have := self.layout()) is not None:
             _require(self._collection, layout, dim=have[0], sparse=have[1])
             client.load_collection(self._collection)
             return
@@ -300,10 +300,10 @@ DATABASES: dict[str, Callable[[str, str], Database]] = {
 
 def connect(to: str, url: str, collection: str) -> Database:
     """A collection of a database; ConfigError where its client is not installed or nothing answers."""
-    return connected(to, url, lambda: DATABASES[to](url, collection))
+    return call_client(to, url, lambda: DATABASES[to](url, collection))
 
 
-def connected(to: str, url: str | None, make: Callable[[], C]) -> C:
+def call_client(to: str, url: str | None, make: Callable[[], C]) -> C:
     """What `make` makes of a database; ConfigError where its client is not installed or nothing answers."""
     try:
         return make()

@@ -137,7 +137,7 @@ def write_store(
     their embeddings and words, and returns the files as :func:`write_tables` does. DataError if the dataset
     has no clicks to learn from.
     """
-    if Store.finished(folder):
+    if Store.is_complete(folder):
         return Store.facts_of(folder)
     run = partial(run_slices, folder=folder, each=each, section="fuse")
     test_clicks = _write_clicks(config, corpus.dataset, folder=folder, each=each)
@@ -322,7 +322,7 @@ def training_rows(impressions: pa.Table, *, last: int, skipped: int) -> pa.Table
         "history": _histories(clicks, last=last),
     }
     if skipped:
-        documents = pa.array(_skipped(rows, clicks, most=skipped).reshape(-1))
+        documents = pa.array(_skipped_documents(rows, clicks, most=skipped).reshape(-1))
         table["skipped"] = pa.FixedSizeListArray.from_arrays(documents, skipped)
     return pa.table(table)
 
@@ -340,7 +340,9 @@ def _histories(clicks: pd.DataFrame, *, last: int) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(ends), pa.array(docs))
 
 
-def _skipped(rows: pd.DataFrame, clicks: pd.DataFrame, *, most: int) -> UInt64[ndarray, "clicks most"]:
+def _skipped_documents(
+    rows: pd.DataFrame, clicks: pd.DataFrame, *, most: int
+) -> UInt64[ndarray, "clicks most"]:
     """Skipped documents of each click."""
     search = ["user", "session", "query"]
     # Some logs have one row for a document that was shown, and another for the click on it.

@@ -53,7 +53,7 @@ def check(wanted: Filter, fields: pa.Schema) -> None:
                 raise SearchError(f"filter {name}: {dict(condition)} is no range, it has min, max or both")
             if not _is_number(kind):
                 raise SearchError(f"filter {name}: only numbers have ranges, this field is of type {kind}")
-        values = list(condition.values()) if isinstance(condition, Mapping) else _listed(condition)
+        values = list(condition.values()) if isinstance(condition, Mapping) else _as_list(condition)
         wrong = [value for value in values if not _fits(value, kind)]
         if wrong:
             raise SearchError(f"filter {name}: {wrong[0]!r} is no value of a field of type {kind}")
@@ -64,7 +64,7 @@ def mask(documents: pa.Table, wanted: Filter) -> Bool[ndarray, " rows"]:
     found = np.ones(len(documents), bool)
     for name, condition in wanted.items():
         column = documents[name]
-        found &= np.asarray(_matches(column, _typed(condition, column.type)).fill_null(False))
+        found &= np.asarray(_matches(column, _cast(condition, column.type)).fill_null(False))
     return found
 
 
@@ -78,7 +78,7 @@ def conditions(wanted: Filter, fields: pa.Schema) -> dict[str, Condition]:
     found: dict[str, Condition] = {}
     for name, condition in wanted.items():
         kind = fields.field(name).type
-        typed = _typed(condition, kind)
+        typed = _cast(condition, kind)
         if isinstance(typed, tuple):
             (low, high), (least, most) = typed, _limits(kind)
             typed = (-LARGEST if low == least else low, LARGEST if high == most else high)
@@ -106,7 +106,7 @@ def _matches(column: pa.ChunkedArray, typed: Condition) -> pa.ChunkedArray:
     return pc.equal(column, values[0]) if len(values) == 1 else pc.is_in(column, value_set=values)
 
 
-def _typed(condition: Any, kind: pa.DataType) -> Condition:
+def _cast(condition: Any, kind: pa.DataType) -> Condition:
     """The values of a condition in the type of a column, or both ends of its range; [] where nothing matches.
 
     Values that the column cannot hold, such as 1.5 in integers, are left out.
@@ -118,7 +118,7 @@ def _typed(condition: Any, kind: pa.DataType) -> Condition:
         low = max(least, up(condition.get("min", least)))
         high = min(most, down(condition.get("max", most)))
         return (low, high) if low <= high else []
-    values = _listed(condition)
+    values = _as_list(condition)
     if whole:
         values = [int(v) for v in values if v == int(v) and least <= v <= most]
     elif pa.types.is_floating(kind):
@@ -140,7 +140,7 @@ def _float(value: float | int) -> float:
         return math.copysign(math.inf, value > 0 or -1)
 
 
-def _listed(condition: Any) -> list[Any]:
+def _as_list(condition: Any) -> list[Any]:
     return list(condition) if isinstance(condition, list | tuple) else [condition]
 
 

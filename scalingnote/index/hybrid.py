@@ -54,7 +54,7 @@ class HybridCandidates:
     sparse: Float[ndarray, "queries candidates"]
 
 
-def normalised(
+def normalise(
     scores: Float[ndarray, "queries docs"],
     low: Float[ndarray, " queries"],
     high: Float[ndarray, " queries"],
@@ -66,7 +66,7 @@ def normalised(
     return scaled
 
 
-def interpolated(
+def interpolate(
     dense: Float[ndarray, "queries docs"], sparse: Float[ndarray, "queries docs"], *, dense_weight: float
 ) -> Float[ndarray, "queries docs"]:
     """Linear interpolation of normalised scores (LightRetriever, section 3.1)."""
@@ -137,7 +137,7 @@ def by_score(
     without a term of the query are left out.
     """
     sides = (
-        normalised(np.maximum(scores, low), np.full(len(scores), low), scores.max(1, initial=low))
+        normalise(np.maximum(scores, low), np.full(len(scores), low), scores.max(1, initial=low))
         for scores, low in (
             (both.dense.astype(np.float64), background),
             (both.sparse.astype(np.float64), 0.0),
@@ -145,7 +145,7 @@ def by_score(
     )
     found = (both.ids >= 0) & ((both.sparse > 0) | (dense_weight > 0))
     ids = np.where(found, both.ids, -1)
-    scores = np.where(found, interpolated(*sides, dense_weight=dense_weight), -np.inf)
+    scores = np.where(found, interpolate(*sides, dense_weight=dense_weight), -np.inf)
     order = np.lexsort((ids, -scores))[:, :depth]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
 
@@ -192,12 +192,12 @@ def tune_weight(
         background: dense score that maps to 0.
         depth: rank at which nDCG is cut.
     """
-    ideal = [_discounted(sorted(judged.values(), reverse=True)[:depth]) for judged in relevant]
+    ideal = [_discount(sorted(judged.values(), reverse=True)[:depth]) for judged in relevant]
     curve = {}
     for weight in WEIGHTS:
         _, ids = by_score(both, dense_weight=weight, background=background, depth=depth)
         gains = [
-            _discounted([judged.get(i, 0) for i in row])
+            _discount([judged.get(i, 0) for i in row])
             for row, judged in zip(ids.tolist(), relevant, strict=True)
         ]
         values = [gain / most if most else 0.0 for gain, most in zip(gains, ideal, strict=True)]
@@ -223,5 +223,5 @@ def _of(values: ndarray, columns: Int[ndarray, "queries _"], otherwise: float) -
     return np.where(columns < 0, otherwise, np.take_along_axis(values, columns, axis=1)).astype(values.dtype)
 
 
-def _discounted(gains: Sequence[int]) -> float:
+def _discount(gains: Sequence[int]) -> float:
     return float(sum(max(gain, 0) / np.log2(rank + 2) for rank, gain in enumerate(gains)))

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from numpy import ndarray
 
 from scalingnote.core import topk
-from scalingnote.core.topk import compiled, heap_push, heap_replace, heap_sort
+from scalingnote.core.topk import heap_push, heap_replace, heap_sort, jit
 from scalingnote.index.families import Quantizer, dump, dump_lists, parse
 from scalingnote.quantize.kmeans import blas_only
 
@@ -55,16 +55,16 @@ def empty(quantizer: Quantizer) -> Lists:
 
 def load(coarse: Any, *files: bytes | None) -> Lists:
     """A shard from the contents of its files and the coarse quantizer that all shards share."""
-    return _joined(coarse, [parse(data) for data in files if data is not None])
+    return _join(coarse, [parse(data) for data in files if data is not None])
 
 
 def read(coarse: Any, files: Sequence[Path], *, mapped: bool = False) -> Lists:
     """A shard from local files of :func:`dump_files`; `mapped`: as views of the files, where faiss can."""
     flags = faiss.IO_FLAG_MMAP_IFC if mapped else 0
-    return _joined(coarse, [faiss.read_index(str(file), flags) for file in files])
+    return _join(coarse, [faiss.read_index(str(file), flags) for file in files])
 
 
-def _joined(coarse: Any, stored: Sequence[Any]) -> Lists:
+def _join(coarse: Any, stored: Sequence[Any]) -> Lists:
     index = kept = None
     for each in stored:
         if isinstance(each, faiss.IndexIVF):
@@ -255,7 +255,7 @@ def scores(
     if isinstance(kept, faiss.IndexFlat):
         found: ndarray = _of_floats(floats(kept), queries, rows)
     else:
-        found = _of_bytes(stored(kept), *_range(kept), queries, rows)
+        found = _of_bytes(stored_codes(kept), *_range(kept), queries, rows)
     return found
 
 
@@ -274,16 +274,16 @@ def scores_over(
 
 def vectors(kept: Any, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows dim"]:
     """Kept vectors of rows, decoded to floats."""
-    decoded: ndarray = kept.sa_decode(stored(kept)[rows])
+    decoded: ndarray = kept.sa_decode(stored_codes(kept)[rows])
     return decoded
 
 
 def floats(kept: Any) -> Float[ndarray, "rows dim"]:
     """All vectors of a flat index, as a view of faiss's memory."""
-    return stored(kept).view(np.float32).reshape(kept.ntotal, kept.d)
+    return stored_codes(kept).view(np.float32).reshape(kept.ntotal, kept.d)
 
 
-def stored(kept: Any) -> UInt8[ndarray, "rows bytes"]:
+def stored_codes(kept: Any) -> UInt8[ndarray, "rows bytes"]:
     """Codes of an index of flat codes, as a view of faiss's memory."""
     codes = _STORED.get(kept)
     if codes is None or len(codes) != kept.ntotal:  # not read yet, or vectors were added since
@@ -307,7 +307,7 @@ def _range(kept: Any) -> tuple[Float[ndarray, " dim"], Float[ndarray, " dim"]]:
 # --- compiled ---------------------------------------------------------------------------------------------
 
 
-compiled_fastmath = partial(compiled, fastmath=_REORDERED)
+compiled_fastmath = partial(jit, fastmath=_REORDERED)
 
 
 @compiled_fastmath
@@ -353,7 +353,7 @@ def _of_bytes(codes, low, spread, queries, rows):
     return found
 
 
-@compiled
+@jit
 @no_type_check
 def _select(scores, rows, k):
     best = np.full((len(scores), k), -np.inf, np.float32)

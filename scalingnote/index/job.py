@@ -88,7 +88,7 @@ def run(
     if draft.finished:
         log.info("already finished: %s", output)
         return draft.existing()
-    layout, slices, shard_bytes = _planned(config, parents)
+    layout, slices, shard_bytes = _plan(config, parents)
     cluster.connect()
     cluster.check_resources(config.resources, knob="index.resources")
     filling = _resources_of_shards(config.resources, layout, shard_bytes)
@@ -126,7 +126,7 @@ def _counts(dataset: Artifact, layout: shard.IndexLayout, searched_bytes: int) -
     }
 
 
-def _planned(
+def _plan(
     config: IndexConfig, parents: Mapping[str, Artifact]
 ) -> tuple[shard.IndexLayout, list[list[shard.EmbeddingSlice]], int]:
     """The layout, the embeddings of each shard, and the bytes of the files of one.
@@ -354,7 +354,7 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
         layout=layout,
         lists=lists,
         documents=pa.concat_tables(stored),
-        terms=postings.merged(found),
+        terms=postings.merge(found),
     )
     if exact is not None:
         fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), exact.dump())

@@ -80,8 +80,8 @@ def build(terms: Column, impacts: Column, *, strongest: int | None = None) -> Po
         raise DataError(
             f"{len(terms)} documents have terms and {len(impacts)} have impacts: pass both of each"
         )
-    return _joined(
-        _inverted(
+    return _join(
+        _invert(
             _documents(
                 terms[start : start + DOCUMENTS_PER_BLOCK],
                 impacts[start : start + DOCUMENTS_PER_BLOCK],
@@ -107,7 +107,7 @@ def columns(segments: Segments) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
     return pa.chunked_array(terms, kinds[0]), pa.chunked_array(impacts, kinds[1])
 
 
-def merged(segments: Segments, *, kept: Bool[ndarray, " documents"] | None = None) -> Postings:
+def merge(segments: Segments, *, kept: Bool[ndarray, " documents"] | None = None) -> Postings:
     """Merge segments into one, with all documents or only those `kept`, in the same order."""
     terms, impacts = columns(segments)
     if kept is None:
@@ -116,7 +116,7 @@ def merged(segments: Segments, *, kept: Bool[ndarray, " documents"] | None = Non
     return build(terms.filter(mask), impacts.filter(mask))
 
 
-def appended(segments: Segments, new: Postings) -> tuple[Postings, ...]:
+def append(segments: Segments, new: Postings) -> tuple[Postings, ...]:
     """Append a segment; segments are merged so that each has more documents than the next.
 
     A document is rewritten at most once per doubling of its segment; n documents that come one by one make at
@@ -124,7 +124,7 @@ def appended(segments: Segments, new: Postings) -> tuple[Postings, ...]:
     """
     stack = [*segments]
     while stack and len(stack[-1]) <= len(new):
-        new = merged([stack.pop(), new])
+        new = merge([stack.pop(), new])
     return (*stack, new)
 
 
@@ -176,7 +176,7 @@ def _documents(terms: Column, impacts: Column, first: int) -> _Documents:
     return _Documents(offsets, numbers.astype(np.int32, copy=False), values).only(values > 0)
 
 
-def _inverted(documents: _Documents, strongest: int | None) -> Postings:
+def _invert(documents: _Documents, strongest: int | None) -> Postings:
     if strongest is not None:
         documents = documents.only(_strongest(documents, strongest))
     shape = len(documents.offsets) - 1, int(documents.terms.max(initial=-1)) + 1
@@ -210,7 +210,7 @@ def _postings(*arrays: ndarray) -> Postings:
     return Postings(*(frozen(array, kind) for array, kind in zip(arrays, _DTYPES.values(), strict=True)))
 
 
-def _joined(pieces: Iterable[Postings]) -> Postings:
+def _join(pieces: Iterable[Postings]) -> Postings:
     """Postings one after the other."""
     nothing = np.empty(0)
     empty = _postings(np.zeros((1, 2)), nothing, np.zeros(1), nothing, nothing)

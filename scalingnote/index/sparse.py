@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int64
 from numpy import ndarray
 
 from scalingnote.core.errors import SearchError
-from scalingnote.core.topk import compiled, heap_push, heap_replace, heap_sort
+from scalingnote.core.topk import heap_push, heap_replace, heap_sort, jit
 from scalingnote.index import hybrid
 from scalingnote.index.hybrid import HybridCandidates
 from scalingnote.index.postings import DOCUMENTS_PER_BLOCK, Postings, Segments, build, frozen
@@ -54,7 +54,7 @@ def search(
     Raises:
         SearchError: queries are malformed, or `k` or `allowed` do not fit.
     """
-    total = _checked(segments, queries)
+    total = _check(segments, queries)
     if k < 1:
         raise SearchError(f"k is {k}: ask for at least 1 result")
     if allowed is not None and len(allowed) != total:
@@ -75,7 +75,7 @@ def scores_of(
     segments: Segments, queries: SparseRows, rows: Int[ndarray, "queries candidates"]
 ) -> Float32[ndarray, "queries candidates"]:
     """Scores of given rows, bit for bit those of :func:`search`; 0 where the row is -1."""
-    total = _checked(segments, queries)
+    total = _check(segments, queries)
     if rows.size and rows.max() >= total:
         raise SearchError(f"there is no row {rows.max()}: the segments have {total} documents")
     scores, wanted = np.zeros(rows.shape, np.float32), frozen(rows, np.int64)
@@ -113,7 +113,7 @@ def warm() -> None:
     scores_of([build(terms, impacts)], queries, np.zeros((1, 1), np.int64))
 
 
-def _checked(segments: Segments, queries: SparseRows) -> int:
+def _check(segments: Segments, queries: SparseRows) -> int:
     """Number of documents, after checks that compiled code relies on."""
     offsets, entries = queries.offsets, len(queries.terms)
     if offsets[0] or (np.diff(offsets) < 0).any() or not offsets[-1] == entries == len(queries.values):
@@ -139,7 +139,7 @@ def _terms(queries: SparseRows) -> tuple[ndarray, ...]:
     )
 
 
-@compiled
+@jit
 @no_type_check
 def _scan(
     blocks, terms, offsets, rows, impacts, floats, bounds, sought, values, allowed, first, scores, found, kept
@@ -162,7 +162,7 @@ def _scan(
                 block[:] = 0
 
 
-@compiled
+@jit
 @no_type_check
 def _find(sorted_values, value, start, stop):
     end = stop
@@ -175,7 +175,7 @@ def _find(sorted_values, value, start, stop):
     return start if start < end and sorted_values[start] == value else -1
 
 
-@compiled
+@jit
 @no_type_check
 def _keep(block, base, allowed, scores, rows, kept):
     k = len(scores)
@@ -199,14 +199,14 @@ def _keep(block, base, allowed, scores, rows, kept):
     return kept
 
 
-@compiled
+@jit
 @no_type_check
 def _sort(scores, rows, kept):
     for q in range(len(kept)):
         heap_sort(scores[q], rows[q], kept[q])
 
 
-@compiled
+@jit
 @no_type_check
 def _look_up(blocks, terms, offsets, rows, impacts, floats, bounds, sought, values, first, wanted, scores):
     for b in range(len(blocks) - 1):

@@ -135,7 +135,7 @@ def candidates(
     return ShardAnswers(rows, scores, exact, float(scanned))
 
 
-def joined(one: ShardAnswers, other: ShardAnswers, *, depth: int) -> ShardAnswers:
+def join(one: ShardAnswers, other: ShardAnswers, *, depth: int) -> ShardAnswers:
     """The `depth` best by codes of either; of equal ones those of `one` first."""
     columns = [np.concatenate(pair, axis=1) for pair in zip(one[:3], other[:3], strict=True)]
     best = topk.select(columns[1], k=depth)
@@ -293,8 +293,8 @@ def _measure_shards(
         lists = _reopen(number, run)
         for nprobe in probes:
             share = candidates(lists, run.queries, nprobe=nprobe, k=depth)
-            share = share._replace(rows=_counted_from(first_row, share.rows))
-            found[nprobe] = joined(found[nprobe], share, depth=depth) if nprobe in found else share
+            share = share._replace(rows=_count_from(first_row, share.rows))
+            found[nprobe] = join(found[nprobe], share, depth=depth) if nprobe in found else share
     exact, background = _exact_answers(run, first, documents=documents)
     points = [
         point
@@ -326,8 +326,8 @@ def _measure_shard_hybrid(
     found = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
     doc_ids = read_table(fs.join(run.output, shard.columns_file(number)))["doc_id"]
     judged = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
-    found = replace(found, ids=_counted_from(first_row, found.ids))
-    return number, (found, _counted_from(first_row, judged))
+    found = replace(found, ids=_count_from(first_row, found.ids))
+    return number, (found, _count_from(first_row, judged))
 
 
 def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Sequence[int]) -> list[float]:
@@ -355,11 +355,11 @@ def _exact_answers(
     for number, first_row in first.items():
         share = np.load(io.BytesIO(fs.read_bytes(run.work(f"exact/{number:05d}.npz"))))
         total += share["total"]
-        best.add(slice(None), share["scores"], _counted_from(first_row, share["rows"]))
+        best.add(slice(None), share["scores"], _count_from(first_row, share["rows"]))
     return best.ids, round(hybrid.background_of(run.queries, (total / documents)[np.newaxis]), 6)
 
 
-def _counted_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, "*shape"]:
+def _count_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, "*shape"]:
     return np.where(rows < 0, -1, rows.astype(np.int64) + first_row)
 
 

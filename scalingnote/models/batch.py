@@ -117,9 +117,9 @@ class Batch:
         row instead of for all tokens.
         """
         if self.packing is None or not packed:
-            return self.padded(pad), slice(None)
+            return self.to_padded(pad), slice(None)
         if self.ids.device.type == "cpu" and len(set(self.packing.lengths)) == 1:
-            return self.padded(pad), slice(None)
+            return self.to_padded(pad), slice(None)
         return self.by_length()
 
     @property
@@ -141,7 +141,7 @@ class Batch:
         """Return the token ids of all rows end to end, and the length of each row."""
         return self.flatten(self.ids), self.row_lengths
 
-    def padded(self, pad: int) -> "Batch":
+    def to_padded(self, pad: int) -> "Batch":
         """Return the same rows in padded form."""
         if self.packing is None:
             return self

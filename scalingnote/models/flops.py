@@ -126,7 +126,7 @@ def backbone_shape(backbone: Pretrained | Scratch) -> Shape:
         size = (backbone.layers, backbone.hidden, backbone.heads, backbone.heads, backbone.intermediate)
         vocabulary = backbone.vocabulary + PLACEHOLDER_TOKENS
         return _shape(backbone.architecture, *size, vocabulary, positions=backbone.max_positions)
-    shape = _pretrained(backbone.path)
+    shape = _pretrained_shape(backbone.path)
     return replace(shape, layers=backbone.layers) if backbone.layers else shape
 
 
@@ -176,7 +176,7 @@ def settings_shape(settings: Mapping[str, Any], *, source: str) -> Shape:
     )
 
 
-def _pretrained(path: str) -> Shape:
+def _pretrained_shape(path: str) -> Shape:
     file = Path(path) / "config.json"
     if not file.is_file() and not Path(path).is_absolute() and path.count("/") == 1:
         cached = try_to_load_from_cache(path, "config.json")

@@ -164,7 +164,7 @@ class LookupTower(nn.Module):
                 ids, self.table, lengths.cumsum(0) - lengths, mode="sum", per_sample_weights=weights
             )
         else:
-            values = self._attended(ids, lengths, self.attention)
+            values = self._attend(ids, lengths, self.attention)
             values = values if weights is None else values * weights[:, None]
             total = values.new_zeros(len(lengths), self.dim).index_add(0, row, values)
         weight_sums = lengths.float()
@@ -176,7 +176,7 @@ class LookupTower(nn.Module):
             embeddings = torch.where(empty[:, None], self.table[: self.tokens].mean(0), embeddings)
         return embeddings
 
-    def _attended(
+    def _attend(
         self, ids: Int[Tensor, " tokens"], lengths: Int[Tensor, " rows"], attention: nn.Module
     ) -> Tensor:
         """Return the rows of all tokens after attention, end to end."""

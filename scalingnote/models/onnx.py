@@ -85,12 +85,12 @@ class OnnxTower:
 
     def _encode(self, rows: Sequence[TokenRow]) -> Float32[ndarray, "queries dim"]:
         if len(rows) == 1:
-            return self.run(*_padded(rows, self._pad))
+            return self.run(*_pad(rows, self._pad))
         out = np.empty((len(rows), self.dim), np.float32)
         # Large batches gain nothing on a CPU, and pads cost time: small batches of similar lengths.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
         for chosen in _batches(order, [len(row.ids) for row in rows]):
-            out[chosen] = self.run(*_padded([rows[i] for i in chosen], self._pad))
+            out[chosen] = self.run(*_pad([rows[i] for i in chosen], self._pad))
         return out
 
     def run(
@@ -159,7 +159,7 @@ def _use_huge_pages(before: dict[int, int]) -> None:
                 advise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
 
-def _padded(
+def _pad(
     rows: Sequence[TokenRow], pad: int
 ) -> tuple[Int[ndarray, "rows tokens"], Int[ndarray, "rows tokens"]]:
     longest = max(len(row.ids) for row in rows)

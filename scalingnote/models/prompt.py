@@ -290,13 +290,13 @@ class TextPrompt:
             # A cut text of long words may have fewer than `max_tokens` tokens: it is tokenized as a whole.
             if len(pieces[i]) < len(text) and len(encodings[i].ids) < self._max_length:
                 pieces[i], encodings[i] = text, self.tokenizer.encode(text)
-        lost = map(self._lost, whole, pieces, encodings)
+        lost = map(self._count_lost, whole, pieces, encodings)
         return [
             TokenRow(encoding.ids or [self._empty], [0], unread)
             for encoding, unread in zip(encodings, lost, strict=True)
         ]
 
-    def _lost(self, text: str, piece: str, encoding: Encoding) -> int:
+    def _count_lost(self, text: str, piece: str, encoding: Encoding) -> int:
         """Tokens of a text that are not read, of which `piece` was tokenized."""
         special = len(self._head) + len(self._tail)
         more = sum(len(rest.ids) - special for rest in encoding.overflowing)

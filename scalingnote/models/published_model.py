@@ -292,7 +292,7 @@ def _of_modules(folder: Path, modules: Sequence[Module], role: Role, pooling: st
     unknown: list[str] = []
     first = modules[0].name if modules else "nothing"
     if first == REFERENCED_MODEL:
-        model = _referenced(modules[0].folder, role, pooling)
+        model = _referenced_model(modules[0].folder, role, pooling)
     elif first == "Transformer":
         model, unknown = _transformer(PublishedModel(folder, modules[0].folder, ""))
     elif first in TABLES:
@@ -326,7 +326,7 @@ def _of_modules(folder: Path, modules: Sequence[Module], role: Role, pooling: st
     return replace(model, pooling=mode, steps=tuple(steps), unknown=", ".join(unknown) or None)
 
 
-def _referenced(place: Path, role: Role, pooling: str) -> PublishedModel:
+def _referenced_model(place: Path, role: Role, pooling: str) -> PublishedModel:
     """Return the settings of the model that a ReferencedModel module names."""
     named = read_json(place / "config.json") or {}
     if "model" not in named:

@@ -320,7 +320,7 @@ class LibraryTower(Tower):
 
     def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
         assert not terms, "a published model has no sparse head"
-        batch = batch.padded(self.pad)
+        batch = batch.to_padded(self.pad)
         assert batch.mask is not None
         return self._embed(batch.ids, batch.mask)[:, None].float(), None
 

@@ -146,7 +146,7 @@ class TokenWise(TokenReader):
 
         This is the symmetric retriever that the token-wise query is aligned with (Eq. 5).
         """
-        padded = batch.padded(self.pad)
+        padded = batch.to_padded(self.pad)
         assert padded.mask is not None
         lengths, rows = padded.mask.sum(1), len(padded.ids)
         instruction = self.read_behind(batch)

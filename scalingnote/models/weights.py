@@ -221,7 +221,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, BaseTunerLayer):
             layer: Any = copy.deepcopy(module)
             if isinstance(layer.base_layer, FrozenLinear):
-                layer.base_layer = layer.base_layer.unpacked()
+                layer.base_layer = layer.base_layer.unpack()
             layer.float()
             layer.merge(safe_merge=True)
             tensors = layer.get_base_layer().state_dict()
@@ -313,7 +313,7 @@ class FrozenLinear(nn.Linear):
         product: Tensor = _FrozenProduct.apply(input, self.weight, self.scales, self.base)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
-    def unpacked(self) -> nn.Linear:
+    def unpack(self) -> nn.Linear:
         """Return the layer with its weight in float32."""
         layer = nn.Linear(
             self.in_features, self.out_features, bias=self.bias is not None, device=self.weight.device

@@ -187,13 +187,13 @@ def law_report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfi
             for kind, law in fits.items()
         },
         "predictions": [
-            {"parameters": n, "data": d, "entropy": _predicted(fits, n, d)} for n, d in config.predict
+            {"parameters": n, "data": d, "entropy": _predict(fits, n, d)} for n, d in config.predict
         ],
         "splits": splits,
     }
 
 
-def _predicted(fits: Mapping[Kind, Fit], parameters: float, data: float) -> dict[Kind, list[float]]:
+def _predict(fits: Mapping[Kind, Fit], parameters: float, data: float) -> dict[Kind, list[float]]:
     """Entropy by each law; a law of one size applies only at the other size its runs share."""
     applies = {
         kind: {"size": law.runs.data == data, "data": law.runs.parameters == parameters}.get(kind)

@@ -78,7 +78,7 @@ class PrefixCounts:
         )
 
     @classmethod
-    def merged(cls, ranges: Iterable["PrefixCounts"]) -> "PrefixCounts":
+    def merge(cls, ranges: Iterable["PrefixCounts"]) -> "PrefixCounts":
         """Merge disjoint ranges in ascending order."""
         ranges = list(ranges)
         distinct = np.sum([each.distinct for each in ranges], axis=0)

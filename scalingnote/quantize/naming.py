@@ -105,7 +105,7 @@ def sort(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each
         parts={each_range["name"]: Part(**each_range["part"]) for each_range in found},
         tally=_sum(corpus, found, "all"),
         unseen=_sum(corpus, found, "unseen"),
-        spread=PrefixCounts.merged(spreads),
+        spread=PrefixCounts.merge(spreads),
         ranges=[
             {"name": one["name"], "rows": one["documents"], "first": spread.first, "last": spread.last}
             for one, spread in zip(found, spreads, strict=True)

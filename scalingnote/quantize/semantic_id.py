@@ -182,17 +182,17 @@ class SemanticIds:
 
     def children(self, prefix: Sequence[int] = ()) -> dict[int, int]:
         """Codes that follow a prefix in some ID, ascending, with their numbers of documents."""
-        counts = self._children(self._checked(prefix, below=self.levels))
+        counts = self._children(self._check(prefix, below=self.levels))
         return {int(code): int(counts[code]) for code in np.flatnonzero(counts)}
 
     def count(self, prefix: Sequence[int] = ()) -> int:
         """Number of documents with a prefix."""
-        return sum(len(piece.suffix) for piece in self._by_code.pieces(self._checked(prefix)))
+        return sum(len(piece.suffix) for piece in self._by_code.pieces(self._check(prefix)))
 
     def documents(self, prefix: Sequence[int], *, limit: int | None = None) -> pa.Table:
         """`doc_id` and `semantic_id` of documents with a prefix, by code; at most the first `limit`."""
         tables, left = [LISTING.empty_table()], sys.maxsize if limit is None else limit
-        for piece in self._by_code.pieces(self._checked(prefix)):
+        for piece in self._by_code.pieces(self._check(prefix)):
             piece = piece.cut(0, left)
             left -= len(piece.suffix)
             tables.append(pa.table([piece.doc_ids, to_strings(piece.matrix(), piece.suffix)], schema=LISTING))
@@ -206,7 +206,7 @@ class SemanticIds:
         if len(numbers) != self.levels + 1:
             raise DataError(f"{semantic_id!r} is not a semantic ID of {self.levels} codes and a suffix")
         *codes, suffix = numbers
-        self._checked(codes)
+        self._check(codes)
         for piece in self._by_code.pieces(codes):  # more than one where very many documents share the codes
             if suffix > np.iinfo(piece.suffix.dtype).max:
                 break
@@ -282,7 +282,7 @@ class SemanticIds:
                 gains = centroids @ query
                 if metric == "l2":  # |q - p - c|^2 = |q - p|^2 - 2 (q - p) c + |c|^2
                     norms = np.einsum("ij,ij->i", centroids, centroids)
-                    gains = 2 * (gains - centroids @ self._decoded(prefix)) - norms
+                    gains = 2 * (gains - centroids @ self._decode(prefix)) - norms
                 parents.append(np.full(len(children), place))
                 codes.append(children)
                 scores.append(score + gains.astype(np.float64))
@@ -295,7 +295,7 @@ class SemanticIds:
             ]
         return kept[:n]
 
-    def _decoded(self, prefix: Sequence[int]) -> Float[ndarray, " dim"]:
+    def _decode(self, prefix: Sequence[int]) -> Float[ndarray, " dim"]:
         vector: ndarray = self.codebooks[np.arange(len(prefix)), list(prefix)].sum(axis=0)
         return vector
 
@@ -310,7 +310,7 @@ class SemanticIds:
                 counts += np.diff(begins, append=len(column))
         return counts
 
-    def _checked(self, prefix: Sequence[int], *, below: int | None = None) -> list[int]:
+    def _check(self, prefix: Sequence[int], *, below: int | None = None) -> list[int]:
         longest = self.levels if below is None else below - 1
         if len(prefix) > longest or any(not 0 <= code < self.size for code in prefix):
             raise DataError(

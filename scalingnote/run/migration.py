@@ -170,7 +170,7 @@ def plan(migration: Migration) -> ReportTable:
     A stage takes as long as it took before, but for encoding, which takes as much longer as the new model
     computes more for a text; files are as much larger as its embeddings are longer.
     """
-    before, after = (pipeline.finished(config) for config in (migration.before, migration.after))
+    before, after = (pipeline.find_finished(config) for config in (migration.before, migration.after))
     wanted = [stage.name for stage in stages.select(migration.after, until="index")]
     missing = [name for name in wanted if name not in after]
     embeddings = pipeline.locate(migration.before, "embeddings")

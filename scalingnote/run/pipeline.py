@@ -82,7 +82,7 @@ def make_current(config: RunConfig) -> None:
     fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
 
 
-def finished(config: RunConfig) -> dict[str, Artifact]:
+def find_finished(config: RunConfig) -> dict[str, Artifact]:
     """The artifacts that are built already, by stage; one whose inputs are not is not looked for."""
     opened: dict[str, Artifact] = {}
     order = stages.of(config)

@@ -320,7 +320,7 @@ class AppArgs(Config):
         return self
 
 
-def merged(run_dir: str, *sections: ServeConfig) -> ServeConfig:
+def merge_sections(run_dir: str, *sections: ServeConfig) -> ServeConfig:
     """The section `serve` of a run in `run_dir`; what later sections set wins over earlier ones."""
     given = [section.model_dump(exclude_unset=True) for section in sections]
     values: dict[str, Any] = reduce(merge, given, {})

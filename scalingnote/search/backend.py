@@ -281,7 +281,7 @@ class DatabaseSearcher:
             f"--collection {collection}`"
         )
         with self._database_errors():
-            described = self._collection.described()
+            described = self._collection.layout()
             if described is None:
                 raise ConfigError(f"there is no {place}: {remedy}")
             if described[0] != layout.dim or described[1] < layout.sparse:

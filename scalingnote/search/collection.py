@@ -124,9 +124,9 @@ class MilvusCollection(databases.Milvus):
         if self._file is not None:
             _OPEN_FILES[self._file] += 1
 
-    def described(self) -> tuple[int | None, bool] | None:
+    def layout(self) -> tuple[int | None, bool] | None:
         """As of :class:`databases.Milvus`; a collection that is there is loaded."""
-        found = super().described()
+        found = super().layout()
         if found is not None:
             self._client.load_collection(self._collection, timeout=self._timeout_s)
         return found
@@ -212,4 +212,4 @@ Collection: TypeAlias = QdrantCollection | MilvusCollection
 def connect(search: SearchConfig, collection: str, *, timeout_s: float) -> Collection:
     """Open a collection to search it; ConfigError where the client is missing or nothing answers."""
     kind: type[Collection] = QdrantCollection if search.backend == "qdrant" else MilvusCollection
-    return databases.connected(search.backend, search.url, lambda: kind(search, collection, timeout_s))
+    return databases.call_client(search.backend, search.url, lambda: kind(search, collection, timeout_s))

@@ -64,7 +64,7 @@ class OverriddenSearcher(Searcher):
     def refresh(self) -> None:
         """Read what was acknowledged by now."""
         with self._reading:
-            now, until = self._overridden, wal.acknowledged(self._log)
+            now, until = self._overridden, wal.last_acknowledged(self._log)
             if until <= now.record:
                 return
             alive, rows, records = now.alive.copy(), [now.rows], [now.records]

@@ -84,10 +84,10 @@ class QueryPath:
         encoded = [Query(embeddings[n : n + 1], rows[n]) for n in range(len(queries))]
         if self.personal is None or not any(users):
             return encoded
-        return _personalised(encoded, queries, users, self.personal)
+        return _personalise(encoded, queries, users, self.personal)
 
 
-def _personalised(
+def _personalise(
     encoded: list[Query], queries: Sequence[str], users: Sequence[str | None], personal: Personal
 ) -> list[Query]:
     named = [number for number, user in enumerate(users) if user]

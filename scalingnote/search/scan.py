@@ -23,7 +23,7 @@ from numpy import ndarray
 
 from scalingnote.core import topk
 from scalingnote.core.errors import SearchError
-from scalingnote.core.topk import compiled
+from scalingnote.core.topk import jit
 from scalingnote.index import filters, ivf
 from scalingnote.index.ivf import RESCORE_COST
 from scalingnote.index.postings import Postings
@@ -243,7 +243,7 @@ def _probe(
             allowed=None if mask is None else ivf.bitmap(mask),
         )
         rankings.append(found)
-    return _merged(pieces, rankings, k=k)
+    return _merge(pieces, rankings, k=k)
 
 
 def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int) -> Ranking:
@@ -253,10 +253,10 @@ def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: in
         rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask)
         every = np.broadcast_to(rows, (len(queries), len(rows)))
         rankings.append(ivf.best(lists.kept, queries, every, k=k))
-    return _merged(pieces, rankings, k=k)
+    return _merge(pieces, rankings, k=k)
 
 
-def _merged(pieces: _Pieces, rankings: Sequence[Ranking], *, k: int) -> Ranking:
+def _merge(pieces: _Pieces, rankings: Sequence[Ranking], *, k: int) -> Ranking:
     """The k best of all segments, with rows counted from the first segment on."""
     counted = [
         (scores, np.where(rows < 0, -1, rows + start) if start else rows)
@@ -274,7 +274,7 @@ def _matching_rows(documents: Sequence[pa.Table], where: str) -> Bool[ndarray, "
     return np.concatenate([filters.mask(table, wanted) for table in documents])
 
 
-@compiled
+@jit
 @no_type_check
 def _unit(queries):
     """Queries of unit length, and the first one without direction, or -1; numpy takes longer per call."""
@@ -291,7 +291,7 @@ def _unit(queries):
     return unit, -1
 
 
-@compiled
+@jit
 @no_type_check
 def _locate(rows, starts, numbers):
     """Shard and row in the shard of each row over all shards; -1 where the row is -1."""

@@ -387,19 +387,21 @@ class Searcher:
         """
         layout = self.layout
 
-        def ranked(queries: Float[ndarray, "queries dim"], terms: SparseRows | None, k: int) -> list[Results]:
+        def rank_all(
+            queries: Float[ndarray, "queries dim"], terms: SparseRows | None, k: int
+        ) -> list[Results]:
             found = self.find(queries, terms, k=k, joining=joining, nprobe=nprobe, where=where)
             best = [rank(one, k=k, joining=joining, layout=layout) for one in found]
             return [one if one.is_read else with_documents(one, self.store) for one in best]
 
         if not layout.passages:
-            return [one.hits() for one in ranked(queries, terms, k)]
+            return [one.hits() for one in rank_all(queries, terms, k)]
         unit_queries(queries, dim=layout.dim, k=k)  # an error for k, before it becomes a number of passages
         answers: list[list[SearchHit]] = [[] for _ in queries]
         waiting = {grouping.first_depth(k): [*range(len(queries))]}
         while waiting:
             depth, numbers = waiting.popitem()
-            own = ranked(queries[numbers], None if terms is None else terms.take(numbers), depth)
+            own = rank_all(queries[numbers], None if terms is None else terms.take(numbers), depth)
             for number, passages in zip(numbers, own, strict=True):
                 found = grouping.best_per_document(passages)
                 answers[number] = found.hits()[:k]

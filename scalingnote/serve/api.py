@@ -62,7 +62,7 @@ from scalingnote.serve.embeddings import (
     Token,
 )
 from scalingnote.serve.service import Service
-from scalingnote.serve.versions import Version, Versions, named
+from scalingnote.serve.versions import Version, Versions, version_named
 
 PAGE = Path(__file__).parent / "page"
 VERSION_POLL_INTERVAL_S = 0.5  # between two reads of the version that other gateways may have activated
@@ -119,7 +119,7 @@ class Api(FastAPI):
         scope["route"] = route
         request = Request(scope, receive, send)
         try:
-            body = _validated(model, await request.body())
+            body = _validate(model, await request.body())
             response = await (handler(body, request) if takes_request else handler(body))
         except Exception as error:
             response = await _on_error(request, error)
@@ -155,7 +155,7 @@ class Api(FastAPI):
         return add
 
 
-def _validated(model: type[BaseModel], body: bytes) -> BaseModel:
+def _validate(model: type[BaseModel], body: bytes) -> BaseModel:
     try:
         valid = model.model_validate_json(body)
     except ValidationError as error:
@@ -197,7 +197,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case HTTPException():
             headers = error.headers or {}
             if error.status_code == 405:
-                headers = {**headers, **_allowed(request)}
+                headers = {**headers, **_allow_header(request)}
             error = RefusedError(error.status_code, str(error.detail))
         case ClientDisconnect():
             error = RefusedError(400, "the body ended early")
@@ -206,7 +206,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def _allowed(request: Request) -> dict[str, str]:
+def _allow_header(request: Request) -> dict[str, str]:
     """The header with the methods of a path: the framework names those of one of its routes."""
     routes = [each for each in request.app.routes if isinstance(each, Route)]
     matched = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
@@ -352,7 +352,9 @@ def _add_administration(api: Api, service: Service) -> None:
             if body.uri is not None:
                 version = await asyncio.to_thread(Version.with_towers, body.uri, kept.active.towers)
             else:
-                version = await asyncio.to_thread(lambda: named(kept.catalog.read(), body.version or ""))
+                version = await asyncio.to_thread(
+                    lambda: version_named(kept.catalog.read(), body.version or "")
+                )
         except (ScalingNoteError, OSError, ValueError) as error:  # the last two: of a malformed URI
             raise invalid(str(error), field) from None
         try:

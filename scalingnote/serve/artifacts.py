@@ -13,7 +13,7 @@ from scalingnote.index.shard import open_layout
 from scalingnote.models.published_model import Similarity, similarity_of
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
-from scalingnote.run.service_config import AppArgs, ServeConfig, merged
+from scalingnote.run.service_config import AppArgs, ServeConfig, merge_sections
 from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
@@ -108,14 +108,14 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
         if args.document_tower is not None and args.serve.deployment("document_tower").replicas:
             document_tower = location_of(tower_at(args.document_tower))
         towers = PairedTowers(location_of(tower), document=document_tower)
-        served = _served(index, tower, QueryPathParts(location_of(tower)), args.serve, towers)
+        served = _serve_index(index, tower, QueryPathParts(location_of(tower)), args.serve, towers)
         return replace(_with_teacher(served, None), document_tower=document_tower)
     return of_run(pipeline.load_run(args.run_dir), args.serve)
 
 
 def of_run(run: RunConfig, serve: ServeConfig) -> ServedArtifacts:
     """Open the artifacts of a run, as :func:`find`; what `serve` sets wins over the run's own section."""
-    config = merged(run.run_dir, run.serve, serve)
+    config = merge_sections(run.run_dir, run.serve, serve)
     index = pipeline.locate(run, "index")
     tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
     parts = QueryPathParts(location_of(tower), features=config.features)
@@ -128,7 +128,7 @@ def of_run(run: RunConfig, serve: ServeConfig) -> ServedArtifacts:
     towers = towers_of(index)
     assert towers is not None  # of a run's index, which was built for the run's query tower
     exported = exports.find(tower, config.query_form, run.run_dir)
-    served = _served(index, exported, parts, config, towers)
+    served = _serve_index(index, exported, parts, config, towers)
     with_documents = config.deployment("document_tower").replicas
     return replace(
         _with_teacher(served, run),
@@ -186,7 +186,7 @@ def _model_name(model: str, folder: Path) -> str:
     return hub_id.replace("--", "/") if hub_id != cached else folder.name
 
 
-def _served(
+def _serve_index(
     index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig, towers: PairedTowers
 ) -> ServedArtifacts:
     read_keys(config.api_keys)  # an unreadable file is an error before anything is started

@@ -15,7 +15,7 @@ from scalingnote.run import migration as migrations
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
 from scalingnote.run.migration import Migration
-from scalingnote.run.service_config import ServeConfig, merged
+from scalingnote.run.service_config import ServeConfig, merge_sections
 from scalingnote.serve import artifacts
 from scalingnote.serve.artifacts import ServedArtifacts
 from scalingnote.serve.versions import Catalog, Version
@@ -48,7 +48,7 @@ def cut_over(run_dir: str, serve: ServeConfig) -> ChangedVersions:
             f"the models in {run_dir} are not compared yet: `scalingnote migrate --run {run_dir} --to MODEL`"
         )
     _require_current(migration, migration.before, migration.after)
-    escalation = merged(run_dir, migration.after.serve, serve).escalation
+    escalation = merge_sections(run_dir, migration.after.serve, serve).escalation
     if escalation is not None and escalation.teacher is not None:
         raise ConfigError(
             f"serve.escalation.teacher is {escalation.teacher}, of the model before: leave it out, and the "

@@ -45,7 +45,7 @@ class Deltas:
     async def open(self, name: str) -> None:
         """Open the delta of a version, and follow the log from now on."""
         if name not in self._deltas:
-            self._deltas[name] = await asyncio.to_thread(self._opened, name)
+            self._deltas[name] = await asyncio.to_thread(self._open, name)
         if self._following is None:
             self._following = asyncio.create_task(
                 run_periodically(self.refresh, interval_s=LIVE_REFRESH_S, name="reading the log of the delta")
@@ -89,5 +89,5 @@ class Deltas:
             return concatenate([of_groups], missing=[self._group])
         return concatenate([of_groups, of_delta])
 
-    def _opened(self, name: str) -> Delta:
+    def _open(self, name: str) -> Delta:
         return Delta(self._folder, versions.kept_version(self._folder, int(name)), name=name)

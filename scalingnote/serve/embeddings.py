@@ -309,7 +309,7 @@ class EmbeddingService:
 
     async def embed(self, request: TeiEmbedRequest) -> list[list[float]]:
         """Answer ``POST /embed``: an embedding of each text."""
-        tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
+        tower, texts = self._side(self.name, request.prompt_name), self._check(request.inputs, "inputs")
         vectors = (await self._embed(tower, texts, request)).vectors
         scale = self._similarity == "cosine" if request.normalize is None else request.normalize
         if scale or request.dimensions is not None:
@@ -319,7 +319,7 @@ class EmbeddingService:
 
     async def embed_sparse(self, request: TeiSparseRequest) -> list[list[dict[str, Any]]]:
         """Answer ``POST /embed_sparse``: terms of each query and their weights."""
-        texts = self._checked(request.inputs, "inputs")
+        texts = self._check(request.inputs, "inputs")
         if PROMPT_ROLES[request.prompt_name or "query"] == "document" or not self._queries:
             raise conflict("terms are served of queries alone: those of documents are in the index")
         tower = self._side(self.name, "query")
@@ -332,7 +332,7 @@ class EmbeddingService:
             raise conflict("this server does not re-rank: set serve.rerank")
         if len(request.texts) > MAX_RERANKED:
             raise invalid(f"{len(request.texts)} texts: up to {MAX_RERANKED} are re-ranked", "texts")
-        (query,), texts = self._checked([request.query], "query"), self._checked(request.texts, "texts")
+        (query,), texts = self._check([request.query], "query"), self._check(request.texts, "texts")
         call = self._reranker.logits.remote(query, texts, **_truncation(request))
         logits = np.asarray(await self._answer(call, invalid, field="texts"))
         scores = logits if request.raw_scores else 1 / (1 + np.exp(-logits))
@@ -344,8 +344,8 @@ class EmbeddingService:
         """Answer ``POST /similarity``: cosines, or inner products, of one text and others."""
         asked = request.parameters or SimilarityParameters()
         chosen = asked.prompt_name
-        (source,) = self._checked([request.inputs.source_sentence], "inputs.source_sentence")
-        sentences = self._checked(request.inputs.sentences, "inputs.sentences")
+        (source,) = self._check([request.inputs.source_sentence], "inputs.source_sentence")
+        sentences = self._check(request.inputs.sentences, "inputs.sentences")
         others = chosen or ("document" if self._documents is not None else "query")
         first = await self._embed(self._side(self.name, chosen or "query"), [source], asked)
         second = await self._embed(self._side(self.name, others), sentences, asked)
@@ -355,7 +355,7 @@ class EmbeddingService:
 
     async def tokenize(self, request: TeiTokenizeRequest) -> list[list[dict[str, Any]]]:
         """Answer ``POST /tokenize``: the tokens of each text."""
-        tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
+        tower, texts = self._side(self.name, request.prompt_name), self._check(request.inputs, "inputs")
         rows: list[list[dict[str, Any]]] = await self._answer(
             tower.tokenize.remote(texts, special=request.add_special_tokens), invalid
         )
@@ -414,7 +414,7 @@ class EmbeddingService:
     async def _embed_input(self, tower: Handle, given: Any) -> Embedded:
         """The embeddings of `input` in any of its forms."""
         if isinstance(given, str) or isinstance(given[0], str):
-            return await self._embed(tower, self._checked(given, "input"))
+            return await self._embed(tower, self._check(given, "input"))
         rows = [given] if isinstance(given[0], int) else given
         self._check_count(len(rows), "input")
         if max(map(len, rows)) > MAX_TOKENS:
@@ -422,7 +422,7 @@ class EmbeddingService:
         found: Embedded = await self._answer(tower.embed_ids.remote(rows), partial(invalid, field="input"))
         return found
 
-    def _checked(self, given: str | Sequence[str], field: str) -> list[str]:
+    def _check(self, given: str | Sequence[str], field: str) -> list[str]:
         texts = [given] if isinstance(given, str) else [*given]
         self._check_count(len(texts), field)
         for number, text in enumerate(texts):

@@ -149,7 +149,7 @@ class Target:
         answers: Sequence[Answer | None] = [None] * len(batch)
         try:
             async with asyncio.timeout(left_s):
-                answers = unpack(await self._answered([pending.query for pending in batch], left_s))
+                answers = unpack(await self._answer([pending.query for pending in batch], left_s))
             if self._hedge is not None:
                 self._hedge.observe(self._number, loop.time() - started)
         except TimeoutError:
@@ -159,7 +159,7 @@ class Target:
         for pending, answer in zip(batch, answers, strict=True):
             pending.put(self._number, answer)
 
-    async def _answered(self, queries: list[Query], left_s: float) -> "Packed":
+    async def _answer(self, queries: list[Query], left_s: float) -> "Packed":
         """The answers of the first call, or of a second one that is faster."""
         hedge = self._hedge
         delay_s = None if hedge is None else hedge.delay_s()

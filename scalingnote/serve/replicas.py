@@ -59,7 +59,7 @@ from scalingnote.serve.versions import (
     LiveCatalog,
     Version,
     VersionContent,
-    named,
+    version_named,
 )
 from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage import filesystem as fs
@@ -369,7 +369,7 @@ class IndexSearcher:
                 if version.name not in self._held:
                     self._held = {version.name: await asyncio.to_thread(self._open, version)}
             elif version.name not in self._held:
-                needed = await asyncio.to_thread(self._catalog.needed_for, version)
+                needed = await asyncio.to_thread(self._catalog.names_to_keep, version)
                 needed |= self._active_lately(served[0].name)
                 # Searches that run or wait have a reference to their searcher.
                 self._held = {name: held for name, held in self._held.items() if name in needed}
@@ -445,7 +445,7 @@ class IndexSearcher:
             (name,) = self._held
         elif name not in self._held:
             # It goes on if its request ends: the next one would begin again.
-            await asyncio.shield(asyncio.create_task(self.load(named(self._catalog.read(), name))))
+            await asyncio.shield(asyncio.create_task(self.load(version_named(self._catalog.read(), name))))
         return name, self._held[name]
 
     async def _follow_catalog(self) -> None:

@@ -47,7 +47,7 @@ class RunningSettings:
         would end it, and with it the service, for a typing error.
         """
         try:
-            self._now, self.refused = changed(self._given, user_config, self._part), ""
+            self._now, self.refused = with_changes(self._given, user_config, self._part), ""
         except ConfigError as error:
             if self._now is None:
                 raise
@@ -56,7 +56,7 @@ class RunningSettings:
         return self._now
 
 
-def changed(config: ServeConfig, user_config: Mapping[str, Any], part: ServicePart) -> ServeConfig:
+def with_changes(config: ServeConfig, user_config: Mapping[str, Any], part: ServicePart) -> ServeConfig:
     """The settings of an application with some in their place; ConfigError for those that cannot be.
 
     Args:

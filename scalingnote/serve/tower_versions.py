@@ -18,7 +18,7 @@ from scalingnote.serve.replicas import RELEASE_AFTER_S, ArmEncoder, QueryPathPar
 from scalingnote.serve.running_settings import RunningSettings
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import DocumentTower, Location, Refused, TextTower
-from scalingnote.serve.versions import Catalog, Version, named
+from scalingnote.serve.versions import Catalog, Version, version_named
 from scalingnote.storage.artifact import open_artifact
 
 TowerPart = Literal["query", "teacher", "document"]
@@ -90,7 +90,7 @@ class TowerVersions:
         return tower is None or await tower.ping()
 
     async def _release(self, version: Version) -> None:
-        needed = await asyncio.to_thread(self._catalog.needed_for, version)
+        needed = await asyncio.to_thread(self._catalog.names_to_keep, version)
         since = time.monotonic() - RELEASE_AFTER_S
         self._named_at = {name: at for name, at in self._named_at.items() if at > since}
         kept = needed | self._named_at.keys()
@@ -106,13 +106,13 @@ class TowerVersions:
     async def _require(self, name: str) -> TextTower | None:
         self._named_at[name] = time.monotonic()
         if name not in self._held:
-            await self.load(named(await asyncio.to_thread(self._catalog.read), name))
+            await self.load(version_named(await asyncio.to_thread(self._catalog.read), name))
         return self._held[name]
 
     def _hold(self, version: Version) -> None:
         if version.towers is None:  # of an arm that names its index, and has an encoder of its own
             return
-        chosen = self._chosen(version.towers)
+        chosen = self._choose(version.towers)
         if chosen is not None and chosen not in self._opened:
             log.info("opening the %s tower of index version %s", self._part, version.name)
             self._opened[chosen] = (
@@ -125,7 +125,7 @@ class TowerVersions:
         if isinstance(tower, ArmEncoder):
             tower.resize_cache(self._cache)
 
-    def _chosen(self, towers: PairedTowers) -> QueryPathParts | Location | None:
+    def _choose(self, towers: PairedTowers) -> QueryPathParts | Location | None:
         """What is opened of the towers of a version; None: they have no such tower."""
         if self._part == "document":
             return towers.document

@@ -122,7 +122,7 @@ class TextTower:
         if refused := self._too_long(lengths, truncate):
             return refused
         if keeps is not None and max(lengths) > self._encoder.max_tokens:
-            encode, rows = await asyncio.to_thread(self._kept, texts, keeps)
+            encode, rows = await asyncio.to_thread(self._keep, texts, keeps)
         if inline:
             return Embedded.of(_vectors(encode, rows), lengths, self._encoder.max_tokens)
         found = await self._in_parts(encode, rows)
@@ -186,7 +186,7 @@ class TextTower:
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [len(row.ids) for row in rows]
 
-    def _kept(
+    def _keep(
         self, texts: Sequence[str], keeps: Side
     ) -> tuple[Callable[[Any], ndarray], list[list[int]] | list[str]]:
         """An encoder, and what it reads of each text: token ids, or a piece where the tower takes no ids."""

@@ -83,7 +83,7 @@ class Version:
         return cls(index.digest[:12], index.uri, layout["documents"], layout["dim"], created)
 
 
-def named(versions: Sequence[Version], name: str) -> Version:
+def version_named(versions: Sequence[Version], name: str) -> Version:
     """The version of this name; SearchError when there is none."""
     for version in versions:
         if version.name == name:
@@ -110,22 +110,22 @@ class Catalog:
 
     def read(self) -> tuple[Version, ...]:
         """The versions that are served now, the active one first."""
-        activated = self._activated()
+        activated = self._read_activated()
         names = {version.name for version in activated}
         return *activated, *(each for each in self.pinned if each.name not in names)
 
     def activate(self, version: Version) -> tuple[Version, ...]:
         """Make a version the active one, and keep up to `kept` versions, those active most recently.
 
-        ConfigError without a `state`, or when the version is not :meth:`paired`.
+        ConfigError without a `state`, or when the version is not :meth:`pair`.
         """
         if self.state is None:
             raise ConfigError("no index can be activated: set serve.state to a folder that all nodes reach")
-        content = {"versions": [asdict(each) for each in self._after(self.paired(version))]}
+        content = {"versions": [asdict(each) for each in self._after(self.pair(version))]}
         fs.write_bytes(fs.join(self.state, CATALOG_FILE), json.dumps(content, indent=1).encode())
         return self.read()
 
-    def paired(self, version: Version) -> Version:
+    def pair(self, version: Version) -> Version:
         """The version with its towers: its own, or those of the active one where its index names none.
 
         ConfigError if towers and index have different dimensions, or an arm would search the index of another
@@ -146,23 +146,23 @@ class Catalog:
             )
         return version
 
-    def needed_for(self, version: Version) -> set[str]:
+    def names_to_keep(self, version: Version) -> set[str]:
         """Names of the versions to hold while this one is opened: the served ones it will not displace."""
         return {each.name for each in (self.read()[0], *self._after(version), *self.pinned)}
 
     def _after(self, version: Version) -> tuple[Version, ...]:
         """The versions that are kept once this one is active."""
-        others = (each for each in self._activated() if each.name != version.name)
+        others = (each for each in self._read_activated() if each.name != version.name)
         return (version, *others)[: self.kept]
 
     def previous(self) -> Version:
         """The version to roll back to; SearchError when none is kept."""
-        activated = self._activated()
+        activated = self._read_activated()
         if len(activated) < 2:
             raise SearchError("no earlier version is kept: there is nothing to roll back to")
         return activated[1]
 
-    def _activated(self) -> tuple[Version, ...]:
+    def _read_activated(self) -> tuple[Version, ...]:
         if self.state is None or not fs.exists(path := fs.join(self.state, CATALOG_FILE)):
             return (self.first,)
         content: dict[str, Any] = json.loads(fs.read_bytes(path))
@@ -204,7 +204,7 @@ class LiveCatalog:
         live_versions.activate(self.folder, int(kept.name), checked=self.delta)
         return self.read()
 
-    def needed_for(self, version: Version) -> set[str]:
+    def names_to_keep(self, version: Version) -> set[str]:
         """Names of the versions to hold while this one is opened."""
         return {version.name, *(each.name for each in self.read())}
 
@@ -229,7 +229,7 @@ class VersionContent:
     facets: Mapping[str, Mapping[str, int]]  # text field with few values -> value -> number of documents
     documents_apart: bool = False  # searchers leave documents to the gateway, which has a store of them
 
-    def joined(self, other: "VersionContent") -> "VersionContent":
+    def join(self, other: "VersionContent") -> "VersionContent":
         """The content of these shards and others together."""
         facets = {
             name: Counter(values) + Counter(other.facets[name])
@@ -311,7 +311,7 @@ class Versions:
     async def _change_to(self, version: Version) -> None:
         async with self._changing:
             if isinstance(self.catalog, Catalog):
-                version = await asyncio.to_thread(self.catalog.paired, version)
+                version = await asyncio.to_thread(self.catalog.pair, version)
             if await self._open(version):
                 await self.documents.open(version.name, version.uri)
             self._serve(await asyncio.to_thread(self.catalog.activate, version))
@@ -336,7 +336,7 @@ class Versions:
         """Take in what the searchers hold of a version; whether its documents are in a store apart."""
         calls = [searcher.describe.remote(version.name) for searcher in self._searchers]
         described = await asyncio.gather(*calls)
-        content: VersionContent = reduce(VersionContent.joined, described)
+        content: VersionContent = reduce(VersionContent.join, described)
         if content.held != content.layout.shards:  # a deployed replica holds a fixed range of shards
             raise ConfigError(
                 f"index {version.uri} has {content.layout.shards} shards, the searchers hold {content.held}: "

@@ -124,13 +124,13 @@ class DocumentWrites:
         """Write documents, each in place of the one with its id; durable when it returns."""
         writer, timer = self._require_writer(), RequestTimer(ENCODING_DEADLINE_S)
         messages.check_batch(request.documents, "documents")
-        documents, rejected = _validated(request.documents)
+        documents, rejected = _validate(request.documents)
         assert self._encoder is not None  # deployed with the writer
         encoding = [self._encoder.encode.remote(documents)]
         (rows,) = await gather_in_time(encoding, deadline_s=timer.left_s())
         if rows is None:
             raise unavailable("the documents were not encoded, nothing was written: try again")
-        written, rejected_rows = await self._acknowledged(writer.upsert.remote(rows), timer)
+        written, rejected_rows = await self._acknowledge(writer.upsert.remote(rows), timer)
         rejected += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected_rows]
         return messages.Written(written=written, rejected=rejected)
 
@@ -139,7 +139,7 @@ class DocumentWrites:
         writer = self._require_writer()
         messages.check_batch(doc_ids, "doc_ids")
         timer = RequestTimer(ENCODING_DEADLINE_S)
-        deleted = await self._acknowledged(writer.delete.remote(doc_ids), timer)
+        deleted = await self._acknowledge(writer.delete.remote(doc_ids), timer)
         return messages.Deleted(deleted=deleted)
 
     async def compact(self) -> None:
@@ -158,7 +158,7 @@ class DocumentWrites:
             raise conflict("this index is read only: set serve.live to a folder for its writes")
         return self._writer
 
-    async def _acknowledged(self, call: Any, timer: RequestTimer) -> Any:
+    async def _acknowledge(self, call: Any, timer: RequestTimer) -> Any:
         """The writer's answer, once the searchers of this process have read what it wrote."""
         (answer,) = await gather_in_time([call], deadline_s=timer.left_s())
         if answer is None:
@@ -170,7 +170,7 @@ class DocumentWrites:
         return answer
 
 
-def _validated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[messages.Rejected]]:
+def _validate(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[messages.Rejected]]:
     """The rows that are valid documents, and the reason for each of the others."""
     documents, rejected = [], []
     for number, row in enumerate(rows):

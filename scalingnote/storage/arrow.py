@@ -121,7 +121,7 @@ def take_rows(table: pa.Table, rows: Int[ndarray, " rows"]) -> pa.Table:
         for start, stop in pairwise(cuts)
         if start < stop
     )
-    return pa.Table.from_batches(_joined(pieces), schema=table.schema)
+    return pa.Table.from_batches(_join_small(pieces), schema=table.schema)
 
 
 def take_documents(table: pa.Table, doc_ids: pa.ChunkedArray, *, missing: str) -> pa.Table:
@@ -138,7 +138,7 @@ def take_documents(table: pa.Table, doc_ids: pa.ChunkedArray, *, missing: str) -
     return table if same else table.take(rows)
 
 
-def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _join_small(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Join small adjacent batches: repeated calls of `take_rows` would otherwise make ever smaller ones."""
     held: list[pa.RecordBatch] = []
     size = 0

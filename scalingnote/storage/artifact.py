@@ -102,7 +102,7 @@ class Artifact:
         """A part as a file of this machine, verified; a remote one is copied first, once for a node."""
         if fs.is_local(self.uri):
             self.file(name)
-        return self._copied([name]) / name
+        return self._copy([name]) / name
 
     def open(self, name: str) -> pa.NativeFile:
         """A part, open for reading: mapped if local; if remote, read and verified in the same request.
@@ -119,7 +119,7 @@ class Artifact:
         self._compare(name, hashlib.sha256(data).hexdigest())
         return pa.BufferReader(data)
 
-    def _copied(self, names: list[str]) -> Path:
+    def _copy(self, names: list[str]) -> Path:
         """A local directory with these parts: the artifact itself, or a copy that was verified as it came."""
         for name in names:
             if name not in self.manifest.parts:
@@ -164,7 +164,7 @@ class Artifact:
         if fs.is_local(self.uri):
             for name in names:
                 self.file(name)
-        return self._copied(names) / prefix
+        return self._copy(names) / prefix
 
     def table_parts(self, name: str) -> list[str]:
         """The Parquet parts of a table, which is one file or a folder; none if the table is absent."""

@@ -257,7 +257,7 @@ def download(
     target = _cache() / key
     if missing := [name for name in files if not (target / name).exists()]:
         # Workers of a node start together: one fetches, the others wait.
-        with _locked(target):
+        with _lock(target):
             for name in missing:
                 if not (target / name).exists():
                     _copy_to(target / name, join(uri, name), partial(check, name) if check else None)
@@ -270,7 +270,7 @@ def checksum_on_node(uri: str) -> str:
     found = path.stat()
     facts = f"{path.resolve()} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
     kept = _cache() / "checksums" / hashlib.sha256(facts.encode()).hexdigest()[:24]
-    with _locked(kept):
+    with _lock(kept):
         digest = kept / "sha256"
         if not digest.exists():
             new = kept / "new"
@@ -285,7 +285,7 @@ def _cache() -> Path:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """A folder, made if need be, that one process of the node works in at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)

@@ -54,7 +54,7 @@ class Lease:
             if text == seen:
                 time.sleep(POLL_INTERVAL_S)
                 continue
-            if seen is None and (holder := _holder(text)) and not _ended(holder):
+            if seen is None and (holder := _holder(text)) and not _has_ended(holder):
                 log.info("process %s of %s builds %s: waiting for it", holder["pid"], holder["host"], of)
             seen, since = text, time.monotonic()
         with self._changing:
@@ -114,7 +114,7 @@ def _holder(text: bytes | None) -> dict[str, Any] | None:
 def _is_free(text: bytes | None, *, unchanged_s: float) -> bool:
     """Whether a lease may be taken that has held `text` for a while."""
     holder = _holder(text)
-    if holder is None or _ended(holder):
+    if holder is None or _has_ended(holder):
         return True
     if unchanged_s > EXPIRY_S:
         log.info("its lease has expired: resuming its work")
@@ -122,7 +122,7 @@ def _is_free(text: bytes | None, *, unchanged_s: float) -> bool:
     return False
 
 
-def _ended(holder: dict[str, Any]) -> bool:
+def _has_ended(holder: dict[str, Any]) -> bool:
     """Whether the holder is known to have ended, or is this process."""
     if holder["process"] == _PROCESS:
         return True

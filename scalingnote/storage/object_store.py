@@ -104,7 +104,7 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
     mode: Any = "create" if old is None else None
     for attempt in range(MAX_UNANSWERED_ATTEMPTS):
         if attempt or old is not None:
-            held, tag = _tagged(uri)
+            held, tag = _read_tagged(uri)
             if held == new or held != old:
                 return held == new
             mode = tag or "create"
@@ -122,7 +122,7 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
 
 def files(uri: str) -> dict[str, int]:
     """Objects below `uri`: relative path -> size in bytes; without empty ones that stand for a folder."""
-    found = _listed(uri)
+    found = _list(uri)
     folders = {name[:at] for name in found for at, letter in enumerate(name) if letter == "/"} | {""}
     return {name: size for name, size in found.items() if size or name not in folders}
 
@@ -133,7 +133,7 @@ def delete(uri: str) -> bool:
     Its key ends with a slash, which obstore cannot name.
     """
     store, key = _place(uri)
-    found = _listed(uri)
+    found = _list(uri)
     keys = [key, *(f"{key}/{name}" for name in found if name)]
     usage.count(requests=-(-len(keys) // 1000))
     for attempt in range(MAX_UNANSWERED_ATTEMPTS):
@@ -148,10 +148,10 @@ def delete(uri: str) -> bool:
         except OSError:
             if attempt == MAX_UNANSWERED_ATTEMPTS - 1:
                 raise
-    return 0 in found.values() and bool(_listed(uri))
+    return 0 in found.values() and bool(_list(uri))
 
 
-def _listed(uri: str) -> dict[str, int]:
+def _list(uri: str) -> dict[str, int]:
     store, prefix = _place(uri)
     with _os_errors(uri):
         found = obstore.list(store, prefix).collect()
@@ -230,7 +230,7 @@ def _start(uri: str, length: int) -> tuple[int, memoryview]:
         return size, first
 
 
-def _tagged(uri: str) -> tuple[bytes | None, Any]:
+def _read_tagged(uri: str) -> tuple[bytes | None, Any]:
     """The content of a small object and what a conditional write names it by; None for no object."""
     store, key = _place(uri)
     usage.count()

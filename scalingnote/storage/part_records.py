@@ -63,7 +63,7 @@ def run_parts(
     failed: dict[str, str] = {}
     with Progress(section, total=total, done=total - left, unit=unit, underway=underway) as progress:
         try:
-            for name, text in executor(_recorded(stage, folder), todo) if todo else ():
+            for name, text in executor(_record(stage, folder), todo) if todo else ():
                 texts[name] = text
                 progress.advance(sizes[name], note=report(json.loads(text)) if report else "")
         except PartsFailedError as error:
@@ -73,7 +73,7 @@ def run_parts(
     return {name: json.loads(texts.pop(name)) for name in parts if name not in failed}, failed
 
 
-def _recorded(
+def _record(
     stage: PartStage | Callable[[Any], Any], folder: str
 ) -> PartStage | Callable[[NamedPart], tuple[str, str]]:
     """The same stage on named parts, which also writes the record of each."""

@@ -69,7 +69,7 @@ def run_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, str,
 def ordered_run(rows: pa.Table, name: str) -> Run:
     """The run of rows of `query_id`, `doc_id`, `score` and `rank`; DataError as :func:`check_distinct`."""
     check_distinct(rows, name)
-    return grouped(rows.sort_by(RUN_ORDER))
+    return to_run(rows.sort_by(RUN_ORDER))
 
 
 def check_distinct(rows: pa.Table, name: str) -> None:
@@ -82,7 +82,7 @@ def check_distinct(rows: pa.Table, name: str) -> None:
         )
 
 
-def grouped(rows: pa.Table) -> Run:
+def to_run(rows: pa.Table) -> Run:
     """The run of rows that are in its order."""
     run: Run = {}
     for query_id, doc_id, score in zip(

@@ -103,10 +103,10 @@ def _map_counts() -> None:
     """Move the counts of a process of Ray to its file."""
     global _counts
     if not isinstance(_counts, mmap.mmap) and (folder := _folder()):
-        _counts = _mapped(folder / _PROCESS, bytes(_counts))
+        _counts = _map(folder / _PROCESS, bytes(_counts))
 
 
-def _mapped(path: Path, start: bytes) -> mmap.mmap:
+def _map(path: Path, start: bytes) -> mmap.mmap:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(start)
     with path.open("r+b") as file:

@@ -126,7 +126,7 @@ class Checkpoints:
         reader = _ShardReader(uri, [name for name in info.files if name.startswith(own)])
         with self._without_dcp_warning():
             load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
-        target.restored(state)
+        target.after_restore(state)
         return info
 
     def _newest_first(self) -> Iterator[CheckpointInfo]:

@@ -43,7 +43,7 @@ class RowTable:
 
     def __init__(self, files: Sequence[Path | pa.Table]) -> None:
         """Of files, which are mapped, or of tables of one chunk."""
-        self._tables = [_mapped(file) if isinstance(file, Path) else file for file in files]
+        self._tables = [_map(file) if isinstance(file, Path) else file for file in files]
         self._ends = np.cumsum([len(table) for table in self._tables], dtype=np.int64)
         self._views: dict[tuple[int, str], tuple[ndarray | None, ndarray]] = {}
 
@@ -166,7 +166,7 @@ class Store:
         return facts
 
     @staticmethod
-    def finished(uri: str) -> bool:
+    def is_complete(uri: str) -> bool:
         """Whether the store at `uri` is complete."""
         return fs.exists(fs.join(uri, STORE))
 
@@ -176,7 +176,7 @@ def one_chunk(columns: Mapping[str, pa.Array]) -> pa.Table:
     return pa.table(dict(columns)).combine_chunks()
 
 
-def _mapped(path: Path) -> pa.Table:
+def _map(path: Path) -> pa.Table:
     try:
         with pa.memory_map(str(path)) as source:  # closed at once: the mapping stays, the descriptor need not
             table = pa.ipc.open_file(source).read_all()
@@ -282,7 +282,7 @@ class Order:
             flat = rows[at].reshape(-1)
             by_length = flat[np.argsort(length_of(flat), kind="stable")].reshape(len(at), -1)
             key = (self._seed, _WINDOW, epoch, window, kind)
-            rows[at] = by_length[permuted(np.arange(len(at)), size=len(at), key=key)]
+            rows[at] = by_length[permute(np.arange(len(at)), size=len(at), key=key)]
         return rows
 
     def _draws(self, epoch: int, steps: Int64[ndarray, " steps"]) -> tuple[StepRows, StepRows]:
@@ -290,7 +290,7 @@ class Order:
         row = np.arange(self._batch)
         places = steps[:, None] if self._homogeneous else steps[:, None] * self._batch + row
         ends = np.cumsum(self._quota)
-        slots = permuted(places.reshape(-1), size=int(ends[-1]), key=(self._seed, _SLOTS, epoch))
+        slots = permute(places.reshape(-1), size=int(ends[-1]), key=(self._seed, _SLOTS, epoch))
         parts = np.searchsorted(ends, slots, side="right")
         draws = epoch * self._quota[parts] + slots - (ends - self._quota)[parts]
         parts, draws = parts.reshape(places.shape), draws.reshape(places.shape)
@@ -305,11 +305,11 @@ class Order:
         for part, number in np.unique(np.stack([parts.ravel(), passes.ravel()]), axis=1).T.tolist():
             chosen = (parts == part) & (passes == number)
             key = (self._seed, _PART, part, number)
-            rows[chosen] = starts[part] + permuted(within[chosen], size=int(self._sizes[part]), key=key)
+            rows[chosen] = starts[part] + permute(within[chosen], size=int(self._sizes[part]), key=key)
         return rows
 
 
-def permuted(
+def permute(
     numbers: Int64[ndarray, " numbers"], *, size: int, key: Sequence[int]
 ) -> Int64[ndarray, " numbers"]:
     """Images of `numbers` under the permutation of ``range(size)`` that `key` names, without a table.

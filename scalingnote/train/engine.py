@@ -125,7 +125,7 @@ class Engine:
         weights = {name: value.detach() for name, value in self._names.items()}
         return weights | named_state(self._optimizer, self._names)
 
-    def restored(self, state: Mapping[str, Tensor]) -> None:
+    def after_restore(self, state: Mapping[str, Tensor]) -> None:
         """Must be called after the tensors of :meth:`state` were filled from a checkpoint."""
         restore_scalars(self._optimizer, self._names, state)
 

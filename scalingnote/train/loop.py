@@ -115,9 +115,9 @@ def fit(
     engine.module.train()
     rows = schedule.global_batch
     with Progress(section, total=steps * rows, done=start * rows, unit="rows") as progress:
-        for step, batch in _prefetched(batch_at, start, last):
+        for step, batch in _prefetch(batch_at, start, last):
             values = run.step(step, batch)
-            progress.advance(rows, _described(values))
+            progress.advance(rows, _describe(values))
             if run.finish_step(step + 1):
                 get_logger(section).info(
                     "stopped after step %d: %d measurements without a better one", step + 1, history.worse
@@ -131,7 +131,7 @@ def fit(
     return history
 
 
-def _described(values: MetricValues) -> str:
+def _describe(values: MetricValues) -> str:
     """The loss and, in brackets, what differs from it: its parts before they are weighted, and measures."""
     loss = values["loss"]
     parts = [
@@ -142,7 +142,7 @@ def _described(values: MetricValues) -> str:
     return f"loss {loss:.4f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
-def _prefetched(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:
+def _prefetch(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """Steps and their batches; each batch is made in a thread while the step before it runs."""
     with ThreadPoolExecutor(1) as ahead:
         waiting = deque([ahead.submit(batch_at, start)] if start < stop else [])

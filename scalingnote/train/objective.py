@@ -387,7 +387,7 @@ class TripletBatches:
         query_pad, document_pad = self._pads
         terms = None
         if self._terms is not None:
-            terms = torch.from_numpy(padded(rows.lists("terms", chosen), width=max(self._terms, 1)))
+            terms = torch.from_numpy(pad_lists(rows.lists("terms", chosen), width=max(self._terms, 1)))
         # Positives first, then each column of negatives: the layout that gather_candidates relies on.
         tokens = documents.tokens(places.T.reshape(-1))
         queries = collate(rows.tokens(chosen), pad=query_pad, packed=True)
@@ -400,7 +400,7 @@ class TripletBatches:
             documents=collate(tokens, pad=document_pad, packed=True),
             query_ids=torch.from_numpy(rows.values("query", chosen)),
             document_ids=torch.from_numpy(rows.values("documents", chosen).T.reshape(-1)),
-            known_positives=torch.from_numpy(padded(rows.lists("known", chosen), width=self._known)),
+            known_positives=torch.from_numpy(pad_lists(rows.lists("known", chosen), width=self._known)),
             weights=torch.from_numpy(rows.values("weight", chosen)),
             scores=torch.from_numpy(rows.values("scores", chosen)) if self._scored else None,
             terms=terms,
@@ -409,7 +409,7 @@ class TripletBatches:
         )
 
 
-def padded(lists: Sequence[ndarray], *, width: int) -> Int64[ndarray, "rows width"]:
+def pad_lists(lists: Sequence[ndarray], *, width: int) -> Int64[ndarray, "rows width"]:
     """Lists of at most `width` numbers as a table, padded with -1; equally wide on every rank."""
     out: ndarray = np.full((len(lists), width), -1, dtype=np.int64)
     for row, values in enumerate(lists):

@@ -93,7 +93,7 @@ def prepare(
         TrainingError: triplets name a document that the dataset lacks.
         DataError: a doc_id occurs twice, or two share a hash.
     """
-    if not Store.finished(folder):
+    if not Store.is_complete(folder):
         _write_store(config, mixture or {ONLY: TrainingSet(dataset, triplets)}, folder, each)
     facts = Store.facts_of(folder)
     learnt = json.loads(fs.read_bytes(fs.join(folder, "tokenizers.json")))

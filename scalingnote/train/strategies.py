@@ -251,7 +251,7 @@ class ZeroEngine(Engine):
             zero._clear_fp32_optimizer_param_groups()
         return weights | named_state(zero.optimizer, partitions)
 
-    def restored(self, state: Mapping[str, Tensor]) -> None:
+    def after_restore(self, state: Mapping[str, Tensor]) -> None:
         """As the base class; weights in the compute dtype are copied from the partitions."""
         partitions, zero = self._partitions(), self._engine.optimizer
         restore_scalars(zero.optimizer, partitions, state)

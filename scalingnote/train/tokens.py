@@ -63,17 +63,17 @@ def of_set(rows: ArrowRows, name: str) -> ArrowRows:
         return rows
     for column in ("doc_id", "query_id", "positive"):
         if column in rows.schema.names:
-            rows = _replaced(rows, column, pc.binary_join_element_wise(name, rows[column], "/"))
+            rows = _replace(rows, column, pc.binary_join_element_wise(name, rows[column], "/"))
     if "negatives" in rows.schema.names:
         lists = rows["negatives"]
         whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
         named = pc.binary_join_element_wise(name, whole.flatten(), "/")
         lengths: list[int] = pc.fill_null(pc.list_value_length(whole), 0).to_pylist()
-        rows = _replaced(rows, "negatives", list_column(named, [0, *accumulate(lengths)]))
+        rows = _replace(rows, "negatives", list_column(named, [0, *accumulate(lengths)]))
     return rows
 
 
-def _replaced(rows: ArrowRows, name: str, values: pa.Array | pa.ChunkedArray) -> ArrowRows:
+def _replace(rows: ArrowRows, name: str, values: pa.Array | pa.ChunkedArray) -> ArrowRows:
     return rows.set_column(rows.schema.get_field_index(name), name, values)
 
 
@@ -255,7 +255,7 @@ def triplet_columns(
     columns = {
         "query": pa.array(query_number(coded.dictionary)).take(coded.indices),
         "documents": arrow.to_arrow(documents),
-        "known": _known(coded, documents[:, 0], answers, wanted, place).take(coded.indices),
+        "known": _known_answers(coded, documents[:, 0], answers, wanted, place).take(coded.indices),
         "weight": triplets["weight"].combine_chunks().cast(pa.float32()),
         "scores": _scores(triplets, group),
         "split": triplets["split"].combine_chunks(),
@@ -328,7 +328,7 @@ def _scores(triplets: pa.Table, group: int) -> pa.Array:
     return arrow.to_arrow(out)
 
 
-def _known(
+def _known_answers(
     queries: pa.DictionaryArray, positives: RowNumbers, answers: pa.Table | None, wanted: Named, place: Places
 ) -> pa.Array:
     """Rows of the documents known to answer each distinct query: its positives first, then `answers`."""

@@ -21,7 +21,7 @@ from scalingnote.models.prompt import TokenRow
 from scalingnote.storage import arrow
 from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.train.config import TrainConfig, Validation
-from scalingnote.train.data import RowTable, Store, permuted
+from scalingnote.train.data import RowTable, Store, permute
 from scalingnote.train.engine import Engine, broadcast_numbers, gather, rank, world_size
 
 _QUERIES, _DOCUMENTS, _NEGATIVES = range(3)  # purpose of a permutation, part of its key
@@ -144,7 +144,7 @@ def draw_sample(
     for number, row in enumerate(relevant):
         others = first + np.flatnonzero(~row[first:])
         key = (seed % 2**64, _NEGATIVES, number)
-        negatives[number] = others[permuted(np.arange(width), size=max(len(others), 1), key=key)]
+        negatives[number] = others[permute(np.arange(width), size=max(len(others), 1), key=key)]
     tokens = store["documents"].tokens(documents) if pool is None else pool.tokens(np.arange(len(pool)))
     return ValidationSample(rows.tokens(chosen), tokens, positives, relevant, negatives)
 
@@ -163,7 +163,7 @@ def _drawn_rows(
     answers = np.unique(rows.values("documents", chosen)[:, 0])
     wanted = max(config.documents - len(answers), NEGATIVES)
     drawn = np.arange(min(wanted + len(answers), size))
-    others = permuted(drawn, size=size, key=(seed, _DOCUMENTS))
+    others = permute(drawn, size=size, key=(seed, _DOCUMENTS))
     others = others[~np.isin(others, answers)][:wanted]
     return chosen, answers, np.concatenate([answers, others])
 
@@ -205,7 +205,7 @@ def _rows_of_distinct_queries(
     chosen: dict[int, int] = {}
     for start in range(0, len(rows), count):
         numbers = np.arange(start, min(start + count, len(rows)))
-        drawn = permuted(numbers, size=len(rows), key=key)
+        drawn = permute(numbers, size=len(rows), key=key)
         for row, query in zip(drawn.tolist(), rows.values("query", drawn).tolist(), strict=True):
             chosen.setdefault(query, row)
         if len(chosen) >= count:

@@ -68,8 +68,8 @@ def test_an_execution_knows_its_own_parts_and_workers_alone():
     counted.begin(0, "node")
     counted.begin(1, "node")
     counted.end(1, "slot", finished=True)
-    assert counted.unfinished() == {0: "node"}
+    assert counted.underway() == {0: "node"}
     assert not counted.is_over(execution)
     counted.start(1)
-    assert counted.unfinished() == {}
+    assert counted.underway() == {}
     assert counted.is_over(execution)

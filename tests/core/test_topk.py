@@ -64,4 +64,4 @@ def test_loops_compile_without_a_folder_for_their_cache(monkeypatch: pytest.Monk
         return numba.jit(nopython=True, nogil=nogil)
 
     monkeypatch.setattr(topk, "numba", SimpleNamespace(njit=nowhere))
-    assert topk.compiled(lambda number: number + 1)(1) == 2
+    assert topk.jit(lambda number: number + 1)(1) == 2

@@ -9,10 +9,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scalingnote.cli.terminal import highlighted
+from scalingnote.cli.terminal import highlight
 from scalingnote.core.bm25 import terms
 from scalingnote.core.errors import DataError
-from scalingnote.core.words import UNSPACED, aligned, checked_text, checked_texts, clusters, folded, runs
+from scalingnote.core.words import (
+    UNSPACED,
+    checked_text,
+    checked_texts,
+    clusters,
+    fold,
+    fold_with_places,
+    runs,
+)
 from scalingnote.triplets.planner import planner
 
 # Words whose marks NFKC composes with no letter, or not with all.
@@ -56,7 +64,7 @@ ANY = st.text(
 
 def marked(text: str, query: str) -> str:
     """The text with <> around what is highlighted."""
-    return "".join(f"<{piece}>" if is_word else piece for piece, is_word in highlighted(text, query))
+    return "".join(f"<{piece}>" if is_word else piece for piece, is_word in highlight(text, query))
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -121,7 +129,7 @@ def test_terms_of_terms_are_the_same(text: str):
 
 @given(ANY)
 def test_no_mark_is_lost_within_a_word_nor_begins_one(text: str):
-    plain = folded(text)
+    plain = fold(text)
     for match in runs(UNSPACED).finditer(plain):
         after = plain[match.end() : match.end() + 1]
         assert not after or unicodedata.category(after)[0] != "M"
@@ -137,8 +145,8 @@ def test_no_mark_is_lost_within_a_word_nor_begins_one(text: str):
 @example("ㄱㅏ")
 @example("ا\ufe77ٔ")
 def test_each_character_knows_where_it_comes_from(text: str):
-    plain, places = aligned(text)
-    assert plain == folded(text)
+    plain, places = fold_with_places(text)
+    assert plain == fold(text)
     assert len(places) == len(plain) + 1
     assert places[-1] == len(text)
     assert places == sorted(places)
@@ -146,7 +154,7 @@ def test_each_character_knows_where_it_comes_from(text: str):
 
 @given(ANY, ANY)
 def test_highlighting_changes_no_text_and_marks_whole_words(text: str, query: str):
-    pieces = [*highlighted(text, query)]
+    pieces = [*highlight(text, query)]
     assert "".join(piece for piece, _ in pieces) == text
     words = [piece for piece, is_word in pieces if is_word]
     joined = [c for word in words[1:] for c in word[:1]]

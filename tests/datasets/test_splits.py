@@ -26,7 +26,7 @@ def test_windows_are_half_open_and_may_touch():
     stamps = times.cast(pa.timestamp("ms"))
     assert splits.in_window(stamps, chosen.train).to_pylist() == [False, True, True, False, False, False]
     assert splits.in_window(stamps, chosen.test).to_pylist() == [False, False, False, True, True, False]
-    assert chosen.shown()["train"] == ["1970-01-01T00:00:00.000+00:00", "1970-01-02T00:00:00.000+00:00"]
+    assert chosen.as_iso()["train"] == ["1970-01-01T00:00:00.000+00:00", "1970-01-02T00:00:00.000+00:00"]
 
 
 def test_without_windows_the_end_of_the_span_is_for_test():

@@ -20,7 +20,7 @@ from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import ExportConfig
 from scalingnote.encode.encoder import Encoder
-from scalingnote.encode.lookup import _WIDENED_SCALE, LookupEncoder, _widened
+from scalingnote.encode.lookup import _WIDENED_SCALE, LookupEncoder, _widen
 from scalingnote.encode.query_encoder import QueryCache, QueryEncoder
 from scalingnote.models import backbone, dual_encoder, lookup, onnx, onnx_export
 from scalingnote.models.batch import collate
@@ -108,7 +108,7 @@ def test_long_queries_of_large_float16_rows_are_as_finite_in_a_batch_as_alone(si
 def test_all_finite_float16_values_are_widened_exactly():
     bits = np.arange(1 << 16, dtype=np.uint16)
     halves = bits.view(np.float16)
-    found = _widened(bits.view(np.int16)[None])[0] * _WIDENED_SCALE
+    found = _widen(bits.view(np.int16)[None])[0] * _WIDENED_SCALE
     finite = np.isfinite(halves)
     np.testing.assert_array_equal(found[finite], halves[finite].astype(np.float32))
 

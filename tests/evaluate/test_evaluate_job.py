@@ -213,8 +213,8 @@ def through_index(*_, test, **__):
 
 
 def record_tasks(log, *, kill_after=None):
-    """What takes the place of `job._kept`: it notes each finished task, and kills its process after some."""
-    keep = job._kept
+    """What takes the place of `job._keep`: it notes each finished task, and kills its process after some."""
+    keep = job._keep
 
     def recorded(item, *, task):
         uri = keep(item, task=task)
@@ -252,7 +252,7 @@ def test_a_run_after_a_kill_repeats_no_finished_task(world, monkeypatch, tmp_pat
     without_ray(monkeypatch)
     monkeypatch.setattr(retrieval_methods, "_through_index", through_index)
     with monkeypatch.context() as patched:
-        patched.setattr(job, "_kept", record_tasks(tmp_path / "log"))
+        patched.setattr(job, "_keep", record_tasks(tmp_path / "log"))
         resumed = job.run(CONFIG, **arguments)
     tasks = (tmp_path / "log").read_text().splitlines()
     assert len(tasks) == len(set(tasks)) > 7  # so many until the kill

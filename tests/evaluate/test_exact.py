@@ -107,7 +107,7 @@ def test_every_kind_of_search_equals_all_scores_at_once(tmp_path, monkeypatch, k
     whole = {"dense": queries @ documents.T, "terms": counts @ weights.T.astype(np.float32)}
     joined = {"both": JoinedScores(("dense", "terms"), tuple(o.ranges for o in single.values()), 0.3)}
     both = exact_search.search(pool, sides, k=k, joined=joined)
-    first, second = (hybrid.normalised(one, one.min(1), one.max(1)) for one in whole.values())
+    first, second = (hybrid.normalise(one, one.min(1), one.max(1)) for one in whole.values())
     whole["both"] = 0.3 * first + 0.7 * second
     if k == K:
         for name, found in (single | both).items():

@@ -204,9 +204,9 @@ def test_what_every_version_kept_includes_leaves_the_log(live: LiveIndex, tmp_pa
         assert newest == 0
     live.upsert(table(["d1", "d50"]), NEW[:2])
     live.compact()
-    numbers = versions.included(open_artifact(f"{tmp_path}/live/versions/00001", kind="index"))
+    numbers = versions.last_records(open_artifact(f"{tmp_path}/live/versions/00001", kind="index"))
     assert [wal.segments(log)[0][0] for log in logs] == [number + 1 for number in numbers]
-    numbers = versions.included(open_artifact(versions.current(tmp_path / "live").uri, kind="index"))
+    numbers = versions.last_records(open_artifact(versions.current(tmp_path / "live").uri, kind="index"))
     assert {n: w.sequence for n, w in live.upsert(table(["d1", "d50"]), NEW[:2]).items()} == {
         0: numbers[0] + 1,
         1: numbers[1] + 1,

@@ -13,15 +13,15 @@ from scalingnote.index.hybrid import HybridCandidates
 
 def test_scores_are_put_between_each_querys_lowest_and_highest():
     scores = np.array([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]])
-    found = hybrid.normalised(scores, scores.min(1), scores.max(1))
+    found = hybrid.normalise(scores, scores.min(1), scores.max(1))
     assert found.tolist() == [[0, 1, 0.5], [0, 0, 0]]
 
 
 def test_weights_of_one_and_nothing_are_one_side_alone():
     dense, sparse = np.array([[0.2, 1.0]]), np.array([[1.0, 0.0]])
-    assert hybrid.interpolated(dense, sparse, dense_weight=1.0).tolist() == dense.tolist()
-    assert hybrid.interpolated(dense, sparse, dense_weight=0.0).tolist() == sparse.tolist()
-    np.testing.assert_allclose(hybrid.interpolated(dense, sparse, dense_weight=0.25), [[0.8, 0.25]])
+    assert hybrid.interpolate(dense, sparse, dense_weight=1.0).tolist() == dense.tolist()
+    assert hybrid.interpolate(dense, sparse, dense_weight=0.0).tolist() == sparse.tolist()
+    np.testing.assert_allclose(hybrid.interpolate(dense, sparse, dense_weight=0.25), [[0.8, 0.25]])
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(0, 60))
@@ -182,8 +182,8 @@ def test_search_ranks_nearly_as_the_whole_pool_does():
     """What 0 is sets how much a unit of dense score counts; the weight makes up for it, on average."""
     dense, sparse, _ = drawn_pool(2, queries=200)
     low, background, high = dense.min(1), float(dense.mean()), dense.max(1)
-    whole = [hybrid.normalised(scores, scores.min(1), scores.max(1)) for scores in (dense, sparse)]
-    expected = topk.select(hybrid.interpolated(*whole, dense_weight=0.5), k=10)
+    whole = [hybrid.normalise(scores, scores.min(1), scores.max(1)) for scores in (dense, sparse)]
+    expected = topk.select(hybrid.interpolate(*whole, dense_weight=0.5), k=10)
     narrower = np.mean((high - background) / (high - low))
 
     def shared(weight: float) -> float:

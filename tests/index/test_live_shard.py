@@ -366,12 +366,12 @@ def test_live_rows_lie_in_few_chunks_of_bounded_size(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(arrow, "BATCH_BYTES", most)
     chunks: tuple[pa.RecordBatch, ...] = ()
     for row in rows:
-        chunks = live_state._appended(chunks, row)
+        chunks = live_state._append(chunks, row)
     assert max(chunk.nbytes for chunk in chunks) <= most
     assert len(chunks) < 25
     assert pa.Table.from_batches(chunks).equals(pa.Table.from_batches(rows))
     larger = pa.concat_batches(rows)
-    assert live_state._appended(chunks, larger)[-1].equals(larger)
+    assert live_state._append(chunks, larger)[-1].equals(larger)
 
 
 @pytest.mark.parametrize("wrong", [None, 7])

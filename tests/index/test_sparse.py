@@ -97,10 +97,8 @@ def test_merging_segments_is_building_from_what_is_kept(documents, data):
         data.draw(st.lists(st.booleans(), min_size=len(documents), max_size=len(documents))), bool
     )
     kept = [document for document, keep in zip(documents, mask, strict=True) if keep]
-    assert postings.dump(postings.merged(segments)) == postings.dump(postings.build(*columns(documents)))
-    assert postings.dump(postings.merged(segments, kept=mask)) == postings.dump(
-        postings.build(*columns(kept))
-    )
+    assert postings.dump(postings.merge(segments)) == postings.dump(postings.build(*columns(documents)))
+    assert postings.dump(postings.merge(segments, kept=mask)) == postings.dump(postings.build(*columns(kept)))
 
 
 @settings(max_examples=20)
@@ -119,7 +117,7 @@ def test_appended_segments_stay_few_and_keep_their_rows():
     documents = [{row % VOCABULARY: 1.0, VOCABULARY: 1.0} for row in range(100)]
     segments: tuple[postings.Postings, ...] = ()
     for document in documents:
-        segments = postings.appended(segments, postings.build(*columns([document])))
+        segments = postings.append(segments, postings.build(*columns([document])))
         sizes = [len(segment) for segment in segments]
         assert sizes == sorted(set(sizes), reverse=True)
     assert sizes == [64, 32, 4]
@@ -183,7 +181,7 @@ def test_files_are_read_where_they_lie(tmp_path):
 
 def test_nothing_is_postings_too():
     empty = postings.build(*columns([]))
-    assert postings.dump(postings.load(postings.dump(empty))) == postings.dump(postings.merged([]))
+    assert postings.dump(postings.load(postings.dump(empty))) == postings.dump(postings.merge([]))
     scores, rows = sparse.search([empty], rows_of([{1: 1.0}]), k=3)
     assert np.isneginf(scores).all()
     assert (rows == -1).all()

@@ -33,7 +33,7 @@ def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
         ]
     whole = ivf.merge(shards)
     for nprobe, found in shares.items():
-        together = reduce(partial(tuning.joined, depth=10 * 4), found)
+        together = reduce(partial(tuning.join, depth=10 * 4), found)
         for point in tuning.measure(together, exact, nprobe=nprobe, factors=[1, 4]):
             factor = point.refine_factor
             _, rows = scan.search([whole], asked, k=10, nprobe=nprobe, refine_factor=factor)

@@ -36,7 +36,7 @@ def test_what_was_synced_is_read_in_order(tmp_path: Path) -> None:
     _write(tmp_path, *PAYLOADS[2:])
     assert _read(tmp_path) == list(enumerate(PAYLOADS, 1))
     assert _read(tmp_path, after=1, until=3) == [(2, PAYLOADS[1]), (3, PAYLOADS[2])]
-    assert wal.acknowledged(tmp_path) == 4
+    assert wal.last_acknowledged(tmp_path) == 4
 
 
 def test_a_reader_sees_nothing_before_the_sync(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_sync_that_began_earlier_takes_back_no_acknowledgement(
     go_on.set()
     for thread in (slow, quick):
         thread.join()
-    assert log.acknowledged == wal.acknowledged(tmp_path) == 2
+    assert log.acknowledged == wal.last_acknowledged(tmp_path) == 2
     assert _read(tmp_path) == [(1, b"one"), (2, b"two")]
     log.close()
 

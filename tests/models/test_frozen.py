@@ -32,7 +32,7 @@ def layer(base: str, *, wide: int = 128, out: int = 48) -> tuple[nn.Linear, Froz
 @pytest.mark.parametrize("base", BYTES)
 def test_a_packed_weight_is_close_and_small(base: str):
     whole, packed = layer(base)
-    found = packed.unpacked()
+    found = packed.unpack()
     assert (found.weight - whole.weight).norm() < ERROR[base] * whole.weight.norm()
     assert torch.equal(found.bias, whole.bias)
     assert packed.weight.nbytes == BYTES[base] * whole.weight.numel()
@@ -45,7 +45,7 @@ def test_products_and_gradients_are_those_of_the_unpacked_weight(base: str, prec
     _, packed = layer(base)
     inputs = torch.randn(2, 5, 128, requires_grad=True)
     found = {}
-    for name, module in (("packed", packed), ("unpacked", packed.unpacked().requires_grad_(False))):
+    for name, module in (("packed", packed), ("unpacked", packed.unpack().requires_grad_(False))):
         inputs.grad = None
         with torch.autocast("cpu", torch.bfloat16, enabled=precision != torch.float32):
             product = module(inputs)

@@ -38,7 +38,7 @@ def test_ranges_add_up_to_the_whole(documents: int, levels: int, ranges: int, se
     for piece in pieces:
         tally += CodeTally.of(codes[piece], energy[piece], size=4)
     tally = code_statistics.load_tally(code_statistics.dump_tally(tally))
-    spread = PrefixCounts.merged(PrefixCounts.of(codes[piece]) for piece in pieces)
+    spread = PrefixCounts.merge(PrefixCounts.of(codes[piece]) for piece in pieces)
     found = code_statistics.report(tally, spread)
     whole = report(codes, energy, size=4)
     for level, expected in zip(found.pop("levels"), whole.pop("levels"), strict=True):

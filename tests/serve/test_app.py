@@ -127,13 +127,16 @@ def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
             "serve": {"limits": {"max_k": 7, "burst": 3}},
         }
     )
-    config = serve_config.merged(run.run_dir, run.serve, ServeConfig(limits={"max_k": 9}))
+    config = serve_config.merge_sections(run.run_dir, run.serve, ServeConfig(limits={"max_k": 9}))
     assert (config.limits.max_k, config.limits.burst) == (9, 3)
     assert config.state == f"{tmp_path}/serve"
     written = validate(RunConfig, dump(run), source="run.yaml")  # with all settings, also those left open
-    assert serve_config.merged(written.run_dir, written.serve).state == f"{tmp_path}/serve"
+    assert serve_config.merge_sections(written.run_dir, written.serve).state == f"{tmp_path}/serve"
     elsewhere = ServeConfig(state=f"{tmp_path}/elsewhere")
-    assert serve_config.merged(written.run_dir, written.serve, elsewhere).state == f"{tmp_path}/elsewhere"
+    assert (
+        serve_config.merge_sections(written.run_dir, written.serve, elsewhere).state
+        == f"{tmp_path}/elsewhere"
+    )
 
 
 REFUSED: list[tuple[type, dict[str, Any], str]] = [

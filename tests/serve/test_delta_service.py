@@ -194,7 +194,7 @@ def test_a_delta_that_does_not_answer_is_named(served, truth, monkeypatch):
         assert (answer["missing_groups"], answer["shards_answered"]) == ([2], 2)
         assert "d0" not in [hit["doc_id"] for hit in answer["results"]]
     with monkeypatch.context() as patch:
-        patch.setattr(wal, "acknowledged", lambda _: 1 / 0)
+        patch.setattr(wal, "last_acknowledged", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             client.wait(deltas.refresh())
         health = client("GET", "/healthz").json()

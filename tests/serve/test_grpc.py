@@ -18,7 +18,7 @@ from scalingnote.run.service_config import Limits, ServeConfig
 from scalingnote.serve import access, api, messages
 from scalingnote.serve.access import Admission, RefusedError
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
-from scalingnote.serve.grpc.servicer import DETAILS, Servicer, _document, status_of, validated
+from scalingnote.serve.grpc.servicer import DETAILS, Servicer, _document, status_of, validate_request
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.storage.artifact import Artifact
 
@@ -253,9 +253,9 @@ def test_a_long_message_fits_into_metadata():
 def test_documents_and_filters_come_as_json_would_bring_them():
     sent = {"price": 3, "weight": 1.5, "tags": ["a", None], "deep": {"x": True}, "huge": 1e300}
     document = pb.Document(doc_id="d", title="t", features={**sent, "doc_id": "other"})
-    body = validated(pb.UpsertRequest(documents=[document]), messages.UpsertRequest)
+    body = validate_request(pb.UpsertRequest(documents=[document]), messages.UpsertRequest)
     assert body.documents == [{**sent, "doc_id": "d", "title": "t"}]
     assert isinstance(body.documents[0]["price"], int)
     request = pb.SearchRequest(query="x", filter={"price": {"min": 3, "max": 4.5}, "topic": ["a"]})
-    fields_ = validated(request, messages.SearchRequest)
+    fields_ = validate_request(request, messages.SearchRequest)
     assert messages.index_filter(fields_.filter) == {"price": {"min": 3, "max": 4.5}, "topic": ["a"]}

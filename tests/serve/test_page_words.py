@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 from playwright._impl._driver import compute_driver_executable
 
-from scalingnote.cli.terminal import highlighted
+from scalingnote.cli.terminal import highlight
 
 JAMO = unicodedata.normalize("NFD", "한국어")
 CASES = [
@@ -61,6 +61,6 @@ def on_the_page() -> list[str]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[query for query, _, _ in CASES])
 def test_whole_words_are_marked(number: int, on_the_page: list[str]):
     query, text, expected = CASES[number]
-    marked = (f"<{piece}>" if is_word else piece for piece, is_word in highlighted(text, query))
+    marked = (f"<{piece}>" if is_word else piece for piece, is_word in highlight(text, query))
     assert "".join(marked) == expected
     assert on_the_page[number] == expected

@@ -258,7 +258,7 @@ def test_the_teacher_of_a_run_encoded_its_documents(
     monkeypatch.setattr(pipeline, "locate", lambda _, kind: built[kind])
     place = (query_tower.uri, "student")
     config = ServeConfig(escalation=Escalation())
-    served = artifacts._served(index, query_tower, QueryPathParts(place), config, PairedTowers(place))
+    served = artifacts._serve_index(index, query_tower, QueryPathParts(place), config, PairedTowers(place))
     found = artifacts._teacher(served, run)
     assert found is not None
     assert found.tower == (teacher.uri, "student")

@@ -9,7 +9,7 @@ import pytest
 from scalingnote.core.errors import ConfigError, SearchError
 from scalingnote.serve import replicas
 from scalingnote.serve.replicas import RELEASE_AFTER_S, IndexSearcher
-from scalingnote.serve.versions import CATALOG_FILE, OPEN_TIMEOUT_S, Catalog, Version, named
+from scalingnote.serve.versions import CATALOG_FILE, OPEN_TIMEOUT_S, Catalog, Version, version_named
 
 
 def version(name: str, dim: int = 8) -> Version:
@@ -42,9 +42,9 @@ def test_versions_of_arms_are_served_whatever_is_active(tmp_path):
     assert [each.name for each in catalog.read()] == ["a", "arm", "b"]
     assert [each.name for each in catalog.activate(version("b"))] == ["b", "a", "arm"]
     assert catalog.previous().name == "a"
-    assert named(catalog.read(), "arm") == version("arm")
+    assert version_named(catalog.read(), "arm") == version("arm")
     with pytest.raises(SearchError, match=r"'x'.*kept are b, a, arm"):
-        named(catalog.read(), "x")
+        version_named(catalog.read(), "x")
 
 
 def test_a_version_that_does_not_fit_is_not_activated(tmp_path):

@@ -16,7 +16,7 @@ from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Draft
 from scalingnote.train.cross_encoder import job
 from scalingnote.train.cross_encoder.pairs import PairEncoder, relevance
-from scalingnote.train.distillation.job import compared_by
+from scalingnote.train.distillation.job import similarity_of
 
 GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
 
@@ -108,7 +108,7 @@ def test_inherited_documents_are_ranked_as_the_teacher_scores_them(
     agreement = same[clear].mean()  # ce_rank_agreement
     assert clear.mean() > 0.5
     assert agreement >= 0.99
-    assert compared_by(queries) == documents.manifest.info["similarity"] == similarity
+    assert similarity_of(queries) == documents.manifest.info["similarity"] == similarity
 
 
 def test_a_cross_encoder_has_one_embedding_of_a_document(tmp_path: Path):

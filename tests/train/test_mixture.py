@@ -111,7 +111,7 @@ def test_a_batch_is_of_one_set_behind_one_of_its_instructions(prepared: Any):
         assert len(of_set) == 1
         batch = batches(step)
         assert batch.queries.instruction == batches(step).queries.instruction  # of the step alone
-        assert batch.queries.rows(0, 2).instruction == batch.queries.padded(0).instruction
+        assert batch.queries.rows(0, 2).instruction == batch.queries.to_padded(0).instruction
         seen[of_set.pop()].add(batch.queries.instruction)
     assert seen == {0: {1, 2}, 1: {3}}
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.train.config import Batching, Schedule
-from scalingnote.train.data import Order, permuted
+from scalingnote.train.data import Order, permute
 
 SIZES = {"click/multi": 37, "click/one": 61, "relevance/one": 22}
 STARTS = dict(zip(SIZES, np.cumsum([0, *SIZES.values()])[:-1].tolist(), strict=True))
@@ -28,14 +28,14 @@ def parts(rows: np.ndarray) -> np.ndarray:
 
 @given(size=st.integers(1, 3000), key=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 9)))
 def test_a_permutation_is_a_bijection(size: int, key: tuple[int, int]):
-    found = permuted(np.arange(size), size=size, key=key)
+    found = permute(np.arange(size), size=size, key=key)
     assert sorted(found.tolist()) == list(range(size))
 
 
 @given(st.lists(st.integers(0, 10**9 - 1), min_size=1, max_size=50), st.integers(0, 99))
 def test_a_number_goes_where_it_goes_whatever_is_asked_with_it(numbers: list[int], key: int):
-    together = permuted(np.array(numbers), size=10**9, key=(key,))
-    alone = [permuted(np.array([number]), size=10**9, key=(key,))[0] for number in numbers]
+    together = permute(np.array(numbers), size=10**9, key=(key,))
+    alone = [permute(np.array([number]), size=10**9, key=(key,))[0] for number in numbers]
     assert together.tolist() == alone
     assert ((together >= 0) & (together < 10**9)).all()
 
@@ -43,7 +43,7 @@ def test_a_number_goes_where_it_goes_whatever_is_asked_with_it(numbers: list[int
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_order_of_a_few_rows_comes_equally_often(size: int):
     keys = 300
-    seen = Counter(tuple(permuted(np.arange(size), size=size, key=(key,)).tolist()) for key in range(keys))
+    seen = Counter(tuple(permute(np.arange(size), size=size, key=(key,)).tolist()) for key in range(keys))
     orders = list(itertools.permutations(range(size)))
     expected = keys / len(orders)
     chi_squared = sum((seen[order] - expected) ** 2 / expected for order in orders)
@@ -54,7 +54,7 @@ def test_every_order_of_a_few_rows_comes_equally_often(size: int):
 
 def test_neighbours_are_torn_apart():
     size = 10_007
-    found = permuted(np.arange(size), size=size, key=(0,))
+    found = permute(np.arange(size), size=size, key=(0,))
     correlation = np.corrcoef(found[:-1], found[1:])[0, 1]
     assert abs(correlation) < 5 / size**0.5
     assert abs(np.corrcoef(np.arange(size), found)[0, 1]) < 5 / size**0.5

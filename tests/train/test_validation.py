@@ -49,7 +49,7 @@ class BagOfTokens(nn.Module):
     def embeddings(self, name: str, rows: Batch) -> Tensor:
         self.calls += 1
         assert not torch.is_grad_enabled()
-        rows = rows.padded(0)
+        rows = rows.to_padded(0)
         assert rows.mask is not None
         out = (self.table[rows.ids] * rows.mask[..., None]).sum(1, keepdim=True)
         out = self.frozen(self.dropout(out))

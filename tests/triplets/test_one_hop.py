@@ -15,7 +15,7 @@ from scalingnote.triplets.collect.triplets import (
     EVIDENCE,
     Triplet,
     click_triplets,
-    condensed,
+    condense,
     draw,
     hash_fraction,
     relevance_triplet,
@@ -173,9 +173,9 @@ def rows_of(evidence: pa.Table) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_evidence_condensed_slice_by_slice_is_that_of_the_whole(most: int):
     evidence = log(np.random.default_rng(0), 3000)
-    whole = condensed(evidence, most=most, seed=5)
-    slices = [condensed(evidence.slice(start, 170), most=most, seed=5) for start in range(0, 3000, 170)]
-    assert rows_of(condensed(pa.concat_tables(slices), most=most, seed=5)) == rows_of(whole)
+    whole = condense(evidence, most=most, seed=5)
+    slices = [condense(evidence.slice(start, 170), most=most, seed=5) for start in range(0, 3000, 170)]
+    assert rows_of(condense(pa.concat_tables(slices), most=most, seed=5)) == rows_of(whole)
     # The slices of a head query are bounded by what is kept, not by its clicks.
     heads = [pc.sum(pc.equal(piece["query_id"], "q0")).as_py() for piece in slices]
     assert max(heads) <= 2 * most
@@ -183,14 +183,14 @@ def test_evidence_condensed_slice_by_slice_is_that_of_the_whole(most: int):
 
 def test_of_a_crowded_query_shown_documents_are_drawn_and_the_best_scores_kept():
     evidence = log(np.random.default_rng(1), 3000)
-    kept = condensed(evidence, most=5, seed=0)
+    kept = condense(evidence, most=5, seed=0)
     head = [row for row in kept.to_pylist() if row["query_id"] == "q0"]
     scores = [row["score"] for row in head if row["score"] is not None]
-    whole = condensed(evidence, most=1000, seed=0).to_pylist()
+    whole = condense(evidence, most=1000, seed=0).to_pylist()
     every = [row for row in whole if row["query_id"] == "q0"]
     assert sorted(scores) == sorted(row["score"] for row in every if row["score"] is not None)[-5:]
     shown = [row for row in head if row["clicks"] is not None]
     assert len(shown) == 5
     assert all(row in every for row in shown)  # with all their clicks
-    other = condensed(evidence, most=5, seed=1).to_pylist()
+    other = condense(evidence, most=5, seed=1).to_pylist()
     assert {row["doc_id"] for row in other if row["query_id"] == "q0"} != {row["doc_id"] for row in head}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scalingnote.core.words import folded
+from scalingnote.core.words import fold
 from scalingnote.triplets.planner.planner import hash_words, words
 
 
@@ -44,7 +44,7 @@ def test_no_letter_or_digit_is_lost_and_nothing_else_is_kept(text):
         return [c for c in value if unicodedata.category(c)[0] in "LN"]
 
     found = words(text)
-    assert kept("".join(found)) == kept(folded(text))
+    assert kept("".join(found)) == kept(fold(text))
     assert all(c == "." or unicodedata.category(c)[0] in "LNM" for word in found for c in word)
 
 

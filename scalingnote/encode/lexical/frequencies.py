@@ -105,17 +105,17 @@ def _merge(item: tuple[int, int], *, folder: str, most: int, least: int) -> Json
     bucket = item[1]
     words = add_counts(shuffle.gather(fs.join(folder, "counted"), bucket, schema=WORDS))
     frequent = words.filter(pc.greater_equal(words["documents"], least))
-    write_table(_merged(folder, bucket), most_frequent(frequent, most))
+    write_table(_merged_file(folder, bucket), most_frequent(frequent, most))
     return {"distinct": len(words), "frequent": len(frequent)}
 
 
 def _choose(item: tuple[int, int], *, folder: str, most: int, output: str) -> int:
     best = WORDS.empty_table()
     for bucket in range(item[1]):
-        best = most_frequent(pa.concat_tables([best, read_table(_merged(folder, bucket))]), most)
+        best = most_frequent(pa.concat_tables([best, read_table(_merged_file(folder, bucket))]), most)
     write_table(output, best)
     return len(best)
 
 
-def _merged(folder: str, bucket: int) -> str:
+def _merged_file(folder: str, bucket: int) -> str:
     return fs.join(folder, "merged", f"{bucket:05d}.parquet")

@@ -30,7 +30,7 @@ from scipy.sparse import csr_array, vstack
 from scalingnote.core.bm25 import terms
 from scalingnote.core.errors import ArtifactError
 from scalingnote.core.languages import Language
-from scalingnote.core.topk import compiled
+from scalingnote.core.topk import jit
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import SPARSE
 
@@ -204,7 +204,7 @@ def search(
     return rows, scores
 
 
-@compiled
+@jit
 @no_type_check
 def _search(bounds, lists, offsets, documents, impacts, totals, first, rows, scores):
     k = rows.shape[1]
@@ -230,7 +230,7 @@ def _search(bounds, lists, offsets, documents, impacts, totals, first, rows, sco
                 scores[q, place], rows[q, place] = score, row
 
 
-@compiled
+@jit
 @no_type_check
 def _behind(score, row, other_score, other_row):
     return score < other_score or (score == other_score and row > other_row)

@@ -92,7 +92,7 @@ class Outcomes:
         """Add requests that :class:`scalingnote.evaluate.experiment.access_log.RequestFilter` selected."""
         self.requests += len(requests)
         columns = {name: requests[name] for name in KEYS}
-        for name, (total, count) in self._measured(requests):
+        for name, (total, count) in self._measure(requests):
             columns[f"{name}.sum"], columns[f"{name}.count"] = pa.array(total), pa.array(count)
         self._pieces.append(sum_by_unit(pa.table(columns)))
         if len(self._pieces) == MAX_PARTIAL_SUMS:
@@ -113,7 +113,7 @@ class Outcomes:
         known = {stage: np.concatenate([none, *self._latency[arm, stage]]) for stage in STAGES}
         return {stage: np.percentile(times, at).tolist() for stage, times in known.items() if len(times)}
 
-    def _measured(self, requests: pa.Table) -> Iterator[tuple[str, tuple[_Numbers, _Numbers]]]:
+    def _measure(self, requests: pa.Table) -> Iterator[tuple[str, tuple[_Numbers, _Numbers]]]:
         answered = requests["status"].to_numpy() < 400
         results = pc.fill_null(pc.list_value_length(requests["doc_ids"]), 0).to_numpy()
         wants_enough = pc.fill_null(requests["k"], FEW_RESULTS).to_numpy() >= FEW_RESULTS
@@ -124,7 +124,7 @@ class Outcomes:
             self.rated += int(np.isfinite(known).sum())
             yield "satisfaction", (np.nan_to_num(known), np.isfinite(known).astype(float))
         if self._clicked is not None:
-            clicked = _clicked(self._clicked, requests) & answered
+            clicked = _has_click(self._clicked, requests) & answered
             self.clicks += int(clicked.sum())
             yield "click_through", _share(clicked, of=answered)
         total = requests["total_ms"].to_numpy().astype(float)  # null: NaN
@@ -154,7 +154,7 @@ def _share(which: ndarray, *, of: ndarray) -> tuple[_Numbers, _Numbers]:
     return (which & of).astype(float), of.astype(float)
 
 
-def _clicked(known: Mapping[str, frozenset[str]], requests: pa.Table) -> ndarray:
+def _has_click(known: Mapping[str, frozenset[str]], requests: pa.Table) -> ndarray:
     """Whether one of the shown documents was clicked; clicks on other documents do not count."""
     request_ids = requests["request_id"].to_pylist()
     out = np.zeros(len(request_ids), bool)

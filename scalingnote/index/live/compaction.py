@@ -65,14 +65,16 @@ def compact(
             index = draft.existing()
         else:
             logs = [versions.log_folder(folder, number) for number in range(len(base.included))]
-            until = [max(done, wal.acknowledged(log)) for done, log in zip(base.included, logs, strict=True)]
+            until = [
+                max(done, wal.last_acknowledged(log)) for done, log in zip(base.included, logs, strict=True)
+            ]
             if until == base.included:
                 fs.delete(draft.uri)
                 return None
             states = _States(folder, base, until)
             index = _write(draft, states, retrain_at=retrain_at, origin=register.current.origin)
         fs.make_durable(index.uri, [MANIFEST])
-        versions.make_current(folder, versions.described(number, index), keep=keep_versions)
+        versions.make_current(folder, versions.version_of(number, index), keep=keep_versions)
         get_logger("index").info(
             "%s documents, before %s, in version %d: %s",
             *(f"{each.counts['documents']:,}" for each in (index, base.index)),
@@ -132,9 +134,9 @@ def _write(draft: Draft, states: _States, *, retrain_at: float, origin: str) -> 
                 draft.uri,
                 number,
                 layout=layout,
-                lists=_encoded_again(now, trained) if trained else _kept_codes(now, base.quantizer),
+                lists=_encode_again(now, trained) if trained else _kept_codes(now, base.quantizer),
                 documents=now.documents(np.flatnonzero(now.alive)),
-                terms=postings.merged(now.term_segments, kept=now.alive if layout.sparse else None),
+                terms=postings.merge(now.term_segments, kept=now.alive if layout.sparse else None),
             )
             parts |= files
             progress.advance(sum(part.rows or 0 for part in files.values()))
@@ -181,7 +183,7 @@ def _live_vectors(now: Snapshot) -> Float[ndarray, "rows dim"]:
     return np.concatenate([kept, now.tail[now.live_alive]])
 
 
-def _encoded_again(now: Snapshot, quantizer: families.Quantizer) -> ivf.Lists:
+def _encode_again(now: Snapshot, quantizer: families.Quantizer) -> ivf.Lists:
     lists = ivf.empty(quantizer)
     ivf.add(lists, _live_vectors(now))
     return lists

@@ -47,7 +47,7 @@ def open_empty(folder: str | Path) -> Artifact:
         layout=layout,
         lists=ivf.empty(large.quantizer),
         documents=columns.empty_table(),
-        terms=postings.merged([]),
+        terms=postings.merge([]),
     )
     for name, part in files.items():
         draft.register(name, part)

@@ -75,7 +75,7 @@ def fold(
                 return None
             index = _write(draft, large, _Source(folder, register.current, until, draft.uri), each)
         fs.make_durable(index.uri, [MANIFEST])
-        versions.make_current(folder, versions.described(number, index, delta=True), keep=keep_versions)
+        versions.make_current(folder, versions.version_of(number, index, delta=True), keep=keep_versions)
         counts = (f"{found.counts['documents']:,}" for found in (index, large.index))
         get_logger("index").info("%s documents, before %s, in version %d: %s", *counts, number, index.uri)
         return index
@@ -95,7 +95,7 @@ def _until(draft: Draft, folder: Path) -> int:
     """The record up to which the log is included: the last one when the version was begun."""
     path = draft.work(UNTIL)
     if not fs.exists(path):
-        fs.write_bytes(path, str(wal.acknowledged(versions.log_folder(folder, 0))).encode())
+        fs.write_bytes(path, str(wal.last_acknowledged(versions.log_folder(folder, 0))).encode())
     return int(fs.read_bytes(path))
 
 
@@ -117,7 +117,7 @@ def _write(draft: Draft, large: OpenVersion, source: _Source, each: Executor) ->
     documents = sum(part.rows or 0 for part in files.values())
     size = sum(part.bytes for name, part in files.items() if name.endswith(".faiss"))
     draft.write_json(shard.LAYOUT_FILE, vars(replace(layout, documents=documents)))
-    written = versions.written(large.index, delta=True) + sum(record["added"] for record in records)
+    written = versions.count_written(large.index, delta=True) + sum(record["added"] for record in records)
     live = {"origin": source.version.origin, "included": [source.until], "written": written, "delta": True}
     draft.write_json(versions.LIVE, live)
     own = [shard.COARSE, shard.LAYOUT_FILE, versions.LIVE]
@@ -157,7 +157,7 @@ def _load(source: _Source) -> Callable[[tuple[int, None]], dict[str, Any]]:
             layout=large.layout,
             lists=ivf.merge([before.lists, new]),
             documents=pa.concat_tables(documents),
-            terms=postings.merged(own, kept=np.concatenate([kept, added]) if own else None),
+            terms=postings.merge(own, kept=np.concatenate([kept, added]) if own else None),
         )
         fs.make_durable(source.output, files)  # before a record names them
         return {"files": {name: asdict(file) for name, file in files.items()}, "added": int(added.sum())}

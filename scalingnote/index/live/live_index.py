@@ -159,12 +159,12 @@ class LiveShard:
             rows=rows,
             similarity=self._similarity,
         )
-        return WriteResult(self._written(write), write.documents.num_rows, rejected)
+        return WriteResult(self._write(write), write.documents.num_rows, rejected)
 
     def delete(self, doc_ids: Sequence[str]) -> WriteResult:
         """Delete documents, ignoring unknown ids; durable on return."""
         write = checked_delete(doc_ids)
-        return WriteResult(self._written(write), len(write.doc_ids))
+        return WriteResult(self._write(write), len(write.doc_ids))
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """A document by its id, as of now."""
@@ -248,7 +248,7 @@ class LiveShard:
     def _start(self, base: Shard, quantizer: families.Quantizer, after: int) -> LiveState:
         return LiveState(base, quantizer, sequence=after, whole_documents=self._whole_documents)
 
-    def _written(self, write: Upsert | Delete) -> int:
+    def _write(self, write: Upsert | Delete) -> int:
         """Log a write, make it durable and visible; returns its number in the log."""
         if self._log is None:
             raise ConfigError(f"this shard follows {self._folder}: send writes to the process that writes it")
@@ -281,7 +281,7 @@ class LiveShard:
 
     def _catch_up(self, state: LiveState) -> int:
         before = state.snapshot.sequence
-        until = wal.acknowledged(self._folder) if self._log is None else self._log.acknowledged
+        until = wal.last_acknowledged(self._folder) if self._log is None else self._log.acknowledged
         catch_up(state, self._folder, until=until)
         self._merge_if_long()
         return state.snapshot.sequence - before
@@ -291,7 +291,7 @@ class LiveShard:
         idle = self._merge is None or self._merge.done()
         if idle and len(self.snapshot.tail) >= self._merge_rows:
             # Should it fail, the rows are still searched exactly, and the next write tries again.
-            self._merge = self._background.submit(_logged, self.merge, f"{self._folder}: merging")
+            self._merge = self._background.submit(_log_failure, self.merge, f"{self._folder}: merging")
 
 
 class LiveIndex:
@@ -380,14 +380,14 @@ class LiveIndex:
             return self.shards[number].upsert(take_rows(documents, own), vectors[own], rows=rows)
 
         if not self.layout.passages:
-            return self._routed(doc_ids, write)
+            return self._route(doc_ids, write)
         if "document_id" not in documents.column_names:
             raise DataError("this index holds passages: pass all of a document, with its id in document_id")
         if self._empty is not None:  # one record, which replaces documents as a whole
-            return self._routed(doc_ids, write)
+            return self._route(doc_ids, write)
         with self._replacing:  # or passages of one write could outlive a later one
             before = self._passages(documents["document_id"].unique().to_pylist())
-            written = self._routed(doc_ids, write)
+            written = self._route(doc_ids, write)
             self._delete([*before - {*doc_ids}])
         return written
 
@@ -403,7 +403,7 @@ class LiveIndex:
 
     def _delete(self, rows: Sequence[str]) -> dict[int, WriteResult]:
         """Delete rows by their ids."""
-        return self._routed(rows, lambda number, own: self.shards[number].delete([rows[i] for i in own]))
+        return self._route(rows, lambda number, own: self.shards[number].delete([rows[i] for i in own]))
 
     def _passages(self, document_ids: Sequence[str]) -> set[str]:
         return {passage for each in self.shards for passage in each.passages(document_ids)}
@@ -470,7 +470,7 @@ class LiveIndex:
         for each in self.shards:
             each.close()
 
-    def _routed(self, doc_ids: Sequence[str], send: Callable[[int, Sequence[int]], T]) -> dict[int, T]:
+    def _route(self, doc_ids: Sequence[str], send: Callable[[int, Sequence[int]], T]) -> dict[int, T]:
         """Send each row to the shard that owns it, and again where a compaction moved documents meanwhile."""
         sent: dict[int, T] = {}
         for left in reversed(range(MAX_ATTEMPTS)):
@@ -499,11 +499,11 @@ class LiveIndex:
             if changed >= share * max(rows, 1):
                 # Should it fail, nothing has changed, and the next write tries again.
                 self._compaction = self._background.submit(
-                    _logged, self.compact, f"{self.folder}: compaction"
+                    _log_failure, self.compact, f"{self.folder}: compaction"
                 )
 
 
-def _logged(action: Callable[[], object], name: str) -> None:
+def _log_failure(action: Callable[[], object], name: str) -> None:
     """Run a background task and log its failure."""
     try:
         action()

@@ -99,7 +99,7 @@ def checked_upsert(
     Raises:
         DataError: columns are missing or of another type, or `vectors` has another shape or type.
     """
-    table, dim = _typed(documents, base.documents.schema), base.lists.coarse.d
+    table, dim = _cast(documents, base.documents.schema), base.lists.coarse.d
     terms = None if base.postings is None else _terms_of(documents)
     unfit = {} if terms is None else _unfit(terms)
     if vectors.ndim != 2 or vectors.shape != (len(table), dim) or vectors.dtype.kind != "f":
@@ -161,7 +161,7 @@ def decode_write(payload: bytes) -> Upsert | Delete:
 def _terms_of(documents: pa.Table) -> pa.Table:
     """Terms of documents, null where the columns are missing."""
     if any(name in documents.column_names for name in SPARSE.names):
-        return _typed(documents, SPARSE)
+        return _cast(documents, SPARSE)
     return pa.table([pa.nulls(len(documents), field.type) for field in SPARSE], schema=SPARSE)
 
 
@@ -187,7 +187,7 @@ def _strongest(terms: pa.Table, k: int | None) -> pa.Table:
     return pa.table(postings.columns([cut]), schema=SPARSE)
 
 
-def _typed(documents: pa.Table, schema: pa.Schema) -> pa.Table:
+def _cast(documents: pa.Table, schema: pa.Schema) -> pa.Table:
     missing = [name for name in schema.names if name not in documents.column_names]
     if missing:
         raise DataError(
@@ -345,18 +345,18 @@ class LiveState:
             for _, write in writes:
                 base_rows = self._base_rows.rows(write.doc_ids)
                 dead_base += base_rows[base_rows >= 0].tolist()
-                ended = [doc_id for doc_id in self._ended(write) if doc_id in self._live_rows]
+                ended = [doc_id for doc_id in self._ending_ids(write) if doc_id in self._live_rows]
                 dead_live += [row for doc_id in ended if (row := self._live_rows[doc_id]) >= 0]
                 self._live_rows |= dict.fromkeys(ended, -1)
                 if isinstance(write, Upsert):
                     self._live_rows |= {doc_id: rows + i for i, doc_id in enumerate(write.doc_ids)}
                     rows += write.documents.num_rows
-                    chunks = _appended(chunks, write.documents)
-                    tail = self._extended(tail, write.vectors)
+                    chunks = _append(chunks, write.documents)
+                    tail = self._extend(tail, write.vectors)
                     terms += [] if write.terms is None else [write.terms]
             if terms:
                 new = pa.Table.from_batches(terms)
-                segments = postings.appended(segments, postings.build(new["terms"], new["impacts"]))
+                segments = postings.append(segments, postings.build(new["terms"], new["impacts"]))
             added = np.ones(rows - len(now.live_alive), bool)
             self.snapshot = replace(
                 now,
@@ -411,7 +411,7 @@ class LiveState:
                     self.snapshot = replace(self.snapshot, merged=merged, tail=self._tail)
             return moved
 
-    def _ended(self, write: Upsert | Delete) -> list[str]:
+    def _ending_ids(self, write: Upsert | Delete) -> list[str]:
         """Ids of the rows that a write ends; `_passages` are then those that it leaves."""
         if self._passages is None:
             return write.doc_ids
@@ -422,7 +422,7 @@ class LiveState:
                 self._passages.setdefault(owner, []).append(doc_id)
         return before
 
-    def _extended(
+    def _extend(
         self, tail: Float[ndarray, "rows dim"], vectors: Float[ndarray, "new dim"]
     ) -> Float[ndarray, "more dim"]:
         """Append rows to the tail. Snapshots see only their own rows, so memory behind these may change."""
@@ -443,7 +443,7 @@ def _without(alive: Bool[ndarray, " rows"], dead: Sequence[int]) -> Bool[ndarray
     return alive
 
 
-def _appended(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:
+def _append(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:
     """Append a chunk; each is full or at least twice as long as the next, so rows are rarely copied."""
     left, most = list(chunks), arrow.BATCH_BYTES
     while left and left[-1].num_rows < 2 * batch.num_rows and left[-1].nbytes + batch.nbytes <= most:

@@ -69,7 +69,7 @@ class Register:
         """Last record of each log that no version kept needs."""
         return [min(records) for records in zip(*(each.included for each in self.kept), strict=True)]
 
-    def activated(self, version: LiveVersion) -> "Register":
+    def activate(self, version: LiveVersion) -> "Register":
         """Make this version, which may be new, the current one."""
         others = tuple(each for each in self.kept if each.number != version.number)
         return replace(self, kept=(*others, version), last=max(self.last, version.number))
@@ -98,7 +98,7 @@ def current(folder: str | Path, index: str | None = None, *, delta: bool | None 
     built = None
     if index is not None:
         is_delta = read_register(folder).delta if register_exists(folder) else bool(delta)
-        built = described(0, open_artifact(index, kind="index"), delta=is_delta)
+        built = version_of(0, open_artifact(index, kind="index"), delta=is_delta)
     if built is not None and not register_exists(folder):
         make_folder(Path(folder))
         with (Path(folder) / f"{REGISTER_FILE}.lock").open("w") as lock:
@@ -149,7 +149,7 @@ def activate(folder: str | Path, number: int, *, checked: bool = False) -> LiveV
             check(version.open())
         # A killed compaction's draft, based on another version.
         fs.delete(default_path(folder, found.last + 1))
-        write_register(folder, found.activated(version))
+        write_register(folder, found.activate(version))
     get_logger("index").info("version %d of %s is current", number, folder)
     return version
 
@@ -170,7 +170,7 @@ def check(index: Artifact) -> None:
 
 def make_current(folder: str | Path, version: LiveVersion, *, keep: int) -> None:
     """Make a new version the current one, durably; then remove all but the `keep` that were current last."""
-    register = read_register(folder).activated(version)
+    register = read_register(folder).activate(version)
     write_register(folder, replace(register, kept=register.kept[-keep:]))
     delete_unlisted(folder)
 
@@ -184,7 +184,7 @@ def delete_unlisted(folder: str | Path) -> None:
             shutil.rmtree(path)
 
 
-def described(number: int, index: Artifact, *, delta: bool = False) -> LiveVersion:
+def version_of(number: int, index: Artifact, *, delta: bool = False) -> LiveVersion:
     """The entry of an index artifact in the register; that of a delta has one log, whatever the shards."""
     live = _live(index, delta=delta)
     return LiveVersion(
@@ -202,13 +202,13 @@ def log_folder(folder: str | Path, number: int) -> Path:
     return Path(folder) / f"shard-{number:05d}"
 
 
-def included(index: Artifact) -> list[int]:
+def last_records(index: Artifact) -> list[int]:
     """Last log record that each shard of a version includes."""
     found: list[int] = _live(index)["included"]
     return found
 
 
-def written(index: Artifact, *, delta: bool = False) -> int:
+def count_written(index: Artifact, *, delta: bool = False) -> int:
     """Documents written to a version since its quantizer was trained."""
     return int(_live(index, delta=delta)["written"])
 
@@ -238,7 +238,7 @@ class OpenVersion:
         self.index = version.open() if index is None else index
         self.config = IndexConfig.model_validate(self.index.manifest.config)
         self.included = list(version.included)
-        self.written = written(self.index)
+        self.written = count_written(self.index)
         self.layout = shard.open_layout(self.index)
         self._coarse = shard.open_coarse(self.index)
 

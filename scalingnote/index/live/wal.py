@@ -199,7 +199,7 @@ class Log:
         os.pwrite(self._mark, number, 0)
 
 
-def acknowledged(folder: str | Path) -> int:
+def last_acknowledged(folder: str | Path) -> int:
     """The last record that the writer, in this or another process, acknowledged; 0 before the first.
 
     After a crash of the machine the number may be too low until the writer comes back.
@@ -217,7 +217,7 @@ def acknowledged(folder: str | Path) -> int:
 def holds(folder: str | Path, *, after: int) -> bool:
     """Whether every acknowledged record above `after` is still there."""
     found = segments(Path(folder))
-    return acknowledged(folder) <= after or (bool(found) and found[0][0] <= after + 1)
+    return last_acknowledged(folder) <= after or (bool(found) and found[0][0] <= after + 1)
 
 
 def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Iterator[Record]:
@@ -232,7 +232,7 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
         ArtifactError: a record is damaged, or was dropped.
     """
     folder = Path(folder)
-    until = acknowledged(folder) if until is None else until
+    until = last_acknowledged(folder) if until is None else until
     found = segments(folder)
     ends = [*(first for first, _ in found[1:]), until + 1]
     expected = after + 1
@@ -258,7 +258,7 @@ def _recover(folder: Path) -> tuple[int, Path | None]:
     Records without a known acknowledgement are written again: if their sync failed, the kernel counts the
     pages as clean, and another sync would have no effect.
     """
-    found, known = segments(folder), acknowledged(folder)
+    found, known = segments(folder), last_acknowledged(folder)
     if not found and known:
         raise ArtifactError(
             f"{folder} has no segment, but record {known} was acknowledged: restore its files"

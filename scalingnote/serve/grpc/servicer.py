@@ -67,7 +67,7 @@ def _rpc(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., A
         # Without functools.wraps: Serve looks for `grpc_context` in the signature.
         async def method(self: "Servicer", request: Message, grpc_context: RayServegRPCContext) -> R:
             async def answer(record: RequestRecord) -> R:
-                return await handler(self, validated(request, model), record)
+                return await handler(self, validate_request(request, model), record)
 
             response = await self._admit_and_answer(path, answer, request.ByteSize(), grpc_context)
             return empty() if response is None else response  # type: ignore[no-any-return]  # protobuf
@@ -170,7 +170,7 @@ def _address(peer: str) -> str:
 # --- messages ----------------------------------------------------------------------------------------------
 
 
-def validated(request: Message, model: type[M]) -> M:
+def validate_request(request: Message, model: type[M]) -> M:
     """A request, validated as over HTTP; RefusedError when it is not valid."""
     try:
         return model.model_validate(_fields(request))
@@ -190,9 +190,9 @@ def status_of(refused: RefusedError, request_id: str) -> status_pb2.Status:
         error_details_pb2.ErrorInfo(reason=refused.code, domain=DOMAIN),
         error_details_pb2.RequestInfo(request_id=request_id),
     ]
-    message = _shortened(refused.message)
+    message = _shorten(refused.message)
     if refused.field is not None:
-        problem = error_details_pb2.BadRequest.FieldViolation(field=_shortened(refused.field))
+        problem = error_details_pb2.BadRequest.FieldViolation(field=_shorten(refused.field))
         details.append(error_details_pb2.BadRequest(field_violations=[problem]))
     if refused.retry_after_s is not None:
         delay = duration_pb2.Duration(seconds=refused.retry_after_s)
@@ -246,7 +246,7 @@ def _document(hit: Mapping[str, Any]) -> dict[str, Any]:
 _NAMED = frozenset(pb.Hit.DESCRIPTOR.fields_by_name) - {"fields"}
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """A text cut to what metadata can hold; it may quote a part of the request."""
     whole = text.encode(errors="replace")
     return text if len(whole) <= MAX_BYTES else whole[:MAX_BYTES].decode(errors="ignore") + "…"

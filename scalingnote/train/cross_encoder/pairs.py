@@ -30,7 +30,7 @@ from scalingnote.train.config import CrossEncoderLosses
 from scalingnote.train.data import ABSENT, Order, Store, stand_ins
 from scalingnote.train.engine import Encode, Objective, WeightedLosses
 from scalingnote.train.losses import mean_of_present, teacher_kl
-from scalingnote.train.objective import TensorRecord, padded
+from scalingnote.train.objective import TensorRecord, pad_lists
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PairBatches:
     ) -> tuple[Int64[ndarray, "rows group"], Bool[ndarray, "rows group"]]:
         """Each row's documents, the positive first, and a mask of the others that answer its query too."""
         own, queries = self._rows.values("documents", rows), self._rows.values("query", rows)
-        known = padded(self._rows.lists("known", rows), width=self._known)
+        known = pad_lists(self._rows.lists("known", rows), width=self._known)
         shifts = range(1, min(self._in_batch, len(rows) - 1) + 1)
         others = [np.roll(own[:, 0], -shift) for shift in shifts]
         documents = np.column_stack([own, *others])

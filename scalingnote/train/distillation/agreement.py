@@ -28,7 +28,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW
-from scalingnote.train.data import Store, permuted
+from scalingnote.train.data import Store, permute
 from scalingnote.train.distillation.config import DistillConfig
 from scalingnote.train.distillation.prepare import VALIDATION
 from scalingnote.train.engine import Engine, broadcast_numbers
@@ -54,7 +54,7 @@ def validator(
         log.info("no query has the validation split: nothing is measured in training")
         return None
     size = min(config.validation.queries, len(rows))
-    drawn = permuted(np.arange(size), size=len(rows), key=(config.seed % 2**64, 0))
+    drawn = permute(np.arange(size), size=len(rows), key=(config.seed % 2**64, 0))
     queries, teacher = rows.tokens(drawn), rows.values("teacher", drawn)
 
     def validate() -> dict[str, float]:
@@ -123,7 +123,7 @@ def compare(
         if texts:
             embedded, teacher = arrow.l2_normalize(tower.encode_queries(texts)), arrow.l2_normalize(teacher)
             cosine = float((embedded * teacher).sum(axis=1).mean())
-            searched = _searched(query_embeddings, dataset, dual_encoder, embeddings)
+            searched = _searched_embeddings(query_embeddings, dataset, dual_encoder, embeddings)
             documents = len(searched)
             ks = [k for k in (10, 100) if k < documents]
             overlap = {k: neighbour_overlap(teacher, embedded, searched, k=k) for k in ks}
@@ -192,7 +192,7 @@ def _rows_of_split(query_embeddings: Artifact, split: str) -> Int[ndarray, " row
     return rows
 
 
-def _searched(
+def _searched_embeddings(
     query_embeddings: Artifact,
     dataset: Artifact | None,
     dual_encoder: Artifact | None,

@@ -98,7 +98,7 @@ def _worker(settings: Settings) -> Failure | None:
     def build_stage() -> StageTwo:
         document = _document_student(config, settings["document_tokenizer"], dim=dim, teacher=teacher)
         tower = student.build_student(config, start, teacher=teacher, dim=dim)
-        return StageTwo(tower, config.losses, document, similarity=compared_by(teacher))
+        return StageTwo(tower, config.losses, document, similarity=similarity_of(teacher))
 
     stage = build_stage()
     batches = LessonBatches(
@@ -127,7 +127,7 @@ def _save(stage: StageTwo, folder: Path) -> None:
         stage.document.save(folder / "document")
 
 
-def compared_by(artifact: Artifact) -> Similarity:
+def similarity_of(artifact: Artifact) -> Similarity:
     """How queries and documents are compared, as their artifact says: `query_embeddings` or `embeddings`."""
     return "dot" if artifact.manifest.info.get("similarity") == "dot" else "cosine"
 
@@ -139,13 +139,13 @@ def _require_fitting_teacher(config: DistillConfig, teacher: Artifact, embedding
             f"{teacher.uri} holds no embeddings of single tokens, which a lookup student starts from: "
             "encode the queries with teacher.tokens=true, or set distill.inherit_tokens=false"
         )
-    if embeddings is not None and compared_by(embeddings) != compared_by(teacher):
+    if embeddings is not None and similarity_of(embeddings) != similarity_of(teacher):
         raise ConfigError(
-            f"the documents of {embeddings.uri} are compared by {compared_by(embeddings)}, the queries of "
-            f"{teacher.uri} by {compared_by(teacher)}: encode the queries again (stage teacher)"
+            f"the documents of {embeddings.uri} are compared by {similarity_of(embeddings)}, the queries of "
+            f"{teacher.uri} by {similarity_of(teacher)}: encode the queries again (stage teacher)"
         )
     document = config.document
-    if document is None or compared_by(teacher) == "cosine":
+    if document is None or similarity_of(teacher) == "cosine":
         return
     if document.pooling == "placeholders" or document.normalise:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _document_student(
     if config.document is None:
         return None
     made = build_tower(config.document, role="document", dim=dim, tokenizer_json=tokenizer, seed=config.seed)
-    if compared_by(teacher) == "dot":
+    if similarity_of(teacher) == "dot":
         made.native = replace(made.native, similarity="dot")  # type: ignore[type-var]
     if config.inherit_tokens and isinstance(config.document.backbone, Scratch):
         student.inherit_token_embeddings(made.token_embeddings, student.token_weights(teacher, "tokens"))

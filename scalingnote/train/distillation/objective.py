@@ -39,7 +39,7 @@ from scalingnote.train.losses import (
     info_nce,
     qkd,
 )
-from scalingnote.train.objective import TensorRecord, padded
+from scalingnote.train.objective import TensorRecord, pad_lists
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def query_losses(
     if losses.cosine:
         parts["cosine"] = cosine_distance(lesson.teacher, queries, weights=weights)
     if losses.query_matching:
-        teacher, student = _compared(lesson.teacher, similarity), _compared(queries, similarity)
+        teacher, student = _as_compared(lesson.teacher, similarity), _as_compared(queries, similarity)
         parts["query_matching"] = embedding_matching(teacher, student, weights=weights)
     return parts
 
@@ -150,8 +150,8 @@ def candidate_losses(
             "losses over documents have a weight, but the lessons hold no documents: prepare them"
         )
     candidates = lesson.candidates
-    inherited = _compared(candidates.embeddings, similarity)
-    own = inherited if documents is None else _compared(documents, similarity)
+    inherited = _as_compared(candidates.embeddings, similarity)
+    own = inherited if documents is None else _as_compared(documents, similarity)
     temperature = losses.temperature if similarity == "cosine" else 1.0
     rows = {"weights": candidates.weights}
     parts = {}
@@ -159,11 +159,11 @@ def candidate_losses(
         parts["document_matching"] = _document_matching(inherited, own, candidates, **rows)
     if losses.one_hot or (losses.scores and candidates.scores is None):
         real, answers = _pool_masks(candidates)
-    scaled = _compared(queries, similarity) / temperature
+    scaled = _as_compared(queries, similarity) / temperature
     if losses.one_hot:
         parts["one_hot"] = info_nce(
             scaled,
-            _gathered(own, candidates),
+            _gather(own, candidates),
             positives=torch.arange(len(queries), device=queries.device) + rank() * len(queries),
             temperature=1.0,
             ignore=answers | ~real,
@@ -171,9 +171,9 @@ def candidate_losses(
         )
     if losses.scores:
         if candidates.scores is None:
-            teacher_queries = _compared(lesson.teacher, similarity) / temperature
-            student = scaled @ _gathered(own, candidates).T
-            teacher = teacher_queries @ _gathered(inherited, candidates).T
+            teacher_queries = _as_compared(lesson.teacher, similarity) / temperature
+            student = scaled @ _gather(own, candidates).T
+            teacher = teacher_queries @ _gather(inherited, candidates).T
             scored = real.expand_as(teacher)
         else:
             student = torch.einsum("qd,qgd->qg", scaled, own[candidates.index])
@@ -197,9 +197,7 @@ def _pool_masks(candidates: LessonCandidates) -> tuple[Bool[Tensor, " pool"], Bo
     return all_ids != ABSENT, answers
 
 
-def _gathered(
-    documents: Float[Tensor, "docs dim"], candidates: LessonCandidates
-) -> Float[Tensor, "pool dim"]:
+def _gather(documents: Float[Tensor, "docs dim"], candidates: LessonCandidates) -> Float[Tensor, "pool dim"]:
     """Embeddings of all ranks' candidates, with gradients."""
     return gather(documents[candidates.index]).transpose(0, 1).flatten(0, 1)
 
@@ -218,7 +216,7 @@ def _document_matching(
     return embedding_matching(teacher[index.flatten()], student[index.flatten()], weights=each)
 
 
-def _compared(vectors: Float[Tensor, "rows dim"], similarity: Similarity) -> Float[Tensor, "rows dim"]:
+def _as_compared(vectors: Float[Tensor, "rows dim"], similarity: Similarity) -> Float[Tensor, "rows dim"]:
     """Vectors whose products are what a teacher compares by: of length 1, or for dot as they are."""
     return F.normalize(vectors, dim=-1) if similarity == "cosine" else vectors
 
@@ -274,7 +272,7 @@ class LessonBatches:
             weights=weights * answered * share,
             query_ids=torch.from_numpy(rows.values("query", chosen)),
             document_ids=torch.from_numpy(documents),
-            known=torch.from_numpy(padded(rows.lists("known", chosen), width=max(facts["known"], 1))),
+            known=torch.from_numpy(pad_lists(rows.lists("known", chosen), width=max(facts["known"], 1))),
             scores=torch.from_numpy(rows.values("scores", chosen)) if facts["scored"] else None,
             texts=texts,
         )

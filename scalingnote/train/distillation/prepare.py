@@ -80,7 +80,7 @@ def prepare(
         TrainingError: triplets name documents or queries without an embedding.
         ConfigError: the document embeddings lack the view that is searched.
     """
-    if not Store.finished(folder):
+    if not Store.is_complete(folder):
         group = 1 if candidates is None else _write_names(candidates, folder=folder, each=each)
         task = partial(_lessons_of_slice, teacher=teacher, prompt=prompt, folder=folder)
         parts = slices(teacher, "embeddings")

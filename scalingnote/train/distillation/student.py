@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
-from scalingnote.core.words import HAN, aligned
+from scalingnote.core.words import HAN, fold_with_places
 from scalingnote.models import backbone as backbones
 from scalingnote.models import lookup, lookup_table
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
@@ -99,7 +99,7 @@ def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> S
             fs.write_bytes(fs.join(folder, "tokenizer.json"), learnt.encode())
         if config.new_vocabulary or isinstance(config.student, LookupConfig):
             # New words are counted with the tokenizer as it is without them, features and weights with them.
-            plain = replace(_read(folder, _listed(folder)), words=(), lookup=None)
+            plain = replace(_read(folder, _list(folder)), words=(), lookup=None)
             tokenizer = build_prompt(config, plain).tokenizer
         if config.new_vocabulary:
             queries = tokens.distinct_queries(teacher, "embeddings")
@@ -110,7 +110,7 @@ def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> S
         if isinstance(config.student, LookupConfig):
             for name, array in _lookup_arrays(config, config.student, teacher, tokenizer).items():
                 fs.write_bytes(fs.join(folder, name), npy_bytes(array))
-        fs.write_bytes(fs.join(folder, START_FILE), json.dumps({"files": _listed(folder)}).encode())
+        fs.write_bytes(fs.join(folder, START_FILE), json.dumps({"files": _list(folder)}).encode())
     return read_start(folder)
 
 
@@ -119,7 +119,7 @@ def read_start(folder: str) -> StudentStart:
     return _read(folder, json.loads(fs.read_bytes(fs.join(folder, START_FILE)))["files"])
 
 
-def _listed(folder: str) -> dict[str, int]:
+def _list(folder: str) -> dict[str, int]:
     return {name: size for name, size in fs.list_files(folder).items() if not name.endswith(fs.PENDING)}
 
 
@@ -453,7 +453,7 @@ def initialize_word_rows(
 
 def _words_as_written(query: str) -> Iterable[str]:
     """The words of a query as written in it, without those that normalising changed."""
-    text, places = aligned(query)
+    text, places = fold_with_places(query)
     at = 0
     for word in words(query):
         start = text.index(word, at)

@@ -228,7 +228,7 @@ class _Steps:
         )
         each = self.tasks
         if isinstance(step, type):
-            task = PartStage(partial(_loaded, step, self._context, arguments))
+            task = PartStage(partial(_load, step, self._context, arguments))
             each = partial(cluster.map_loaded, resources=self._resources)
         work = self._context.work
         return run_slices(name, task, items, folder=work, each=each, section="collect", unit=unit)
@@ -239,9 +239,7 @@ def _tasks(resources: Resources) -> TaskRunner:
     return partial(cluster.map_tasks, resources=resources.without_gpus())
 
 
-def _loaded(
-    step: type, context: CollectContext, arguments: Sequence[Any]
-) -> Callable[[tuple[int, Item]], Any]:
+def _load(step: type, context: CollectContext, arguments: Sequence[Any]) -> Callable[[tuple[int, Item]], Any]:
     work = step(context, *arguments)
     return lambda item: work(item[1])
 

@@ -55,7 +55,7 @@ from scalingnote.triplets.collect.triplets import (
     CLICK_COLUMNS,
     EVIDENCE,
     click_evidence,
-    condensed,
+    condense,
     one_hop_triplets,
     ranking_evidence,
 )
@@ -137,7 +137,7 @@ def scatter_evidence(evidence: pa.Table, name: str, context: CollectContext) -> 
     """Write evidence, condensed, to buckets by query, without documents excluded from training."""
     allowed = evidence.filter(pc.invert(pc.is_in(evidence["doc_id"], value_set=context.held_out)))
     config = context.config
-    scatter_by(condensed(allowed, most=MAX_EVIDENCE, seed=config.seed), "query_id", "evidence", name, context)
+    scatter_by(condense(allowed, most=MAX_EVIDENCE, seed=config.seed), "query_id", "evidence", name, context)
     return {"held_out_rows": len(evidence) - len(allowed)}
 
 
@@ -247,14 +247,14 @@ def search_shards(item: Item, context: CollectContext, depth: int) -> Counts:
 
 def merge_hits(item: Item, context: CollectContext, depth: int, shards: list[list[str]]) -> Counts:
     """Scatter the best documents of all shards for the queries of a group as evidence."""
-    queries, number, documents = _merged(item, context, depth, shards, [])
+    queries, number, documents = _merge(item, context, depth, shards, [])
     evidence = documents.append_column("query_id", queries["query_id"].take(pa.array(number)))
     return _scatter(evidence, item, context) | {"ranked": len(queries)}
 
 
 def merge_pairs(item: Item, context: CollectContext, depth: int, shards: list[list[str]]) -> Counts:
     """Write the queries of a group with the texts of their best documents, in slices for a cross-encoder."""
-    queries, number, documents = _merged(item, context, depth, shards, TEXT_COLUMNS)
+    queries, number, documents = _merge(item, context, depth, shards, TEXT_COLUMNS)
     for name in ("query_id", "query"):
         documents = documents.append_column(name, queries[name].take(pa.array(number)))
     for start in range(0, len(queries), SCORED_QUERIES):
@@ -279,7 +279,7 @@ class PairScoring:
         return _scatter(pairs.set_column(at, "score", pa.array(scores)), item, self._context)
 
 
-def _merged(
+def _merge(
     item: Item, context: CollectContext, depth: int, shards: list[list[str]], fields: list[str]
 ) -> tuple[pa.Table, Int64[ndarray, " hits"], pa.Table]:
     """Queries of a group, and for each hit the row of its query, and its document's id, fields and score."""

@@ -103,7 +103,7 @@ def ranking_evidence(scores: pa.Table) -> pa.Table:
     return _evidence(scores, score=scores["score"])
 
 
-def condensed(evidence: pa.Table, *, most: int, seed: int) -> pa.Table:
+def condense(evidence: pa.Table, *, most: int, seed: int) -> pa.Table:
     """EVIDENCE added up, with at most `most` shown and `most` scored documents of each query.
 
     Of the shown documents those of the smallest seeded hash are kept, of the scored those of the best score.
@@ -202,7 +202,7 @@ def one_hop_triplets(
     ``num_negatives`` negatives, or none, is kept and counted (``short_of_negatives``): training masks what is
     absent, and `mine` fills it.
     """
-    evidence = condensed(evidence, most=MAX_EVIDENCE, seed=config.seed)
+    evidence = condense(evidence, most=MAX_EVIDENCE, seed=config.seed)
     row_of = pc.index_in(evidence["query_id"], value_set=query_ids)
     evidence = evidence.append_column("row", row_of.cast(pa.int64())).filter(pc.is_valid(row_of))
     counts = Counter(ignored_rows=len(row_of) - len(evidence))

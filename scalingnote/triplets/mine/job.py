@@ -276,7 +276,7 @@ def read_runs(
     number: int, triplets: pa.Table, *, folder: str
 ) -> tuple[Mapping[str, RankedDocuments], list[float | None]]:
     """Rankings by query_id for part `number` of the triplets, and the score of each row's positive."""
-    runs = trec.grouped(shuffle.gather(fs.join(folder, "ranked"), number, schema=RUN_ROWS))
+    runs = trec.to_run(shuffle.gather(fs.join(folder, "ranked"), number, schema=RUN_ROWS))
     scores: list[float | None] = []
     for query_id, doc_id in zip(
         triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), strict=True

@@ -28,7 +28,7 @@ from numpy import ndarray
 from rjieba import Jieba
 
 from scalingnote.core.config import validate
-from scalingnote.core.words import HAN, folded, run_of, word_of
+from scalingnote.core.words import HAN, fold, run_of, word_of
 from scalingnote.storage.artifact import Artifact
 from scalingnote.triplets.planner.config import Learned
 
@@ -38,9 +38,9 @@ WORD_COUNTS = pa.schema({"word": pa.string(), "df": pa.int64()})
 
 
 def words(text: str) -> list[str]:
-    """All words of a text in order, in the form of :func:`scalingnote.core.words.folded`."""
+    """All words of a text in order, in the form of :func:`scalingnote.core.words.fold`."""
     out: list[str] = []
-    for han, word in _run().findall(folded(text)):
+    for han, word in _run().findall(fold(text)):
         if han:
             out.extend(_segmenter().cut(han, False))
         else:

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 
 from scalingnote.core.sentences import SENTENCE_END
-from scalingnote.core.words import HAN, UNSPACED, folded, marks
+from scalingnote.core.words import HAN, UNSPACED, fold, marks
 from scalingnote.models.published_model import Role
 from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig, TextKind
 
@@ -177,7 +177,7 @@ def _phrase(parts: _Parts, rng: random.Random) -> str:
 def _keywords(parts: _Parts, rng: random.Random) -> str:
     """Content words of a section of the document, in their order; longer words are drawn more often."""
     words = [word for sentence in parts.words for unit in sentence for word in _word().findall(unit)]
-    words = [word for word in words if len(word) > 1 and folded(word) not in FUNCTION_WORDS]
+    words = [word for word in words if len(word) > 1 and fold(word) not in FUNCTION_WORDS]
     if not words:
         return ""
     start = rng.randrange(len(words))
@@ -218,7 +218,7 @@ def _question_piece(parts: _Parts, rng: random.Random) -> str:
 
 
 def _is_function_word(unit: str) -> bool:
-    return folded(_edge().sub("", unit)) in FUNCTION_WORDS
+    return fold(_edge().sub("", unit)) in FUNCTION_WORDS
 
 
 def _passage(parts: _Parts, _: random.Random) -> str:
