@@ -234,7 +234,9 @@ def test_a_command_without_its_packages_says_what_to_install(environment: Path, 
 
 
 TORCH = {"torch", "transformers"}
-SERVING = ", ".join(f"scalingnote.serve.{part}" for part in ("app", "artifacts", "replicas", "writer"))
+SERVING = ", ".join(
+    f"scalingnote.serve.{part}" for part in ("app", "artifacts", "encoders", "index_searcher", "writer")
+)
 CONFIGS = ", ".join(
     ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("scalingnote/**/config.py")
 )

@@ -23,9 +23,10 @@ from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gate
 from scalingnote.serve.concurrency import Handle, LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.embeddings import EmbeddingService
+from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
 from scalingnote.serve.fan_out import Aggregator, is_hedged, sizes
 from scalingnote.serve.grpc.servicer import Servicer
-from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
+from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import Metrics, RequestObserver, get_logger, scrape

@@ -18,8 +18,8 @@ from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
 from scalingnote.serve.deployed import ServedArm
+from scalingnote.serve.encoders import QueryPathParts
 from scalingnote.serve.pairs import PairedTowers, location_of, towers_of
-from scalingnote.serve.replicas import QueryPathParts
 from scalingnote.serve.towers import Location
 from scalingnote.serve.versions import Catalog, LiveCatalog, Version
 from scalingnote.serve.writer import DocumentPathParts

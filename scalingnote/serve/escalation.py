@@ -34,7 +34,7 @@ class Teacher:
     """Decides which queries the teacher encodes, and calls it.
 
     Args:
-        handle: of an :class:`~scalingnote.serve.replicas.ArmEncoder` with the teacher's tower.
+        handle: of an :class:`~scalingnote.serve.encoders.ArmEncoder` with the teacher's tower.
         config: share and deadline.
         in_flight: requests that the gateway works on at once; a share of them may wait for the teacher.
     """

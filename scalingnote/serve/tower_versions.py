@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from scalingnote.encode import exports
 from scalingnote.run.service_config import ServeConfig
+from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
+from scalingnote.serve.index_searcher import RELEASE_AFTER_S
 from scalingnote.serve.pairs import PairedTowers, location_of, run_of
-from scalingnote.serve.replicas import RELEASE_AFTER_S, ArmEncoder, QueryPathParts
 from scalingnote.serve.running_settings import RunningSettings
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import DocumentTower, Location, Refused, TextTower

@@ -5,17 +5,10 @@
 A :class:`Catalog` (or :class:`LiveCatalog`) remembers the active version and those kept for rolling back, for
 all processes. :class:`Versions` is the state of one gateway. A request takes the active version when it
 arrives and keeps it, so the change is one assignment: no request sees two versions.
-
-:class:`DocumentStores` holds the stores of a gateway's versions, files of the index that it maps. Of an index
-in a bucket, searchers read the documents of their shards instead: a copy of all would fill the disk of every
-gateway. Where documents are missing or damaged, searchers still find: their own files have the id of every
-document. So a gateway that cannot read documents starts, answers by ids, says so in every answer and in
-``/healthz``, and tries again every few seconds.
 """
 
 import asyncio
 import json
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,29 +16,22 @@ from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from pydantic_core import from_json
 
-from scalingnote.core.errors import ConfigError, ScalingNoteError, SearchError
+from scalingnote.core.errors import ConfigError, SearchError
 from scalingnote.index.live import versions as live_versions
-from scalingnote.index.shard import SHARD_DOCUMENTS, DocumentStore, IndexLayout
-from scalingnote.search.searcher import Results, with_documents
-from scalingnote.serve.access import conflict, unavailable
-from scalingnote.serve.concurrency import Handle, LocalHandle, broadcast, gather_in_time
+from scalingnote.index.shard import IndexLayout
+from scalingnote.serve.access import conflict
+from scalingnote.serve.concurrency import Handle, broadcast
 from scalingnote.serve.delta import Deltas
+from scalingnote.serve.document_stores import DocumentStores
 from scalingnote.serve.pairs import PairedTowers, towers_of
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.towers import Refused
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact
 
 CATALOG_FILE = "serving.json"
 OPEN_TIMEOUT_S = 600.0  # for all searchers to open a version; the catalog does not list it before
-INLINE_STORE_DOCUMENTS = 500_000  # of a store that is read in the event loop: its pages are in memory
-REOPEN_AFTER_S = 5.0  # between two attempts: each reads the files to check them
-DOCUMENTS_SHARE = 0.8  # of the time left, for searchers to send documents; the rest is for ids alone
-READ_ERRORS = (ScalingNoteError, OSError, ValueError, pa.ArrowException)
 log = get_logger()
 
 
@@ -349,153 +335,3 @@ class Versions:
         if self.deltas is not None:
             await self.deltas.open(version.name)
         return content.documents_apart
-
-
-# --- documents --------------------------------------------------------------------------------------------
-
-
-class DocumentStores:
-    """The document stores of a gateway, by the name of the version.
-
-    Args:
-        searchers: one handle for each group of shards.
-
-    Attributes:
-        shards_of_groups: how many shards each searcher holds, in the order of their numbers.
-    """
-
-    def __init__(self, searchers: Sequence[Handle]) -> None:
-        self._searchers = list(searchers)
-        self.shards_of_groups: Sequence[int] = ()
-        self._uris: dict[str, str] = {}
-        # Those that can be read; None: by the searchers, of which one may have failed lately.
-        self._stores: dict[str, DocumentStore | None] = {}
-        self._failing: set[str] = set()
-        self._tried = 0.0  # in time.monotonic()
-
-    async def open(self, version: str, uri: str) -> None:
-        """Open the store of a version; one of READ_ERRORS where it cannot be read."""
-        if version not in self._stores:
-            if read_by_searchers(uri, self._searchers):
-                await asyncio.gather(*(each.open_documents.remote(version) for each in self._searchers))
-                self._stores[version] = None
-            else:
-                self._stores[version] = await asyncio.to_thread(
-                    lambda: DocumentStore.open(open_artifact(uri, kind="index"))
-                )
-        self._uris[version] = uri
-
-    async def try_open(self, version: str, uri: str) -> None:
-        """Open the store of a version, or serve the version without its documents for the time being."""
-        self._uris[version] = uri
-        try:
-            await self.open(version, uri)
-        except READ_ERRORS:
-            log.exception("the documents of version %s cannot be read: its answers have ids alone", version)
-
-    async def reopen(self) -> None:
-        """Try again to open what could not be read, every few seconds."""
-        missing = self._uris.keys() - self._stores
-        if missing and time.monotonic() > self._tried + REOPEN_AFTER_S:
-            for version in missing:
-                await self.try_open(version, self._uris[version])
-            self._tried = time.monotonic()
-
-    def keep(self, versions: set[str]) -> None:
-        """Close the stores of all other versions."""
-        self._uris = {name: uri for name, uri in self._uris.items() if name in versions}
-        self._failing &= versions
-        self._stores = {name: store for name, store in self._stores.items() if name in versions}
-
-    def unreadable(self, version: str) -> bool:
-        """Whether a version has a store, and it cannot be read; that of a live index has none."""
-        return version in self._failing or (version in self._uris and version not in self._stores)
-
-    def store(self, version: str) -> DocumentStore | None:
-        """The store of a version; None where searchers read documents, as they do of a live index.
-
-        RefusedError (503) where it cannot be read.
-        """
-        if version in self._uris and version not in self._stores:
-            raise unavailable("the documents of the index cannot be read here: try again")
-        return self._stores.get(version)
-
-    async def read(self, results: Results, left_s: float) -> tuple[Results, bool]:
-        """Read the documents that an answer shows.
-
-        Args:
-            results: of a version that was opened here, or with their documents.
-            left_s: seconds until the request's deadline.
-
-        Returns:
-            The results, and whether their documents were read: without them each has its id and the
-            columns that a search may filter by, and those whose searcher is silent are left out.
-
-        Raises:
-            RefusedError: 503 where the version is no longer kept, or no id can be read either.
-        """
-        version = results.best.version
-        if results.is_read:
-            documents = results.best.documents
-            return results.with_documents(
-                [from_json(d) if isinstance(d, bytes) else d for d in documents]
-            ), True
-        if version not in self._uris:
-            raise unavailable(f"version {version} of the index is no longer kept: try again")
-        ids, given = results.best.ids.tolist(), results.best.documents or [None] * len(results)
-        known = {number: row for number, row in zip(ids, given, strict=True) if row is not None}  # of a delta
-        store = self._stores.get(version)
-        if store is not None:
-            try:
-                if len(store) <= INLINE_STORE_DOCUMENTS:  # microseconds
-                    return with_documents(results, store), True
-                return await asyncio.to_thread(with_documents, results, store), True
-            except READ_ERRORS:
-                log.exception("the documents of version %s can no longer be read", version)
-                self._stores.pop(version, None)
-        elif version in self._stores:
-            others = results.take([place for place, number in enumerate(ids) if number not in known])
-            known |= await self._from_searchers(others, DOCUMENTS_SHARE * left_s)
-            if len(known) == len(results):
-                return results.with_documents([known[number] for number in ids]), True
-            left_s *= 1 - DOCUMENTS_SHARE
-        return await self._columns_only(results, known, left_s), False
-
-    async def _from_searchers(self, results: Results, left_s: float) -> dict[int, dict[str, Any]]:
-        """The documents that the searchers of their shards send in time, by the ids of candidates."""
-        ids, version = results.best.ids.tolist(), results.best.version
-        ends = np.cumsum(self.shards_of_groups)
-        groups = np.unique(np.searchsorted(ends, results.best.shards, side="right")).tolist()
-        calls = [self._searchers[group].documents.remote(version, ids) for group in groups]
-        known: dict[int, dict[str, Any]] = {}
-        for answer in await gather_in_time(calls, deadline_s=left_s):
-            if isinstance(answer, Refused):
-                self._failing.add(version)
-            else:
-                known |= answer or {}
-        if len(known) == len(results):
-            self._failing.discard(version)
-        return known
-
-    async def _columns_only(
-        self, results: Results, documents: Mapping[int, dict[str, Any]], left_s: float
-    ) -> Results:
-        """Results with ids and filter columns, or with those documents that are known."""
-        ids = results.best.ids.tolist()
-        asked = [number for number in ids if number not in documents]
-        calls = [searcher.columns.remote(results.best.version, asked) for searcher in self._searchers]
-        known: dict[int, dict[str, Any]] = {}
-        for answer in await gather_in_time(calls, deadline_s=left_s):
-            known |= answer or {}
-        known |= documents
-        places = [place for place, number in enumerate(ids) if number in known]
-        if not places:
-            raise unavailable("neither documents nor ids of the results can be read: try again")
-        nothing = dict.fromkeys(SHARD_DOCUMENTS.names, "")
-        shown = [{**nothing, **known[ids[place]]} for place in places]
-        return results.take(places).with_documents(shown)
-
-
-def read_by_searchers(uri: str, searchers: Sequence[Handle]) -> bool:
-    """Whether searchers read the documents of an index: where it is remote, and they are other processes."""
-    return not fs.is_local(uri) and not any(isinstance(each, LocalHandle) for each in searchers)

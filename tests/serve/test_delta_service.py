@@ -20,7 +20,8 @@ from scalingnote.serve import api
 from scalingnote.serve.artifacts import ServedArtifacts
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
-from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts
+from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
+from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.service import Service
 from scalingnote.serve.versions import LiveCatalog
 from scalingnote.serve.writer import Writer

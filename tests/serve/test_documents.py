@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from gateway_here import Client, service
 from pair import DIM
@@ -17,14 +18,16 @@ from pair import DIM
 from scalingnote.core.errors import ArtifactError
 from scalingnote.index.shard import DocumentStore, documents_file
 from scalingnote.run.service_config import ServeConfig
-from scalingnote.serve import api, replicas, versions
+from scalingnote.search.searcher import Candidates, Results, Searcher
+from scalingnote.serve import api, document_stores, index_searcher
 from scalingnote.serve.access import RefusedError
 from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.messages import SearchRequest, SearchResponse
-from scalingnote.serve.replicas import IndexSearcher
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.towers import Refused
+from scalingnote.serve.versions import Catalog, LiveCatalog, Version
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 QUERY = {"query": "bakoli menura", "k": 5}
@@ -79,7 +82,7 @@ def test_unreadable_documents_degrade_the_answer(
     assert client("GET", "/documents/d7").status_code == 503
     similar = client("POST", "/similar", json={"doc_id": "d7", "k": 3}).json()
     assert (similar["degraded"], len(similar["results"])) == (["documents_unreadable"], 3)
-    monkeypatch.setattr(versions, "REOPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(document_stores, "REOPEN_AFTER_S", 0.0)
     client.wait(made.versions.follow())
     assert client.search(**QUERY).json()["degraded"] == ["documents_unreadable"]
     os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
@@ -104,7 +107,7 @@ def test_documents_that_fail_during_a_read_are_reopened(
     client: Client, made: Service, moved: tuple[Artifact, Path], whole: Any, monkeypatch: pytest.MonkeyPatch
 ):
     os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
-    monkeypatch.setattr(versions, "REOPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(document_stores, "REOPEN_AFTER_S", 0.0)
     client.wait(made.versions.follow())
 
     def fail(*_: Any) -> Any:
@@ -164,8 +167,8 @@ def apart(served: Artifact, tower: Artifact, config: ServeConfig, patch: pytest.
     def never(*_: Any) -> Any:
         raise AssertionError("the gateway opened documents")
 
-    patch.setattr(versions, "DocumentStore", SimpleNamespace(open=never))
-    patch.setattr(versions, "read_by_searchers", lambda *_: True)
+    patch.setattr(document_stores, "DocumentStore", SimpleNamespace(open=never))
+    patch.setattr(document_stores, "read_by_searchers", lambda *_: True)
     made = service(served, tower, config, groups=2)
     made.versions.documents._searchers = [Away(each) for each in made._deployed.searchers]  # type: ignore[misc, arg-type]
     return made
@@ -198,8 +201,8 @@ def test_documents_are_read_where_their_shard_is_searched(
 def test_a_searcher_without_its_documents_costs_those_alone(
     moved: tuple[Artifact, Path], query_tower: Artifact, whole: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(versions, "REOPEN_AFTER_S", 0.0)
-    monkeypatch.setattr(replicas, "REOPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(document_stores, "REOPEN_AFTER_S", 0.0)
+    monkeypatch.setattr(index_searcher, "REOPEN_AFTER_S", 0.0)
     made = apart(moved[0], query_tower, ServeConfig(deadline_s=60), monkeypatch)
     client = Client(api.build(made, made._config))
     os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
@@ -223,6 +226,28 @@ def test_a_searcher_without_its_documents_costs_those_alone(
     assert (all(hit["title"] for hit in answer["results"]), answer["degraded"]) == (True, [])
     assert client("GET", "/healthz").json()["status"] == "ok"
     client.close()
+
+
+def test_searchers_are_asked_for_documents_that_the_delta_has_not_given(
+    index: Artifact, query_tower: Artifact, monkeypatch: pytest.MonkeyPatch
+):
+    made = apart(index, query_tower, ServeConfig(deadline_s=60), monkeypatch)
+    asyncio.run(made.versions.start())
+    (found,) = Searcher.open(index.uri).find(np.ones((1, DIM), np.float32), k=3)
+    own, of_delta = found.take([0]), {"doc_id": "new", "title": "Written"}
+    best = Candidates(
+        ids=np.append(own.ids, 2 << 40),  # the delta comes after both shards
+        shards=np.append(own.shards, 2),
+        dense=np.append(own.dense, 0.1),
+        sparse=None,
+        documents=[None, of_delta],
+        searched=2,
+        version=made.versions.active.name,
+    )
+    results, whole = asyncio.run(made.versions.documents.read(Results(best, [1.0, 0.1]), 60.0))
+    first, second = results.best.documents
+    assert (whole, second, bool(first["title"])) == (True, of_delta, True)
+    assert asked(made) == [int(own.shards[0] == shard) for shard in (0, 1)]
 
 
 def test_a_version_whose_searchers_lack_documents_is_not_activated(
@@ -252,12 +277,12 @@ def test_a_searcher_that_cannot_read_documents_tries_again_after_a_while(monkeyp
 
     opened._documents_closed_until = 0.0
     opened._require = lambda _: asyncio.sleep(0, ("v", SimpleNamespace()))  # type: ignore[assignment, return-value]
-    monkeypatch.setattr(replicas, "_documents", fail)
+    monkeypatch.setattr(index_searcher, "_documents", fail)
     for _ in range(2):
         assert isinstance(asyncio.run(opened.documents("v", [1])), Refused)
     assert len(tried) == 1
     opened._documents_closed_until = 0.0
-    monkeypatch.setattr(replicas, "_documents", lambda *_: {1: {"title": "one"}})
+    monkeypatch.setattr(index_searcher, "_documents", lambda *_: {1: {"title": "one"}})
     assert asyncio.run(opened.documents("v", [1])) == {1: {"title": "one"}}
 
 
@@ -267,21 +292,21 @@ def test_a_searcher_that_cannot_read_documents_tries_again_after_a_while(monkeyp
 )
 def test_only_searchers_elsewhere_read_documents_from_a_bucket(uri: str, here: bool, apart: bool):
     searchers: list[Any] = [LocalHandle(object())] if here else [Away(LocalHandle(object()))]
-    assert versions.read_by_searchers(uri, searchers) == apart
+    assert document_stores.read_by_searchers(uri, searchers) == apart
 
 
 def test_a_searcher_opens_the_documents_of_a_bucket_with_the_version(
     index: Artifact, moved: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def held(searched: Artifact, **options: Any) -> Any:
-        searcher = IndexSearcher(versions.Catalog(versions.Version.of(searched.uri)), **options)
+        searcher = IndexSearcher(Catalog(Version.of(searched.uri)), **options)
         (found,) = searcher._held.values()
         return vars(found)
 
     assert "store" not in held(index, shows_documents=True)  # a gateway maps local files itself
-    monkeypatch.setattr(replicas, "fs", SimpleNamespace(is_local=lambda _: False))
+    monkeypatch.setattr(index_searcher, "fs", SimpleNamespace(is_local=lambda _: False))
     assert "store" not in held(index)
     assert "store" in held(index, shows_documents=True)
     assert "store" not in held(moved[0], shows_documents=True)  # which it searches all the same
-    live = versions.LiveCatalog(str(tmp_path / "live"), index.uri, DIM)  # whose searches have documents
+    live = LiveCatalog(str(tmp_path / "live"), index.uri, DIM)  # whose searches have documents
     assert len(IndexSearcher(live, shows_documents=True)._held) == 1

@@ -34,9 +34,9 @@ from scalingnote.serve.access import RefusedError
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.embeddings import EmbeddingList, EmbeddingService, OpenAIRefusal, TeiSparseRequest
+from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
+from scalingnote.serve.encoders import Reranker as Reranking
 from scalingnote.serve.messages import Refusal
-from scalingnote.serve.replicas import ArmEncoder, QueryPathParts
-from scalingnote.serve.replicas import Reranker as Reranking
 from scalingnote.serve.towers import DocumentTower
 
 NAME = "small-tower"

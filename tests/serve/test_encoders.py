@@ -12,7 +12,7 @@ from scalingnote.core import ray_internals
 from scalingnote.run.service_config import AppArgs
 from scalingnote.search.query_path import Query
 from scalingnote.serve import app, artifacts
-from scalingnote.serve.replicas import ArmEncoder, QueryPathParts
+from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.storage.artifact import Artifact
 
 

@@ -15,7 +15,8 @@ from scalingnote.index.config import LiveConfig
 from scalingnote.search.query_path import Query
 from scalingnote.serve import app, worker_thread
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
+from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
+from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.versions import Catalog, Version
 from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.serve.writer import Writer

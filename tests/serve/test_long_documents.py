@@ -34,7 +34,8 @@ from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
-from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts
+from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
+from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.versions import Catalog, LiveCatalog, Version

@@ -25,8 +25,8 @@ from scalingnote.search.searcher import Searcher
 from scalingnote.serve import api, app, artifacts, cut_over, pairs, tower_versions
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed
+from scalingnote.serve.encoders import ArmEncoder
 from scalingnote.serve.messages import SearchRequest
-from scalingnote.serve.replicas import ArmEncoder
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.tower_versions import TowerVersions

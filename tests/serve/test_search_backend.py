@@ -18,7 +18,7 @@ from scalingnote.serve import api, artifacts
 from scalingnote.serve.access import Admission
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.servicer import Servicer
-from scalingnote.serve.replicas import IndexSearcher
+from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.storage.artifact import Artifact, open_artifact
 from synthetic_corpus import Corpus, queries
 

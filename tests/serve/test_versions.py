@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scalingnote.core.errors import ConfigError, SearchError
-from scalingnote.serve import replicas
-from scalingnote.serve.replicas import RELEASE_AFTER_S, IndexSearcher
+from scalingnote.serve import index_searcher
+from scalingnote.serve.index_searcher import RELEASE_AFTER_S, IndexSearcher
 from scalingnote.serve.versions import CATALOG_FILE, OPEN_TIMEOUT_S, Catalog, Version, version_named
 
 
@@ -63,7 +63,7 @@ A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still unless it is moved; versions are opened as their URIs."""
     now = [100.0]
-    monkeypatch.setattr(replicas.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(index_searcher.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(IndexSearcher, "_open", lambda _, version: version.uri)
     return now
 
