@@ -237,7 +237,7 @@ from test_evaluate_job import CONFIG, job, record_tasks, retrieval_methods, thro
 
 without_ray(pytest.MonkeyPatch())
 retrieval_methods._through_index = through_index
-job._kept = record_tasks(sys.argv[2], kill_after=7)
+job._keep = record_tasks(sys.argv[2], kill_after=7)
 job.run(CONFIG, **json.loads(sys.argv[1]))
 """
 

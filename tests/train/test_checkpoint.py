@@ -31,7 +31,7 @@ class Numbers(Engine):
     def state(self) -> dict[str, Tensor]:
         return dict(self.tensors)
 
-    def restored(self, state: dict[str, Tensor]) -> None:
+    def after_restore(self, state: dict[str, Tensor]) -> None:
         self.told = True
 
     def values(self) -> set[float]:
