@@ -10,9 +10,10 @@ with its whole objective (`all losses`) documents have term weights, too, and le
 """
 
 import json
+import os
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from scipy import sparse
 from torch.nn import functional as F
 
 from benchmarks import smollm
-from benchmarks.public_sets import source_files
+from benchmarks.public_sets import SETS, json_rows, source_files
 from benchmarks.report import arguments, show, write
 from scalingnote.core import cluster
 from scalingnote.core.config import Config
@@ -52,17 +53,45 @@ class Pairs(NamedTuple):
     held_out: list[tuple[str, str]]
 
 
-def medquad(seed: int = 0) -> Pairs:
-    """An answer for each of POOL diseases is held out; all answers of other diseases are for training."""
-    lines = (source_files("medquad") / "qa.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["answer"].strip()]
+def pairs_of(name: str, seed: int = 0) -> Pairs:
+    """Pairs of a set. Of POOL groups a pair is held out, and no pair for training has its document or query.
+
+    A group is what answers the same: the documents of a disease (medquad), the accepted answer of a question
+    (stackexchange_devops), a judged document (a folder of BEIR).
+    """
+    read = {"medquad": _medquad, "stackexchange_devops": _devops}.get(name, _beir)
+    rows = [*read(source_files(name) if name in SETS else Path(os.environ["SCALINGNOTE_DATA"]) / name)]
     random.Random(seed).shuffle(rows)
-    by_focus: dict[str, list[tuple[str, str]]] = {}
-    for row in rows:
-        document = f"{row['focus']} {row['answer']}"  # its title and its text
-        by_focus.setdefault(row["focus"], []).append((row["question"], document))
-    groups = list(by_focus.values())
-    return Pairs([pair for group in groups[POOL:] for pair in group], [group[0] for group in groups[:POOL]])
+    by_group: dict[str, list[tuple[str, str]]] = {}
+    for group, question, document in rows:
+        by_group.setdefault(group, []).append((question, document))
+    groups = list(by_group.values())
+    held_out = [group[0] for group in groups[:POOL]]
+    asked = {question for question, _ in held_out}
+    return Pairs([pair for group in groups[POOL:] for pair in group if pair[0] not in asked], held_out)
+
+
+def _medquad(folder: Path) -> Iterator[tuple[str, str, str]]:
+    for row in json_rows(folder / "qa.jsonl"):
+        if row["answer"].strip():
+            yield row["focus"], row["question"], f"{row['focus']} {row['answer']}"  # its title and its text
+
+
+def _devops(folder: Path) -> Iterator[tuple[str, str, str]]:
+    answers = {row["id"]: row["body"] for row in json_rows(folder / "answers.jsonl")}
+    for row in json_rows(folder / "questions.jsonl"):
+        if (accepted := row.get("accepted_answer_id", "")) in answers:
+            yield accepted, row["title"], answers[accepted]
+
+
+def _beir(folder: Path) -> Iterator[tuple[str, str, str]]:
+    texts = {row["_id"]: f"{row['title']} {row['text']}" for row in json_rows(folder / "corpus.jsonl")}
+    queries = {row["_id"]: row["text"] for row in json_rows(folder / "queries.jsonl")}
+    for file in sorted((folder / "qrels").glob("*.tsv")):
+        for line in file.read_text(encoding="utf-8").splitlines()[1:]:
+            query_id, doc_id, score = line.split("\t")
+            if int(score) > 0:
+                yield doc_id, queries[query_id], texts[doc_id]
 
 
 # --- eighty plain lines ------------------------------------------------------------------------------------
@@ -273,7 +302,7 @@ STEPS: Mapping[Read, int] = {"whole": 60, "tokens": 120}
 ALL_LOSSES_STEPS = 150
 NAMES: Mapping[Read, str] = {"whole": "decoder", "tokens": "tokens"}
 ALL_LOSSES = "all losses"
-CASE = ("code", "read", "layers", "steps")  # columns that say what a row measured
+CASE = ("data", "code", "read", "layers", "steps")  # columns that say what a row measured
 TERMS_LAYERS, FEW_TERMS = (4, 8, 30), 256
 
 
@@ -284,15 +313,14 @@ def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Fi
     return ours(pairs, folder, **case, optimizer=optimizer, sparse=smollm.SPARSE, align=True)
 
 
-def cases(layers: int, steps: int | None) -> list[Figures]:
-    """What is trained: the code, how it reads a query, the decoder's layers, and the steps."""
-    sizes: Figures = {"layers": layers}
+def cases(data: str, layers: int, steps: int | None) -> list[Figures]:
+    """What is trained: the set, the code, how it reads a query, the decoder's layers, and the steps."""
     found: list[Figures] = [
-        {"code": code, "read": read} | sizes | {"steps": steps or usual}
+        {"data": data, "code": code, "read": read, "layers": layers, "steps": steps or usual}
         for read, usual in STEPS.items()
         for code in ("plain", "package")
     ]
-    return [*found, {"code": "package", "read": ALL_LOSSES} | sizes | {"steps": steps or ALL_LOSSES_STEPS}]
+    return [*found, found[-1] | {"read": ALL_LOSSES, "steps": steps or ALL_LOSSES_STEPS}]
 
 
 def measured(case: Figures, pairs: Pairs, folder: Path) -> Figures:
@@ -339,6 +367,7 @@ def terms_before_training(pairs: Pairs, layers: Sequence[int]) -> list[Figures]:
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--data", default="medquad", help="set of pairs; default: %(default)s")
     parser.add_argument("--layers", type=int, default=smollm.LAYERS, help="of 30; default: %(default)s")
     parser.add_argument("--steps", type=int, help="of every training; default: 60, 120 and 150")
     parser.add_argument("--only", help="what is trained, of: whole, tokens, all losses; default: all three")
@@ -346,10 +375,14 @@ def main() -> None:
         "--keep", action="store_true", help="keep the finished rows of the file; train the others"
     )
     options = parser.parse_args()
-    pairs = medquad()
+    pairs = pairs_of(options.data)
     kept = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.keep else []
     done = {tuple(row[name] for name in CASE): row for row in kept}
-    wanted = [case for case in cases(options.layers, options.steps) if options.only in (None, case["read"])]
+    wanted = [
+        case
+        for case in cases(options.data, options.layers, options.steps)
+        if options.only in (None, case["read"])
+    ]
     with tempfile.TemporaryDirectory(prefix="decoders-") as folder:
         for case in wanted:
             key = tuple(case[name] for name in CASE)
@@ -360,7 +393,7 @@ def main() -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     filled = [{name: row.get(name, "-") for name in names} for row in rows]
     show("Decoders pooled at their end token", filled)
-    terms = terms_before_training(pairs, TERMS_LAYERS)
+    terms = terms_before_training(pairs_of("medquad"), TERMS_LAYERS)
     show("Terms of a decoder before training", terms)
     settings: Figures = {"batch": BATCH, "questions": QUERIES, "answers": POOL, "one_in": POOL // 10}
     settings |= {"dense_weight": DENSE_WEIGHT, "sparse_weight": round(1 - DENSE_WEIGHT, 2)}

@@ -20,7 +20,7 @@ def pairs() -> Pairs:
         smollm.path()
     except SystemExit as missing:
         pytest.skip(str(missing))
-    return decoders.medquad()
+    return decoders.pairs_of("medquad")
 
 
 @pytest.mark.timeout(1200)
