@@ -103,7 +103,9 @@ def build_whole(like: str, run_dir: str, texts: Path) -> None:
     """Build the index of a run, without its student, of other texts, which are not divided."""
     config, changes = pipeline.load_run(like), {"run_dir": run_dir, "distill": None, "pseudo_queries": None}
     dataset = config.dataset.model_copy(update={"path": str(texts), "passages": None})
-    config = config.model_copy(update=changes | {"dataset": dataset})
+    documents = len(texts.read_text(encoding="utf-8").splitlines())
+    quantize = config.quantize.model_copy(update={"codes": min(config.quantize.codes, documents // 4)})
+    config = config.model_copy(update=changes | {"dataset": dataset, "quantize": quantize})
     pipeline.run(config, stages.select(config, until="index"))
 
 

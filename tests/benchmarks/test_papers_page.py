@@ -23,7 +23,9 @@ def test_every_number_in_the_text_is_in_the_results():
     known: set[float] = set()
     for name in ("reproduce", "decoders"):
         report = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        measured = [report[part] for part in ("metrics", "settings", "tables", "rows") if part in report]
+        measured = [
+            report[part] for part in ("metrics", "settings", "tables", "rows", "terms") if part in report
+        ]
         known |= {round(float(number), 6) for number in numbers(json.dumps(measured))}
     asked = numbers(prose) - OF_PAPERS
     assert len(asked) > 5
