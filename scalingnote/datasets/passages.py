@@ -1,6 +1,6 @@
 """Long documents as passages that a model reads whole: rows of their own, in place of the document's.
 
-    document ─► sentences ─► passages of at most `max_tokens`, each with the last sentences of the one before
+    document ─► sentences ─► passages of at most `max_tokens`, between paragraphs where that can be
 
 Every later stage sees rows and does not know of documents; a search groups its results
 (:mod:`scalingnote.search.grouping`). Tokens are counted by the model's own tokenizer, which the data set
@@ -11,6 +11,7 @@ import unicodedata
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -25,6 +26,7 @@ from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import PASSAGE, passage_id
 
 TOKENIZER = "passages/tokenizer.json"  # part of the data set
+SHORT_SHARE = 0.25  # of a passage: a shorter one, such as a heading, does not end before a paragraph
 TITLE_SHARE = 0.75  # of a passage at most: the content has the rest, however long the title is
 
 
@@ -112,7 +114,8 @@ class PassageSplitter:
     def split(self, text: str, *, title: str = "") -> list[Passage]:
         """The passages of a text, in order; one that is empty for an empty text.
 
-        A passage has whole sentences, as many as fit beside the title, which the model reads before each. A
+        A passage has whole sentences, as many as fit beside the title, which the model reads before each. It
+        ends before a paragraph that does not fit in it whole, if it has a quarter of its tokens by then. A
         sentence that does not fit alone is divided between words, or between letters with their marks where
         there are no spaces. Spaces between passages are in none.
         """
@@ -125,7 +128,7 @@ class PassageSplitter:
             for start, end in sentence_spans(text)
             for piece in _divide_sentence(text, starts, Passage(start, end), budget)
         ]
-        return _pack(pieces, starts, budget=budget, overlap=self.overlap) or [Passage(0, 0)]
+        return _pack(text, pieces, starts, budget=budget, overlap=self.overlap) or [Passage(0, 0)]
 
     def _token_starts(self, text: str) -> list[int]:
         """The first character of each token, ascending."""
@@ -156,17 +159,43 @@ def _divide_sentence(text: str, starts: Sequence[int], sentence: Passage, budget
     return [*pieces, Passage(start, sentence.end)] if start < sentence.end else pieces
 
 
-def _pack(pieces: Sequence[Passage], starts: Sequence[int], *, budget: int, overlap: int) -> list[Passage]:
-    """Passages of as many pieces as fit; each begins with the last ones of the passage before, if asked."""
+def _pack(
+    text: str, pieces: Sequence[Passage], starts: Sequence[int], *, budget: int, overlap: int
+) -> list[Passage]:
+    """Passages of as many pieces as fit.
+
+    A paragraph that does not fit beside what is before it begins a passage, unless that would be short. Any
+    other passage begins with the last pieces of the one before, if asked.
+    """
+    ends = _paragraph_ends(text, pieces)
     passages: list[Passage] = []
     first = 0  # piece that the current passage begins with
-    for number, piece in enumerate(pieces):
-        if number > first and _tokens(starts, Passage(pieces[first].start, piece.end)) > budget:
-            passages.append(Passage(pieces[first].start, pieces[number - 1].end))
-            end, begin = pieces[number - 1].end, number
-            while begin > first + 1 and _tokens(starts, Passage(pieces[begin - 1].start, end)) <= overlap:
+
+    def size(begin: int, last: int) -> int:
+        return _tokens(starts, Passage(pieces[begin].start, pieces[last].end))
+
+    for number in range(1, len(pieces)):
+        last = number - 1
+        if number in ends and size(first, ends[number]) > budget and size(first, last) > SHORT_SHARE * budget:
+            begin = number
+        elif size(first, number) > budget:
+            begin = number
+            while begin > first + 1 and size(begin - 1, last) <= overlap:
                 begin -= 1
-            while begin < number and _tokens(starts, Passage(pieces[begin].start, piece.end)) > budget:
+            while begin < number and size(begin, number) > budget:
                 begin += 1
-            first = begin
+        else:
+            continue
+        passages.append(Passage(pieces[first].start, pieces[last].end))
+        first = begin
     return [*passages, Passage(pieces[first].start, pieces[-1].end)] if pieces else []
+
+
+def _paragraph_ends(text: str, pieces: Sequence[Passage]) -> dict[int, int]:
+    """The last piece of each paragraph but the first, by its first one; an empty line is between two."""
+    begins = [
+        number
+        for number, (before, piece) in enumerate(pairwise(pieces), start=1)
+        if text.count("\n", before.end, piece.start) > 1
+    ]
+    return {begin: end - 1 for begin, end in pairwise([*begins, len(pieces)])}

@@ -78,6 +78,21 @@ def test_the_next_passage_begins_with_the_last_sentences_of_the_one_before(minil
     assert text[second.start :].startswith("Sentence number")
 
 
+def test_a_paragraph_that_does_not_fit_begins_a_passage(minilm):
+    splitter = splitter_of(minilm, max_tokens=48, overlap=16)
+    paragraphs = [
+        f"Keys rotate at night number {n}. Locks follow them. Doors are closed by then." for n in range(4)
+    ]
+    text = "\n\n".join(paragraphs)
+    assert [text[start:end] for start, end in splitter.split(text)] == [
+        "\n\n".join(paragraphs[:2]),
+        "\n\n".join(paragraphs[2:]),
+    ]
+    headed = "# Keys\n\n" + " ".join(paragraphs)
+    assert splitter.split(headed)[0].start == 0  # a heading is too short for a passage
+    assert headed[: splitter.split(headed)[0].end].startswith("# Keys\n\nKeys rotate")
+
+
 def test_a_text_that_fits_is_one_passage_and_an_empty_one_too(minilm):
     splitter = splitter_of(minilm, max_tokens=48)
     assert splitter.split("Short. Very short.") == [Passage(0, 18)]
