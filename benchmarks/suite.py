@@ -41,6 +41,7 @@ SMALL: dict[str, str] = {
     "ladder": "--folder {folder}/ladder --set run_dir={folder}/runs --set ladder.pairs=[224,448,896,1792] "
     "--set ladder.seeds=[0]",
     "live_index": "--seeds 1 --operations 1500 --kills 6 --documents 40000 --queries 200 --steps 6",
+    "long_documents": "--documents 400 --count 2000 --run-dir {folder}/long_documents",
     "methods": f"--backbones scratch --seeds 1 --steps 30 10 {RUNS}",
     "mteb_agreement": "--run-dir {folder}/mteb_agreement --sets nfcorpus --documents 16",
     "native": "--documents 256 --rounds 3",
@@ -53,6 +54,7 @@ SMALL: dict[str, str] = {
     "serve_faults": f"--run {FINISHED_RUN} --swaps 4 --operations 1000 --kills 3",
     "sparse_index": "--documents 10000 50000",
     "teacher": "--rounds 1 --teacher 6 896 14 4864",
+    "teachers": "--documents 200 --count 200 --run-dir {folder}/teachers",
     "train": "--rounds 1 --largest 256 --batch 32",
 }
 MAKE_RUN = (
