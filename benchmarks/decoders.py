@@ -377,8 +377,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     pairs = pairs_of(options.data)
-    kept = json.loads(options.json.read_text(encoding="utf-8"))["rows"] if options.keep else []
-    done = {tuple(row[name] for name in CASE): row for row in kept}
+    kept = json.loads(options.json.read_text(encoding="utf-8")) if options.keep else {}
+    done = {tuple(row[name] for name in CASE): row for row in kept.get("rows", ())}
     wanted = [
         case
         for case in cases(options.data, options.layers, options.steps)
@@ -394,7 +394,7 @@ def main() -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     filled = [{name: row.get(name, "-") for name in names} for row in rows]
     show("Decoders pooled at their end token", filled)
-    terms = terms_before_training(pairs_of("medquad"), TERMS_LAYERS)
+    terms = kept.get("terms") or terms_before_training(pairs_of("medquad"), TERMS_LAYERS)
     show("Terms of a decoder before training", terms)
     settings: Figures = {"batch": BATCH, "questions": QUERIES, "answers": POOL, "one_in": POOL // 10}
     settings |= {"dense_weight": DENSE_WEIGHT, "sparse_weight": round(1 - DENSE_WEIGHT, 2)}

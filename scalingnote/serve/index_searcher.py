@@ -32,9 +32,7 @@ from scalingnote.serve.document_stores import READ_ERRORS, REOPEN_AFTER_S
 from scalingnote.serve.fan_out import Packed, pack, read_queries
 from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.towers import (
-    Refused,
-)
+from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import (
     OPEN_TIMEOUT_S,
     Catalog,
@@ -50,10 +48,8 @@ INLINE_MAX_DOCUMENTS, INLINE_MAX_K = 500_000, 100
 MAX_FACET_CARDINALITY = 1000  # a text field with more values is no facet
 RELEASE_AFTER_S = 10.0  # all gateways change within a second; requests from before name the old version
 RELEASE_POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
-log = get_logger()
-
-
 DEFAULT_SEARCH = SearchConfig()
+log = get_logger()
 
 
 class IndexSearcher:

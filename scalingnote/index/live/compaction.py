@@ -13,9 +13,11 @@ index that is compacted fits into the memory of a process. A finished version is
 current: a machine's crash loses unsynced files in any order.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -30,7 +32,7 @@ from scalingnote.index.live.live_state import LiveState, Snapshot, Upsert, catch
 from scalingnote.index.live.versions import OpenVersion
 from scalingnote.quantize.kmeans import SAMPLE_SEED
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import MANIFEST, Artifact, Draft, write_file
+from scalingnote.storage.artifact import MANIFEST, Artifact, Draft, Part, write_file
 
 # Manifest entries of the built index, which versions copy.
 TUNED = ("tuning", "tuning_sample", "hybrid_tuning")
@@ -140,20 +142,41 @@ def _write(draft: Draft, states: _States, *, retrain_at: float, origin: str) -> 
             )
             parts |= files
             progress.advance(sum(part.rows or 0 for part in files.values()))
+    nlist = len(quantizer.centroids)
+    layout = replace(layout, nlist=nlist, nprobe=min(layout.nprobe, nlist))
+    live = {"origin": origin, "included": states.until, "written": 0 if trained else written}
+    return commit_version(draft, base.index, parts, layout=layout, live=live, unsynced=[*parts])
+
+
+def commit_version(
+    draft: Draft,
+    before: Artifact,
+    parts: Mapping[str, Part],
+    *,
+    layout: shard.IndexLayout,
+    live: Mapping[str, Any],
+    unsynced: Sequence[str],
+) -> Artifact:
+    """Finish the next version of an index, whose shards are written.
+
+    Args:
+        draft: of the version.
+        before: version that it takes the place of, whose tuning it keeps.
+        parts: files that are to be registered, those of all shards among them.
+        layout: of the version; its number of documents is that of the parts.
+        live: content of versions.LIVE.
+        unsynced: files of the draft that are not durable yet.
+    """
     for name, part in parts.items():
         draft.register(name, part)
     documents = sum(part.rows or 0 for part in parts.values())
     size = sum(part.bytes for name, part in parts.items() if name.endswith(".faiss"))
-    nlist = len(quantizer.centroids)
-    layout = replace(layout, documents=documents, nlist=nlist, nprobe=min(layout.nprobe, nlist))
-    draft.write_json(shard.LAYOUT_FILE, vars(layout))
-    written = 0 if trained else written
-    draft.write_json(versions.LIVE, {"origin": origin, "included": states.until, "written": written})
+    draft.write_json(shard.LAYOUT_FILE, vars(replace(layout, documents=documents)))
+    draft.write_json(versions.LIVE, dict(live))
     counts = {"documents": documents, "bytes": size, "bytes_per_vector": round(size / max(documents, 1))}
-    before = base.index.manifest
-    tuned = {name: before.info[name] for name in TUNED if name in before.info}
-    fs.make_durable(draft.uri, [*parts, shard.LAYOUT_FILE, versions.LIVE])  # before a manifest names them
-    return draft.commit(counts=before.counts | counts, **tuned)
+    tuned = {name: before.manifest.info[name] for name in TUNED if name in before.manifest.info}
+    fs.make_durable(draft.uri, [*unsynced, shard.LAYOUT_FILE, versions.LIVE])  # before a manifest names them
+    return draft.commit(counts=before.manifest.counts | counts, **tuned)
 
 
 def _train(states: _States) -> families.Quantizer | None:

@@ -12,7 +12,7 @@ The quantizer stays: once it is stale, build the large index anew.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from scalingnote.core.parts import Executor, PartStage, map_here
 from scalingnote.index import ivf, postings, shard
 from scalingnote.index.config import LIVE_DEFAULTS
 from scalingnote.index.live import versions, wal
-from scalingnote.index.live.compaction import TUNED
+from scalingnote.index.live.compaction import commit_version
 from scalingnote.index.live.delta import open_empty, overridden
 from scalingnote.index.live.live_state import LiveState, catch_up
 from scalingnote.index.live.versions import LiveVersion, OpenVersion
@@ -111,21 +111,10 @@ def _write(draft: Draft, large: OpenVersion, source: _Source, each: Executor) ->
         unit="shards folded",
     )
     files = {name: Part(**part) for record in records for name, part in record["files"].items()}
-    for name, part in files.items():
-        draft.register(name, part)
     draft.write_bytes(shard.COARSE, large.index.read_bytes(shard.COARSE))
-    documents = sum(part.rows or 0 for part in files.values())
-    size = sum(part.bytes for name, part in files.items() if name.endswith(".faiss"))
-    draft.write_json(shard.LAYOUT_FILE, vars(replace(layout, documents=documents)))
     written = versions.count_written(large.index, delta=True) + sum(record["added"] for record in records)
     live = {"origin": source.version.origin, "included": [source.until], "written": written, "delta": True}
-    draft.write_json(versions.LIVE, live)
-    own = [shard.COARSE, shard.LAYOUT_FILE, versions.LIVE]
-    fs.make_durable(draft.uri, own)  # before a manifest names them
-    before = large.index.manifest
-    tuned = {name: before.info[name] for name in TUNED if name in before.info}
-    counts = {"documents": documents, "bytes": size, "bytes_per_vector": round(size / max(documents, 1))}
-    return draft.commit(counts=before.counts | counts, **tuned)
+    return commit_version(draft, large.index, files, layout=layout, live=live, unsynced=[shard.COARSE])
 
 
 def _load(source: _Source) -> Callable[[tuple[int, None]], dict[str, Any]]:
