@@ -37,9 +37,12 @@ install_import_hook(
     [f"scalingnote.{each.name}" for each in iter_modules(scalingnote.__path__) if each.name not in UNCHECKED],
     "beartype.beartype",
 )
-# A busy machine is no failure.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+# A busy machine is no failure, and what passed once passes again. New examples: `--hypothesis-profile explore`.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
