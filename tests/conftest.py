@@ -37,7 +37,7 @@ install_import_hook(
     [f"scalingnote.{each.name}" for each in iter_modules(scalingnote.__path__) if each.name not in UNCHECKED],
     "beartype.beartype",
 )
-# A busy machine is no failure, and what passed once passes again. New examples: `--hypothesis-profile explore`.
+# A busy machine is no failure. Examples are the same in every run, but with `--hypothesis-profile explore`.
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

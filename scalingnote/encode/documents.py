@@ -256,9 +256,13 @@ class DocumentPartEncoder:
             fresh = table.append_column("row", tokens["row"])
             table = pa.concat_tables([fresh, copies.select(fresh.column_names)]).sort_by("row")
             table = table.drop_columns("row").cast(layout)
-        lost = tokens["lost"].to_numpy()
-        cut = Cost(cut_texts=int(np.count_nonzero(lost)), lost_tokens=int(lost.sum()))
-        return EncodedPart(table, encoding.cost + cut, rejected)
+        return EncodedPart(table, encoding.cost + cut_of(tokens), rejected)
+
+
+def cut_of(tokens: pa.Table) -> Cost:
+    """How many token rows of :func:`tokenise` are cut, and of how many tokens."""
+    lost = tokens["lost"].to_numpy()
+    return Cost(cut_texts=int(np.count_nonzero(lost)), lost_tokens=int(lost.sum()))
 
 
 def embeddings_part(part: str) -> str:

@@ -32,9 +32,17 @@ from scalingnote.datasets.passages import PassageSplitter, settings
 from scalingnote.datasets.readers import DOCUMENT_SUFFIXES, columns_of
 from scalingnote.datasets.tables import COLUMN_TYPES
 from scalingnote.encode.config import IngestConfig
-from scalingnote.encode.documents import content_hashes, load_document_prompt, tokenise
+from scalingnote.encode.documents import content_hashes, cut_of, load_document_prompt, tokenise
+from scalingnote.encode.encodings import Cost
 from scalingnote.encode.engines import load_document_encoder
-from scalingnote.encode.parts import EncodedPart, Rejections, Steps, write_parts
+from scalingnote.encode.parts import (
+    EncodedPart,
+    Rejections,
+    Steps,
+    cut_counts,
+    cut_summary,
+    write_parts,
+)
 from scalingnote.index.shard import document_rows
 from scalingnote.models.prompt import DocumentPrompt, from_columns
 from scalingnote.quantize import kmeans, semantic_id
@@ -105,15 +113,16 @@ class DocumentFlow:
             "codes": to_arrow(codes.astype(np.int32)),
             INDEXED_VIEW: to_arrow(embeddings, dtype=self.dtype),
         }
-        return EncodedPart(pa.table(columns), encoding.cost, rejected)
+        return EncodedPart(pa.table(columns), encoding.cost + cut_of(tokens), rejected)
 
 
 class IndexRows(NamedTuple):
-    """Documents for :meth:`LiveIndex.upsert`, their vectors, and those that were rejected."""
+    """Documents for :meth:`LiveIndex.upsert`, their vectors, those that were rejected, and what was cut."""
 
     documents: pa.Table
     vectors: Float[ndarray, "docs dim"]
     rejected: Rejections
+    cost: Cost = Cost()
 
 
 def index_rows(
@@ -140,7 +149,7 @@ def index_rows(
     doc_ids = ready.table["doc_id"]
     ids = semantic_id.to_table(doc_ids, codes, semantic_id.suffixes(doc_ids))
     rows = document_rows(doc_ids, documents=table, semantic_ids=ids, snippet_chars=snippet_chars)
-    return IndexRows(rows, to_numpy(ready.table[INDEXED_VIEW]), [*rejected, *ready.rejected])
+    return IndexRows(rows, to_numpy(ready.table[INDEXED_VIEW]), [*rejected, *ready.rejected], ready.cost)
 
 
 def _whole_documents(ready: EncodedPart) -> EncodedPart:
@@ -229,7 +238,11 @@ def run(
     counts = {"documents": sum(record["part"]["rows"] for record in records)}
     if not counts["documents"]:
         raise DataError(f"none of the new documents could be encoded: {rejected[:1]}")
-    return draft.commit(counts=counts | {"rejected": len(rejected)})
+    counts |= {"rejected": len(rejected), "tokens": sum(record["tokens"] for record in records)}
+    counts |= cut_counts(records)
+    if counts["cut_texts"]:
+        log.warning("%s", cut_summary(counts))
+    return draft.commit(counts=counts)
 
 
 def describe_file(

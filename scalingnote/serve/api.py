@@ -216,9 +216,9 @@ def _allow_header(request: Request) -> dict[str, str]:
     return {"allow": ", ".join(sorted(methods))} if methods else {}
 
 
-def json_response(content: Any, status: int = 200) -> Response:
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response of JSON."""
-    return Response(to_json(content), status, media_type="application/json")
+    return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def build(
@@ -399,8 +399,9 @@ def _add_openai(api: Api, embeddings: EmbeddingService) -> None:
 def _add_tei(api: Api, embeddings: EmbeddingService) -> None:
     @api.post_json("/embed", list[list[float]], 409)
     async def embed(body: TeiEmbedRequest) -> Response:
-        """Embeddings of texts, in the form of TEI."""
-        return await asyncio.to_thread(json_response, await embeddings.embed(body))
+        """Embeddings of texts, in the form of TEI; headers say how many tokens were read and lost."""
+        rows, headers = await embeddings.embed(body)
+        return await asyncio.to_thread(json_response, rows, headers=headers)
 
     @api.post_json("/embed_sparse", list[list[SparseValue]], 409)
     async def embed_sparse(body: TeiSparseRequest) -> Response:

@@ -307,15 +307,21 @@ class EmbeddingService:
 
     # --- TEI ------------------------------------------------------------------------------------------
 
-    async def embed(self, request: TeiEmbedRequest) -> list[list[float]]:
-        """Answer ``POST /embed``: an embedding of each text."""
+    async def embed(self, request: TeiEmbedRequest) -> tuple[list[list[float]], dict[str, str]]:
+        """Answer ``POST /embed``: an embedding of each text, and headers with the counts of tokens.
+
+        TEI has ``x-compute-tokens``; the others are named as the fields of :class:`Usage`.
+        """
         tower, texts = self._side(self.name, request.prompt_name), self._check(request.inputs, "inputs")
-        vectors = (await self._embed(tower, texts, request)).vectors
+        found = await self._embed(tower, texts, request)
+        vectors = found.vectors
         scale = self._similarity == "cosine" if request.normalize is None else request.normalize
         if scale or request.dimensions is not None:
             vectors = _cut(vectors, request.dimensions, scale=scale)
         rows: list[list[float]] = vectors.tolist()
-        return rows
+        counts = {"x-compute-tokens": found.tokens - found.lost_tokens}
+        counts |= {"x-cut-texts": found.cut_texts, "x-lost-tokens": found.lost_tokens}
+        return rows, {name: str(count) for name, count in counts.items()}
 
     async def embed_sparse(self, request: TeiSparseRequest) -> list[list[dict[str, Any]]]:
         """Answer ``POST /embed_sparse``: terms of each query and their weights."""

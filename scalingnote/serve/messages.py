@@ -265,6 +265,8 @@ class Written(BaseModel):
 
     written: int
     rejected: list[Rejected]
+    cut_texts: int = Field(description="texts, or passages, that are longer than the model reads")
+    lost_tokens: int = Field(description="tokens of these that were not read")
 
 
 class Deleted(BaseModel):

@@ -132,7 +132,12 @@ class DocumentWrites:
             raise unavailable("the documents were not encoded, nothing was written: try again")
         written, rejected_rows = await self._acknowledge(writer.upsert.remote(rows), timer)
         rejected += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected_rows]
-        return messages.Written(written=written, rejected=rejected)
+        return messages.Written(
+            written=written,
+            rejected=rejected,
+            cut_texts=rows.cost.cut_texts,
+            lost_tokens=rows.cost.lost_tokens,
+        )
 
     async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:
         """Delete documents; ids that are not in the index are no error. Durable when it returns."""

@@ -124,6 +124,7 @@ def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path: Path, monke
     without_ray(monkeypatch)
     rows = tiny.document_rows(20)
     rows[3]["title"] = "word " * 90  # more than the model reads, less than the intake cuts off
+    rows[5]["content"] = "word " * 900  # read as far as the model reads
     lines = [*(json.dumps(row) for row in rows), "{not json", json.dumps({"doc_id": "empty"})]
     (tmp_path / "new.jsonl").write_text("\n".join(lines))
     new = ingest.describe_file(
@@ -132,7 +133,9 @@ def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path: Path, monke
     new = new.model_copy(update={"documents_per_part": 8})
     config = IngestConfig(resources=Fleet(workers=2))
     ready = ingest.run(config, new, **run, output=str(tmp_path / "taken"))
-    assert ready.counts == {"documents": 19, "rejected": 1}
+    assert (ready.counts["documents"], ready.counts["rejected"]) == (19, 1)
+    assert 0 < ready.counts["cut_texts"] < 19
+    assert ready.counts["lost_tokens"] > 800
     assert ready.table("rejected")["row"].to_pylist() == [rows[3]["doc_id"]]
     flow = DocumentFlow(
         load_document_encoder(run["towers"], 8192),

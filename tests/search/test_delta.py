@@ -123,13 +123,12 @@ def test_any_history_is_searched_like_an_index_built_anew(
                 live = LiveIndex(folder / "live")
     anew = Searcher.open(built_of(f"{folder}/anew", truth, shards=1).uri)
     for searcher in (before, SearcherWithDelta.over(folder / "live")):
-        try:
-            searcher.refresh()
-        except ArtifactError as error:  # the log keeps only what the listed versions need
-            assert searcher is before and "adopt the current index version" in str(error)
-            assert versions.listing(live.folder)[0].number > 0
+        if searcher is before and versions.listing(live.folder)[0].number > 0:
+            with pytest.raises(ArtifactError, match="adopt the current index version"):
+                searcher.refresh()  # the log keeps only what the listed versions need
             searcher.close()
             continue
+        searcher.refresh()
         agree(searcher, anew)
         for name in ("d7", "d59", "d80", "nothing"):
             assert searcher.get(name) == anew.get(name)

@@ -11,6 +11,7 @@ import pytest
 from gateway_here import Client
 from pair import DIM
 
+from scalingnote.encode.encodings import Cost
 from scalingnote.index.live import wal
 from scalingnote.index.shard import SHARD_DOCUMENTS
 from scalingnote.run.ingest import IndexRows
@@ -44,7 +45,8 @@ class NumberedTexts:
             "semantic_id": ["" for _ in documents],
         }
         found = NEW[[int(row["content"]) for row in documents]]
-        return IndexRows(pa.table(columns, schema=SHARD_DOCUMENTS), found, [])
+        cost = Cost(cut_texts=len(documents), lost_tokens=7)
+        return IndexRows(pa.table(columns, schema=SHARD_DOCUMENTS), found, [], cost)
 
 
 @pytest.fixture
@@ -92,7 +94,9 @@ def served(index: Artifact, query_tower: Artifact, folder: str) -> Iterator[tupl
 def write(client: Client, truth: Truth, numbers: Mapping[str, int], *, topic: str = "new") -> None:
     rows = [{"doc_id": i, "title": "", "topic": topic, "content": str(n)} for i, n in numbers.items()]
     answer = client("POST", "/documents", json={"documents": rows})
-    assert (answer.status_code, answer.json()["written"]) == (200, len(rows))
+    assert answer.status_code == 200
+    counts = {"written": len(rows), "cut_texts": len(rows), "lost_tokens": 7}
+    assert answer.json() == {**counts, "rejected": []}
     truth |= {name: NEW[n] / np.linalg.norm(NEW[n]) for name, n in numbers.items()}
 
 

@@ -202,6 +202,10 @@ def test_tokens_are_those_of_the_tower(client, as_query):
     usage = long["usage"]
     assert usage["cut_texts"] == 1
     assert 0 < usage["lost_tokens"] < usage["prompt_tokens"]
+    headers = client("POST", "/embed", json={"inputs": ["join " * 75, "join"]}).headers
+    names = ("x-compute-tokens", "x-cut-texts", "x-lost-tokens")
+    read = usage["prompt_tokens"] - usage["lost_tokens"]
+    assert [int(headers[name]) for name in names] == [read, 1, usage["lost_tokens"]]
     np.testing.assert_allclose(answer["data"][0]["embedding"], as_query("join tensors")[0], atol=1e-6)
     assert openai(client, [ids, ids[:1]]).shape[0] == 2
     documents = {"inputs": ["join"], "prompt_name": "document", "add_special_tokens": True}

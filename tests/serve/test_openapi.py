@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import schemathesis
 from gateway_here import Client, service
@@ -12,6 +14,7 @@ from pair import DIM
 from pydantic import ValidationError
 from schemathesis import GenerationMode, checks
 
+from scalingnote.run.ingest import IndexRows
 from scalingnote.run.service_config import LiveServe, ServeConfig
 from scalingnote.serve import api
 from scalingnote.serve.concurrency import LocalHandle
@@ -59,11 +62,12 @@ OPERATIONS = [
 class Writer:
     """Takes all that comes so far."""
 
-    async def encode(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return documents
+    async def encode(self, documents: list[dict[str, Any]]) -> IndexRows:
+        rows = pa.table({"doc_id": [row["doc_id"] for row in documents]})
+        return IndexRows(rows, np.zeros((len(rows), DIM), np.float32), [])
 
-    async def upsert(self, rows: list[dict[str, Any]]) -> tuple[int, list[dict[str, str]]]:
-        return len(rows), []
+    async def upsert(self, rows: IndexRows) -> tuple[int, list[dict[str, str]]]:
+        return len(rows.documents), []
 
     async def delete(self, doc_ids: list[str]) -> int:
         return len(doc_ids)

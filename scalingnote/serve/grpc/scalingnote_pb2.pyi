@@ -186,12 +186,16 @@ class Rejected(_message.Message):
     def __init__(self, doc_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Written(_message.Message):
-    __slots__ = ("written", "rejected")
+    __slots__ = ("written", "rejected", "cut_texts", "lost_tokens")
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
+    CUT_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     written: int
     rejected: _containers.RepeatedCompositeFieldContainer[Rejected]
-    def __init__(self, written: _Optional[int] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ...) -> None: ...
+    cut_texts: int
+    lost_tokens: int
+    def __init__(self, written: _Optional[int] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., cut_texts: _Optional[int] = ..., lost_tokens: _Optional[int] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
     __slots__ = ("doc_ids",)
