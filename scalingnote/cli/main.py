@@ -296,7 +296,9 @@ def _add_export(command: Command) -> None:
 
 def _add_ingest(command: Command) -> None:
     ingest = command("ingest", commands.ingest, "encode, code and fuse new documents as a run did its own")
-    ingest.add_argument("file", help="JSON lines or Parquet: id, text, title, topic, features")
+    ingest.add_argument(
+        "file", help="JSON lines or Parquet: id, text, title, topic, features; or a folder of Markdown"
+    )
     _add_run(ingest)
     _add_columns(ingest)
     ingest.add_argument(

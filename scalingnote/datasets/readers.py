@@ -55,6 +55,7 @@ from scalingnote.storage.shuffle import group_by_size
 log = get_logger("datasets")
 DOCUMENT_SUFFIXES = (".jsonl", ".parquet", ".tsv")
 MARKDOWN = ".md"  # a file is a document
+NEW_SUFFIXES = (*DOCUMENT_SUFFIXES, MARKDOWN)  # of new documents for an index
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, ".txt", MARKDOWN)  # of documents without ids, too
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 _TEXT_COLUMNS = ("doc_id", "title", "content")
@@ -91,8 +92,12 @@ def read_columns(config: Columns) -> Source:
 
 
 def read_documents(config: NewDocuments) -> Source:
-    """Documents without queries."""
-    features = column_schema(config.features)
+    """Documents without queries: of a table, or files of Markdown."""
+    features, path = column_schema(config.features), config.documents.path
+    if any(file.uri.endswith(MARKDOWN) for file in find_files(path, NEW_SUFFIXES)):
+        if config.documents.columns:
+            raise DataError(f"{path} is Markdown: it has no columns to name")
+        return Source({"documents": text_slices(path, {})}, features)
     return Source({"documents": _documents(config.documents, features)}, features)
 
 

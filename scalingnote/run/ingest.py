@@ -29,7 +29,7 @@ from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.input_files import find_files
 from scalingnote.datasets.passages import PassageSplitter, settings
-from scalingnote.datasets.readers import DOCUMENT_SUFFIXES, columns_of
+from scalingnote.datasets.readers import MARKDOWN, NEW_SUFFIXES, columns_of
 from scalingnote.datasets.tables import COLUMN_TYPES
 from scalingnote.encode.config import IngestConfig
 from scalingnote.encode.documents import content_hashes, cut_of, load_document_prompt, tokenise
@@ -260,8 +260,9 @@ def describe_file(
         for f in layout
         if f.name not in {*schema.DOCUMENTS.names, *(PASSAGE.names if divided else ())} and f.type in kinds
     }
-    have = [set(columns_of(each)) for each in find_files(path, DOCUMENT_SUFFIXES)]
-    own = {ours: column for ours, column in made_by.items() if all(column in each for each in have)}
+    tables = [each for each in find_files(path, NEW_SUFFIXES) if not each.uri.endswith(MARKDOWN)]
+    have = [set(columns_of(each)) for each in tables]
+    own = {ours: column for ours, column in made_by.items() if have and all(column in each for each in have)}
     file = TableFile(path=path, columns=own | columns)
     # Divided by the tokenizer that the data set keeps.
     passages = divided and divided.model_copy(update={"tokenizer": like.uri})
@@ -270,7 +271,9 @@ def describe_file(
 
 def output_uri(run_dir: str, new: NewDocuments) -> str:
     """The output folder for a file of new documents; depends on the content of the file."""
-    sums = "".join(fs.checksum(file.uri) for file in find_files(new.documents.path, DOCUMENT_SUFFIXES))
+    files = find_files(new.documents.path, NEW_SUFFIXES)
+    # A Markdown file's name is the id of its document.
+    sums = "".join(fs.checksum(f.uri) + (f.uri if f.uri.endswith(MARKDOWN) else "") for f in files)
     return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
 

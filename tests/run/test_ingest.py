@@ -120,6 +120,26 @@ def test_texts_that_are_written_lose_the_spaces_at_their_ends():
     assert table.to_pylist() == [{"doc_id": "a", "title": "a", "topic": None, "content": "b  c"}]
 
 
+def test_a_folder_of_markdown_is_ingested(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    without_ray(monkeypatch)
+    (tmp_path / "notes" / "deep").mkdir(parents=True)
+    (tmp_path / "notes" / "one.md").write_text("# First\n\nword one")
+    (tmp_path / "notes" / "deep" / "two.md").write_text("word two")
+    like = tiny.dataset(str(tmp_path / "like"), count=8)
+    new = ingest.describe_file(str(tmp_path / "notes"), {}, like=like, made_by={"content": "text"})
+    ready = ingest.run(IngestConfig(), new, **run, output=ingest.output_uri(str(tmp_path), new))
+    assert sorted(ready.table("ready")["doc_id"].to_pylist()) == ["deep/two.md", "one.md"]
+    (tmp_path / "notes" / "one.md").rename(tmp_path / "notes" / "other.md")
+    assert ingest.output_uri(str(tmp_path), new) not in ready.uri
+    with pytest.raises(DataError, match="is Markdown: it has no columns to name"):
+        ingest.run(
+            IngestConfig(),
+            ingest.describe_file(str(tmp_path / "notes"), {"content": "text"}, like=like),
+            **run,
+            output=str(tmp_path / "columns"),
+        )
+
+
 def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     without_ray(monkeypatch)
     rows = tiny.document_rows(20)
