@@ -88,7 +88,7 @@ def scored(
         mask = segment.alive
         if wanted is not None:
             fits = wanted(segment.documents)
-            mask = fits if mask is None else mask & fits
+            mask = ivf.RowMask(fits if mask is None else mask.rows & fits)
         masks.append(mask)
     lists = [segment.lists for segment in snapshot.segments]
     return scan.search(lists, queries, k=k, nprobe=nprobe, refine_factor=EVERY, masks=masks)

@@ -8,7 +8,7 @@ from typing import Any, no_type_check
 
 import numba
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 # One block of scores is 512 x 16,384 floats = 32 MB, whatever the corpus and the number of queries.
@@ -18,11 +18,19 @@ _MAX_HITS_PER_PLACE = 4  # of a block: above it, the block's k best are selected
 
 
 def search(
-    queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"], *, k: int
+    queries: Float[ndarray, "queries dim"],
+    documents: Float[ndarray, "docs dim"],
+    *,
+    k: int,
+    allowed: Bool[ndarray, " docs"] | None = None,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """Inner products and row numbers of each query's k best documents; fewer columns for fewer documents."""
-    best = Best(len(queries), min(k, len(documents)), dtype=np.result_type(queries, documents))
-    best.add_documents(queries, documents, np.arange(len(documents)))
+    """Inner products and row numbers of each query's k best documents; fewer columns for fewer documents.
+
+    Only rows that are `allowed` are found; None: all.
+    """
+    found = len(documents) if allowed is None else int(np.count_nonzero(allowed))
+    best = Best(len(queries), min(k, found), dtype=np.result_type(queries, documents))
+    best.add_documents(queries, documents, np.arange(len(documents)), allowed=allowed)
     return best.scores, best.ids
 
 
@@ -56,12 +64,20 @@ class Best:
         queries: Float[ndarray, "queries dim"],
         documents: Float[ndarray, "docs dim"],
         ids: Int[ndarray, " docs"],
+        *,
+        allowed: Bool[ndarray, " docs"] | None = None,
     ) -> None:
-        """Add the inner products of all queries and some documents; `ids` ascend."""
+        """Add the inner products of all queries and some documents; `ids` ascend.
+
+        Documents that are not `allowed` have no place: there must be k others.
+        """
         for start in range(0, len(documents), DOCUMENT_BLOCK):
             block = slice(start, start + DOCUMENT_BLOCK)
             for chosen in query_blocks(len(queries)):
-                self.add_block(chosen, queries[chosen] @ documents[block].T, ids[block])
+                scores = queries[chosen] @ documents[block].T
+                if allowed is not None:
+                    scores[:, ~allowed[block]] = -np.inf
+                self.add_block(chosen, scores, ids[block])
 
     def add_block(
         self, queries: slice, scores: Float[ndarray, "queries docs"], ids: Int[ndarray, " docs"]
@@ -108,16 +124,9 @@ def merge(
     An id of -1 means "none" and must score -inf. Ties go to the lower id, so the answer does not depend on
     the order of the searches.
     """
-    last = np.where(ids < 0, np.iinfo(ids.dtype).max, ids)
-    columns = scores.shape[1]
-    if 0 < k < columns:
-        # Select before sorting, which costs more than the rest; ties at the k-th place need the full sort.
-        best = np.argpartition(scores, columns - k, axis=1)[:, columns - k :]
-        lowest = np.take_along_axis(scores, best[:, :1], axis=1)
-        if not ((scores >= lowest).sum(axis=1) > k).any():
-            scores, ids, last = (np.take_along_axis(x, best, axis=1) for x in (scores, ids, last))
-    order = np.lexsort((last, -scores))[:, :k]
-    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
+    k = min(k, scores.shape[1])
+    best: tuple[ndarray, ndarray] = _merge(np.ascontiguousarray(scores), np.ascontiguousarray(ids), k)
+    return best
 
 
 # --- compiled loops ---------------------------------------------------------------------------------------
@@ -174,3 +183,23 @@ def heap_sort(scores, rows, size):
         score, row = scores[last], rows[last]
         scores[last], rows[last] = scores[0], rows[0]
         heap_replace(scores, rows, last, score, row)
+
+
+@jit
+@no_type_check
+def _merge(scores, ids, k):
+    best = np.full((len(scores), k), -np.inf, scores.dtype)
+    chosen = np.full((len(scores), k), -1, np.int64)
+    for q in range(len(scores)):
+        kept = 0
+        for c in range(scores.shape[1]):
+            score, row = scores[q, c], ids[q, c]
+            if row < 0:
+                continue
+            if kept < k:
+                heap_push(best[q], chosen[q], kept, score, row)
+                kept += 1
+            elif kept and (score > best[q, 0] or (score == best[q, 0] and row < chosen[q, 0])):
+                heap_replace(best[q], chosen[q], k, score, row)
+        heap_sort(best[q], chosen[q], kept)
+    return best, chosen

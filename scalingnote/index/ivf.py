@@ -10,7 +10,7 @@ equal documents have equal scores everywhere. Ties go to the lower row.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, no_type_check
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from numpy import ndarray
 
 from scalingnote.core import topk
-from scalingnote.core.topk import heap_push, heap_replace, heap_sort, jit
+from scalingnote.core.topk import jit
 from scalingnote.index.families import Quantizer, dump, dump_lists, parse
 from scalingnote.quantize.kmeans import blas_only
 
@@ -46,6 +46,26 @@ class Lists:
     def __len__(self) -> int:
         stored: Any = self.kept if self.index is None else self.index
         return int(stored.ntotal)
+
+
+@dataclass(frozen=True, eq=False)
+class RowMask:
+    """Rows of a segment that may be found. What a scan takes of them is computed once, by the first one."""
+
+    rows: Bool[ndarray, " rows"]
+
+    @cached_property
+    def count(self) -> int:
+        """Number of rows that may be found."""
+        return int(np.count_nonzero(self.rows))
+
+    @cached_property
+    def _bits(self) -> UInt8[ndarray, " bytes"]:
+        return np.packbits(self.rows, bitorder="little")
+
+    def selector(self) -> Any:
+        """For faiss, as long as this mask is kept."""
+        return faiss.IDSelectorBitmap(len(self._bits), faiss.swig_ptr(self._bits))
 
 
 def empty(quantizer: Quantizer) -> Lists:
@@ -125,8 +145,8 @@ def drop_dead_rows(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
     The lists must not be searched meanwhile. Later rows must be added by `ivf.merge`: the `add` of fast scan
     would combine new codes with remains of old ones in a half empty block (faiss 1.15.1).
     """
-    dead = bitmap(~alive)
-    selector = faiss.IDSelectorBitmap(len(dead), faiss.swig_ptr(dead))
+    dead = RowMask(~alive)
+    selector = dead.selector()
     if lists.kept is not None:
         lists.kept.remove_ids(selector)  # a flat index closes its gaps itself
     if lists.index is None:
@@ -160,7 +180,7 @@ def search(
     chosen: Chosen,
     k: int,
     refine_factor: int,
-    allowed: UInt8[ndarray, " bytes"] | None = None,
+    allowed: RowMask | None = None,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """Search the chosen lists of one shard.
 
@@ -170,7 +190,7 @@ def search(
         chosen: lists to scan, from :func:`choose_lists`.
         k: documents per query.
         refine_factor: candidates by codes, per document, that are rescored by the vectors kept.
-        allowed: bitmap of the rows that may be found, see :func:`bitmap`; None: all.
+        allowed: the rows that may be found; None: all.
 
     Returns:
         Scores and rows, best first, padded with -inf and -1; fewer than k columns where the shard has fewer
@@ -188,7 +208,7 @@ def scan(
     *,
     chosen: Chosen,
     k: int,
-    allowed: UInt8[ndarray, " bytes"] | None = None,
+    allowed: RowMask | None = None,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """The k best rows of the chosen lists by their codes, best first; as :func:`search`."""
     k = min(k, max(len(lists), 1))
@@ -201,7 +221,7 @@ def scan(
         parameters = faiss.SearchParametersIVF()
         parameters.nprobe = list_numbers.shape[1]
         if allowed is not None:
-            selector = faiss.IDSelectorBitmap(len(allowed), faiss.swig_ptr(allowed))
+            selector = allowed.selector()  # faiss does not keep it
             parameters.sel = selector
         # faiss's Python wrapper would take nprobe from the index, which threads share.
         lists.index.search_preassigned_c(
@@ -219,19 +239,16 @@ def scan(
     return scores, rows
 
 
-def bitmap(mask: Sequence[bool] | ndarray) -> UInt8[ndarray, " bytes"]:
-    """A mask of rows as :func:`scan` takes it."""
-    return np.packbits(np.asarray(mask, bool), bitorder="little")
-
-
 def _compare_all(
-    kept: Any, queries: Float[ndarray, "queries dim"], *, k: int, allowed: UInt8[ndarray, " bytes"] | None
+    kept: Any, queries: Float[ndarray, "queries dim"], *, k: int, allowed: RowMask | None
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """Scan a flat index by BLAS, which rounds differently per batch size; rescoring corrects that."""
     documents = floats(kept)
     if allowed is None:
         return topk.search(queries, documents, k=k)
-    rows = np.flatnonzero(np.unpackbits(allowed, count=kept.ntotal, bitorder="little"))
+    if 2 * allowed.count > kept.ntotal:  # to copy the rows would cost more than to score them all
+        return topk.search(queries, documents, k=k, allowed=allowed.rows)
+    rows = np.flatnonzero(allowed.rows)
     scores, columns = topk.search(queries, documents[rows], k=k)
     return scores, rows[columns]
 
@@ -243,8 +260,7 @@ def best(
     kept: Any, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"], *, k: int
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """The k best of each query's candidates (-1 for none) by the vectors kept, padded with -inf and -1."""
-    best_scores, best_rows = _select(scores(kept, queries, rows), rows, min(k, rows.shape[1]))
-    return best_scores, best_rows
+    return topk.merge(scores(kept, queries, rows), rows, k=k)
 
 
 def scores(
@@ -351,23 +367,3 @@ def _of_bytes(codes, low, spread, queries, rows):
                 total += np.float32(document[j]) * weights[j]
             found[q, c] = first + total
     return found
-
-
-@jit
-@no_type_check
-def _select(scores, rows, k):
-    best = np.full((len(scores), k), -np.inf, np.float32)
-    chosen = np.full((len(scores), k), -1, np.int64)
-    for q in range(len(scores)):
-        kept = 0
-        for c in range(scores.shape[1]):
-            score, row = scores[q, c], rows[q, c]
-            if row < 0:
-                continue
-            if kept < k:
-                heap_push(best[q], chosen[q], kept, score, row)
-                kept += 1
-            elif score > best[q, 0] or (score == best[q, 0] and row < chosen[q, 0]):
-                heap_replace(best[q], chosen[q], k, score, row)
-        heap_sort(best[q], chosen[q], kept)
-    return best, chosen

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +44,7 @@ SHARD_DOCUMENTS = pa.schema(
     {name: pa.string() for name in ("doc_id", "title", "topic", "snippet", "semantic_id")}
 )
 COARSE = "coarse.faiss"  # the centroids all shards share
+_COARSE: WeakValueDictionary[str, Any] = WeakValueDictionary()  # by the checksum of the file
 LAYOUT_FILE = "index.json"
 ID_ROW_BYTES = 16  # of a document in the file of :func:`sorted_ids`
 
@@ -226,8 +228,16 @@ def open_layout(index: Artifact) -> IndexLayout:
 
 
 def open_coarse(index: Artifact) -> Any:
-    """Read the coarse quantizer that all shards of an index share."""
-    return families.parse(index.read_bytes(COARSE))
+    """Read the coarse quantizer that all shards of an index share.
+
+    Indexes in this process with equal ones (versions of a live index, a delta) have one in memory: a search
+    over several of them chooses lists once.
+    """
+    data, digest = index.read_bytes(COARSE), index.manifest.parts[COARSE].sha256  # a damaged file is refused
+    coarse = _COARSE.get(digest)
+    if coarse is None:
+        coarse = _COARSE[digest] = families.parse(data)
+    return coarse
 
 
 def open_shard(

@@ -25,10 +25,9 @@ from scalingnote.index.live import versions, wal
 from scalingnote.index.live.delta import open_empty, overridden
 from scalingnote.index.live.live_index import LiveShard
 from scalingnote.index.live.versions import LiveVersion, OpenVersion
-from scalingnote.index.shard import DocumentStore, open_layout
-from scalingnote.models.sparse_query import SparseRows
+from scalingnote.index.shard import DocumentStore, IndexLayout, open_layout
 from scalingnote.search.scan import IndexView, require_vectors
-from scalingnote.search.searcher import Candidates, Searcher, concatenate, live_view
+from scalingnote.search.searcher import Candidates, Searcher, live_view
 from scalingnote.storage.schema import document_of
 
 MOMENTS_KEPT = 4  # masks of rows as of earlier records: gateways read the log at different times
@@ -192,7 +191,6 @@ class SearcherWithDelta(Searcher):
 
     def __init__(self, index: OverriddenSearcher, delta: Delta) -> None:
         self._index, self._delta = index, delta
-        self._view = index.view()
 
     @classmethod
     def over(cls, folder: str | Path, *, mapped: bool = False) -> "SearcherWithDelta":
@@ -206,15 +204,19 @@ class SearcherWithDelta(Searcher):
         """Show what the writing process has acknowledged by now."""
         self._delta.refresh()
 
-    def find(
-        self, queries: Float[ndarray, "queries dim"], terms: SparseRows | None = None, **options: Any
-    ) -> list[Candidates]:
-        """See :meth:`Searcher.find`."""
+    def view(self) -> IndexView:
+        """The rows of both as of now."""
         moment = self._delta.now()
         self._index.refresh()
-        both = (self._index.at(moment.record), moment)
-        found = (each.find(queries, terms, **options) for each in both)
-        return [concatenate(pair) for pair in zip(*found, strict=True)]
+        return self._index.at(moment.record).view().beside(moment.view())
+
+    @property
+    def layout(self) -> IndexLayout:
+        """Layout of the large index."""
+        return self._index.layout
+
+    def __len__(self) -> int:
+        return len(self._index)
 
     @property
     def store(self) -> DocumentStore:

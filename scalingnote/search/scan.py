@@ -25,7 +25,7 @@ from scalingnote.core import topk
 from scalingnote.core.errors import SearchError
 from scalingnote.core.topk import jit
 from scalingnote.index import filters, ivf
-from scalingnote.index.ivf import RESCORE_COST
+from scalingnote.index.ivf import RESCORE_COST, RowMask
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import IndexLayout
 from scalingnote.search.grouping import MAX_DEPTH
@@ -33,7 +33,7 @@ from scalingnote.search.grouping import MAX_DEPTH
 MAX_K = 1000
 CACHED_FILTERS = 64  # filters whose row masks a built index keeps: one byte per document each
 
-Masks = Sequence[Bool[ndarray, " _"] | None]
+Masks = Sequence[RowMask | None]  # of each segment; None: all rows
 Ranking = tuple[Float[ndarray, "_ _"], Int[ndarray, "_ _"]]  # scores and rows, [queries, k], best first
 
 
@@ -47,11 +47,11 @@ class IndexView:
 
     layout: IndexLayout
     segments: Sequence[ivf.Lists]
-    alive: Masks  # of each segment, the rows that were not deleted or replaced; None: all
+    alive: Masks  # the rows that were not deleted or replaced
     documents: Sequence[pa.Table]  # with the columns that a search may filter by
     postings: Sequence[Postings]  # none where the index has no terms
     shard_rows: Mapping[int, int]  # shard -> number of its rows, in order
-    # Of a live index, shard -> the function from a row of the shard to its document.
+    # Of live shards, number -> the function from a row of the shard to its document.
     lookup: Mapping[int, Callable[[int], Mapping[str, Any]]] = field(default_factory=dict)
 
     @cached_property
@@ -85,9 +85,24 @@ class IndexView:
 
     def hiding(self, alive: Bool[ndarray, " rows"]) -> "IndexView":
         """The same rows, of which only those `alive` may be found."""
-        hidden = replace(self, alive=np.split(alive, self.starts[1:-1]))
+        hidden = replace(self, alive=[RowMask(rows) for rows in np.split(alive, self.starts[1:-1])])
         vars(hidden)["_matching"] = self._matching  # filters are computed once: they match the same rows
         return hidden
+
+    def beside(self, other: "IndexView") -> "IndexView":
+        """The rows of this view, then those of other shards with the same layout and quantizer."""
+        both = IndexView(
+            self.layout,
+            segments=[*self.segments, *other.segments],
+            alive=[*self.alive, *other.alive],
+            documents=[*self.documents, *other.documents],
+            postings=[*self.postings, *other.postings],
+            shard_rows={**self.shard_rows, **other.shard_rows},
+            lookup={**self.lookup, **other.lookup},
+        )
+        parts = (self, other)  # each with the filters that it has computed
+        vars(both)["_matching"] = lambda where: np.concatenate([each._matching(where) for each in parts])
+        return both
 
     def masks(self, where: filters.Filter | None) -> Masks:
         """Rows of each segment that are alive and match a filter; None: all. SearchError for a bad filter."""
@@ -96,14 +111,14 @@ class IndexView:
         filters.check(where, self.fields)
         matching = np.split(self._matching(json.dumps(where, sort_keys=True)), self.starts[1:-1])
         pairs = zip(matching, self.alive, strict=True)
-        return [mask if alive is None else mask & alive for mask, alive in pairs]
+        return [RowMask(rows if alive is None else rows & alive.rows) for rows, alive in pairs]
 
     def whole_mask(self, masks: Masks) -> Bool[ndarray, " rows"] | None:
         """The masks of all segments as one; None: all rows."""
         if all(mask is None for mask in masks):
             return None
         pairs = zip(self.segments, masks, strict=True)
-        return np.concatenate([np.ones(len(lists), bool) if m is None else m for lists, m in pairs])
+        return np.concatenate([np.ones(len(lists), bool) if m is None else m.rows for lists, m in pairs])
 
     def alive_documents(self) -> list[pa.Table]:
         """The documents without rows that were deleted or replaced."""
@@ -141,7 +156,7 @@ def search(
         nprobe: inverted lists to scan where all documents are allowed.
         refine_factor: candidates rescored by kept vectors, per document asked for.
         exact: score every document by the vectors kept; without these, scan all lists.
-        masks: rows allowed in each segment; None: all.
+        masks: rows allowed in each segment.
 
     Returns:
         Scores and rows, best first; at most k columns, padded with -inf and -1. Ties go to the lower row.
@@ -149,11 +164,11 @@ def search(
     masks = masks or [None] * len(segments)
     starts = accumulate(map(len, segments), initial=0)
     every = zip(starts, segments, masks, strict=False)
-    pieces = [piece for piece in every if len(piece[1]) and (piece[2] is None or piece[2].any())]
+    pieces = [piece for piece in every if len(piece[1]) and (piece[2] is None or piece[2].count)]
     if not pieces or not len(queries):
         return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
     documents = sum(map(len, segments))
-    allowed = sum(len(lists) if mask is None else int(np.count_nonzero(mask)) for _, lists, mask in pieces)
+    allowed = sum(len(lists) if mask is None else mask.count for _, lists, mask in pieces)
     nlist = max(lists.coarse.ntotal for _, lists, _ in pieces)
     widened = nlist if exact else min(nlist, ceil(nprobe * documents / allowed))
     scanned = documents * widened / nlist
@@ -221,7 +236,7 @@ def require_hybrid(layout: IndexLayout) -> None:
         )
 
 
-_Pieces = Sequence[tuple[int, ivf.Lists, Bool[ndarray, " _"] | None]]  # first row, vectors, allowed rows
+_Pieces = Sequence[tuple[int, ivf.Lists, RowMask | None]]  # first row, vectors, allowed rows
 
 
 def _probe(
@@ -240,7 +255,7 @@ def _probe(
             chosen=chosen[id(coarse)],
             k=k,
             refine_factor=refine_factor,
-            allowed=None if mask is None else ivf.bitmap(mask),
+            allowed=mask,
         )
         rankings.append(found)
     return _merge(pieces, rankings, k=k)
@@ -250,7 +265,7 @@ def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: in
     """Score every allowed document: cheaper than a scan where a filter leaves few."""
     rankings = []
     for _, lists, mask in pieces:
-        rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask)
+        rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask.rows)
         every = np.broadcast_to(rows, (len(queries), len(rows)))
         rankings.append(ivf.best(lists.kept, queries, every, k=k))
     return _merge(pieces, rankings, k=k)

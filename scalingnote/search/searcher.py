@@ -468,7 +468,7 @@ class Searcher:
         for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
             own = query, slice(count)
             places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
-            documents = [view.lookup[shard](row) for shard, row in places] if view.lookup else ()
+            documents = [_shown(view, *place) for place in places] if view.lookup else ()
             terms = None if sparse is None else sparse[own]
             found = Candidates(
                 *(ids[own], shards[own], dense[own], terms, documents),
@@ -477,6 +477,12 @@ class Searcher:
             )
             answers.append(found)
         return answers
+
+
+def _shown(view: IndexView, shard: int, row: int) -> Mapping[str, Any] | None:
+    """The document of a row of a live shard; None of a built one, whose documents are read last."""
+    lookup = view.lookup.get(shard)
+    return None if lookup is None else lookup(row)
 
 
 def live_view(layout: IndexLayout, snapshots: Mapping[int, Snapshot]) -> IndexView:

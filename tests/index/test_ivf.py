@@ -169,7 +169,7 @@ def test_only_allowed_rows_are_found(family: Family, documents: np.ndarray, aske
     quantizer = _train(documents, family)
     mask = np.random.default_rng(0).random(len(documents)) < 0.2
     lists = _filled(quantizer, documents)
-    found = _search(lists, asked, k=10, nprobe=LISTS, allowed=ivf.bitmap(mask))
+    found = _search(lists, asked, k=10, nprobe=LISTS, allowed=ivf.RowMask(mask))
     left = np.flatnonzero(mask)
     assert mask[found[1]].all()
     assert _recall(found[1], left[topk.search(asked, documents[left], k=10)[1]]) > 0.9

@@ -31,8 +31,8 @@ COARSE = _segments(ScalarQuantized())
 CODES = _segments(RaBitQ(refine="none"))
 
 
-def _masks(mask: np.ndarray) -> list[np.ndarray]:
-    return [mask[start:stop] for start, stop in pairwise(BOUNDS)]
+def _masks(mask: np.ndarray) -> list[ivf.RowMask]:
+    return [ivf.RowMask(mask[start:stop]) for start, stop in pairwise(BOUNDS)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -190,7 +190,7 @@ class LiveShard:
         for segment in snapshot.segments:
             rows = pc.is_in(segment.documents["document_id"], value_set=wanted)
             if segment.alive is not None:
-                rows = pc.and_(rows, pa.array(segment.alive))
+                rows = pc.and_(rows, pa.array(segment.alive.rows))
             found += segment.documents["doc_id"].filter(rows).to_pylist()
         return found
 

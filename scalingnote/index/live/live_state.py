@@ -220,7 +220,7 @@ class Segment(NamedTuple):
 
     first_row: int
     lists: ivf.Lists
-    alive: Bool[ndarray, " rows"] | None
+    alive: ivf.RowMask | None
     documents: pa.Table
 
 
@@ -297,9 +297,9 @@ class Snapshot:
         return ivf.Lists(None, kept, self.base.lists.coarse)
 
 
-def _some(alive: Bool[ndarray, " rows"]) -> Bool[ndarray, " rows"] | None:
+def _some(alive: Bool[ndarray, " rows"]) -> ivf.RowMask | None:
     """None where all are alive: a scan without a mask is faster."""
-    return None if alive.all() else alive
+    return None if alive.all() else ivf.RowMask(alive)
 
 
 class LiveState:

@@ -205,7 +205,8 @@ def last_acknowledged(folder: str | Path) -> int:
     After a crash of the machine the number may be too low until the writer comes back.
     """
     try:
-        data = (Path(folder) / "acknowledged").read_bytes()
+        with open(f"{folder}/acknowledged", "rb", buffering=0) as mark:  # by every search beside a delta
+            data = mark.read()
     except FileNotFoundError:
         return 0
     if len(data) != _MARK.size:
