@@ -17,7 +17,7 @@ from scalingnote.index.live.versions import LiveVersion
 from scalingnote.index.live.wal import lock_file
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
 MATRIX, NEW, ASKED = vectors(70, DIM), vectors(300, DIM, seed=7), vectors(4, DIM, seed=9)
@@ -204,9 +204,9 @@ def test_what_every_version_kept_includes_leaves_the_log(live: LiveIndex, tmp_pa
         assert newest == 0
     live.upsert(table(["d1", "d50"]), NEW[:2])
     live.compact()
-    numbers = versions.last_records(open_artifact(f"{tmp_path}/live/versions/00001", kind="index"))
+    numbers = versions.kept_version(tmp_path / "live", 1).included
     assert [wal.segments(log)[0][0] for log in logs] == [number + 1 for number in numbers]
-    numbers = versions.last_records(open_artifact(versions.current(tmp_path / "live").uri, kind="index"))
+    numbers = versions.current(tmp_path / "live").included
     assert {n: w.sequence for n, w in live.upsert(table(["d1", "d50"]), NEW[:2]).items()} == {
         0: numbers[0] + 1,
         1: numbers[1] + 1,

@@ -202,12 +202,6 @@ def log_folder(folder: str | Path, number: int) -> Path:
     return Path(folder) / f"shard-{number:05d}"
 
 
-def last_records(index: Artifact) -> list[int]:
-    """Last log record that each shard of a version includes."""
-    found: list[int] = _live(index)["included"]
-    return found
-
-
 def count_written(index: Artifact, *, delta: bool = False) -> int:
     """Documents written to a version since its quantizer was trained."""
     return int(_live(index, delta=delta)["written"])
