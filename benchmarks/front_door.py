@@ -2,7 +2,8 @@
 
     python -m benchmarks.front_door --json docs/results/front_door.json [--sets scifact ...] [--seeds N]
 
-For each BEIR folder below $SCALINGNOTE_DATA and each seed: all-MiniLM-L6-v2 as published encodes the
+For each teacher (all-MiniLM-L6-v2 by default, or all-mpnet-base-v2), each set (a BEIR folder below
+$SCALINGNOTE_DATA, or one of `benchmarks.public_sets`) and each seed: the teacher as published encodes the
 documents, pseudo-queries are drawn from them, and students learn only from those (configs/methods). Test
 queries and judgements are used for measuring only. Quality is nDCG@10 with linear gain (trec_eval's) over all
 documents; "kept" is a student's over the teacher's.
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from benchmarks import minilm
+from benchmarks import minilm, mpnet, public_sets
 from benchmarks.report import arguments, run_isolated, show, write
 from scalingnote.core.bm25 import BM25
 from scalingnote.core.config import load
@@ -45,8 +46,11 @@ from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 
 Row = dict[str, Any]
+TEACHERS = {"minilm": minilm.path, "mpnet": mpnet.path}
 SETS = ("scifact", "nfcorpus", "feedbackqa")
 STUDENTS = ("static", "table", "layers2")
+TABLES = ("documents", "queries", "qrels")  # of a public set
+TEST_FRACTION = 0.5  # of its queries: none is trained on
 DEPTH = 1000  # documents of a ranking that are joined, and measured
 ESCALATED = 0.3  # share of the queries
 ESCALATED_DEPTH = 100  # documents that the teacher orders again
@@ -58,6 +62,7 @@ MEASURED_QUERIES = 400  # of a speed
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sets", nargs="+", default=SETS, help="BEIR folders, default: %(default)s")
+    parser.add_argument("--teachers", nargs="+", default=["minilm"], choices=TEACHERS)
     parser.add_argument("--students", nargs="+", default=STUDENTS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument(
@@ -71,13 +76,12 @@ def main() -> None:
     curves: list[Row] = []
     seeds = dict.fromkeys(options.students, options.seeds)
     seeds |= {student: int(count) for student, _, count in (each.partition("=") for each in options.seeds_of)}
-    for name in options.sets:
-        for seed in range(options.seeds):
-            students = [student for student in options.students if seed < seeds[student]]
-            found, points = measure(name, students, seed, f"{options.run_dir}/{name}", options.set)
-            rows += found
-            curves += points
-            show(f"{name}, seed {seed}", found)
+    for teacher, name, seed in product(options.teachers, options.sets, range(options.seeds)):
+        students = [student for student in options.students if seed < seeds[student]]
+        found, points = measure(teacher, name, students, seed, options)
+        rows += found
+        curves += points
+        show(f"{teacher}, {name}, seed {seed}", found)
     summary = summarise(rows)
     show("Means over sets and seeds", summary)
     metrics = metrics_of(summary, rows, curves)
@@ -92,19 +96,24 @@ def main() -> None:
     write(options.json, metrics=metrics, summary=summary, rows=rows, escalation=curves, speeds=speeds)
 
 
-def config_of(name: str, student: str, seed: int, run_dir: str, overrides: Sequence[str]) -> RunConfig:
-    """The run of one student: a config of configs/methods over one BEIR folder."""
+def config_of(teacher: str, name: str, student: str, seed: int, options: Any) -> RunConfig:
+    """The run of one student: a config of configs/methods over one set."""
     folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
+    dataset = f"{{name: beir, path: {folder}}}"
+    if name in public_sets.SETS:
+        own = public_sets.prepare(name)
+        tables = ", ".join(f"{table}: {{path: {own}/{table}.jsonl}}" for table in TABLES)
+        dataset = f"{{name: columns, {tables}, test_fraction: {TEST_FRACTION}}}"
     knobs = [
-        f"run_dir={run_dir}",
-        f"dataset={{name: beir, path: {folder}}}",
-        f"adopt.path={minilm.path()}",
+        f"run_dir={options.run_dir}/{teacher}/{name}",
+        f"dataset={dataset}",
+        f"adopt.path={TEACHERS[teacher]()}",
         f"pseudo_queries.seed={seed}",
         f"distill.seed={seed}",
         "encode.dtype=float32",
         *(f"{stage}.resources={{workers: 1, cpus_per_worker: 2}}" for stage in ("encode", "teacher")),
     ]
-    return load(RunConfig, [f"configs/methods/{student}.yaml"], [*knobs, *overrides])
+    return load(RunConfig, [f"configs/methods/{student}.yaml"], [*knobs, *options.set])
 
 
 @dataclass(frozen=True)
@@ -120,9 +129,9 @@ class Pool:
 
 
 def measure(
-    name: str, students: Sequence[str], seed: int, run_dir: str, overrides: Sequence[str]
+    of: str, name: str, students: Sequence[str], seed: int, options: Any
 ) -> tuple[list[Row], list[Row]]:
-    """Rows of the teacher, BM25 and each student of one set and seed, and the curve of escalation."""
+    """Rows of the teacher `of`, BM25 and each student of one set and seed, and the curve of escalation."""
     from scalingnote.encode.encoder import Encoder
     from scalingnote.encode.query_encoder import QueryEncoder
 
@@ -130,7 +139,7 @@ def measure(
     curves: list[Row] = []
     pool: Pool | None = None
     for student in students:
-        config = config_of(name, student, seed, run_dir, overrides)
+        config = config_of(of, name, student, seed, options)
         built = pipeline.run(config, stages.select(config, until="encode"), record=False)
         if pool is None:
             pool = pool_of(built["dataset"], built["embeddings"])
@@ -149,6 +158,8 @@ def measure(
         if student == "table":
             curves = escalated(name, seed, pool, found, teacher)
     of_teacher = next(each for each in rows if each["method"] == "teacher")
+    for each in (*rows, *curves):
+        each["teacher"] = of
     for each in rows:
         each["kept"] = round(each["nDCG@10"] / of_teacher["nDCG@10"], 4)
         each["hybrid kept"] = round(each["+ BM25"] / of_teacher["+ BM25"], 4)
@@ -279,10 +290,10 @@ def escalated(
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Means of each method over sets, and over seeds."""
+    """Means of each teacher and method over sets, and over seeds."""
     out = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
+    for teacher, method in dict.fromkeys((row["teacher"], row["method"]) for row in rows):
+        own = [row for row in rows if (row["teacher"], row["method"]) == (teacher, method)]
         numbers = ("nDCG@10", "R@100", "kept", "+ BM25", "hybrid kept", "seconds")
         means = {number: round(statistics.mean(row[number] for row in own), 4) for number in numbers}
         seeds = len({row["seed"] for row in own})
@@ -290,25 +301,34 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
             f"kept, {name}": round(statistics.mean(row["kept"] for row in own if row["set"] == name), 4)
             for name in dict.fromkeys(row["set"] for row in own)
         }
-        out.append({"method": method, "seeds": seeds, **means, **by_set})
+        out.append({"teacher": teacher, "method": method, "seeds": seeds, **means, **by_set})
     return out
 
 
 def metrics_of(summary: Sequence[Row], rows: Sequence[Row], curves: Sequence[Row]) -> dict[str, float]:
     """The numbers with a bar."""
-    of = {row["method"]: row for row in summary}
+    metrics: dict[str, float] = {}
+    for teacher in dict.fromkeys(row["teacher"] for row in summary):
+        of = {row["method"]: row for row in summary if row["teacher"] == teacher}
+        points = [point for point in curves if point["teacher"] == teacher]
+        before = "" if teacher == "minilm" else f"{teacher}_"
+        metrics |= {f"{before}{name}": value for name, value in _kept(of, points).items()}
+    behind = [
+        theirs["nDCG@10"] - ours["nDCG@10"]
+        for ours, theirs in pairwise(rows)
+        if (ours["method"], theirs["method"]) == ("bm25", "bm25s")
+    ]
+    return metrics | {"bm25_under_lucene_max": round(max(behind), 4)}
+
+
+def _kept(of: Mapping[str, Row], curves: Sequence[Row]) -> dict[str, float]:
+    """What the students of one teacher keep."""
     kept = {
         "table_kept_mean": "static",
         "attention_or_terms_kept_mean": "table",
         "layers2_kept_mean": "layers2",
     }
     metrics: dict[str, float] = {name: of[student]["kept"] for name, student in kept.items() if student in of}
-    behind = [
-        theirs["nDCG@10"] - ours["nDCG@10"]
-        for ours, theirs in pairwise(rows)
-        if (ours["method"], theirs["method"]) == ("bm25", "bm25s")
-    ]
-    metrics["bm25_under_lucene_max"] = round(max(behind), 4)
     if "table" in of:
         metrics["hybrid_kept_mean"] = of["table"]["hybrid kept"]
         for share, name in ((ESCALATED, "escalated30_kept_mean"), (1.0, "escalated100_kept_mean")):
@@ -318,15 +338,15 @@ def metrics_of(summary: Sequence[Row], rows: Sequence[Row], curves: Sequence[Row
 
 
 def towers(options: Any) -> tuple[dict[str, str], str, list[str]]:
-    """Folders of the students of the first set, the teacher's, and queries to encode."""
-    name, students = options.sets[0], options.students
+    """Folders of the students of the first teacher and set, the teacher's, and queries to encode."""
+    teacher, name = options.teachers[0], options.sets[0]
     folders = {}
-    for student in students:
-        config = config_of(name, student, 0, f"{options.run_dir}/{name}", options.set)
+    for student in options.students:
+        config = config_of(teacher, name, student, 0, options)
         folders[student] = str(pipeline.locate(config, "student").directory("query"))
     queries = pipeline.locate(config, "dataset").table("queries", ["query", "split"]).to_pylist()
     texts = [row["query"] for row in queries if row["split"] == "test"][:MEASURED_QUERIES]
-    return folders, str(minilm.path()), texts
+    return folders, str(TEACHERS[teacher]()), texts
 
 
 def speed(folders: Mapping[str, str], teacher: str, queries: Sequence[str]) -> list[Row]:

