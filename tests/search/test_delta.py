@@ -5,66 +5,40 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from live_shards import DIM, index, table, term_columns
+from live_histories import (
+    HISTORIES,
+    NEW,
+    PROBES,
+    TERMS,
+    built_of,
+    first_documents,
+    play,
+    some_terms,
+    write,
+)
+from live_shards import DIM, index, table
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.parts import map_here
-from scalingnote.index.config import Family, Flat, LiveConfig
+from scalingnote.index.config import Flat, LiveConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.live import compaction, fold, versions
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.delta import Delta, OverriddenSearcher, SearcherWithDelta
 from scalingnote.search.searcher import Searcher, concatenate, rank, with_documents
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import document_of, passage_id
 from synthetic_corpus import vectors
 
-COUNT, VOCABULARY, K = 60, 12, 9
-MATRIX, NEW, PROBES = vectors(COUNT, DIM), vectors(300, DIM, seed=7), vectors(3, DIM, seed=9)
-Document = tuple[np.ndarray, dict[int, float]]
-TERMS = SparseRows(
-    np.array([0, 3, 5, 6]),
-    np.array([0, 4, 7, 2, 9, VOCABULARY + 5], np.int32),
-    np.array([1, 2.5, 0.7, 1, 1.3, 1], np.float32),
-)
-
-
-def some_terms(seed: int) -> dict[int, float]:
-    """Up to six terms, with impacts that float16 holds exactly and that hardly ever make a tie."""
-    rng = np.random.default_rng(seed)
-    chosen = rng.choice(VOCABULARY, rng.integers(0, 7), replace=False).tolist()
-    return dict(zip(chosen, (rng.integers(1, 2000, len(chosen)) / 256).tolist(), strict=True))
-
-
-BASE: dict[str, Document] = {f"d{i}": (MATRIX[i], some_terms(i)) for i in range(COUNT)}
-
-
-def built_of(
-    uri: str, documents: dict[str, Document], *, shards: int, family: Family | None = None
-) -> Artifact:
-    names = np.array_split(np.array(list(documents), object), shards)
-    return index(
-        uri,
-        [{name: documents[name][0] for name in part} for part in names],
-        *([] if family is None else [family]),
-        terms={name: terms for name, (_, terms) in documents.items()},
-    )
+COUNT, K = 60, 9
+MATRIX, BASE = vectors(COUNT, DIM), first_documents(COUNT)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return built_of(f"{tmp_path_factory.mktemp('built')}/index", BASE, shards=3)
-
-
-def write(live: LiveIndex, written: dict[str, Document]) -> None:
-    found, terms = table(list(written)), term_columns([terms for _, terms in written.values()])
-    documents = pa.table([*found.columns, *terms.columns], schema=pa.schema([*found.schema, *terms.schema]))
-    live.upsert(documents, np.stack([vector for vector, _ in written.values()]))
 
 
 def agree(found: Searcher, expected: Searcher) -> None:
@@ -86,41 +60,15 @@ def agree(found: Searcher, expected: Searcher) -> None:
                 }
 
 
-STEP = st.one_of(
-    st.tuples(st.sampled_from(["upsert", "delete"]), st.lists(st.integers(0, 85), min_size=1, max_size=12)),
-    st.tuples(st.sampled_from(["merge", "fold", "rollback", "reopen"]), st.just([])),
-)
-
-
 @settings(max_examples=6)
-@given(st.lists(STEP, min_size=1, max_size=8))
+@given(HISTORIES)
 def test_any_history_is_searched_like_an_index_built_anew(
     built: Artifact, tmp_path_factory: pytest.TempPathFactory, history: list
 ) -> None:
-    folder, truth, drawn = tmp_path_factory.mktemp("live"), dict(BASE), iter(enumerate(NEW))
+    folder = tmp_path_factory.mktemp("live")
     live = LiveIndex(folder / "live", built.uri, delta=True)
     before = SearcherWithDelta.over(folder / "live")  # stays on its version, whatever becomes current
-    for kind, numbers in history:
-        names = [f"d{number}" for number in dict.fromkeys(numbers)]
-        match kind:
-            case "upsert":
-                seeds = [next(drawn) for _ in names]
-                written = {n: (v, some_terms(900 + i)) for n, (i, v) in zip(names, seeds, strict=True)}
-                write(live, written)
-                truth |= written
-            case "delete":
-                live.delete(names)
-                truth = {name: document for name, document in truth.items() if name not in names}
-            case "merge":
-                live.shards[0].merge()
-            case "fold":
-                live.compact()
-            case "rollback":
-                versions.activate(live.folder, versions.listing(live.folder)[0].number)
-                live.adopt()
-            case "reopen":
-                live.close()
-                live = LiveIndex(folder / "live")
+    live, truth = play(history, live, BASE)
     anew = Searcher.open(built_of(f"{folder}/anew", truth, shards=1).uri)
     for searcher in (before, SearcherWithDelta.over(folder / "live")):
         if searcher is before and versions.listing(live.folder)[0].number > 0:

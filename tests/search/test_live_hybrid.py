@@ -7,38 +7,30 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from live_shards import DIM, NLIST, index, table, term_columns
+from live_histories import (
+    HISTORIES,
+    NEW,
+    PROBES,
+    TERMS,
+    Document,
+    built_of,
+    documents_of,
+    first_documents,
+    play,
+    some_terms,
+    write,
+)
+from live_shards import DIM, NLIST, index, table
 from scalingnote.core.errors import DataError, SearchError
 from scalingnote.index.config import LiveConfig
 from scalingnote.index.hybrid import Joining
-from scalingnote.index.live import versions
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.searcher import LiveSearcher, Searcher
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
-COUNT, VOCABULARY, STRONGEST = 50, 12, 4
-MATRIX, NEW, PROBES = vectors(COUNT, DIM), vectors(300, DIM, seed=7), vectors(3, DIM, seed=9)
-Document = tuple[np.ndarray, dict[int, float]]
-
-
-def _some_terms(seed: int) -> dict[int, float]:
-    """Up to six terms; impacts that float16 holds exactly and that hardly ever make a tie."""
-    rng = np.random.default_rng(seed)
-    chosen = rng.choice(VOCABULARY, rng.integers(0, 7), replace=False).tolist()
-    return dict(zip(chosen, (rng.integers(1, 2000, len(chosen)) / 256).tolist(), strict=True))
-
-
-BASE: dict[str, Document] = {f"d{i}": (MATRIX[i], _some_terms(i)) for i in range(COUNT)}
-# Of the last query no term is known: it is answered by its embedding.
-TERMS = SparseRows(
-    np.array([0, 3, 5, 6]),
-    np.array([0, 4, 7, 2, 9, VOCABULARY + 5], np.int32),
-    np.array([1, 2.5, 0.7, 1, 1.3, 1], np.float32),
-)
+STRONGEST, MATRIX, BASE = 4, vectors(50, DIM), first_documents(50)
 JOININGS = (
     Joining(),
     Joining(dense_weight=0.2, candidates=20),
@@ -47,27 +39,12 @@ JOININGS = (
 
 
 def _built(uri: str, documents: dict[str, Document], *, shards: int) -> Artifact:
-    names = np.array_split(np.array(list(documents), object), shards)
-    return index(
-        uri,
-        [{name: documents[name][0] for name in part} for part in names],
-        terms={name: terms for name, (_, terms) in documents.items()},
-        strongest=STRONGEST,
-    )
+    return built_of(uri, documents, shards=shards, strongest=STRONGEST)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return _built(f"{tmp_path_factory.mktemp('built')}/index", BASE, shards=2)
-
-
-def _documents(written: dict[str, Document]) -> pa.Table:
-    found, terms = table(list(written)), term_columns([terms for _, terms in written.values()])
-    return pa.table([*found.columns, *terms.columns], schema=pa.schema([*found.schema, *terms.schema]))
-
-
-def _write(live: LiveIndex, written: dict[str, Document]) -> None:
-    live.upsert(_documents(written), np.stack([vector for vector, _ in written.values()]))
 
 
 def _agree(live: LiveIndex, truth: dict[str, Document], uri: str) -> None:
@@ -95,41 +72,13 @@ def _agree(live: LiveIndex, truth: dict[str, Document], uri: str) -> None:
                     assert there == {r.doc_id for r, over in zip(results, above, strict=True) if over}
 
 
-STEP = st.one_of(
-    st.tuples(st.sampled_from(["upsert", "delete"]), st.lists(st.integers(0, 75), min_size=1, max_size=12)),
-    st.tuples(st.sampled_from(["merge", "compact", "rollback", "reopen"]), st.just([])),
-)
-
-
 @settings(max_examples=8)
-@given(st.lists(STEP, min_size=1, max_size=8))
+@given(HISTORIES)
 def test_any_history_is_searched_like_an_index_built_anew(
     built: Artifact, tmp_path_factory: pytest.TempPathFactory, history: list
 ) -> None:
-    folder, truth, drawn = tmp_path_factory.mktemp("live"), dict(BASE), iter(enumerate(NEW))
-    config = LiveConfig(merge_rows=10_000)
-    live = LiveIndex(folder / "live", built.uri, config=config)
-    for kind, numbers in history:
-        names = [f"d{number}" for number in dict.fromkeys(numbers)]
-        match kind:
-            case "upsert":
-                seeds = [next(drawn) for _ in names]
-                written = {n: (v, _some_terms(900 + i)) for n, (i, v) in zip(names, seeds, strict=True)}
-                _write(live, written)
-                truth |= written
-            case "delete":
-                live.delete(names)
-                truth = {name: document for name, document in truth.items() if name not in names}
-            case "merge":
-                live.shards[0].merge()
-            case "compact":
-                live.compact()
-            case "rollback":
-                versions.activate(live.folder, versions.listing(live.folder)[0].number)
-                live.adopt()
-            case "reopen":
-                live.close()
-                live = LiveIndex(folder / "live", config=config)
+    folder, config = tmp_path_factory.mktemp("live"), LiveConfig(merge_rows=10_000)
+    live, truth = play(history, LiveIndex(folder / "live", built.uri, config=config), BASE, config=config)
     _agree(live, truth, f"{folder}/anew")
     live.close()
 
@@ -138,8 +87,8 @@ def test_a_version_holds_the_terms_of_what_was_written(built: Artifact, tmp_path
     live, truth = LiveIndex(tmp_path / "live", built.uri), dict(BASE)
     follower = LiveIndex(tmp_path / "live", follow=True)
     for step in range(30):  # one by one: few lists remain
-        written = {f"n{step}": (NEW[step], _some_terms(step + 500))}
-        _write(live, written)
+        written = {f"n{step}": (NEW[step], some_terms(step + 500))}
+        write(live, written)
         truth |= written
     assert all(len(each.snapshot.postings) <= 6 for each in live.shards)
     live.delete(["n1", "d1"])
@@ -161,7 +110,7 @@ def test_a_version_holds_the_terms_of_what_was_written(built: Artifact, tmp_path
 def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tmp_path: Path) -> None:
     live = LiveIndex(tmp_path / "live", built.uri)
     written = {f"n{i}": (NEW[i], {3: 1.0, 5: 2.0}) for i in range(4)}
-    documents = _documents(written)
+    documents = documents_of(written)
     wrong = [None, [5, 3], [3, 5], [3]]
     documents = documents.set_column(
         documents.column_names.index("terms"), "terms", pa.array(wrong, pa.list_(pa.int32()))
