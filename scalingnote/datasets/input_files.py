@@ -95,7 +95,9 @@ def find_files(path: str, suffixes: tuple[str, ...] = (".jsonl", ".parquet")) ->
     ]
     if wrong := [file.uri for file in files if not file.uri.endswith(suffixes)]:
         kinds = " nor ".join(suffixes)
-        raise DataError(f"{wrong[0]} is neither {kinds}: convert it or narrow the path")
+        fits = next((suffix for file in files for suffix in suffixes if file.uri.endswith(suffix)), None)
+        example = f", such as '{base}/**/*{fits}'" if fits else ""
+        raise DataError(f"{wrong[0]} is neither {kinds}: convert it or narrow the path{example}")
     return files
 
 
@@ -294,8 +296,8 @@ def parquet_rows(piece: FileSlice, *, columns: Sequence[str]) -> Iterator[RawRow
 
 
 def match_files(pattern: str) -> list[Path]:
-    """The files of a path or glob, sorted; DataError if there are none."""
-    found = sorted(Path(path) for path in glob.glob(pattern))
+    """The files and folders of a path or glob (`**`: any folders), sorted; DataError if there are none."""
+    found = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
     if not found:
         raise DataError(f"no file at {pattern}: check the path")
     return found

@@ -171,8 +171,12 @@ def test_a_markdown_file_is_a_document(tmp_path):
     assert globbed.table("documents")["doc_id"].to_pylist() == ["bare.md", "keys.md"]
 
 
-def test_markdown_beside_other_files_is_refused(tmp_path):
+@pytest.mark.parametrize("other", ["more.jsonl", "picture.png"])
+def test_markdown_beside_other_files_is_refused_with_a_pattern_that_reads_all(tmp_path, other):
     folder = markdown_folder(tmp_path / "docs")
-    (folder / "more.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match="has Markdown and other files"):
+    (folder / other).write_text('{"text": "a"}\n')
+    with pytest.raises(DataError) as refused:
         job.run(Texts(path=str(folder)), output=str(tmp_path / "dataset"))
+    pattern = str(refused.value).split("'")[1]
+    made = job.run(Texts(path=pattern), output=str(tmp_path / "matched"))
+    assert made.table("documents")["doc_id"].to_pylist() == ["guide/bare.md", "guide/keys.md", "readme.md"]
