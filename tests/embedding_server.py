@@ -32,6 +32,7 @@ class Server(ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
+        self.usage: dict[str, int] = {}  # added to that of each answer
         self.fault: Callable[[dict[str, Any]], tuple[int, dict[str, str], Any] | None] = lambda _: None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -59,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
                     {"index": n, "embedding": base64.b64encode(row).decode() if as_text else row.tolist()}
                     for n, row in enumerate(rows)
                 ]
-                content = {"data": data[::-1], "usage": {"total_tokens": 2 * len(texts)}}
+                content = {"data": data[::-1], "usage": {"total_tokens": 2 * len(texts)} | self.server.usage}
             fault = 200, {}, content
         status, headers, content = fault
         payload = json.dumps(content).encode()

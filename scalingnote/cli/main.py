@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     every = parser.add_subparsers(
-        metavar="COMMAND", required=True, parser_class=_Parser, help=argparse.SUPPRESS
+        prog="scalingnote", metavar="COMMAND", required=True, parser_class=_Parser, help=argparse.SUPPRESS
     )
     listed: list[str] = []
 

@@ -108,7 +108,15 @@ class Endpoint:
                     self._client.stop()
                     threads.shutdown(wait=False, cancel_futures=True)
                     raise
-        log.info("the endpoint: %s", ", ".join(f"{n:,} {name}" for name, n in self._client.usage.items()))
+        usage = self._client.usage
+        told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in usage.items())
+        log.info("the endpoint: %s", told)
+        if cut := usage.get("cut_texts"):
+            lost = f"{usage['lost_tokens']:,} of {usage['tokens']:,} tokens"
+            log.warning(
+                "%s texts are longer than the endpoint's model reads, %s are lost: see dataset.passages",
+                *(f"{cut:,}", lost),
+            )
 
     def read(self, texts: Sequence[str]) -> tuple[Float32[ndarray, "texts dim"], dict[int, str]]:
         """Vectors of texts that were asked for; and why some, whose rows are 0, have none."""

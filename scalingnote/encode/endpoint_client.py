@@ -44,7 +44,8 @@ class EndpointClient:
     """Sends batches of texts, from any thread.
 
     Attributes:
-        usage: requests, texts, tokens as the endpoint counts them, and retries.
+        usage: requests, texts, tokens as the endpoint counts them, and retries; of an endpoint that says so,
+            as `scalingnote serve` does, `cut_texts`, which it has not read whole, and their `lost_tokens`.
     """
 
     def __init__(self, config: EndpointConfig, fields: dict[str, Any]) -> None:
@@ -146,10 +147,12 @@ class EndpointClient:
     def _vectors(self, count: int, answer: Any) -> Float32[ndarray, "texts dim"]:
         """The vectors of an answer to `count` texts."""
         try:
-            rows, tokens = answer, 0
+            rows, counts = answer, {}
             if not self._config.is_tei:
                 rows = [row["embedding"] for row in sorted(answer["data"], key=lambda row: row["index"])]
-                tokens = int((answer.get("usage") or {}).get("total_tokens", 0))
+                given = answer.get("usage") or {}
+                counts = {"tokens": int(given.get("total_tokens", 0))}
+                counts |= {name: int(given[name]) for name in ("cut_texts", "lost_tokens") if name in given}
             vectors = [_vector(row) for row in rows]
         except (KeyError, TypeError, ValueError, AttributeError):
             form = "TEI" if self._config.is_tei else "OpenAI"
@@ -166,8 +169,8 @@ class EndpointClient:
                 + ": it is to give one for each, all of one length"
             )
         with self._lock:
-            self.usage["texts"] += count
-            self.usage["tokens"] += tokens
+            for name, value in {"texts": count, **counts}.items():
+                self.usage[name] = self.usage.get(name, 0) + value
         return np.stack(vectors)
 
 

@@ -58,6 +58,13 @@ def test_vectors_come_in_the_order_of_the_texts(path: str, server: Server, tmp_p
     assert usage["tokens"] == (0 if path == "/embed" else 2 * 101)
 
 
+def test_texts_that_the_endpoint_cuts_are_counted(server: Server, tmp_path: Path, caplog):
+    server.usage = {"cut_texts": 1, "lost_tokens": 30}
+    usage = endpoint(server, tmp_path).ask(TEXTS)
+    assert (usage["cut_texts"], usage["lost_tokens"]) == (usage["requests"], 30 * usage["requests"])
+    assert "longer than the endpoint's model reads" in caplog.text
+
+
 def test_a_second_run_asks_for_new_texts_only(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
