@@ -15,6 +15,7 @@ documents; "kept" is a student's over the teacher's.
 - escalated30: the table's best 100, in the teacher's order for the 30 % of the queries with most doubt
 - hybrid: scores put on [0, 1] per query over the union of both best 1,000, their mean; the table with BM25
   over the teacher with BM25
+- cosine, overlap@10: of student and teacher on held-out texts, as `distill` prints them
 - table_speedup_b1: queries/s of one thread, one query at a time, over the teacher's in sentence-transformers
 
 An interrupted run continues: every artifact is kept below --run-dir.
@@ -44,6 +45,7 @@ from scalingnote.search.escalation import doubt, threshold
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW
+from scalingnote.train.distillation import agreement
 
 Row = dict[str, Any]
 TEACHERS = {"minilm": minilm.path, "mpnet": mpnet.path}
@@ -154,7 +156,10 @@ def measure(
         found = arrow.l2_normalize(tower.encode_queries(pool.queries)) @ pool.documents.T
         kinds = ("pseudo_queries", "query_embeddings", "student")
         seconds = sum(built[kind].manifest.info["seconds"] for kind in kinds)
-        rows.append(row(name, seed, student, pool, found, seconds))
+        compared = ("query_embeddings", "student", "dataset", "dual_encoder", "embeddings")
+        measures = agreement.compare(**{kind: built[kind] for kind in compared}).measures()
+        own = {name: round(value, 4) for name, value in measures.items()}
+        rows.append(row(name, seed, student, pool, found, seconds) | own)
         if student == "table":
             curves = escalated(name, seed, pool, found, teacher)
     of_teacher = next(each for each in rows if each["method"] == "teacher")
