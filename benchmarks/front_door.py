@@ -52,6 +52,7 @@ TEACHERS = {"minilm": minilm.path, "mpnet": mpnet.path}
 SETS = ("scifact", "nfcorpus", "feedbackqa")
 STUDENTS = ("static", "table", "layers2")
 TABLES = ("documents", "queries", "qrels")  # of a public set
+MAX_DOCUMENTS = 5000  # of a public set
 TEST_FRACTION = 0.5  # of its queries: none is trained on
 DEPTH = 1000  # documents of a ranking that are joined, and measured
 ESCALATED = 0.3  # share of the queries
@@ -105,7 +106,8 @@ def config_of(teacher: str, name: str, student: str, seed: int, options: Any) ->
     if name in public_sets.SETS:
         own = public_sets.prepare(name)
         tables = ", ".join(f"{table}: {{path: {own}/{table}.jsonl}}" for table in TABLES)
-        dataset = f"{{name: columns, {tables}, test_fraction: {TEST_FRACTION}}}"
+        sizes = f"max_documents: {MAX_DOCUMENTS}, test_fraction: {TEST_FRACTION}, click_model: null"
+        dataset = f"{{name: columns, {tables}, {sizes}}}"
     knobs = [
         f"run_dir={options.run_dir}/{teacher}/{name}",
         f"dataset={dataset}",
