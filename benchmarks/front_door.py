@@ -16,6 +16,9 @@ documents; "kept" is a student's over the teacher's.
 - hybrid: scores put on [0, 1] per query over the union of both best 1,000, their mean; the table with BM25
   over the teacher with BM25
 - cosine, overlap@10: of student and teacher on held-out texts, as `distill` prints them
+- certificate_low, _high, _overlap: least and most kept by tables over the sets, and the least overlap@10 of
+  one: what `distill` expects of others (`agreement.expected_kept`). certificate_error_max: by how much a set
+  lies outside of what all others say. `--further-sets` count here alone, with one seed
 - table_speedup_b1: queries/s of one thread, one query at a time, over the teacher's in sentence-transformers
 
 An interrupted run continues: every artifact is kept below --run-dir.
@@ -51,7 +54,8 @@ Row = dict[str, Any]
 TEACHERS = {"minilm": minilm.path, "mpnet": mpnet.path}
 SETS = ("scifact", "nfcorpus", "feedbackqa")
 STUDENTS = ("static", "table", "layers2")
-TABLES = ("documents", "queries", "qrels")  # of a public set
+TABLES = ("static", "table")  # of the students
+FILES = ("documents", "queries", "qrels")  # of a public set
 MAX_DOCUMENTS = 5000  # of a public set
 TEST_FRACTION = 0.5  # of its queries: none is trained on
 DEPTH = 1000  # documents of a ranking that are joined, and measured
@@ -65,6 +69,7 @@ MEASURED_QUERIES = 400  # of a speed
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sets", nargs="+", default=SETS, help="BEIR folders, default: %(default)s")
+    parser.add_argument("--further-sets", nargs="+", default=(), help="for the certificate alone")
     parser.add_argument("--teachers", nargs="+", default=["minilm"], choices=TEACHERS)
     parser.add_argument("--students", nargs="+", default=STUDENTS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
@@ -85,9 +90,14 @@ def main() -> None:
         rows += found
         curves += points
         show(f"{teacher}, {name}, seed {seed}", found)
+    further: list[Row] = []
+    for teacher, name in product(options.teachers, options.further_sets):
+        tables = [student for student in options.students if student in TABLES]
+        further += measure(teacher, name, tables, 0, options)[0]
+        show(f"{teacher}, {name}", further)
     summary = summarise(rows)
     show("Means over sets and seeds", summary)
-    metrics = metrics_of(summary, rows, curves)
+    metrics = metrics_of(summary, rows, curves) | certificate([*rows, *further])
     speeds = run_isolated(speed, *towers(options))
     show("Queries per second, one thread", speeds)
     by_name = {row["query side"]: row for row in speeds}
@@ -96,7 +106,9 @@ def main() -> None:
     print("\n" + ", ".join(f"{name} {value}" for name, value in metrics.items()))
     if options.plot:
         plot(summary, by_name, options.plot)
-    write(options.json, metrics=metrics, summary=summary, rows=rows, escalation=curves, speeds=speeds)
+    measured = {"summary": summary, "rows": rows, "further": further}
+    measured |= {"escalation": curves, "speeds": speeds}
+    write(options.json, metrics=metrics, machine=None, **measured)
 
 
 def config_of(teacher: str, name: str, student: str, seed: int, options: Any) -> RunConfig:
@@ -105,7 +117,7 @@ def config_of(teacher: str, name: str, student: str, seed: int, options: Any) ->
     dataset = f"{{name: beir, path: {folder}}}"
     if name in public_sets.SETS:
         own = public_sets.prepare(name)
-        tables = ", ".join(f"{table}: {{path: {own}/{table}.jsonl}}" for table in TABLES)
+        tables = ", ".join(f"{table}: {{path: {own}/{table}.jsonl}}" for table in FILES)
         sizes = f"max_documents: {MAX_DOCUMENTS}, test_fraction: {TEST_FRACTION}, click_model: null"
         dataset = f"{{name: columns, {tables}, {sizes}}}"
     knobs = [
@@ -342,6 +354,30 @@ def _kept(of: Mapping[str, Row], curves: Sequence[Row]) -> dict[str, float]:
             chosen = [point["kept"] for point in curves if point["share"] == share]
             metrics[name] = round(statistics.mean(chosen), 4)
     return metrics
+
+
+def certificate(rows: Sequence[Row]) -> dict[str, float]:
+    """What tables kept over all sets, and how far a set is from what all others say."""
+    kept: dict[str, list[float]] = {}
+    for each in rows:
+        if each["method"] in TABLES:
+            kept.setdefault(each["set"], []).append(each["kept"])
+    errors = []
+    for name, own in kept.items():
+        others = [value for other, values in kept.items() for value in values if other != name]
+        if others:
+            errors.append(max(min(others) - min(own), max(own) - max(others), 0.0))
+    values = [value for own in kept.values() for value in own]
+    return (
+        {}
+        if not errors
+        else {
+            "certificate_low": min(values),
+            "certificate_high": max(values),
+            "certificate_overlap": min(each["overlap@10"] for each in rows if each["method"] in TABLES),
+            "certificate_error_max": round(max(errors), 4),
+        }
+    )
 
 
 def towers(options: Any) -> tuple[dict[str, str], str, list[str]]:
