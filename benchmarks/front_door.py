@@ -106,9 +106,15 @@ def main() -> None:
     print("\n" + ", ".join(f"{name} {value}" for name, value in metrics.items()))
     if options.plot:
         plot(summary, by_name, options.plot)
-    measured = {"summary": summary, "rows": rows, "further": further}
-    measured |= {"escalation": curves, "speeds": speeds}
-    write(options.json, metrics=metrics, machine=None, **measured)
+    write(
+        options.json,
+        metrics=metrics,
+        summary=summary,
+        rows=rows,
+        further=further,
+        escalation=curves,
+        speeds=speeds,
+    )
 
 
 def config_of(teacher: str, name: str, student: str, seed: int, options: Any) -> RunConfig:
