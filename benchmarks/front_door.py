@@ -9,7 +9,7 @@ queries and judgements are used for measuring only. Quality is nDCG@10 with line
 documents; "kept" is a student's over the teacher's.
 
 - static (a table of tokens: `table_kept_mean`), table (with rows for pairs of tokens and end tokens:
-  `attention_or_terms_kept_mean`), table-attention, layers2: the student's own ranking
+  `attention_or_terms_kept_mean`): the student's own ranking
 - bm25s: that library with an English stemmer, and the stop words, k1 and b of ours (`bm25_under_lucene_max`:
   by how much nDCG@10 of ours is behind on the worst set)
 - escalated30: the table's best 100, in the teacher's order for the 30 % of the queries with most doubt
@@ -53,8 +53,7 @@ from scalingnote.train.distillation import agreement
 Row = dict[str, Any]
 TEACHERS = {"minilm": minilm.path, "mpnet": mpnet.path}
 SETS = ("scifact", "nfcorpus", "feedbackqa")
-STUDENTS = ("static", "table", "layers2")
-TABLES = ("static", "table")  # of the students
+STUDENTS = ("static", "table")
 FILES = ("documents", "queries", "qrels")  # of a public set
 MAX_DOCUMENTS = 5000  # of a public set
 TEST_FRACTION = 0.5  # of its queries: none is trained on
@@ -73,27 +72,20 @@ def main() -> None:
     parser.add_argument("--teachers", nargs="+", default=["minilm"], choices=TEACHERS)
     parser.add_argument("--students", nargs="+", default=STUDENTS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument(
-        "--seeds-of", action="append", default=[], metavar="STUDENT=N", help="fewer seeds of a slow student"
-    )
     parser.add_argument("--run-dir", default="runs/front_door", help="default: %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against speed")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
     options = parser.parse_args()
     rows: list[Row] = []
     curves: list[Row] = []
-    seeds = dict.fromkeys(options.students, options.seeds)
-    seeds |= {student: int(count) for student, _, count in (each.partition("=") for each in options.seeds_of)}
     for teacher, name, seed in product(options.teachers, options.sets, range(options.seeds)):
-        students = [student for student in options.students if seed < seeds[student]]
-        found, points = measure(teacher, name, students, seed, options)
+        found, points = measure(teacher, name, seed, options)
         rows += found
         curves += points
         show(f"{teacher}, {name}, seed {seed}", found)
     further: list[Row] = []
     for teacher, name in product(options.teachers, options.further_sets):
-        tables = [student for student in options.students if student in TABLES]
-        further += measure(teacher, name, tables, 0, options)[0]
+        further += measure(teacher, name, 0, options)[0]
         show(f"{teacher}, {name}", further)
     summary = summarise(rows)
     show("Means over sets and seeds", summary)
@@ -150,9 +142,7 @@ class Pool:
     bm25s: Float[ndarray, "queries docs"]
 
 
-def measure(
-    of: str, name: str, students: Sequence[str], seed: int, options: Any
-) -> tuple[list[Row], list[Row]]:
+def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], list[Row]]:
     """Rows of the teacher `of`, BM25 and each student of one set and seed, and the curve of escalation."""
     from scalingnote.encode.encoder import Encoder
     from scalingnote.encode.query_encoder import QueryEncoder
@@ -160,7 +150,7 @@ def measure(
     rows: list[Row] = []
     curves: list[Row] = []
     pool: Pool | None = None
-    for student in students:
+    for student in options.students:
         config = config_of(of, name, student, seed, options)
         built = pipeline.run(config, stages.select(config, until="encode"), record=False)
         if pool is None:
@@ -350,11 +340,7 @@ def metrics_of(summary: Sequence[Row], rows: Sequence[Row], curves: Sequence[Row
 
 def _kept(of: Mapping[str, Row], curves: Sequence[Row]) -> dict[str, float]:
     """What the students of one teacher keep."""
-    kept = {
-        "table_kept_mean": "static",
-        "attention_or_terms_kept_mean": "table",
-        "layers2_kept_mean": "layers2",
-    }
+    kept = {"table_kept_mean": "static", "attention_or_terms_kept_mean": "table"}
     metrics: dict[str, float] = {name: of[student]["kept"] for name, student in kept.items() if student in of}
     if "table" in of:
         metrics["hybrid_kept_mean"] = of["table"]["hybrid kept"]
@@ -368,7 +354,7 @@ def certificate(rows: Sequence[Row]) -> dict[str, float]:
     """What tables kept over all sets, and how far a set is from what all others say."""
     kept: dict[str, list[float]] = {}
     for each in rows:
-        if each["method"] in TABLES:
+        if each["method"] in STUDENTS:
             kept.setdefault(each["set"], []).append(each["kept"])
     errors = []
     for name, own in kept.items():
@@ -382,7 +368,7 @@ def certificate(rows: Sequence[Row]) -> dict[str, float]:
         else {
             "certificate_low": min(values),
             "certificate_high": max(values),
-            "certificate_overlap": min(each["overlap@10"] for each in rows if each["method"] in TABLES),
+            "certificate_overlap": min(each["overlap@10"] for each in rows if each["method"] in STUDENTS),
             "certificate_error_max": round(max(errors), 4),
         }
     )

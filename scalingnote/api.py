@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from scalingnote.storage.artifact import Artifact
     from scalingnote.train.distillation.agreement import Agreement
 
-RECIPES = ("table", "static", "table-attention", "layers2")
+RECIPES = ("table", "static")
 MIN_STEPS = 8  # of a pass over the texts: with fewer texts than that, batches are smaller
 VECTOR_TOKENS = 256  # read of a text with a vector: documents, where pseudo-queries have a sentence
 LONG_SHARE = 0.01  # of the texts, longer than the model reads, above which all are divided into passages
@@ -58,9 +58,8 @@ def distill(
         endpoint: URL of OpenAI's ``/v1/embeddings`` or TEI's ``/embed``, where the model answers.
         vectors: texts with vectors of a lost model (Parquet, JSON lines, .npy beside `texts`), as `queries`.
         student: recipe of the student: "table" (rows of tokens, pairs and end tokens; no neural network),
-            "static" (rows of tokens alone, which sentence-transformers reads without our code),
-            "table-attention" (one head over the table's rows), "layers2" (the first and the last layer); or
-            hub id or folder of a smaller embedding model, which gets a linear layer into the teacher's space.
+            "static" (rows of tokens alone, which sentence-transformers reads without our code); or hub id or
+            folder of a smaller embedding model, which gets a linear layer into the teacher's space.
         queries: file with real queries to learn from as well (text lines, JSON lines or Parquet).
         count: texts to draw from the documents; None takes the recipe's.
         seed: of every draw.
@@ -280,7 +279,7 @@ def run_config(
         values |= _model_values(model, endpoint)
         values |= {} if count is None else {"pseudo_queries.count": count}
         values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
-    values |= _own_start(student) if vectors or endpoint else {}
+    values |= {"distill.inherit_tokens": False} if vectors or endpoint else {}
     values |= {"distill.student.backbone.path": student} if is_model else {}
     values |= {"dataset.columns": json.dumps(columns)} if columns else {}
     with resources.as_file(recipe) as path:
@@ -318,16 +317,6 @@ def _model_values(model: str | Path | None, endpoint: str | None) -> dict[str, A
     if endpoint is None:
         return {"adopt.path": str(model)}
     return {"endpoint.url": endpoint, "endpoint.model": str(model)}
-
-
-def _own_start(student: str) -> dict[str, Any]:
-    """Settings of a student whose teacher has neither tokens nor layers to give."""
-    if student == "layers2":
-        raise ConfigError(
-            "student layers2 starts from layers of its teacher, of which vectors alone are known: choose "
-            "table, static or table-attention, or name a smaller model"
-        )
-    return {"distill.inherit_tokens": False}
 
 
 def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":

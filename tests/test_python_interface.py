@@ -41,12 +41,16 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ray(monkeypatch)
 
 
-@pytest.mark.parametrize("student", ["static", "table", "table-attention"])
+@pytest.mark.parametrize(
+    ("student", "knobs"), [("static", ()), ("table", ()), ("table", ("distill.student.attention=true",))]
+)
 def test_a_model_and_texts_become_a_query_encoder(
-    tmp_path: Path, texts: Path, student: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, texts: Path, student: str, knobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    model = folder(tmp_path)
-    tower = scalingnote.distill(model, texts, to=tmp_path / "out", student=student, count=400, overrides=FEW)
+    model, overrides = folder(tmp_path), (*FEW, *knobs)
+    tower = scalingnote.distill(
+        model, texts, to=tmp_path / "out", student=student, count=400, overrides=overrides
+    )
     queries = ["ba ko li", "", tiny.document_rows(1)[0]["title"]]
     found = tower.encode(queries)
     assert found.shape == (3, tower.dim)
@@ -253,9 +257,7 @@ def test_a_student_wider_than_its_teacher_is_refused(tmp_path: Path, texts: Path
     wide = (
         "{backbone: {kind: scratch, architecture: bert, layers: 1, hidden: 256, heads: 4, intermediate: 512}}"
     )
-    random = ("distill.teacher_layers=null", f"distill.student={wide}")
+    overrides, small = (*FEW, f"distill.student={wide}"), str(folder(tmp_path / "small"))
     with pytest.raises(ConfigError, match=r"hidden states have 256 values.*Choose a narrower student"):
-        scalingnote.distill(
-            folder(tmp_path), texts, to=tmp_path / "out", student="layers2", overrides=(*FEW, *random)
-        )
+        scalingnote.distill(folder(tmp_path), texts, to=tmp_path / "out", student=small, overrides=overrides)
     assert not (tmp_path / "out.run").exists()

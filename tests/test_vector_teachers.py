@@ -196,7 +196,7 @@ def test_rows_that_teach_nothing_are_set_aside(tmp_path: Path, capsys: pytest.Ca
         ({"words": ["a"], "vector": [[1.0]]}, {}, "no column of texts by a known name"),
         ({"text": ["a"], "vector": [[1.0]]}, {"text_column": "words"}, r"has no column \['words'\]"),
         ({"text": ["a"], "vector": [[1.0]]}, {"count": 3}, "leave --count and --id-column out"),
-        ({"text": ["a"], "vector": [[1.0]]}, {"student": "layers2"}, "starts from layers of its teacher"),
+        ({"text": ["a"], "vector": [[1.0]]}, {"student": "layers2"}, "no student 'layers2'"),
         ({"text": ["a"], "vector": [[1.0]]}, {"model": "m"}, "give one"),
         ({"text": ["a"], "vector": [[1.0]]}, {"texts": "t.txt"}, "has texts of its own"),
     ],

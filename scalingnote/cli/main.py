@@ -119,7 +119,7 @@ def _add_model_commands(command: Command) -> None:
     distill.add_argument(
         "--student",
         default="table",
-        help="table, static, table-attention, layers2, or a smaller MODEL; default: table",
+        help="table, static, or a smaller MODEL; default: table",
     )
     distill.add_argument(
         "--queries", metavar="FILE", help="real queries to learn from as well; beside --vectors with vectors"

@@ -1,9 +1,15 @@
 """What the front-door benchmark computes: the field's measures, and hybrids that lie between their sides."""
 
+import json
+import math
+from pathlib import Path
+
 import ir_measures
 import numpy as np
+import pytest
 
 from benchmarks import front_door
+from scalingnote.train.distillation import agreement
 
 
 def test_ndcg_and_recall_are_trec_evals():
@@ -58,3 +64,45 @@ def test_bm25_is_as_good_as_the_library_that_it_is_compared_with():
     theirs = front_door.bm25s_scores(corpus, queries)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     assert (theirs > 0).tolist() == [[True, True, False, False], [False, False, False, True]]
+
+
+def test_what_distill_expects_is_what_was_measured():
+    metrics = json.loads((Path(front_door.__file__).parents[1] / "docs/results/front_door.json").read_text())
+    found = metrics["metrics"]
+    low, high = agreement.MEASURED_KEPT
+    assert (low, high) == (
+        math.floor(100 * found["certificate_low"]) / 100,
+        math.ceil(100 * found["certificate_high"]) / 100,
+    )
+    assert math.floor(100 * found["certificate_overlap"]) / 100 == agreement.MEASURED_OVERLAP
+    sets = {row["set"] for table in ("rows", "further") for row in metrics[table]}
+    assert len(sets) == agreement.MEASURED_COLLECTIONS
+
+
+def test_a_certificate_errs_by_what_a_set_is_outside_of_the_others():
+    kept = {"a": (0.98, 0.97), "b": (0.95, 0.96), "c": (1.0, 0.99)}
+    rows = [
+        {"set": name, "method": method, "kept": value, "overlap@10": value / 2}
+        for name, values in kept.items()
+        for method, value in zip(front_door.STUDENTS, values, strict=True)
+    ]
+    assert front_door.certificate([*rows, {"set": "a", "method": "bm25", "kept": 0.1}]) == {
+        "certificate_low": 0.95,
+        "certificate_high": 1.0,
+        "certificate_overlap": 0.475,
+        "certificate_error_max": 0.02,
+    }
+
+
+@pytest.mark.parametrize(
+    ("top10", "documents", "told"),
+    [
+        (agreement.MEASURED_OVERLAP, agreement.MAX_DOCUMENTS, "public collections"),
+        (agreement.MEASURED_OVERLAP - 0.01, agreement.MAX_DOCUMENTS, "cannot be told: every table"),
+        (0.99, agreement.MAX_DOCUMENTS - 1, "cannot be told: too few"),
+        (None, 0, "cannot be told: too few"),
+    ],
+)
+def test_a_certificate_says_when_it_cannot_tell(top10, documents, told):
+    found = agreement.Agreement(100, documents, 0.9, top10, None, 1.0, 1)
+    assert told in agreement.expected_kept(found)

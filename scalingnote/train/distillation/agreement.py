@@ -37,6 +37,10 @@ from scalingnote.train.validation import encode_rows
 MAX_AGREEMENT_QUERIES = 1000  # held-out texts that are compared
 MAX_DOCUMENTS = 1000  # of the corpus that are encoded to be searched: half a minute with a small teacher
 TIMED_TEXTS, WARM_UP_TEXTS = 64, 3
+# Of the tables of benchmarks/front_door.py (docs/results/front_door.json; a test compares): the least and
+# most of the teacher's nDCG@10 that one kept, and the least share of its ten best that one found.
+MEASURED_STUDENTS = ("static", "table")
+MEASURED_KEPT, MEASURED_OVERLAP, MEASURED_COLLECTIONS = (0.92, 0.99), 0.58, 6
 log = get_logger("distill")
 
 
@@ -175,6 +179,26 @@ def comparison_rows(agreement: Agreement) -> list[tuple[str, ...]]:
         if share is not None:
             rows.append((f"teacher's top {k} {of_documents}", f"{share:.1%}", "100 %"))
     return [*rows, ("queries/s, one at a time", *rates), ("size", *megabytes)]
+
+
+def expected_kept(agreement: Agreement) -> str:
+    """What a table with this agreement keeps of its teacher's nDCG@10, as far as that can be said.
+
+    The agreement does not tell it: on public collections tables of equal agreement kept the least and the
+    most of MEASURED_KEPT. Below MEASURED_OVERLAP, or where few documents were searched, nothing is known.
+    """
+    low, high = MEASURED_KEPT
+    if agreement.top10 is None or agreement.documents < MAX_DOCUMENTS:
+        return "what it keeps of the teacher's nDCG@10 cannot be told: too few documents or held-out texts"
+    if agreement.top10 < MEASURED_OVERLAP:
+        return (
+            "what it keeps of the teacher's nDCG@10 cannot be told: every table that was measured finds "
+            f"{MEASURED_OVERLAP:.0%} of the teacher's top 10, or more"
+        )
+    return (
+        f"tables that agree as much kept {low:.0%} to {high:.0%} of the teacher's nDCG@10 on "
+        f"{MEASURED_COLLECTIONS} public collections"
+    )
 
 
 def _held_out(query_embeddings: Artifact) -> tuple[list[str], Float[ndarray, "queries dim"]]:
