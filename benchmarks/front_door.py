@@ -16,9 +16,9 @@ documents; "kept" is a student's over the teacher's.
 - hybrid: scores put on [0, 1] per query over the union of both best 1,000, their mean; the table with BM25
   over the teacher with BM25
 - cosine, overlap@10: of student and teacher on held-out texts, as `distill` prints them
-- certificate_low, _high, _overlap: least and most kept by tables over the sets, and the least overlap@10 of
-  one: what `distill` expects of others (`agreement.expected_kept`). certificate_error_max: by how much a set
-  lies outside of what all others say. `--further-sets` count here alone, with one seed
+- certificate_*: what `distill` expects by the overlap@10 (`agreement.expected_kept`): start and slope of a
+  line through the sets, and its largest error on a set that it leaves out. `--further-sets` count here alone,
+  with one seed
 - table_speedup_b1: queries/s of one thread, one query at a time, over the teacher's in sentence-transformers
 
 An interrupted run continues: every artifact is kept below --run-dir.
@@ -63,6 +63,7 @@ ESCALATED_DEPTH = 100  # documents that the teacher orders again
 SHARES = tuple(step / 10 for step in range(11))
 HYBRID_WEIGHT = 0.5  # of the dense score
 MEASURED_QUERIES = 400  # of a speed
+MIN_LINE_SETS = 4  # through fewer no line is drawn
 
 
 def main() -> None:
@@ -351,27 +352,32 @@ def _kept(of: Mapping[str, Row], curves: Sequence[Row]) -> dict[str, float]:
 
 
 def certificate(rows: Sequence[Row]) -> dict[str, float]:
-    """What tables kept over all sets, and how far a set is from what all others say."""
-    kept: dict[str, list[float]] = {}
-    for each in rows:
-        if each["method"] in STUDENTS:
-            kept.setdefault(each["set"], []).append(each["kept"])
-    errors = []
-    for name, own in kept.items():
-        others = [value for other, values in kept.items() for value in values if other != name]
-        if others:
-            errors.append(max(min(others) - min(own), max(own) - max(others), 0.0))
-    values = [value for own in kept.values() for value in own]
-    return (
-        {}
-        if not errors
-        else {
-            "certificate_low": min(values),
-            "certificate_high": max(values),
-            "certificate_overlap": min(each["overlap@10"] for each in rows if each["method"] in STUDENTS),
-            "certificate_error_max": round(max(errors), 4),
-        }
+    """The line from overlap@10 to what is kept, through the mean of each set's tables.
+
+    The error is of a set, by the line through all others: the largest.
+    """
+    tables = [each for each in rows if each["method"] in STUDENTS]
+    names = [*dict.fromkeys(each["set"] for each in tables)]
+    if len(names) < MIN_LINE_SETS:
+        return {}
+    columns = ("overlap@10", "kept")
+    points = np.array(
+        [[statistics.mean(t[c] for t in tables if t["set"] == name) for c in columns] for name in names]
     )
+    errors = []
+    for left_out in range(len(names)):
+        slope, start = _line(np.delete(points, left_out, axis=0))
+        overlap, kept = points[left_out]
+        errors.append(abs(start + slope * overlap - kept))
+    slope, start = _line(points)
+    found = {"start": start, "per_overlap": slope, "error_max": max(errors)}
+    found |= {"overlap_min": points[:, 0].min(), "overlap_max": points[:, 0].max(), "sets": len(names)}
+    return {f"certificate_{name}": round(float(value), 4) for name, value in found.items()}
+
+
+def _line(points: Float[ndarray, "sets xy"]) -> tuple[float, float]:
+    slope, start = np.polyfit(points[:, 0], points[:, 1], 1).tolist()
+    return slope, start
 
 
 def towers(options: Any) -> tuple[dict[str, str], str, list[str]]:

@@ -67,42 +67,54 @@ def test_bm25_is_as_good_as_the_library_that_it_is_compared_with():
 
 
 def test_what_distill_expects_is_what_was_measured():
-    metrics = json.loads((Path(front_door.__file__).parents[1] / "docs/results/front_door.json").read_text())
-    found = metrics["metrics"]
-    low, high = agreement.MEASURED_KEPT
-    assert (low, high) == (
-        math.floor(100 * found["certificate_low"]) / 100,
-        math.ceil(100 * found["certificate_high"]) / 100,
-    )
-    assert math.floor(100 * found["certificate_overlap"]) / 100 == agreement.MEASURED_OVERLAP
-    sets = {row["set"] for table in ("rows", "further") for row in metrics[table]}
-    assert len(sets) == agreement.MEASURED_COLLECTIONS
-
-
-def test_a_certificate_errs_by_what_a_set_is_outside_of_the_others():
-    kept = {"a": (0.98, 0.97), "b": (0.95, 0.96), "c": (1.0, 0.99)}
-    rows = [
-        {"set": name, "method": method, "kept": value, "overlap@10": value / 2}
-        for name, values in kept.items()
-        for method, value in zip(front_door.STUDENTS, values, strict=True)
-    ]
-    assert front_door.certificate([*rows, {"set": "a", "method": "bm25", "kept": 0.1}]) == {
-        "certificate_low": 0.95,
-        "certificate_high": 1.0,
-        "certificate_overlap": 0.475,
-        "certificate_error_max": 0.02,
+    file = Path(front_door.__file__).parents[1] / "docs/results/front_door.json"
+    found = {
+        name.removeprefix("certificate_"): value
+        for name, value in json.loads(file.read_text())["metrics"].items()
+        if name.startswith("certificate_")
     }
+    assert found["start"] == pytest.approx(agreement.KEPT_START, abs=5e-4)
+    assert found["per_overlap"] == pytest.approx(agreement.KEPT_PER_OVERLAP, abs=5e-4)
+    assert math.ceil(100 * found["error_max"]) / 100 == agreement.KEPT_ERROR
+    assert (found["overlap_min"], found["overlap_max"]) == pytest.approx(
+        agreement.MEASURED_OVERLAPS, abs=5e-3
+    )
+    assert found["sets"] == agreement.MEASURED_COLLECTIONS
+
+
+def test_a_certificate_is_a_line_and_its_error_on_a_set_that_it_leaves_out():
+    overlaps = (0.5, 0.6, 0.7, 0.8)
+    rows = [
+        {"set": f"set {overlap}", "method": method, "kept": 0.2 + overlap + shift, "overlap@10": overlap}
+        for overlap in overlaps
+        for method, shift in zip(front_door.STUDENTS, (0.01, -0.01), strict=True)
+    ]
+    rows.append({"set": "set 0.5", "method": "bm25", "kept": 0.1, "overlap@10": ""})
+    assert front_door.certificate(rows[:4]) == {}
+    found = front_door.certificate(rows)
+    assert found == {
+        "certificate_start": 0.2,
+        "certificate_per_overlap": 1.0,
+        "certificate_error_max": 0.0,
+        "certificate_overlap_min": 0.5,
+        "certificate_overlap_max": 0.8,
+        "certificate_sets": 4,
+    }
+    for row in rows[6:8]:  # the line through the other three says 1.0
+        row["kept"] -= 0.3
+    assert front_door.certificate(rows)["certificate_error_max"] == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(
     ("top10", "documents", "told"),
     [
-        (agreement.MEASURED_OVERLAP, agreement.MAX_DOCUMENTS, "public collections"),
-        (agreement.MEASURED_OVERLAP - 0.01, agreement.MAX_DOCUMENTS, "cannot be told: every table"),
-        (0.99, agreement.MAX_DOCUMENTS - 1, "cannot be told: too few"),
-        (None, 0, "cannot be told: too few"),
+        (0.6, agreement.MAX_DOCUMENTS, "expected to keep 80% to 96%"),
+        (0.9, agreement.MAX_DOCUMENTS, "expected to keep 94% to 100%"),
+        (agreement.MEASURED_OVERLAPS[0] - 0.01, agreement.MAX_DOCUMENTS, "cannot be told: every table"),
+        (0.99, agreement.MAX_DOCUMENTS - 1, "cannot be told: fewer than 1,000 documents"),
+        (None, 0, "cannot be told: fewer than"),
     ],
 )
-def test_a_certificate_says_when_it_cannot_tell(top10, documents, told):
+def test_distill_says_what_a_table_is_expected_to_keep_or_that_it_cannot_tell(top10, documents, told):
     found = agreement.Agreement(100, documents, 0.9, top10, None, 1.0, 1)
     assert told in agreement.expected_kept(found)
