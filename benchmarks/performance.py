@@ -32,7 +32,10 @@ Report = Mapping[str, Any]
 HEADLINES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "front_door": {
         "table_speedup_b1": ("queries/s of a table, one at a time, over its teacher's", ">= 500"),
-        "table_kept_mean": ("nDCG@10 of a `static` table over its teacher's, no training queries", ">= 0.965"),
+        "table_kept_mean": (
+            "nDCG@10 of a `static` table over its teacher's, no training queries",
+            ">= 0.965",
+        ),
         "attention_or_terms_kept_mean": ("the same, the default `table` with rows for pairs", ">= 0.965"),
         "escalated30_kept_mean": ("the same, a table and its teacher for 30 % of the queries", ">= 0.985"),
         "hybrid_kept_mean": ("a table with BM25 over its teacher with BM25", ">= 0.985"),

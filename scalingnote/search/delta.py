@@ -24,6 +24,7 @@ from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
 from scalingnote.index.live import versions, wal
 from scalingnote.index.live.delta import open_empty, overridden
 from scalingnote.index.live.live_index import LiveShard
+from scalingnote.index.live.live_state import Snapshot
 from scalingnote.index.live.versions import LiveVersion, OpenVersion
 from scalingnote.index.shard import DocumentStore, IndexLayout, open_layout
 from scalingnote.search.scan import IndexView, require_vectors
@@ -151,6 +152,7 @@ class Delta:
         )
         self._doc_ids: set[str] = set()
         self._reading = threading.Lock()
+        self._latest: tuple[Snapshot, DeltaMoment] | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -165,8 +167,11 @@ class Delta:
 
     def now(self) -> DeltaMoment:
         """A searcher of what was written as of now."""
-        snapshot = self._shard.snapshot
-        return DeltaMoment(live_view(self._layout, {self._number: snapshot}), snapshot.sequence, self._name)
+        snapshot, latest = self._shard.snapshot, self._latest
+        if latest is None or latest[0] is not snapshot:
+            view = live_view(self._layout, {self._number: snapshot})
+            self._latest = latest = snapshot, DeltaMoment(view, snapshot.sequence, self._name)
+        return latest[1]
 
     def overrides(self, doc_id: str) -> bool:
         """Whether a document was written or deleted since the version: then that of the index is hidden."""
@@ -191,6 +196,7 @@ class SearcherWithDelta(Searcher):
 
     def __init__(self, index: OverriddenSearcher, delta: Delta) -> None:
         self._index, self._delta = index, delta
+        self._latest: tuple[Searcher, DeltaMoment, IndexView] | None = None
 
     @classmethod
     def over(cls, folder: str | Path, *, mapped: bool = False) -> "SearcherWithDelta":
@@ -206,9 +212,12 @@ class SearcherWithDelta(Searcher):
 
     def view(self) -> IndexView:
         """The rows of both as of now."""
-        moment = self._delta.now()
+        moment, latest = self._delta.now(), self._latest
         self._index.refresh()
-        return self._index.at(moment.record).view().beside(moment.view())
+        index = self._index.at(moment.record)
+        if latest is None or latest[0] is not index or latest[1] is not moment:
+            self._latest = latest = index, moment, index.view().beside(moment.view())
+        return latest[2]
 
     @property
     def layout(self) -> IndexLayout:
