@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import is_not
 from typing import Any, NamedTuple, TypeVar
 
 import faiss
@@ -504,10 +505,15 @@ class LiveSearcher(Searcher):
 
     def __init__(self, index: LiveIndex) -> None:
         self._index = index
+        self._latest: tuple[list[Snapshot], IndexView] | None = None
 
     def view(self) -> IndexView:
-        """The rows of all shards as of now."""
-        return live_view(self._index.layout, dict(enumerate(self._index.snapshots())))
+        """The rows of all shards as of now; the same view until something is written."""
+        snapshots, latest = self._index.snapshots(), self._latest
+        if latest is None or any(map(is_not, latest[0], snapshots)):
+            view = live_view(self._index.layout, dict(enumerate(snapshots)))
+            self._latest = latest = snapshots, view
+        return latest[1]
 
     @property
     def layout(self) -> IndexLayout:
