@@ -469,7 +469,7 @@ class Searcher:
         for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
             own = query, slice(count)
             places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
-            documents = [_shown(view, *place) for place in places] if view.lookup else ()
+            documents = [_live_document(view, *place) for place in places] if view.lookup else ()
             terms = None if sparse is None else sparse[own]
             found = Candidates(
                 *(ids[own], shards[own], dense[own], terms, documents),
@@ -480,7 +480,7 @@ class Searcher:
         return answers
 
 
-def _shown(view: IndexView, shard: int, row: int) -> Mapping[str, Any] | None:
+def _live_document(view: IndexView, shard: int, row: int) -> Mapping[str, Any] | None:
     """The document of a row of a live shard; None of a built one, whose documents are read last."""
     lookup = view.lookup.get(shard)
     return None if lookup is None else lookup(row)
