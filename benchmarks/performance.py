@@ -41,6 +41,10 @@ HEADLINES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "hybrid_kept_mean": ("a table with BM25 over its teacher with BM25", ">= 0.985"),
         "certificate_error_max": ("error of what `distill` expects a table to keep, on a set left out", ""),
     },
+    "zero_shot": {
+        "zero_shot_kept_mean": ("nDCG@10 of one table of general texts over its teacher's, unseen sets", ""),
+        "zero_shot_hybrid_kept_mean": ("the same, both with BM25", ""),
+    },
     "long_documents": {
         "kept_with_passages": ("nDCG@10 of passages of joined abstracts over separate abstracts'", ">= 0.95"),
         "kept_when_cut": ("the same, documents cut where the model stops reading", ""),

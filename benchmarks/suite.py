@@ -56,6 +56,8 @@ SMALL: dict[str, str] = {
     "teacher": "--rounds 1 --teacher 6 896 14 4864",
     "teachers": "--documents 200 --count 200 --run-dir {folder}/teachers",
     "train": "--rounds 1 --largest 256 --batch 32",
+    "zero_shot": "--run-dir {folder}/front_door --sets feedbackqa --sources chorus_icecat "
+    "--set pseudo_queries.count=10000",
 }
 MAKE_RUN = (
     f"run configs/quickstart/python_docs.yaml --set run_dir={FINISHED_RUN} "

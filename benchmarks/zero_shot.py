@@ -3,7 +3,7 @@
     python -m benchmarks.zero_shot --json docs/results/zero_shot.json
 
 Where `benchmarks/front_door.py` learns a table from the documents of each collection, this one learns the
-same recipe once, from documents of other public sets, and is measured on SETS as there: nDCG@10 over the
+same recipe once, from documents of other public sets, and is measured on the sets there: nDCG@10 over the
 teacher's (`zero_shot_kept_mean`), and of both with BM25 (`zero_shot_hybrid_kept_mean`).
 
 An interrupted run continues: every artifact is kept below --run-dir, which may be that of front_door.
@@ -30,11 +30,13 @@ SOURCES = ("medquad", "stackexchange_devops", "chorus_icecat")
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--sets", nargs="+", default=SETS, help="measured, default: %(default)s")
+    parser.add_argument("--sources", nargs="+", default=SOURCES, help="learnt from, default: %(default)s")
     parser.add_argument("--run-dir", default="runs/front_door", help="default: %(default)s")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
     options = parser.parse_args()
     student = general_table(options)
-    rows = [row for name in SETS for row in measure(name, student, options)]
+    rows = [row for name in options.sets for row in measure(name, student, options)]
     show("A table of general texts", rows)
     own = [row for row in rows if row["method"] == "general table"]
     metrics = {
@@ -45,12 +47,12 @@ def main() -> None:
 
 
 def general_table(options: Any) -> Artifact:
-    """The default table, learnt from documents of SOURCES together."""
+    """The default table, learnt from documents of several public sets together."""
     folder = Path(options.run_dir) / TEACHER / "general"
     folder.mkdir(parents=True, exist_ok=True)
     texts = folder / "texts.jsonl"
     with texts.open("w", encoding="utf-8") as stream:
-        for name in SOURCES:
+        for name in options.sources:
             rows = public_sets.json_rows(public_sets.prepare(name) / "documents.jsonl")
             for row in islice(rows, MAX_DOCUMENTS):
                 text = {"text": row.get("content") or "", "title": row.get("title") or ""}
