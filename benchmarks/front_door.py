@@ -63,6 +63,7 @@ ESCALATED_DEPTH = 100  # documents that the teacher orders again
 SHARES = tuple(step / 10 for step in range(11))
 HYBRID_WEIGHT = 0.5  # of the dense score
 MEASURED_QUERIES = 400  # of a speed
+NOT_COMPARED: Row = {"cosine": "", "overlap@10": ""}  # with a teacher
 MIN_LINE_SETS = 4  # through fewer no line is drawn
 
 
@@ -158,11 +159,8 @@ def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], lis
             pool = pool_of(built["dataset"], built["embeddings"])
             encoder = Encoder.load(built["dual_encoder"].directory("query"), precision="float32")
             teacher = arrow.l2_normalize(encoder.encode_queries(pool.queries)) @ pool.documents.T
-            rows += [
-                row(name, seed, "bm25", pool, pool.bm25, 0.0),
-                row(name, seed, "bm25s", pool, pool.bm25s, 0.0),
-                row(name, seed, "teacher", pool, teacher, 0.0),
-            ]
+            others = {"bm25": pool.bm25, "bm25s": pool.bm25s, "teacher": teacher}
+            rows += [row(name, seed, side, pool, found, 0.0) | NOT_COMPARED for side, found in others.items()]
         tower = QueryEncoder(built["student"].directory("query"), precision="float32")
         found = arrow.l2_normalize(tower.encode_queries(pool.queries)) @ pool.documents.T
         kinds = ("pseudo_queries", "query_embeddings", "student")
@@ -173,13 +171,19 @@ def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], lis
         rows.append(row(name, seed, student, pool, found, seconds) | own)
         if student == "table":
             curves = escalated(name, seed, pool, found, teacher)
-    of_teacher = next(each for each in rows if each["method"] == "teacher")
     for each in (*rows, *curves):
         each["teacher"] = of
-    for each in rows:
-        each["kept"] = round(each["nDCG@10"] / of_teacher["nDCG@10"], 4)
-        each["hybrid kept"] = round(each["+ BM25"] / of_teacher["+ BM25"], 4)
-    return rows, curves
+    return with_shares(rows), curves
+
+
+def with_shares(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one set, with what each keeps of the teacher's nDCG@10, alone and with BM25."""
+    teacher = next(each for each in rows if each["method"] == "teacher")
+    shares = {"kept": "nDCG@10", "hybrid kept": "+ BM25"}
+    return [
+        each | {name: round(each[measure] / teacher[measure], 4) for name, measure in shares.items()}
+        for each in rows
+    ]
 
 
 def pool_of(dataset: Artifact, embeddings: Artifact) -> Pool:
@@ -240,8 +244,6 @@ def row(
         "R@100": round(recall(ranking, pool.gains), 4),
         "+ BM25": round(hybrid, 4),
         "seconds": round(seconds, 1),
-        "cosine": "",
-        "overlap@10": "",
     }
 
 

@@ -83,11 +83,7 @@ def measure(name: str, student: Artifact, options: Any) -> list[Row]:
     for method, encode in sides.items():
         scores = arrow.l2_normalize(encode(pool.queries)) @ pool.documents.T
         rows.append(front_door.row(name, 0, method, pool, scores, 0.0))
-    of_teacher = rows[1]
-    for each in rows:
-        each["kept"] = round(each["nDCG@10"] / of_teacher["nDCG@10"], 4)
-        each["hybrid kept"] = round(each["+ BM25"] / of_teacher["+ BM25"], 4)
-    return [{key: value for key, value in each.items() if value != ""} for each in rows]
+    return front_door.with_shares(rows)
 
 
 if __name__ == "__main__":
