@@ -36,6 +36,7 @@ SLICE_BYTES = 64 << 20  # of input, uncompressed
 SHOWN_CHARS = 200  # of a rejected row
 KEPT_PER_REASON = 100  # rejected rows
 HEAD_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
+MARKDOWN = ".md"
 _COUNTERS = ("rejected", "repaired", "left_out", "counts")
 
 
@@ -51,6 +52,11 @@ class File:
     def is_parquet(self) -> bool:
         """Whether it is Parquet, by its name."""
         return self.uri.endswith(".parquet")
+
+    @property
+    def is_markdown(self) -> bool:
+        """Whether it is Markdown, by its name: one document, whose id is that name."""
+        return self.uri.endswith(MARKDOWN)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from scalingnote.datasets.column_checks import MAX_TITLE_CHARS
 from scalingnote.datasets.config import Beir, Columns, Logs, MsMarco, NewDocuments, TableFile, Texts
 from scalingnote.datasets.input_files import (
     HEAD_BYTES,
+    MARKDOWN,
     SLICE_BYTES,
     File,
     FileColumns,
@@ -54,7 +55,6 @@ from scalingnote.storage.shuffle import group_by_size
 
 log = get_logger("datasets")
 DOCUMENT_SUFFIXES = (".jsonl", ".parquet", ".tsv")
-MARKDOWN = ".md"  # a file is a document
 NEW_SUFFIXES = (*DOCUMENT_SUFFIXES, MARKDOWN)  # of new documents for an index
 TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, ".txt", MARKDOWN)  # of documents without ids, too
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
@@ -94,7 +94,7 @@ def read_columns(config: Columns) -> Source:
 def read_documents(config: NewDocuments) -> Source:
     """Documents without queries: of a table, or files of Markdown."""
     features, path = column_schema(config.features), config.documents.path
-    if any(file.uri.endswith(MARKDOWN) for file in find_files(path, NEW_SUFFIXES)):
+    if any(file.is_markdown for file in find_files(path, NEW_SUFFIXES)):
         if config.documents.columns:
             raise DataError(f"{path} is Markdown: it has no columns to name")
         return Source({"documents": text_slices(path, {})}, features)
@@ -386,7 +386,7 @@ def text_slices(path: str, columns: Mapping[str, str]) -> list[InputSlice]:
     for match in match_files(path):
         corpus = match / "corpus.jsonl"
         files = find_files(str(corpus if corpus.is_file() else match), TEXT_SUFFIXES)
-        if own := [file for file in files if file.uri.endswith(MARKDOWN)]:
+        if own := [file for file in files if file.is_markdown]:
             if len(own) < len(files):
                 raise DataError(
                     f"{match} has Markdown and other files: name one kind, such as '{match}/**/*.md'"

@@ -29,7 +29,7 @@ from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.input_files import find_files
 from scalingnote.datasets.passages import PassageSplitter, settings
-from scalingnote.datasets.readers import MARKDOWN, NEW_SUFFIXES, columns_of
+from scalingnote.datasets.readers import NEW_SUFFIXES, columns_of
 from scalingnote.datasets.tables import COLUMN_TYPES
 from scalingnote.encode.config import IngestConfig
 from scalingnote.encode.documents import content_hashes, cut_of, load_document_prompt, tokenise
@@ -260,7 +260,7 @@ def describe_file(
         for f in layout
         if f.name not in {*schema.DOCUMENTS.names, *(PASSAGE.names if divided else ())} and f.type in kinds
     }
-    tables = [each for each in find_files(path, NEW_SUFFIXES) if not each.uri.endswith(MARKDOWN)]
+    tables = [each for each in find_files(path, NEW_SUFFIXES) if not each.is_markdown]
     have = [set(columns_of(each)) for each in tables]
     own = {ours: column for ours, column in made_by.items() if have and all(column in each for each in have)}
     file = TableFile(path=path, columns=own | columns)
@@ -272,8 +272,7 @@ def describe_file(
 def output_uri(run_dir: str, new: NewDocuments) -> str:
     """The output folder for a file of new documents; depends on the content of the file."""
     files = find_files(new.documents.path, NEW_SUFFIXES)
-    # A Markdown file's name is the id of its document.
-    sums = "".join(fs.checksum(f.uri) + (f.uri if f.uri.endswith(MARKDOWN) else "") for f in files)
+    sums = "".join(fs.checksum(file.uri) + (file.uri if file.is_markdown else "") for file in files)
     return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
 
