@@ -24,11 +24,10 @@ from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
 from scalingnote.index.live import versions, wal
 from scalingnote.index.live.delta import open_empty, overridden
 from scalingnote.index.live.live_index import LiveShard
-from scalingnote.index.live.live_state import Snapshot
 from scalingnote.index.live.versions import LiveVersion, OpenVersion
 from scalingnote.index.shard import DocumentStore, IndexLayout, open_layout
 from scalingnote.search.scan import IndexView, require_vectors
-from scalingnote.search.searcher import Candidates, Searcher, live_view
+from scalingnote.search.searcher import Candidates, Latest, Searcher, live_view
 from scalingnote.storage.schema import document_of
 
 MOMENTS_KEPT = 4  # masks of rows as of earlier records: gateways read the log at different times
@@ -152,7 +151,7 @@ class Delta:
         )
         self._doc_ids: set[str] = set()
         self._reading = threading.Lock()
-        self._latest: tuple[Snapshot, DeltaMoment] | None = None
+        self._latest: Latest[DeltaMoment] = Latest()
         self.refresh()
 
     def refresh(self) -> None:
@@ -167,11 +166,13 @@ class Delta:
 
     def now(self) -> DeltaMoment:
         """A searcher of what was written as of now."""
-        snapshot, latest = self._shard.snapshot, self._latest
-        if latest is None or latest[0] is not snapshot:
+        snapshot = self._shard.snapshot
+
+        def make() -> DeltaMoment:
             view = live_view(self._layout, {self._number: snapshot})
-            self._latest = latest = snapshot, DeltaMoment(view, snapshot.sequence, self._name)
-        return latest[1]
+            return DeltaMoment(view, snapshot.sequence, self._name)
+
+        return self._latest.of(snapshot, make=make)
 
     def overrides(self, doc_id: str) -> bool:
         """Whether a document was written or deleted since the version: then that of the index is hidden."""
@@ -196,7 +197,7 @@ class SearcherWithDelta(Searcher):
 
     def __init__(self, index: OverriddenSearcher, delta: Delta) -> None:
         self._index, self._delta = index, delta
-        self._latest: tuple[Searcher, DeltaMoment, IndexView] | None = None
+        self._latest: Latest[IndexView] = Latest()
 
     @classmethod
     def over(cls, folder: str | Path, *, mapped: bool = False) -> "SearcherWithDelta":
@@ -212,12 +213,10 @@ class SearcherWithDelta(Searcher):
 
     def view(self) -> IndexView:
         """The rows of both as of now."""
-        moment, latest = self._delta.now(), self._latest
+        moment = self._delta.now()
         self._index.refresh()
         index = self._index.at(moment.record)
-        if latest is None or latest[0] is not index or latest[1] is not moment:
-            self._latest = latest = index, moment, index.view().beside(moment.view())
-        return latest[2]
+        return self._latest.of(index, moment, make=lambda: index.view().beside(moment.view()))
 
     @property
     def layout(self) -> IndexLayout:

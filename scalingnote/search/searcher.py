@@ -7,12 +7,12 @@ shards, and :func:`rank` ranks those of one or several searchers. :class:`Search
 was built, :class:`LiveSearcher` an index that takes writes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import is_not
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import faiss
 import numpy as np
@@ -34,6 +34,7 @@ from scalingnote.search.scan import IndexView, checked_nprobe, require_hybrid, r
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 S = TypeVar("S", bound="Searcher")
+T = TypeVar("T")
 DEFAULT_JOINING = Joining()
 _ROW_BITS = 40  # of a candidate's id; the bits above are the number of its shard
 _ROWS = (1 << _ROW_BITS) - 1
@@ -500,20 +501,36 @@ def live_view(layout: IndexLayout, snapshots: Mapping[int, Snapshot]) -> IndexVi
     )
 
 
+class Latest(Generic[T]):
+    """A value, and the objects that it was made of: the same value while these are the same objects.
+
+    Both are replaced as one, so threads may share it; two may make the value at once.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[tuple[object, ...], T] | None = None
+
+    def of(self, *sources: object, make: Callable[[], T]) -> T:
+        """The value of these objects, made anew if one is another than before."""
+        held = self._held
+        if held is None or len(held[0]) != len(sources) or any(map(is_not, held[0], sources)):
+            self._held = held = sources, make()
+        return held[1]
+
+
 class LiveSearcher(Searcher):
     """Search of a live index: each search sees one moment of every shard, with all acknowledged writes."""
 
     def __init__(self, index: LiveIndex) -> None:
         self._index = index
-        self._latest: tuple[list[Snapshot], IndexView] | None = None
+        self._latest: Latest[IndexView] = Latest()
 
     def view(self) -> IndexView:
         """The rows of all shards as of now; the same view until something is written."""
-        snapshots, latest = self._index.snapshots(), self._latest
-        if latest is None or any(map(is_not, latest[0], snapshots)):
-            view = live_view(self._index.layout, dict(enumerate(snapshots)))
-            self._latest = latest = snapshots, view
-        return latest[1]
+        snapshots = self._index.snapshots()
+        return self._latest.of(
+            *snapshots, make=lambda: live_view(self._index.layout, dict(enumerate(snapshots)))
+        )
 
     @property
     def layout(self) -> IndexLayout:
