@@ -256,11 +256,18 @@ def migrate(options: argparse.Namespace) -> int:
     from scalingnote.run import migration
 
     console, begun = stdout(), migration.begin(options.run, options.to, options.overrides)
+    takes_writes = begun.before.serve.live is not None
+    if takes_writes:
+        from scalingnote.serve import cut_over
+
+        cut_over.require_kept_writes(begun)
     show(console, migration.plan(begun))
     if options.dry_run:
         return 0
     migration.build(begun)
     made = migration.compare(begun)
+    if takes_writes:
+        cut_over.add_writes(begun)
     from scalingnote.evaluate import pair_comparison
 
     report = made.read_json("report.json")
@@ -270,11 +277,15 @@ def migrate(options: argparse.Namespace) -> int:
         pair_comparison.comparison_table(report),
         f"{made.uri}/report.html\nto answer by it: scalingnote migrate --run {options.run} --cut-over",
     )
+    if takes_writes:
+        print(
+            "the running service writes to both from now on; its writer first encodes what was written before"
+        )
     return 0
 
 
 def _change_version(options: argparse.Namespace) -> int:
-    """Change the served version to the other model's, or back."""
+    """Change the served version to the other model's, or back; or end the writes to the other one."""
     if options.dry_run:
         raise ConfigError("--dry-run is for --to: leave it out")
     from scalingnote.core.config import load
@@ -282,6 +293,10 @@ def _change_version(options: argparse.Namespace) -> int:
     from scalingnote.serve import cut_over
 
     serve = load(AppArgs, (), [f"run_dir={options.run!r}", *options.overrides]).serve
+    if options.finish:
+        ended = cut_over.finish(options.run, serve)
+        print(f"no longer written to, and no longer needed: {', '.join(ended)}")
+        return 0
     change = cut_over.cut_over if options.cut_over else cut_over.roll_back
     changed = change(options.run, serve)
     active, before = changed.active, changed.before

@@ -231,6 +231,9 @@ def _add_service_commands(command: Command) -> None:
         "--cut-over", action="store_true", help="answer by the other model: tower and index as one version"
     )
     step.add_argument("--roll-back", action="store_true", help="answer by the model before it again")
+    step.add_argument(
+        "--finish", action="store_true", help="with serve.live: write to the model that answers alone"
+    )
     migrate.add_argument(
         "--dry-run", action="store_true", help="with --to: print what is to be done, start nothing"
     )

@@ -140,6 +140,11 @@ class LiveConfig(Config):
         ge=1,
         description="previous versions, with their logs, that can be made current again",
     )
+    keep_documents: bool = Field(
+        False,
+        description="keep all records of the log, with the documents whole, as they were sent: a change of "
+        "the model (scalingnote migrate) encodes them again",
+    )
 
 
 LIVE_DEFAULTS = LiveConfig()

@@ -123,6 +123,7 @@ class IndexRows(NamedTuple):
     vectors: Float[ndarray, "docs dim"]
     rejected: Rejections
     cost: Cost = Cost()
+    sources: pa.Table | None = None  # the documents as they were sent, in the columns of the data set
 
 
 def index_rows(
@@ -140,6 +141,7 @@ def index_rows(
     """
     own = pa.schema([field for field in schema if splitter is None or field.name not in PASSAGE.names])
     table, rejected = documents_table(documents, own)
+    sources = table
     if splitter is not None:
         table = splitter.divide(table)
     ready = flow(table)
@@ -149,7 +151,8 @@ def index_rows(
     doc_ids = ready.table["doc_id"]
     ids = semantic_id.to_table(doc_ids, codes, semantic_id.suffixes(doc_ids))
     rows = document_rows(doc_ids, documents=table, semantic_ids=ids, snippet_chars=snippet_chars)
-    return IndexRows(rows, to_numpy(ready.table[INDEXED_VIEW]), [*rejected, *ready.rejected], ready.cost)
+    vectors, rejected = to_numpy(ready.table[INDEXED_VIEW]), [*rejected, *ready.rejected]
+    return IndexRows(rows, vectors, rejected, ready.cost, sources)
 
 
 def _whole_documents(ready: EncodedPart) -> EncodedPart:

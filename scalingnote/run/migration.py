@@ -62,7 +62,7 @@ def begin(run_dir: str, to: str, overrides: Sequence[str] = ()) -> Migration:
 
     Raises:
         ConfigError: there is no run or no such model, the new config is of other documents or of the same
-            model, or documents are written to the run's index while it is served.
+            model, or documents are written to the run's index that are not kept whole.
         ArtifactError: the run has no index.
     """
     before = pipeline.load_run(run_dir)
@@ -72,10 +72,15 @@ def begin(run_dir: str, to: str, overrides: Sequence[str] = ()) -> Migration:
             f"{to} is of other documents than the run in {run_dir}: leave its section dataset out, or start "
             "a run of its own"
         )
-    if before.serve.live is not None or after.serve.live is not None:
+    if before.serve.live != after.serve.live:
         raise ConfigError(
-            "serve.live takes writes that the data set does not hold, and an index keeps no whole texts to "
-            "encode again: write these documents to the data set's files and run again, without serve.live"
+            f"serve.live is another one in {to}: leave it out, both models take the same writes"
+        )
+    if before.serve.live is not None and not before.serve.live.keep_documents:
+        raise ConfigError(
+            "serve.live takes writes that the data set does not hold, and keeps no whole documents to encode "
+            "again: set its delta and keep_documents before the first write; or write these documents to the "
+            "data set's files and run again, without serve.live"
         )
     if after == before:
         raise ConfigError(f"the run in {run_dir} is of {to} already: there is nothing to migrate")

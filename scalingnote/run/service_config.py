@@ -60,6 +60,10 @@ class LiveServe(LiveConfig):
             raise ValueError(
                 "retrain_at is for an index that is live as a whole: folding a delta trains nothing"
             )
+        if self.keep_documents and not self.delta:
+            raise ValueError(
+                "keep_documents is for a change of the model, which takes writes in a delta: set delta"
+            )
         return self
 
 

@@ -22,6 +22,7 @@ from scalingnote.serve.access_writer import AccessWriter
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes
 from scalingnote.serve.concurrency import Handle, LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
+from scalingnote.serve.document_encoder import DocumentEncoder
 from scalingnote.serve.embeddings import EmbeddingService
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
 from scalingnote.serve.fan_out import Aggregator, is_hedged, sizes
@@ -33,7 +34,7 @@ from scalingnote.serve.telemetry import Metrics, RequestObserver, get_logger, sc
 from scalingnote.serve.tower_versions import TowerPart, TowerVersions
 from scalingnote.serve.towers import DocumentTower
 from scalingnote.serve.versions import Catalog, LiveCatalog
-from scalingnote.serve.writer import DocumentEncoder, Writer
+from scalingnote.serve.writer import Writer
 
 MAX_ONGOING_REQUESTS = 1000  # of a replica: calls wait in its batcher, or the gateway's admission refuses
 MAX_UNBATCHED = 5  # of a replica without batches: the others wait in Serve's queue
@@ -138,7 +139,7 @@ def _encoder(arm: ServedArm, catalog: Catalog | LiveCatalog | None) -> Handle:
     encoder: QueryPathParts | Handle = arm.encoder
     if not isinstance(encoder, QueryPathParts):
         return encoder
-    if arm.follows and isinstance(catalog, Catalog):
+    if arm.follows and catalog is not None and catalog.towers is not None:
         return LocalHandle(TowerVersions(catalog, "query", encoder))
     return LocalHandle(ArmEncoder(encoder))
 
@@ -218,12 +219,12 @@ def _arm(arm: ServedArm, config: ServeConfig, catalog: Catalog | LiveCatalog | N
 def _tower(
     cls: Any, part: TowerPart, config: ServeConfig, argument: Any, catalog: Catalog | LiveCatalog
 ) -> Any:
-    """A deployment of a tower beside the arms: that of every version, or of a live index the only one."""
+    """A deployment of a tower beside the arms: that of every version, or the only one."""
     if argument is None:
         return None
     deployment_part: ServicePart = "teacher" if part == "teacher" else "document_tower"
     name = {"teacher": "QueryTeacher", "document": "DocumentTower"}[part]
-    if isinstance(catalog, Catalog):
+    if catalog.towers is not None:
         return _replicas(TowerVersions, config, deployment_part, name=name).bind(catalog, part)
     return _replicas(cls, config, deployment_part, name=name).bind(argument)
 
@@ -262,7 +263,10 @@ def _with_writer(deployed: Deployed, served: ServedArtifacts) -> Deployed:
         return deployed
     assert isinstance(catalog, LiveCatalog)
     assert served.documents is not None
+    first = replace(catalog.pairs.first, documents=served.documents)
+    pairs = replace(catalog.pairs, first=first)
     encoder = _replicas(DocumentEncoder, config, "document_encoder", ongoing=MAX_UNBATCHED)
+    encoder = encoder.bind(pairs, live.keep_documents)
     # One replica: it holds the claim on the logs, and the next one has to wait for it to end. With a delta it
     # does not hold the index.
     held = range(0) if live.delta else served.shards
@@ -270,8 +274,8 @@ def _with_writer(deployed: Deployed, served: ServedArtifacts) -> Deployed:
     writer = _replicas(Writer, config, "writer", memory=memory)
     return replace(
         deployed,
-        document_encoder=encoder.bind(served.documents),
-        writer=writer.bind(catalog.folder, catalog.index, live, live.delta),
+        document_encoder=encoder,
+        writer=writer.bind(pairs, live, live.delta, encoder),
     )
 
 

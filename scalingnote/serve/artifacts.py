@@ -19,10 +19,10 @@ from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
 from scalingnote.serve.deployed import ServedArm
 from scalingnote.serve.encoders import QueryPathParts
+from scalingnote.serve.live_pairs import DocumentPathParts
 from scalingnote.serve.pairs import PairedTowers, location_of, towers_of
 from scalingnote.serve.towers import Location
 from scalingnote.serve.versions import Catalog, LiveCatalog, Version
-from scalingnote.serve.writer import DocumentPathParts
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 TOWER_KINDS = ("query_encoder", "student", "dual_encoder")
@@ -142,10 +142,8 @@ def of_run(run: RunConfig, serve: ServeConfig) -> ServedArtifacts:
 def _with_teacher(served: ServedArtifacts, run: RunConfig | None) -> ServedArtifacts:
     """The same artifacts with the teacher that uncertain queries escalate to: one of the first version."""
     teacher, catalog = _teacher(served, run), served.catalog
-    if teacher is not None and isinstance(catalog, Catalog):
-        assert catalog.first.towers is not None
-        first = replace(catalog.first, towers=replace(catalog.first.towers, teacher=teacher.tower))
-        catalog = replace(catalog, first=first)
+    if teacher is not None and catalog.towers is not None:
+        catalog = catalog.with_towers(replace(catalog.towers, teacher=teacher.tower))
     return replace(served, catalog=catalog, teacher=teacher)
 
 
@@ -209,10 +207,11 @@ def _serve_index(
             pinned_name = arm_version.name
             pinned.append(arm_version)
         form = _form(arm_tower.directory("query"), config.query_form)
-        follows = config.live is None and arm.query_tower is None and arm.index is None
+        by_version = config.live is None or config.live.delta
+        follows = by_version and arm.query_tower is None and arm.index is None
         arms.append(ServedArm(arm.name, path, form, path.fusion is not None, pinned_name, follows))
+    own = tuple(arm.name for arm in config.split.arms if arm.query_tower and not arm.index)
     if config.live is None:
-        own = tuple(arm.name for arm in config.split.arms if arm.query_tower and not arm.index)
         catalog: Catalog | LiveCatalog = Catalog(
             version, config.state, config.versions_kept, tuple(pinned), own
         )
@@ -226,7 +225,8 @@ def _serve_index(
             folder
         ):  # one of the other kind is an error before anything is started
             live_versions.current(folder, delta=config.live.delta)
-        catalog = LiveCatalog(folder, index.uri, version.dim, config.live.delta)
+        known = towers if config.live.delta else None
+        catalog = LiveCatalog(folder, index.uri, version.dim, config.live.delta, known, own)
     return ServedArtifacts(index, tuple(arms), catalog, config)
 
 

@@ -6,11 +6,16 @@ Every gateway of a running service reads the catalog twice a second, opens tower
 while it answers from the old one, and changes then; one that cannot open them goes on with the old pair and
 says why in its log. run.yaml follows, for `search`, `ingest` and the next start. After a kill in between, the
 same call ends the change.
+
+With `serve.live` the new pair takes writes before that, beside the old one, and the old one goes on doing so
+until it is finished: so either can answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scalingnote.core.errors import ConfigError
+from scalingnote.index.live import delta
+from scalingnote.index.live import versions as live_versions
 from scalingnote.run import migration as migrations
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
@@ -18,7 +23,8 @@ from scalingnote.run.migration import Migration
 from scalingnote.run.service_config import ServeConfig, merge_sections
 from scalingnote.serve import artifacts
 from scalingnote.serve.artifacts import ServedArtifacts
-from scalingnote.serve.versions import Catalog, Version
+from scalingnote.serve.live_pairs import LivePair
+from scalingnote.serve.versions import LiveCatalog, Version
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,36 @@ def roll_back(run_dir: str, serve: ServeConfig) -> ChangedVersions:
     return _change(migration, migration.before, serve)
 
 
+def require_kept_writes(migration: Migration) -> None:
+    """ConfigError where documents were written to a live run that the new model cannot encode again."""
+    catalog = artifacts.of_run(migration.before, ServeConfig()).catalog
+    if isinstance(catalog, LiveCatalog):
+        log = live_versions.log_folder(catalog.pairs.folder(catalog.pairs.read()[0]), 0)
+        for _ in delta.kept_writes(log):
+            pass
+
+
+def add_writes(migration: Migration) -> None:
+    """Have the service of a live run write to the new pair, too, and first what was written before.
+
+    ConfigError where the searchers of the service cannot hold the new index.
+    """
+    old, new = (artifacts.of_run(each, ServeConfig()) for each in (migration.before, migration.after))
+    _require_same_shards(old, new)
+    assert isinstance(old.catalog, LiveCatalog)
+    first, added = (LivePair(each.index.uri, each.documents, each.catalog.towers) for each in (old, new))
+    replace(old.catalog.pairs, first=first).add(added)
+
+
+def finish(run_dir: str, serve: ServeConfig) -> tuple[str, ...]:
+    """Write to the pair that answers alone; folders of the others, which stay. ConfigError without any."""
+    catalog = artifacts.of_run(pipeline.load_run(run_dir), serve).catalog
+    ended = catalog.pairs.end_others() if isinstance(catalog, LiveCatalog) else ()
+    if not ended:
+        raise ConfigError(f"one model alone is written to in {run_dir}: there is nothing to finish")
+    return ended
+
+
 def _require_current(migration: Migration, *either: RunConfig) -> None:
     """ConfigError unless the last run of the directory is one of the migration's: another one came since."""
     if pipeline.load_run(migration.run_dir) not in either:
@@ -77,13 +113,12 @@ def _change(migration: Migration, to: RunConfig, serve: ServeConfig) -> ChangedV
     """Write the change into the catalog that the service reads, then into run.yaml."""
     old, new = (artifacts.of_run(config, serve) for config in (pipeline.load_run(migration.run_dir), to))
     catalog = old.catalog
-    if not isinstance(catalog, Catalog):
-        raise ConfigError(
-            "serve.live takes writes that the new index would not have: leave it out, and start the service "
-            "without it"
-        )
     assert catalog.state is not None  # of a run's service, by default its folder `serve`
-    active, version = catalog.read()[0], Version.with_towers(new.index.uri)
+    active = catalog.read()[0]
+    if isinstance(catalog, LiveCatalog):
+        version = catalog.version_of(new.index.uri)
+    else:
+        version = Version.with_towers(new.index.uri)
     _require_same_shards(old, new)
     if active.name != version.name:
         catalog.activate(version)

@@ -18,6 +18,7 @@ from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
 from scalingnote.serve.access import unavailable
 from scalingnote.serve.concurrency import ThreadBatcher, gather_in_time, run_periodically
+from scalingnote.serve.live_pairs import LivePairs
 from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
@@ -28,15 +29,15 @@ log = get_logger()
 
 
 class Deltas:
-    """The deltas of the versions that a gateway serves; all follow one log.
+    """The deltas of the versions that a gateway serves; those of one model follow one log.
 
     Args:
-        folder: of the live index.
+        pairs: of the live folder.
         group: number that an answer without the delta names as missing: the one after the groups of shards.
     """
 
-    def __init__(self, folder: str, *, group: int) -> None:
-        self._folder, self._group = folder, group
+    def __init__(self, pairs: LivePairs, *, group: int) -> None:
+        self._pairs, self._group = pairs, group
         self._deltas: dict[str, Delta] = {}  # by the name of the version
         self._batcher: ThreadBatcher[SearchCall, Answer] = ThreadBatcher(search_batch, max_batch=MAX_SEARCHED)
         self._following: asyncio.Task[None] | None = None
@@ -90,4 +91,5 @@ class Deltas:
         return concatenate([of_groups, of_delta])
 
     def _open(self, name: str) -> Delta:
-        return Delta(self._folder, versions.kept_version(self._folder, int(name)), name=name)
+        folder, number = self._pairs.place(name)
+        return Delta(folder, versions.kept_version(folder, number), name=name)

@@ -70,7 +70,7 @@ class Deployed:
 
     def by_version(self) -> "Deployed":
         """The same parts; those that hold the towers of every version are called for one of them."""
-        follows = isinstance(self.catalog, Catalog) and self.catalog.first.towers is not None
+        follows = self.catalog is not None and self.catalog.towers is not None
         arms = [replace(arm, encoder=VersionHandle(arm.encoder)) if arm.follows else arm for arm in self.arms]
         if not follows:
             return replace(self, arms=arms)

@@ -288,8 +288,9 @@ class IndexSearcher:
             )
         elif isinstance(self._catalog, LiveCatalog) and self._catalog.delta:
             opened = OverriddenSearcher.open(version.uri, shards=self._shards, mapped=self._mapped)
-            found = versions.kept_version(self._catalog.folder, int(version.name))
-            opened.follow(versions.log_folder(self._catalog.folder, 0), after=found.included[0])
+            folder, number = self._catalog.pairs.place(version.name)
+            found = versions.kept_version(folder, number)
+            opened.follow(versions.log_folder(folder, 0), after=found.included[0])
         elif isinstance(self._catalog, LiveCatalog):
             live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
             opened = LiveSearcher(live)

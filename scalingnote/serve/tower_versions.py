@@ -19,7 +19,7 @@ from scalingnote.serve.pairs import PairedTowers, location_of, run_of
 from scalingnote.serve.running_settings import RunningSettings
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import DocumentTower, Location, Refused, TextTower
-from scalingnote.serve.versions import Catalog, Version, version_named
+from scalingnote.serve.versions import Catalog, LiveCatalog, Version, version_named
 from scalingnote.storage.artifact import open_artifact
 
 TowerPart = Literal["query", "teacher", "document"]
@@ -37,7 +37,9 @@ class TowerVersions:
         settings: of query paths; the artifacts in it are those of the version in their place.
     """
 
-    def __init__(self, catalog: Catalog, part: TowerPart, settings: QueryPathParts | None = None) -> None:
+    def __init__(
+        self, catalog: Catalog | LiveCatalog, part: TowerPart, settings: QueryPathParts | None = None
+    ) -> None:
         self._catalog, self._part, self._settings = catalog, part, settings
         self._cache = 0 if settings is None else settings.cache
         self._running = RunningSettings(ServeConfig(query_cache=self._cache), "encoder")

@@ -25,6 +25,7 @@ from scalingnote.serve.access import conflict
 from scalingnote.serve.concurrency import Handle, broadcast
 from scalingnote.serve.delta import Deltas
 from scalingnote.serve.document_stores import DocumentStores
+from scalingnote.serve.live_pairs import LivePair, LivePairs, dim_of
 from scalingnote.serve.pairs import PairedTowers, towers_of
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.storage import filesystem as fs
@@ -94,6 +95,15 @@ class Catalog:
     pinned: tuple[Version, ...] = ()  # of arms that name an index: served whichever version is active
     own_towers: tuple[str, ...] = ()  # arms with a query tower of their own, which search the active index
 
+    @property
+    def towers(self) -> PairedTowers | None:
+        """The towers of the first version; None: versions do not name theirs."""
+        return self.first.towers
+
+    def with_towers(self, towers: PairedTowers) -> "Catalog":
+        """The same catalog with these towers of its first version."""
+        return replace(self, first=replace(self.first, towers=towers))
+
     def read(self) -> tuple[Version, ...]:
         """The versions that are served now, the active one first."""
         activated = self._read_activated()
@@ -125,11 +135,8 @@ class Catalog:
                 f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
                 f"{active.dim}: not a pair"
             )
-        if version.towers != active.towers and self.own_towers:
-            raise ConfigError(
-                f"index {version.name} is of another model than the query towers of the arms "
-                f"{', '.join(self.own_towers)} of serve.split: end the experiment first"
-            )
+        if version.towers != active.towers:
+            _require_no_own_towers(version, self.own_towers)
         return version
 
     def names_to_keep(self, version: Version) -> set[str]:
@@ -158,36 +165,85 @@ class Catalog:
 
 @dataclass(frozen=True)
 class LiveCatalog:
-    """The versions of a live index, from its own registry. They are named by their numbers."""
+    """The versions of a live index, from its own registers. They are named by their numbers.
+
+    With a delta there may be two pairs of an index and its towers, each with a register: those that are
+    filled are listed, and any of their versions may become the active one.
+    """
 
     folder: str
     index: str  # URI of the index that it started from
     dim: int
     delta: bool = False  # whether writes lie beside the versions, which are then held as those of a Catalog
+    towers: PairedTowers | None = None  # of that index; None: versions do not name theirs
+    own_towers: tuple[str, ...] = ()  # arms with a query tower of their own, which search the active index
 
     @property
     def state(self) -> str:
         """The folder that remembers the active version."""
         return self.folder
 
+    def with_towers(self, towers: PairedTowers) -> "LiveCatalog":
+        """The same catalog with these towers of the index that it started from."""
+        return replace(self, towers=towers)
+
+    @property
+    def pairs(self) -> LivePairs:
+        """The pairs in the folder."""
+        return LivePairs(self.folder, LivePair(self.index, towers=self.towers))
+
     def read(self) -> tuple[Version, ...]:
-        """The versions that are kept, the current one first."""
-        if not live_versions.register_exists(self.folder):
-            live_versions.current(self.folder, self.index, delta=self.delta)  # creates the registry
-        listed = sorted(live_versions.listing(self.folder), key=lambda v: (not v.current, -v.number))
-        return tuple(Version(str(v.number), v.uri, v.documents, self.dim, v.created) for v in listed)
+        """The versions that are kept, the current one of the active pair first."""
+        if not self.delta:
+            return self._versions(self.pairs.first)
+        return tuple(version for pair in self.pairs.read() if pair.filled for version in self._versions(pair))
+
+    def _versions(self, pair: LivePair) -> tuple[Version, ...]:
+        folder = self.pairs.folder(pair)
+        if not live_versions.register_exists(folder):
+            live_versions.current(folder, pair.index, delta=self.delta)  # creates the registry
+        listed = sorted(live_versions.listing(folder), key=lambda v: (not v.current, -v.number))
+        dim = self.dim if pair.index == self.index else dim_of(pair.index)
+        towers = None if self.towers is None else pair.named_towers()
+        return tuple(
+            Version(pair.version_name(v.number), v.uri, v.documents, dim, v.created, towers) for v in listed
+        )
+
+    def version_of(self, index: str) -> Version:
+        """The current version of an index's pair; ConfigError where it lacks writes, or there is none."""
+        pair = {each.index: each for each in self.pairs.read()}.get(index)
+        if pair is None:
+            raise ConfigError(
+                f"{self.folder} takes no writes for {index}: `scalingnote migrate --to MODEL` adds a model "
+                "where serve.live.keep_documents is set, and --finish ends the other one"
+            )
+        if not pair.filled:
+            raise ConfigError(
+                f"the delta of {index} does not have every write yet: the writer of the running service "
+                "encodes them, and its log says how many are left; try again when it has done so"
+            )
+        return self._versions(pair)[0]
 
     def activate(self, version: Version) -> tuple[Version, ...]:
-        """Make a kept version the current one; each of them has every write."""
-        kept = {each.name: each for each in self.read()}.get(version.name)
+        """Make a kept version the current one; each of them has every write.
+
+        ConfigError where an arm would search the index of another model.
+        """
+        served = self.read()
+        kept = {each.name: each for each in served}.get(version.name)
         if kept is None or kept.uri != version.uri:
             raise SearchError(
                 f"{version.uri} is no version of this live index, which changes only to versions that its "
-                "compaction wrote: to serve another index, start an application of it with a live folder of "
-                "its own"
+                "compaction wrote, or whose writes `scalingnote migrate` has prepared: to serve another "
+                "index, start an application of it with a live folder of its own"
             )
+        folder, number = self.pairs.place(kept.name) if self.delta else (self.folder, int(kept.name))
         # Of a large index the searchers have just read all files, each its own.
-        live_versions.activate(self.folder, int(kept.name), checked=self.delta)
+        live_versions.activate(folder, number, checked=self.delta)
+        if kept.towers != served[0].towers:
+            _require_no_own_towers(kept, self.own_towers)
+            (index,) = (each.index for each in self.pairs.read() if self.pairs.folder(each) == folder)
+            self.pairs.activate(index)
         return self.read()
 
     def names_to_keep(self, version: Version) -> set[str]:
@@ -200,6 +256,15 @@ class LiveCatalog:
         if not others:
             raise SearchError("no other version is kept: there is nothing to roll back to")
         return others[0]
+
+
+def _require_no_own_towers(version: Version, arms: Sequence[str]) -> None:
+    """ConfigError where arms would search the index of another model than their towers'."""
+    if arms:
+        raise ConfigError(
+            f"index {version.name} is of another model than the query towers of the arms "
+            f"{', '.join(arms)} of serve.split: end the experiment first"
+        )
 
 
 # --- a gateway's view -------------------------------------------------------------------------------------
@@ -247,7 +312,7 @@ class Versions:
         self.documents = DocumentStores(searchers)
         self.deltas: Deltas | None = None
         if isinstance(catalog, LiveCatalog) and catalog.delta:
-            self.deltas = Deltas(catalog.folder, group=len(self._searchers))
+            self.deltas = Deltas(catalog.pairs, group=len(self._searchers))
 
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""

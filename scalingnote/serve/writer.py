@@ -3,106 +3,198 @@
     documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (one process) ─► log ─► acknowledged
                                                                    searchers follow the log ◄─┘
 
-:class:`DocumentWrites` is the gateway's side, the other two are deployments.
+:class:`DocumentWrites` is the gateway's side, the other two are deployments, the first in
+:mod:`scalingnote.serve.document_encoder`. While there are two pairs of a
+model and its index (:mod:`scalingnote.serve.live_pairs`), both take each write.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from scalingnote.datasets.passages import PassageSplitter
 from scalingnote.index.config import LiveConfig
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.run.ingest import DocumentFlow, IndexRows, index_rows
+from scalingnote.run.ingest import IndexRows
 from scalingnote.run.service_config import ENCODING_DEADLINE_S
 from scalingnote.serve import messages
 from scalingnote.serve.access import conflict, unavailable
-from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, gather_in_time
+from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, for_reading, gather_in_time
 from scalingnote.serve.deployed import Deployed
-from scalingnote.serve.towers import HEALTH_TEXT, Location, require_finite
+from scalingnote.serve.live_pairs import LivePairs
+from scalingnote.serve.pair_filler import PairFiller, document_id, rows_without, write_beside, write_rows
+from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.versions import Versions
 from scalingnote.serve.worker_thread import WorkerThread
-from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import open_artifact
 
-
-@dataclass(frozen=True)
-class DocumentPathParts:
-    """The artifacts that turn a document into an index row, for replicas to load."""
-
-    towers: Location
-    semantic_ids: Location
-    embeddings: Location
-    dataset: Location
-    snippet_chars: int
-
-
-class DocumentEncoder:
-    """Encodes documents by the document tower, the codebooks and the fusion networks of a run."""
-
-    def __init__(self, parts: DocumentPathParts) -> None:
-        locations = (parts.towers, parts.semantic_ids, parts.embeddings, parts.dataset)
-        towers, semantic_ids, embeddings, dataset = (open_artifact(uri, kind=kind) for uri, kind in locations)
-        self._flow = DocumentFlow.load(towers, semantic_ids, embeddings)
-        first = dataset.file(dataset.table_parts("documents")[0])
-        self._schema = pq.read_schema(fs.open_input(first))
-        self._splitter = PassageSplitter.of(dataset)
-        self._snippet_chars = parts.snippet_chars
-        self._thread = WorkerThread("documents")
-
-    async def encode(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
-        """Rows for the writer, and the documents that were rejected."""
-        return await self._thread.run(lambda: self._rows(documents))
-
-    async def check_health(self) -> None:
-        """Ray Serve's question: an error where a document cannot be encoded, or where the thread hangs."""
-        document = {"doc_id": "health", "title": HEALTH_TEXT, "topic": "", "content": HEALTH_TEXT}
-        await self._thread.check(lambda: require_finite(self._rows([document]).vectors))
-
-    def _rows(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
-        return index_rows(
-            documents,
-            self._flow,
-            schema=self._schema,
-            snippet_chars=self._snippet_chars,
-            splitter=self._splitter,
-        )
+FILL_AGAIN_S = 5.0  # after an error
+Outcome = tuple[int, list[dict[str, str]]]  # documents written, and rejected rows
+log = get_logger()
 
 
 class Writer:
-    """The one process that writes to a live index; the claim on the logs refuses a second one."""
+    """The one process that writes to a live index; the claim on the logs refuses a second one.
 
-    def __init__(self, folder: str, index: str, config: LiveConfig, delta: bool = False) -> None:
-        self._index = LiveIndex(folder, index, delta=delta, config=config)
+    Where the folder has two pairs, each write goes to both before it is acknowledged, and a pair that was
+    added is given what was written before (:mod:`scalingnote.serve.pair_filler`).
+
+    Args:
+        pairs: of the folder; without a delta the first one alone.
+        config: of the index.
+        delta: whether what is written lies beside the index.
+        encoder: the DocumentEncoder, for a pair that is added; None: none can be filled.
+    """
+
+    def __init__(
+        self, pairs: LivePairs, config: LiveConfig, delta: bool = False, encoder: Handle | None = None
+    ) -> None:
+        self._pairs, self._config, self._delta = pairs, config, delta
+        self._encoder = None if encoder is None else for_reading(encoder)
         self._checks = WorkerThread("health")
+        self._order = threading.Lock()  # held by a write where there are two pairs: both get one order
+        self._alone = threading.Condition()
+        self._running = 0  # writes, where there is one pair
+        self._indexes: dict[str, LiveIndex] = {}  # by the URI of the built one, that of the active pair first
+        self._fillers: dict[str, PairFiller] = {}  # of the pairs that are not filled, by the same
+        self._filling: asyncio.Task[None] | None = None
+        self._open_pairs()
 
-    async def upsert(self, rows: IndexRows) -> tuple[int, list[dict[str, str]]]:
-        """Number of documents written, and the rejected ones; durable when it returns."""
-        written = await asyncio.to_thread(self._index.upsert, rows.documents, rows.vectors)
-        rejected = [row for shard in written.values() for row in shard.rejected]
-        count = sum(shard.rows for shard in written.values())
-        if self._index.layout.passages:
-            count = len(rows.documents["document_id"].unique())
-        return count, [*rows.rejected, *rejected]
+    async def upsert(self, rows: Mapping[str, IndexRows]) -> Outcome | tuple[()]:
+        """Write documents; durable in every pair when it returns.
+
+        Args:
+            rows: of each pair, by its index.
+
+        Returns:
+            Number of documents written, and the rejected ones. Nothing where a pair was added since they were
+            encoded: none was written, encode them again.
+        """
+        return await asyncio.to_thread(self._upsert, rows)
+
+    def _upsert(self, rows: Mapping[str, IndexRows]) -> Outcome | tuple[()]:
+        with self._turn():
+            if not self._indexes.keys() <= rows.keys():
+                return ()
+            (first, *others) = self._indexes
+            index, own = self._indexes[first], rows[first]
+            rejected, written = write_rows(index, own)
+            for uri in others:
+                given = rows_without(rows[uri], {document_id(row["row"], index) for row in rejected})
+                filled = write_beside(self._indexes[uri], given)
+                if uri in self._fillers:
+                    self._fillers[uri].note(filled)
+        return (len(own.documents["document_id"].unique()) if index.layout.passages else written), rejected
 
     async def delete(self, doc_ids: Sequence[str]) -> int:
-        """Number of ids deleted; durable when it returns."""
-        written = await asyncio.to_thread(self._index.delete, list(doc_ids))
-        if self._index.layout.passages:
-            return len({*doc_ids})
-        return sum(shard.rows for shard in written.values())
+        """Number of ids deleted; durable in every pair when it returns."""
+        return await asyncio.to_thread(self._delete, doc_ids)
+
+    def _delete(self, doc_ids: Sequence[str]) -> int:
+        with self._turn():
+            (first, *others) = self._indexes
+            index = self._indexes[first]
+            written = index.delete(list(doc_ids))
+            for uri in others:
+                self._indexes[uri].delete(list(doc_ids))
+                if uri in self._fillers:
+                    self._fillers[uri].note(doc_ids)
+        return len({*doc_ids}) if index.layout.passages else sum(shard.rows for shard in written.values())
 
     async def compact(self) -> None:
-        """Write the next version of the index, where there were writes."""
-        await asyncio.to_thread(self._index.compact)
+        """Write the next version of the active index, where there were writes."""
+        await self.follow_pairs()
+        await asyncio.to_thread(self.active.compact)
+
+    @property
+    def active(self) -> LiveIndex:
+        """The index of the pair that answers."""
+        return next(iter(self._indexes.values()))
+
+    def close(self) -> None:
+        """Release the logs."""
+        for index in self._indexes.values():
+            index.close()
 
     async def check_health(self) -> None:
-        """Ray Serve's question: an error where the logs are not this process's, or cannot be reached."""
-        await self._checks.check(self._index.require_claim)
+        """Ray Serve's question: an error where the logs are not this process's, or cannot be reached.
+
+        A pair that was added is looked for, too: its filling does not wait for a write.
+        """
+
+        def check() -> None:
+            for index in [*self._indexes.values()]:
+                index.require_claim()
+
+        await self._checks.check(check)
+        await self.follow_pairs()
+
+    async def follow_pairs(self) -> None:
+        """Take note of a change of the pairs, and fill one that was added in the background."""
+        if self._has_other_pairs():
+            await asyncio.to_thread(self._open_in_turn)
+        if self._fillers and self._encoder is not None and (self._filling is None or self._filling.done()):
+            self._filling = asyncio.create_task(self._fill(self._encoder))
+
+    async def _fill(self, encoder: Handle) -> None:
+        for uri, filler in [*self._fillers.items()]:
+            try:
+                await filler.run(encoder, uri)
+            except Exception:
+                log.exception("filling the delta of %s failed; it is tried again", uri)
+                await asyncio.sleep(FILL_AGAIN_S)
+            else:
+                self._fillers.pop(uri, None)
+                await asyncio.to_thread(self._pairs.set_filled, uri)
+
+    def _has_other_pairs(self) -> bool:
+        return self._delta and self._pairs.changed_at() != self._read_at
+
+    def _open_in_turn(self) -> None:
+        with self._turn():
+            pass
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One write: beside others while there is one pair, alone else."""
+        with self._order:
+            if self._has_other_pairs():
+                with self._alone:
+                    self._alone.wait_for(lambda: not self._running)
+                self._open_pairs()
+            if len(self._indexes) > 1:
+                yield
+                return
+            with self._alone:
+                self._running += 1
+        try:
+            yield
+        finally:
+            with self._alone:
+                self._running -= 1
+                self._alone.notify_all()
+
+    def _open_pairs(self) -> None:
+        """Open the indexes of all pairs that are not open, and close those of pairs that ended."""
+        read_at = self._pairs.changed_at()
+        listed = self._pairs.read() if self._delta else (self._pairs.first,)
+        opened, folders = self._indexes, {pair.index: self._pairs.folder(pair) for pair in listed}
+        for uri in opened.keys() - folders.keys():
+            self._fillers.pop(uri, None)
+            opened[uri].close()
+        self._indexes = {
+            uri: opened[uri]
+            if uri in opened
+            else LiveIndex(folder, uri, delta=self._delta, config=self._config)
+            for uri, folder in folders.items()
+        }
+        for pair in listed[1:]:
+            if not pair.filled and pair.index not in self._fillers:
+                active = self._pairs.folder(listed[0])
+                self._fillers[pair.index] = PairFiller(self._indexes[pair.index], active, self._order)
+        self._read_at = read_at
 
 
 class DocumentWrites:
@@ -126,17 +218,21 @@ class DocumentWrites:
         messages.check_batch(request.documents, "documents")
         documents, rejected = _validate(request.documents)
         assert self._encoder is not None  # deployed with the writer
-        encoding = [self._encoder.encode.remote(documents)]
-        (rows,) = await gather_in_time(encoding, deadline_s=timer.left_s())
-        if rows is None:
-            raise unavailable("the documents were not encoded, nothing was written: try again")
-        written, rejected_rows = await self._acknowledge(writer.upsert.remote(rows), timer)
+        acknowledged: Outcome | tuple[()] = ()
+        while not acknowledged:  # again with the rows of a pair that was added meanwhile
+            encoding = [self._encoder.encode.remote(documents)]
+            (rows,) = await gather_in_time(encoding, deadline_s=timer.left_s())
+            if rows is None:
+                raise unavailable("the documents were not encoded, nothing was written: try again")
+            acknowledged = await self._acknowledge(writer.upsert.remote(rows), timer)
+            cost = next(iter(rows.values())).cost
+        written, rejected_rows = acknowledged
         rejected += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected_rows]
         return messages.Written(
             written=written,
             rejected=rejected,
-            cut_texts=rows.cost.cut_texts,
-            lost_tokens=rows.cost.lost_tokens,
+            cut_texts=cost.cut_texts,
+            lost_tokens=cost.lost_tokens,
         )
 
     async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:

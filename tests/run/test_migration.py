@@ -21,6 +21,7 @@ from scalingnote.encode import documents
 from scalingnote.evaluate import pair_comparison
 from scalingnote.run import migration, pipeline
 from scalingnote.run.migration import Migration
+from scalingnote.run.service_config import LiveServe, ServeConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import open_artifact
 from two_models import WIDTH, indexed_run
@@ -212,8 +213,12 @@ def test_what_cannot_be_migrated_is_refused_before_work(run, tmp_path):
     assert before.adopt is not None
     with pytest.raises(ConfigError, match="there is nothing to migrate"):
         migration.begin(run_dir, before.adopt.path)
-    with pytest.raises(ConfigError, match=r"serve\.live takes writes that the data set does not hold"):
+    with pytest.raises(ConfigError, match=r"serve\.live is another one"):
         migration.begin(run_dir, other, [f"serve.live.folder={tmp_path}/live"])
+    live = LiveServe(folder=str(tmp_path / "live"), delta=True)
+    pipeline.make_current(before.model_copy(update={"serve": ServeConfig(live=live)}))
+    with pytest.raises(ConfigError, match=r"serve\.live takes writes that the data set does not hold"):
+        migration.begin(run_dir, other)
     with pytest.raises(ConfigError, match="no other model was compared in"):
         migration.read(run_dir)
 

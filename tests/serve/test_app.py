@@ -26,8 +26,8 @@ from scalingnote.run.service_config import (
 from scalingnote.serve import app, artifacts, launch
 from scalingnote.serve.artifacts import ServedArtifacts
 from scalingnote.serve.deployed import Deployed
+from scalingnote.serve.live_pairs import DocumentPathParts
 from scalingnote.serve.versions import LiveCatalog
-from scalingnote.serve.writer import DocumentPathParts
 
 ROOT = Path(app.__file__).parents[2]
 

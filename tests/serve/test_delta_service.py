@@ -36,7 +36,10 @@ Truth = dict[str, np.ndarray]
 class NumberedTexts:
     """In place of a document encoder: the text of a document is the number of its vector in NEW."""
 
-    async def encode(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
+    def __init__(self, index: str) -> None:
+        self._index = index
+
+    async def encode(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, IndexRows]:
         columns = {
             "doc_id": [row["doc_id"] for row in documents],
             "title": [f"written {row['content']}" for row in documents],
@@ -46,7 +49,7 @@ class NumberedTexts:
         }
         found = NEW[[int(row["content"]) for row in documents]]
         cost = Cost(cut_texts=len(documents), lost_tokens=7)
-        return IndexRows(pa.table(columns, schema=SHARD_DOCUMENTS), found, [], cost)
+        return {self._index: IndexRows(pa.table(columns, schema=SHARD_DOCUMENTS), found, [], cost)}
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def opened(index: Artifact, query_tower: Artifact, folder: str) -> tuple[Client,
     live = LiveServe(folder=folder, delta=True)
     config = ServeConfig(deadline_s=60, live=live)
     searchers = [LocalHandle(IndexSearcher(catalog, shards=[group], mapped=group == 1)) for group in range(2)]
-    writer = Writer(folder, index.uri, live, True)
+    writer = Writer(catalog.pairs, live, True)
     arms = [
         ServedArm("default", LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student")))), "", False)
     ]
@@ -75,7 +78,7 @@ def opened(index: Artifact, query_tower: Artifact, folder: str) -> tuple[Client,
             arms,
             catalog,
             searchers,
-            document_encoder=LocalHandle(NumberedTexts()),
+            document_encoder=LocalHandle(NumberedTexts(index.uri)),
             writer=LocalHandle(writer),
         ),
         config,
@@ -88,7 +91,7 @@ def served(index: Artifact, query_tower: Artifact, folder: str) -> Iterator[tupl
     found = opened(index, query_tower, folder)
     yield found
     found[0].close()
-    found[1]._index.close()
+    found[1].close()
 
 
 def write(client: Client, truth: Truth, numbers: Mapping[str, int], *, topic: str = "new") -> None:
@@ -156,13 +159,13 @@ def test_a_fold_and_a_rollback_change_no_answer_and_a_restart_replays_the_log(
     delete(client, truth, ["d1", "d2"])
     assert client("POST", "/admin/index/compact").status_code == 200
     agree(client, truth, version="1")
-    assert len(writer._index) == 0
+    assert len(writer.active) == 0
     write(client, truth, {"d1": 100, "d14": 101})
     delete(client, truth, ["d7"])
     agree(client, truth, version="1")
     assert client("POST", "/admin/index/roll_back").status_code == 200
     agree(client, truth, version="0")
-    writer._index.close()
+    writer.close()
     again, second, _ = opened(index, query_tower, folder)
     agree(again, truth, version="0")
     write(again, truth, {"d2": 102})
@@ -170,7 +173,7 @@ def test_a_fold_and_a_rollback_change_no_answer_and_a_restart_replays_the_log(
     agree(client, truth, version="0")
     agree(again, truth, version="0")
     again.close()
-    second._index.close()
+    second.close()
 
 
 def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index: Artifact, tmp_path: Path) -> None:

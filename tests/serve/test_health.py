@@ -17,6 +17,7 @@ from scalingnote.serve import app, worker_thread
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
 from scalingnote.serve.index_searcher import IndexSearcher
+from scalingnote.serve.live_pairs import LivePair, LivePairs
 from scalingnote.serve.versions import Catalog, Version
 from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.serve.writer import Writer
@@ -182,7 +183,7 @@ def test_a_cross_encoder_scores_a_pair(monkeypatch):
 
 
 def test_a_writer_without_its_claim_is_ill(index: Artifact, tmp_path: Path):
-    writer = Writer(f"{tmp_path}/live", index.uri, LiveConfig())
+    writer = Writer(LivePairs(f"{tmp_path}/live", LivePair(index.uri)), LiveConfig())
     asyncio.run(writer.check_health())
     lock = next((tmp_path / "live").rglob("lock"))
     lock.unlink()
@@ -191,7 +192,7 @@ def test_a_writer_without_its_claim_is_ill(index: Artifact, tmp_path: Path):
     lock.touch()
     with pytest.raises(ArtifactError, match="lock was replaced"):
         asyncio.run(writer.check_health())
-    writer._index.close()
+    writer.close()
 
 
 def test_a_gateway_is_as_well_as_what_it_runs_itself(

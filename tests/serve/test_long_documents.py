@@ -36,6 +36,7 @@ from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.index_searcher import IndexSearcher
+from scalingnote.serve.live_pairs import LivePair, LivePairs
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.versions import Catalog, LiveCatalog, Version
@@ -277,7 +278,7 @@ def test_a_service_with_a_delta_shows_whole_documents(built, flow, query_path, t
     searchers = [LocalHandle(IndexSearcher(catalog, shards=shards)) for shards in ((0, 1), (2,))]
     tower = QueryPathParts((built["dual_encoder"].uri, "dual_encoder"))
     arms = [ServedArm("default", LocalHandle(ArmEncoder(tower)), "torch", False)]
-    writer = Writer(folder, uri, LiveConfig(), True)
+    writer = Writer(catalog.pairs, LiveConfig(), True)
     texts = {row["doc_id"]: row["content"] for row in documents()}
     shorter = {f"d{n}": f"Nothing but number {n}." for n in range(0, 12, 2)}
     rows = [{"doc_id": i, "title": "", "topic": "new", "content": text} for i, text in shorter.items()]
@@ -287,7 +288,7 @@ def test_a_service_with_a_delta_shows_whole_documents(built, flow, query_path, t
         config = ServeConfig(live=LiveServe(folder=folder, delta=True), deadline_s=60)
         service = Service(Deployed(arms, catalog, searchers, writer=LocalHandle(writer)), config)
         await service.versions.start()
-        await writer.upsert(rows_of(built, flow, rows))
+        await writer.upsert({uri: rows_of(built, flow, rows)})
         await service.writes.delete(["d1", "d2"])
         left = {name: text for name, text in (texts | shorter).items() if name not in ("d1", "d2")}
         request = messages.SearchRequest(vector=query.embedding[0].tolist(), k=12)
@@ -306,18 +307,19 @@ def test_a_service_with_a_delta_shows_whole_documents(built, flow, query_path, t
         assert missing.value.status == 404
 
     asyncio.run(asked())
-    writer._index.close()
+    writer.close()
 
 
 def test_the_writer_counts_documents(built, flow, tmp_path):
     rows = [{"doc_id": f"new{n}", "title": "", "topic": "odd", "content": content_of(n)} for n in range(2)]
     ready = rows_of(built, flow, rows)
-    writer = Writer(str(tmp_path / "live"), built["index"].uri, LiveConfig())
-    assert asyncio.run(writer.upsert(ready)) == (2, [])
+    uri = built["index"].uri
+    writer = Writer(LivePairs(str(tmp_path / "live"), LivePair(uri)), LiveConfig())
+    assert asyncio.run(writer.upsert({uri: ready})) == (2, [])
     assert asyncio.run(writer.delete(["new0", "new1", "d0"])) == 3
-    assert len(writer._index._passages(["new0", "new1", "d0", "d1"])) > 4
-    assert not writer._index._passages(["new0", "new1", "d0"])
-    writer._index.close()
+    assert len(writer.active._passages(["new0", "new1", "d0", "d1"])) > 4
+    assert not writer.active._passages(["new0", "new1", "d0"])
+    writer.close()
 
 
 @pytest.fixture

@@ -62,12 +62,12 @@ OPERATIONS = [
 class Writer:
     """Takes all that comes so far."""
 
-    async def encode(self, documents: list[dict[str, Any]]) -> IndexRows:
+    async def encode(self, documents: list[dict[str, Any]]) -> dict[str, IndexRows]:
         rows = pa.table({"doc_id": [row["doc_id"] for row in documents]})
-        return IndexRows(rows, np.zeros((len(rows), DIM), np.float32), [])
+        return {"": IndexRows(rows, np.zeros((len(rows), DIM), np.float32), [])}
 
-    async def upsert(self, rows: IndexRows) -> tuple[int, list[dict[str, str]]]:
-        return len(rows.documents), []
+    async def upsert(self, rows: dict[str, IndexRows]) -> tuple[int, list[dict[str, str]]]:
+        return len(rows[""].documents), []
 
     async def delete(self, doc_ids: list[str]) -> int:
         return len(doc_ids)

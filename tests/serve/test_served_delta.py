@@ -23,8 +23,8 @@ from scalingnote.run.ingest import IndexRows
 from scalingnote.run.service_config import AppArgs, LiveServe
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import app, artifacts, launch
+from scalingnote.serve.live_pairs import DocumentPathParts, LivePairs
 from scalingnote.serve.versions import LiveCatalog
-from scalingnote.serve.writer import DocumentPathParts
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
@@ -38,13 +38,14 @@ def numbered_texts() -> Any:
     known, schema = NEW, SHARD_DOCUMENTS
 
     class NumberedTexts:
-        def __init__(self, _: Any) -> None:
-            pass
+        def __init__(self, pairs: LivePairs, _: bool) -> None:
+            self._index = pairs.first.index
 
-        async def encode(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
+        async def encode(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, IndexRows]:
             texts = {name: [row["content"] for row in documents] for name in schema.names[1:]}
             rows = pa.table({"doc_id": [row["doc_id"] for row in documents], **texts}, schema=schema)
-            return IndexRows(rows, known[[int(row["content"]) for row in documents]], [])
+            found = known[[int(row["content"]) for row in documents]]
+            return {self._index: IndexRows(rows, found, [])}
 
     return NumberedTexts
 

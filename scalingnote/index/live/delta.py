@@ -18,9 +18,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.ipc
 
+from scalingnote.core.errors import ConfigError
 from scalingnote.index import ivf, postings, shard
 from scalingnote.index.live import versions, wal
-from scalingnote.index.live.live_state import decode_write
+from scalingnote.index.live.live_state import Delete, Upsert, decode_write
 from scalingnote.index.live.versions import OpenVersion
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
@@ -70,3 +71,25 @@ def overridden(
     for record in wal.read(log, after=after, until=until):
         doc_ids = decode_write(record.payload).doc_ids
         yield record.sequence, [*dict.fromkeys(map(document_of, doc_ids))] if passages else doc_ids
+
+
+def kept_writes(log: str | Path, *, until: int | None = None) -> Iterator[tuple[int, Upsert | Delete]]:
+    """All records of a delta's log, in order, each upsert with the documents whole.
+
+    ConfigError where one was written without them, or the log was not kept from its first record on.
+    """
+    if not wal.holds(log, after=0):
+        raise ConfigError(_not_kept(log, 1))
+    for record in wal.read(log, until=until):
+        write = decode_write(record.payload)
+        if isinstance(write, Upsert) and write.sources is None:
+            raise ConfigError(_not_kept(log, record.sequence))
+        yield record.sequence, write
+
+
+def _not_kept(log: str | Path, record: int) -> str:
+    return (
+        f"record {record} of {log} has no whole documents for another model to encode: it was written "
+        "without serve.live.keep_documents. Name a new folder, set it there, and send the documents again, "
+        "or write them to the data set's files and run again"
+    )

@@ -134,7 +134,12 @@ class LiveShard:
         return self._state.snapshot
 
     def upsert(
-        self, documents: pa.Table, vectors: Shaped[ndarray, "..."], *, rows: Sequence[int] | None = None
+        self,
+        documents: pa.Table,
+        vectors: Shaped[ndarray, "..."],
+        *,
+        rows: Sequence[int] | None = None,
+        sources: pa.Table | None = None,
     ) -> WriteResult:
         """Write documents, replacing those with equal doc_ids; durable on return.
 
@@ -146,6 +151,7 @@ class LiveShard:
                 storage.schema.SPARSE, or none; other columns are ignored.
             vectors: one per document; scaled to unit length in an index that compares by cosine.
             rows: numbers that name rejected rows without a doc_id; None: their positions.
+            sources: the documents whole, which the log keeps with them.
 
         Raises:
             DataError: columns or vectors have another type or shape than the index.
@@ -158,6 +164,7 @@ class LiveShard:
             strongest=self._strongest,
             rows=rows,
             similarity=self._similarity,
+            sources=sources,
         )
         return WriteResult(self._write(write), write.documents.num_rows, rejected)
 
@@ -327,7 +334,7 @@ class LiveIndex:
         _with_current(folder, partial(self._open, follow=follow))
 
     def _open(self, version: LiveVersion, *, follow: bool) -> None:
-        opened, needed = OpenVersion(version, self._empty), versions.read_register(self.folder).unneeded_until
+        opened, needed = OpenVersion(version, self._empty), self._unneeded_until()
         with ExitStack() as on_failure:
             self.shards: list[LiveShard] = []
             for number, after in enumerate(opened.included):
@@ -349,6 +356,11 @@ class LiveIndex:
             on_failure.pop_all()
         self._version, self.layout = version, opened.layout
 
+    def _unneeded_until(self) -> list[int]:
+        """Of each log the last record that may be dropped."""
+        found = versions.read_register(self.folder).unneeded_until
+        return [0] * len(found) if self._config.keep_documents else found
+
     def __len__(self) -> int:
         """Number of documents."""
         return sum(len(each) for each in self.shards)
@@ -362,9 +374,12 @@ class LiveIndex:
         """All shards as of now; a batch of writes may show in one shard before another."""
         return [each.snapshot for each in self.shards]
 
-    def upsert(self, documents: pa.Table, vectors: Shaped[ndarray, "..."]) -> dict[int, WriteResult]:
+    def upsert(
+        self, documents: pa.Table, vectors: Shaped[ndarray, "..."], sources: pa.Table | None = None
+    ) -> dict[int, WriteResult]:
         """Write each document to its owner; outcomes by shard. See :meth:`LiveShard.upsert`.
 
+        `sources` are the documents whole: kept in the log where the settings say so.
         Of an index of passages, `documents` has all passages of each document. Those of its earlier version
         that are not among them are deleted next: when this returns, none is left. After a crash in between,
         some are, until the write, which was not acknowledged, is sent again.
@@ -374,10 +389,13 @@ class LiveIndex:
                 f"{len(documents)} documents and {len(vectors)} vectors, doc_id a column: pass these"
             )
         doc_ids = documents["doc_id"].cast(pa.string()).fill_null("").to_pylist()
+        kept = sources if self._config.keep_documents else None
 
         def write(number: int, rows: Sequence[int]) -> WriteResult:
             own = np.array(rows)
-            return self.shards[number].upsert(take_rows(documents, own), vectors[own], rows=rows)
+            return self.shards[number].upsert(
+                take_rows(documents, own), vectors[own], rows=rows, sources=kept
+            )
 
         if not self.layout.passages:
             return self._route(doc_ids, write)
@@ -454,7 +472,7 @@ class LiveIndex:
             return self._version.number != before.number
 
     def _switch(self, version: LiveVersion) -> None:
-        opened, needed = OpenVersion(version, self._empty), versions.read_register(self.folder).unneeded_until
+        opened, needed = OpenVersion(version, self._empty), self._unneeded_until()
         for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
             each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
         self._version, self.layout = version, opened.layout

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import faiss
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.ipc
 from jaxtyping import Bool, Float, Integer, Shaped
 from numpy import ndarray
@@ -49,6 +50,7 @@ class Upsert:
     documents: pa.RecordBatch
     vectors: Float[ndarray, "rows dim"]
     terms: pa.RecordBatch | None = None  # as storage.schema.SPARSE; None where the index holds no terms
+    sources: pa.RecordBatch | None = None  # the documents whole, as they were sent; None: they are not kept
 
     @property
     def doc_ids(self) -> list[str]:
@@ -81,6 +83,7 @@ def checked_upsert(
     strongest: int | None,
     rows: Sequence[int] | None,
     similarity: Similarity = "cosine",
+    sources: pa.Table | None = None,
 ) -> tuple[Upsert, list[dict[str, str]]]:
     """Separate the rows that can be written from those to reject; of rows with equal doc_ids the last counts.
 
@@ -92,6 +95,7 @@ def checked_upsert(
         strongest: terms kept per document; None: all.
         rows: numbers that name rejected rows without a doc_id; None: their positions.
         similarity: of the index; by cosine, vectors are scaled to length 1.
+        sources: the documents whole, to be kept; in any order, also of rows that are rejected.
 
     Returns:
         The write, and the rejected rows as in storage.schema.REJECTED.
@@ -122,7 +126,11 @@ def checked_upsert(
     searched = wide[kept] / lengths[kept, None] if similarity == "cosine" else wide[kept]
     places = pa.array(kept, pa.int64())
     strong = None if terms is None else _single_batch(_strongest(terms.take(places), strongest))
-    return Upsert(_single_batch(table.take(places)), searched.astype(np.float32), strong), rejected
+    written, own = table.take(places), None
+    if sources is not None:
+        ids = written["document_id" if "document_id" in written.column_names else "doc_id"]
+        own = _single_batch(sources.filter(pc.is_in(sources["doc_id"], value_set=ids)))
+    return Upsert(_single_batch(written), searched.astype(np.float32), strong, own), rejected
 
 
 def checked_delete(doc_ids: Sequence[str]) -> Delete:
@@ -134,7 +142,7 @@ def checked_delete(doc_ids: Sequence[str]) -> Delete:
 
 
 def encode_write(write: Upsert | Delete) -> bytes:
-    """Payload of a log record: one Arrow table."""
+    """A log record's payload: an Arrow stream of index rows, and one of whole documents if they are kept."""
     if isinstance(write, Upsert):
         batch = write.documents.append_column(VECTOR, to_arrow(write.vectors))
         if write.terms is not None:
@@ -142,20 +150,32 @@ def encode_write(write: Upsert | Delete) -> bytes:
                 batch = batch.append_column(name, write.terms.column(name))
     else:
         batch = pa.record_batch({"doc_id": pa.array(write.doc_ids, pa.string())})
+    sources = write.sources if isinstance(write, Upsert) else None
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+    for each in (batch,) if sources is None else (batch, sources):
+        with pa.ipc.new_stream(sink, each.schema) as writer:
+            writer.write_batch(each)
     return bytes(sink.getvalue().to_pybytes())
 
 
 def decode_write(payload: bytes) -> Upsert | Delete:
     """The inverse of :func:`encode_write`."""
-    batch = pa.ipc.open_stream(payload).read_next_batch()
+    stored = pa.BufferReader(payload)
+    batch = _read_batch(stored)
     if VECTOR not in batch.schema.names:
         return Delete(batch.column("doc_id").to_pylist())
     sparse = SPARSE.names if batch.schema.names[-2:] == SPARSE.names else []
     documents = batch.drop_columns([VECTOR, *sparse])
-    return Upsert(documents, to_numpy(batch.column(VECTOR)), batch.select(sparse) if sparse else None)
+    terms = batch.select(sparse) if sparse else None
+    sources = _read_batch(stored) if stored.tell() < stored.size() else None
+    return Upsert(documents, to_numpy(batch.column(VECTOR)), terms, sources)
+
+
+def _read_batch(stored: pa.BufferReader) -> pa.RecordBatch:
+    """The only batch of the stream that begins here; `stored` is at its end then."""
+    with pa.ipc.open_stream(stored) as stream:
+        (batch,) = stream
+    return batch
 
 
 def _terms_of(documents: pa.Table) -> pa.Table:

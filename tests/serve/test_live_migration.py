@@ -1,0 +1,311 @@
+"""A change of the model while documents are written: both pairs get every write, either can answer."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_here import Client
+
+from in_process import without_ray
+from scalingnote.cli.main import main
+from scalingnote.core.errors import ConfigError
+from scalingnote.index.live import versions as live_versions
+from scalingnote.run import migration, pipeline
+from scalingnote.run.config import RunConfig
+from scalingnote.run.service_config import AppArgs, LiveServe, ServeConfig
+from scalingnote.serve import api, app, artifacts, cut_over
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.deployed import Deployed
+from scalingnote.serve.document_encoder import DocumentEncoder
+from scalingnote.serve.live_pairs import LivePair, LivePairs
+from scalingnote.serve.pair_filler import PairFiller
+from scalingnote.serve.service import Service
+from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve.writer import Writer
+from two_models import indexed_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose other model is built and compared; nothing is written yet."""
+    run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
+    config = pipeline.load_run(str(run_dir))
+    live = LiveServe(folder=str(run_dir / "live"), delta=True, keep_documents=True)
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"live": live})})
+    pipeline.make_current(config)
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        begun = migration.begin(str(run_dir), str(other))
+        migration.build(begun)
+        migration.compare(begun)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(compared: Path) -> Iterator[str]:
+    """That run; what a test writes to it goes when it ends."""
+    kept = {path: path.read_bytes() for path in compared.glob("*.yaml")}
+    yield str(compared)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    shutil.rmtree(compared / "live", ignore_errors=True)
+
+
+@pytest.fixture
+def both(run_dir: str) -> tuple[RunConfig, RunConfig]:
+    found = migration.read(run_dir)
+    return found.before, found.after
+
+
+class Running:
+    """The service of a run in this process: gateway, document encoder, writer."""
+
+    def __init__(self, run_dir: str) -> None:
+        served = artifacts.find(AppArgs(run_dir=run_dir))
+        assert isinstance(served, artifacts.ServedArtifacts)
+        assert isinstance(served.catalog, LiveCatalog)
+        assert served.config.live is not None
+        self.catalog = served.catalog
+        pairs = replace(
+            self.catalog.pairs, first=replace(self.catalog.pairs.first, documents=served.documents)
+        )
+        self.encoder = DocumentEncoder(pairs, True)
+        handle = LocalHandle(self.encoder)
+        self.writer = Writer(pairs, served.config.live, True, handle)
+        parts = Deployed(served.arms, self.catalog, document_encoder=handle, writer=LocalHandle(self.writer))
+        searchers = [app._local_searcher(self.catalog, served.config)]
+        self.service = Service(
+            replace(app._with_encoders(parts), searchers=searchers).by_version(), served.config
+        )
+        self.client = Client(api.build(self.service, served.config))
+
+    def fill(self) -> None:
+        """What a health check begins, to its end."""
+
+        async def fill() -> None:
+            await self.writer.follow_pairs()
+            if self.writer._filling is not None:
+                await self.writer._filling
+
+        self.client.wait(fill())
+
+    def change(self) -> None:
+        """What every gateway does twice a second."""
+        self.client.wait(self.service.versions.follow())
+
+    def write(self, **texts: str) -> None:
+        rows = [
+            {"doc_id": i, "title": f"title {i}", "topic": "new", "content": text} for i, text in texts.items()
+        ]
+        answer = self.client("POST", "/documents", json={"documents": rows})
+        assert (answer.status_code, answer.json()["rejected"]) == (200, [])
+
+    def delete(self, *doc_ids: str) -> None:
+        assert self.client("POST", "/documents/delete", json={"doc_ids": doc_ids}).status_code == 200
+
+    def documents(self, doc_ids: Any) -> dict[str, str]:
+        """Of the active version the snippets of the documents that are found by their ids."""
+        answers = {doc_id: self.client("GET", f"/documents/{doc_id}") for doc_id in doc_ids}
+        return {i: answer.json()["snippet"] for i, answer in answers.items() if answer.status_code == 200}
+
+    def found(self) -> tuple[str, list[str]]:
+        """The active version, and all of its documents, by a search."""
+        nlist = self.service.versions.content(self.service.versions.active.name).layout.nlist
+        answer = self.client.search(query="bakoli menura", k=100, nprobe=nlist).json()
+        return answer["index_version"], sorted(hit["doc_id"] for hit in answer["results"])
+
+    def vectors(self, index: str, **texts: str) -> bool:
+        """Whether the delta of an index has the vectors that its own model gives documents."""
+        rows = [
+            {"doc_id": i, "title": f"title {i}", "topic": "new", "content": text} for i, text in texts.items()
+        ]
+        encoded = self.client.wait(self.encoder.encode(rows, index))[index].vectors
+        (live,) = (each for uri, each in self.writer._indexes.items() if uri == index)
+        return all(np.allclose(live.vector(i), row, atol=2e-3) for i, row in zip(texts, encoded, strict=True))
+
+    def close(self) -> None:
+        self.client.close()
+        self.writer.close()
+
+
+@pytest.fixture
+def running(run_dir: str) -> Iterator[Running]:
+    found = Running(run_dir)
+    yield found
+    found.close()
+
+
+def uris(both: tuple[RunConfig, RunConfig]) -> tuple[str, str]:
+    old, new = (pipeline.locate(config, "index").uri for config in both)
+    return old, new
+
+
+def test_both_models_get_every_write_and_either_answers(running, run_dir, both, capsys):
+    old, new = uris(both)
+    version, ids = running.found()
+    assert version == "0"
+    running.write(early="bakoli", **{ids[0]: "another text"})
+    running.delete(ids[1])
+    running.write(twice="first")
+    cut_over.add_writes(migration.read(run_dir))
+    with pytest.raises(ConfigError, match="does not have every write yet"):
+        cut_over.cut_over(run_dir, ServeConfig())
+    running.write(twice="second", meanwhile="menura")  # goes to both, before the earlier ones are filled
+    running.fill()
+    wanted = sorted({*ids, "early", "twice", "meanwhile"} - {ids[1]})
+    assert running.found() == ("0", wanted)
+    assert main(["migrate", "--run", run_dir, "--cut-over"]) == 0
+    assert f"before: 0, {old}" in capsys.readouterr().out
+    assert running.found() == ("0", wanted)
+    running.change()
+    name = f"{running.catalog.pairs.read()[0].mark}-0"
+    assert running.found() == (name, wanted)
+    texts = {"early": "bakoli", "twice": "second", "meanwhile": "menura", ids[0]: "another text"}
+    assert running.documents([*texts, ids[1]]) == texts
+    assert running.vectors(new, **texts)
+    assert running.vectors(old, **texts)
+
+    running.write(late="tavezo", twice="third")
+    running.delete("early", ids[2])
+    assert main(["migrate", "--run", run_dir, "--roll-back"]) == 0
+    running.change()
+    version, found = running.found()
+    assert (version, found) == ("0", sorted({*wanted, "late"} - {"early", ids[2]}))
+    assert running.documents(["late", "twice", "early"]) == {"late": "tavezo", "twice": "third"}
+
+
+def test_a_version_of_the_new_model_folds_and_starts_again(running, run_dir, both, capsys):
+    running.write(early="bakoli")
+    cut_over.add_writes(migration.read(run_dir))
+    running.fill()
+    cut_over.cut_over(run_dir, ServeConfig())
+    running.change()
+    assert running.client("POST", "/admin/index/compact").status_code == 200
+    mark = running.catalog.pairs.read()[0].mark
+    version, found = running.found()
+    assert version == f"{mark}-1"
+    assert main(["migrate", "--run", run_dir, "--finish"]) == 0
+    assert f"no longer needed: {run_dir}/live" in capsys.readouterr().out
+    running.write(late="tavezo")
+    assert [*running.writer._indexes] == [uris(both)[1]]
+    with pytest.raises(ConfigError, match="takes no writes"):
+        cut_over.roll_back(run_dir, ServeConfig())
+    with pytest.raises(ConfigError, match="nothing to finish"):
+        cut_over.finish(run_dir, ServeConfig())
+    running.writer.close()
+    again = Running(run_dir)
+    try:
+        assert again.found() == (f"{mark}-1", sorted([*found, "late"]))
+    finally:
+        again.close()
+
+
+def test_filling_goes_on_where_it_ended(running, run_dir, both, monkeypatch):
+    texts = {f"w{n}": f"text number {n}" for n in range(150)}
+    running.write(**texts)
+    running.write(w3="changed")
+    running.delete("w4")
+    cut_over.add_writes(migration.read(run_dir))
+    encode, encoded, left = DocumentEncoder.encode, list[str](), [1]
+
+    async def encode_some(self: DocumentEncoder, documents: Any, only: str | None = None) -> Any:
+        if only is not None and not left.pop():
+            raise OSError("a replica died")
+        if only is not None:
+            left.append(0 if len(left) == 0 and len(encoded) == 0 else 1)
+            encoded.extend(row["doc_id"] for row in documents)
+        return await encode(self, documents, only)
+
+    monkeypatch.setattr(DocumentEncoder, "encode", encode_some)
+    monkeypatch.setattr("scalingnote.serve.writer.FILL_AGAIN_S", 0.0)
+    running.fill()
+    first = len(encoded)
+    assert 0 < first < 149
+    assert not running.catalog.pairs.read()[1].filled
+    left[:] = [1]
+    running.writer.close()
+    again = Running(run_dir)  # as after a kill
+    try:
+        again.fill()
+        assert sorted(encoded) == sorted(texts.keys() - {"w4"})  # none twice
+        assert again.catalog.pairs.read()[1].filled
+        wanted = texts | {"w3": "changed"}
+        del wanted["w4"]
+        assert again.vectors(uris(both)[1], **{i: wanted[i] for i in ("w0", "w3", "w149")})
+    finally:
+        again.close()
+
+
+def test_a_document_that_one_model_rejects_is_in_neither(running, run_dir, both, monkeypatch):
+    _, ids = running.found()
+    cut_over.add_writes(migration.read(run_dir))
+    running.fill()
+    encode = DocumentEncoder.encode
+
+    async def reject(self: DocumentEncoder, documents: Any, only: str | None = None) -> Any:
+        found = await encode(self, documents, only)
+        for (index, rows), bad in zip([*found.items()], ("a", ids[0]), strict=True):
+            vectors = rows.vectors.copy()
+            vectors[[i for i, row in enumerate(rows.documents["doc_id"].to_pylist()) if row == bad]] = 0
+            found[index] = rows._replace(vectors=vectors)
+        return found
+
+    monkeypatch.setattr(DocumentEncoder, "encode", reject)
+    rows = [{"doc_id": i, "title": "", "topic": "new", "content": "bakoli"} for i in ("a", "b", ids[0])]
+    answer = running.client("POST", "/documents", json={"documents": rows}).json()
+    assert [row["doc_id"] for row in answer["rejected"]] == ["a"]
+    cut_over.cut_over(run_dir, ServeConfig())
+    running.change()
+    assert running.found()[1] == sorted({*ids, "b"} - {ids[0]})
+
+
+def test_documents_that_were_not_kept_are_refused_before_anything_is_built(run_dir, both):
+    folder = Path(run_dir) / "live"
+    running = Running(run_dir)
+    live = running.writer.active
+    live._config = live._config.model_copy(update={"keep_documents": False})
+    running.write(early="bakoli")
+    running.close()
+    assert not (folder / "pairs.json").exists()
+    with pytest.raises(ConfigError, match=r"record 1 of .*shard-00000 has no whole documents"):
+        cut_over.require_kept_writes(migration.read(run_dir))
+
+
+def test_pairs_are_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
+    old, new = uris(both)
+    pairs = LivePairs(str(tmp_path), LivePair(old))
+    pairs.add(LivePair(new))
+    pairs.set_filled(new)
+    pairs.add(LivePair(new))  # again: it stays filled
+    assert [(each.index, each.filled) for each in pairs.read()] == [(old, True), (new, True)]
+    pairs.activate(new)
+    assert pairs.place("0") == (str(tmp_path), 0)
+    mark = pairs.read()[0].mark
+    assert pairs.place(f"{mark}-7") == (f"{tmp_path}/pairs/{mark}", 7)
+    assert live_versions.read_register(f"{tmp_path}/pairs/{mark}").delta
+    assert pairs.end_others() == (str(tmp_path),)
+    with pytest.raises(ConfigError, match="another model took its place"):
+        pairs.place("0")
+
+
+def test_a_write_that_misses_a_new_pair_is_encoded_again(running, run_dir, both, monkeypatch):
+    encode, calls = DocumentEncoder.encode, count()
+
+    async def encode_before(self: DocumentEncoder, documents: Any, only: str | None = None) -> Any:
+        found = await encode(self, documents, only)
+        if not next(calls):  # as if the pair came while the documents were encoded
+            cut_over.add_writes(migration.read(run_dir))
+        return found
+
+    monkeypatch.setattr(DocumentEncoder, "encode", encode_before)
+    running.write(early="bakoli")
+    assert next(calls) == 2
+    assert isinstance(running.writer._fillers[uris(both)[1]], PairFiller)
+    assert running.vectors(uris(both)[1], early="bakoli")
