@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.export import databases, vectors
 from scalingnote.export.vectors import ExportSource
 from scalingnote.index.config import LiveConfig
+from scalingnote.index.live.delta import overridden
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run import pipeline
@@ -37,6 +39,7 @@ from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.live_pairs import LivePair, LivePairs
+from scalingnote.serve.pair_filler import PairFiller
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.versions import Catalog, LiveCatalog, Version
@@ -320,6 +323,38 @@ def test_the_writer_counts_documents(built, flow, tmp_path):
     assert len(writer.active._passages(["new0", "new1", "d0", "d1"])) > 4
     assert not writer.active._passages(["new0", "new1", "d0"])
     writer.close()
+
+
+def test_whole_documents_are_kept_and_filled_into_another_delta(built, flow, tmp_path):
+    uri, config = built["index"].uri, LiveConfig(keep_documents=True)
+    before, after = (LiveIndex(tmp_path / name, uri, delta=True, config=config) for name in ("a", "b"))
+    kept = {"d1": content_of(3), "new": content_of(4)}
+    rows = [{"doc_id": i, "title": "", "topic": "odd", "content": text} for i, text in kept.items()]
+    for batch in (rows[:1], [rows[0] | {"content": "brief"}, *rows]):  # of equal ids the last one counts
+        ready = rows_of(built, flow, batch)
+        before.upsert(ready.documents, ready.vectors, ready.sources)
+    before.delete(["d0", "gone"])
+    asked = []
+
+    class Encoder:
+        async def encode(self, documents: list[dict], only: str) -> dict[str, IndexRows]:
+            asked.extend(row["doc_id"] for row in documents)
+            return {only: rows_of(built, flow, documents)}
+
+    filler = PairFiller(after, str(before.folder), threading.Lock())
+    asyncio.run(filler.run(LocalHandle(Encoder()), uri))
+    assert sorted(asked) == ["d1", "new"]
+    (old,), (new,) = before.snapshots(), after.snapshots()
+    texts = [sorted(each.documents(np.flatnonzero(each.alive))["doc_id"].to_pylist()) for each in (old, new)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 4
+    named = [
+        {i for _, ids in overridden(f"{tmp_path}/{f}/shard-00000", after=0, passages=True) for i in ids}
+        for f in "ab"
+    ]
+    assert named == [{"d1", "new", "d0", "gone"}] * 2
+    for index in (before, after):
+        index.close()
 
 
 @pytest.fixture
