@@ -23,11 +23,12 @@ from scalingnote.core.errors import ArtifactError
 from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
 from scalingnote.index.live import versions, wal
 from scalingnote.index.live.delta import open_empty, overridden
-from scalingnote.index.live.live_index import LiveShard
+from scalingnote.index.live.live_shard import LiveShard
 from scalingnote.index.live.versions import LiveVersion, OpenVersion
 from scalingnote.index.shard import DocumentStore, IndexLayout, open_layout
+from scalingnote.search.live_searcher import Latest, live_view
 from scalingnote.search.scan import IndexView, require_vectors
-from scalingnote.search.searcher import Candidates, Latest, Searcher, live_view
+from scalingnote.search.searcher import Candidates, Searcher
 from scalingnote.storage.schema import document_of
 
 MOMENTS_KEPT = 4  # masks of rows as of earlier records: gateways read the log at different times

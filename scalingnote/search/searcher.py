@@ -7,12 +7,11 @@ shards, and :func:`rank` ranks those of one or several searchers. :class:`Search
 was built, :class:`LiveSearcher` an index that takes writes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import is_not
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import faiss
 import numpy as np
@@ -24,8 +23,6 @@ from scalingnote.core.errors import SearchError
 from scalingnote.index import filters, hybrid, ivf
 from scalingnote.index import shard as shards_of
 from scalingnote.index.hybrid import HybridCandidates, Joining
-from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.index.live.live_state import Snapshot
 from scalingnote.index.shard import DocumentStore, IndexLayout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
@@ -485,68 +482,3 @@ def _live_document(view: IndexView, shard: int, row: int) -> Mapping[str, Any] |
     """The document of a row of a live shard; None of a built one, whose documents are read last."""
     lookup = view.lookup.get(shard)
     return None if lookup is None else lookup(row)
-
-
-def live_view(layout: IndexLayout, snapshots: Mapping[int, Snapshot]) -> IndexView:
-    """The rows of snapshots of live shards, given by their numbers."""
-    segments = [segment for snapshot in snapshots.values() for segment in snapshot.segments]
-    return IndexView(
-        layout,
-        segments=[segment.lists for segment in segments],
-        alive=[segment.alive for segment in segments],
-        documents=[segment.documents for segment in segments],
-        postings=[each for snapshot in snapshots.values() for each in snapshot.term_segments],
-        shard_rows={number: snapshot.rows for number, snapshot in snapshots.items()},
-        lookup={number: snapshot.document for number, snapshot in snapshots.items()},
-    )
-
-
-class Latest(Generic[T]):
-    """A value, and the objects that it was made of: the same value while these are the same objects.
-
-    Both are replaced as one, so threads may share it; two may make the value at once.
-    """
-
-    def __init__(self) -> None:
-        self._held: tuple[tuple[object, ...], T] | None = None
-
-    def of(self, *sources: object, make: Callable[[], T]) -> T:
-        """The value of these objects, made anew if one is another than before."""
-        held = self._held
-        if held is None or len(held[0]) != len(sources) or any(map(is_not, held[0], sources)):
-            self._held = held = sources, make()
-        return held[1]
-
-
-class LiveSearcher(Searcher):
-    """Search of a live index: each search sees one moment of every shard, with all acknowledged writes."""
-
-    def __init__(self, index: LiveIndex) -> None:
-        self._index = index
-        self._latest: Latest[IndexView] = Latest()
-
-    def view(self) -> IndexView:
-        """The rows of all shards as of now; the same view until something is written."""
-        snapshots = self._index.snapshots()
-        return self._latest.of(
-            *snapshots, make=lambda: live_view(self._index.layout, dict(enumerate(snapshots)))
-        )
-
-    @property
-    def layout(self) -> IndexLayout:
-        """Layout of the index version."""
-        return self._index.layout
-
-    def refresh(self) -> None:
-        """Show what the writing process has acknowledged by now, in the version that is open."""
-        for shard in self._index.shards:
-            shard.refresh()
-
-    def get(self, doc_id: str) -> dict[str, Any] | None:
-        """The document with this id as of now; None where there is none."""
-        return self._index.get(doc_id)
-
-    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """See :meth:`Searcher.vector`."""
-        require_vectors(self.layout)
-        return self._index.vector(doc_id)

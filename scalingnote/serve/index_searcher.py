@@ -24,8 +24,9 @@ from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.config import SearchConfig
 from scalingnote.search.delta import OverriddenSearcher
+from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher, candidate_places
+from scalingnote.search.searcher import Candidates, Searcher, candidate_places
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
 from scalingnote.serve.delta import LIVE_REFRESH_S
 from scalingnote.serve.document_stores import READ_ERRORS, REOPEN_AFTER_S

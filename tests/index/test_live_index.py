@@ -8,8 +8,9 @@ import pytest
 
 from live_shards import DIM, quantizer, table
 from scalingnote.core.errors import DataError
-from scalingnote.index.live.live_index import LiveIndex, LiveShard, owners
-from scalingnote.search.searcher import LiveSearcher
+from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.live.live_shard import LiveShard, owners
+from scalingnote.search.live_searcher import LiveSearcher
 from synthetic_corpus import vectors
 
 MATRIX, NEW = vectors(40, DIM), vectors(20, DIM, seed=7)

@@ -9,7 +9,8 @@ from live_shards import DIM, index, table
 from scalingnote.core.errors import DataError
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import grouping
-from scalingnote.search.searcher import LiveSearcher, Searcher
+from scalingnote.search.live_searcher import LiveSearcher
+from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import document_of, passage_id
 from synthetic_corpus import vectors

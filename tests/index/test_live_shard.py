@@ -14,7 +14,7 @@ from scalingnote.index import families, ivf
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.index.live import live_state, wal
-from scalingnote.index.live.live_index import LiveShard, owners
+from scalingnote.index.live.live_shard import LiveShard, owners
 from scalingnote.index.shard import DocIds, Shard
 from scalingnote.storage import arrow
 from synthetic_corpus import vectors

@@ -13,7 +13,8 @@ from live_shards import DIM, brute_force, index, search_index, table
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.index.config import LiveConfig
 from scalingnote.index.live import compaction, versions
-from scalingnote.index.live.live_index import LiveIndex, owners
+from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.live.live_shard import owners
 from scalingnote.index.live.wal import Log
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors

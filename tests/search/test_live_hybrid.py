@@ -26,7 +26,8 @@ from scalingnote.core.errors import DataError, SearchError
 from scalingnote.index.config import LiveConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.search.searcher import LiveSearcher, Searcher
+from scalingnote.search.live_searcher import LiveSearcher
+from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 

@@ -30,8 +30,9 @@ from scalingnote.run.service_config import LiveServe, ServeConfig
 from scalingnote.search import grouping
 from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.search.config import SearchConfig
+from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.query_path import Query, QueryPath
-from scalingnote.search.searcher import DEFAULT_JOINING, LiveSearcher, Searcher, rank, with_documents
+from scalingnote.search.searcher import DEFAULT_JOINING, Searcher, rank, with_documents
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError
 from scalingnote.serve.concurrency import LocalHandle
