@@ -27,7 +27,7 @@ from scalingnote.serve.towers import Location
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact
 
-PAIRS_FILE = "pairs.json"
+LIVE_PAIRS_FILE = "pairs.json"
 MARK_CHARACTERS = 8  # of the digest of an index
 
 
@@ -84,7 +84,7 @@ class LivePairs:
     def read(self) -> tuple[LivePair, ...]:
         """The pairs, the active one first."""
         try:
-            listed = json.loads((Path(self.root) / PAIRS_FILE).read_text(encoding="utf-8"))
+            listed = json.loads((Path(self.root) / LIVE_PAIRS_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return (self.first,)
         return tuple(map(LivePair.parse, listed["pairs"]))
@@ -92,7 +92,7 @@ class LivePairs:
     def changed_at(self) -> int:
         """When the pairs changed last, in nanoseconds; 0: no pair was ever added."""
         try:
-            return (Path(self.root) / PAIRS_FILE).stat().st_mtime_ns
+            return (Path(self.root) / LIVE_PAIRS_FILE).stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 
@@ -143,7 +143,7 @@ class LivePairs:
 
     def _change(self, change: Callable[[tuple[LivePair, ...]], tuple[LivePair, ...]]) -> None:
         make_folder(Path(self.root))
-        path = Path(self.root) / PAIRS_FILE
+        path = Path(self.root) / LIVE_PAIRS_FILE
         with Path(f"{path}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released by closing
             before = self.read()

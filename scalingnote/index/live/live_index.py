@@ -73,7 +73,7 @@ class LiveIndex:
         _with_current(folder, partial(self._open, follow=follow))
 
     def _open(self, version: LiveVersion, *, follow: bool) -> None:
-        opened, needed = OpenVersion(version, self._empty), self._unneeded_until()
+        opened, needed = OpenVersion(version, self._empty), self._last_droppable()
         with ExitStack() as on_failure:
             self.shards: list[LiveShard] = []
             for number, after in enumerate(opened.included):
@@ -95,7 +95,7 @@ class LiveIndex:
             on_failure.pop_all()
         self._version, self.layout = version, opened.layout
 
-    def _unneeded_until(self) -> list[int]:
+    def _last_droppable(self) -> list[int]:
         """Of each log the last record that may be dropped."""
         found = versions.read_register(self.folder).unneeded_until
         return [0] * len(found) if self._config.keep_documents else found
@@ -211,7 +211,7 @@ class LiveIndex:
             return self._version.number != before.number
 
     def _switch(self, version: LiveVersion) -> None:
-        opened, needed = OpenVersion(version, self._empty), self._unneeded_until()
+        opened, needed = OpenVersion(version, self._empty), self._last_droppable()
         for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
             each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
         self._version, self.layout = version, opened.layout
