@@ -62,12 +62,11 @@ class PairFiller:
         Raises:
             ConfigError: a record of the log has no whole documents, or is gone.
         """
-        last = await asyncio.to_thread(self._last_writes)
-        left = last.keys() - self._known
+        left = await asyncio.to_thread(self._last_writes)
         total, start = len(left), time.monotonic()
         said, filled = start, 0
-        log.info("%d of %d written documents are to be encoded for index %s", total, len(last), index)
-        batches = self._batches({doc_id: last[doc_id] for doc_id in left})
+        log.info("%d documents that were written before are to be encoded for index %s", total, index)
+        batches = self._batches(left)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
             documents, deleted = batch
             rows = (await encoder.encode.remote(documents, index))[index] if documents else None
@@ -83,9 +82,11 @@ class PairFiller:
         log.info("index %s has every write: %d documents filled", index, filled)
 
     def _last_writes(self) -> dict[str, int]:
-        """For each document that was written or deleted, the last record that names it."""
+        """For each document that was written or deleted, and is not known, the last record that names it."""
         named = overridden(self._source, after=0, until=self._until, passages=self._passages)
-        return {doc_id: record for record, doc_ids in named for doc_id in doc_ids}
+        last = {doc_id: record for record, doc_ids in named for doc_id in doc_ids}
+        with self._order:
+            return {doc_id: record for doc_id, record in last.items() if doc_id not in self._known}
 
     def _batches(self, left: dict[str, int]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
         """Documents to encode and ids of deleted ones, each from the last record that names it."""
