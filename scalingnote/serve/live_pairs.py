@@ -2,7 +2,7 @@
 
     folder/pairs.json   the pairs, the active one first; without the file there is the one of the run
     folder              register and log of the first pair
-    folder/pairs/MARK   register and log of another one; MARK begins the digest of its index
+    folder/pairs/MARK   register and log of another one; MARK is its index's digest, cut, and its number
 
 A pair is added by `scalingnote migrate` once its index is built. From then on the writer gives it each write,
 and what was written before as well; then it is *filled*, and a service may change to it and back. The file
@@ -12,6 +12,7 @@ is replaced as a whole, by one process at a time, so writer, encoders, searchers
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -83,11 +84,7 @@ class LivePairs:
 
     def read(self) -> tuple[LivePair, ...]:
         """The pairs, the active one first."""
-        try:
-            listed = json.loads((Path(self.root) / LIVE_PAIRS_FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return (self.first,)
-        return tuple(map(LivePair.parse, listed["pairs"]))
+        return tuple(map(LivePair.parse, self._listed()["pairs"])) or (self.first,)
 
     def changed_at(self) -> int:
         """When the pairs changed last, in nanoseconds; 0: no pair was ever added."""
@@ -114,12 +111,17 @@ class LivePairs:
         Its mark is chosen here.
         """
         digest = open_artifact(pair.index, kind="index").digest
-        added = replace(pair, mark=digest[:MARK_CHARACTERS], filled=False)
-        # Its register is there before any process reads that there is a pair.
-        live_versions.current(self.folder(added), pair.index, delta=True)
 
         def beside(pairs: tuple[LivePair, ...]) -> tuple[LivePair, ...]:
-            return pairs if any(each.index == pair.index for each in pairs) else (pairs[0], added)
+            if any(each.index == pair.index for each in pairs):
+                return pairs
+            # One that comes again gets another mark: what it was given before it ended lacks later writes.
+            mark = f"{digest[:MARK_CHARACTERS]}.{self._listed()['added'] + 1}"
+            added = replace(pair, mark=mark, filled=False)
+            shutil.rmtree(self.folder(added), ignore_errors=True)  # of a call that was killed
+            # Its register is there before any process reads that there is a pair.
+            live_versions.current(self.folder(added), pair.index, delta=True)
+            return pairs[0], added
 
         self._change(beside)
 
@@ -141,6 +143,16 @@ class LivePairs:
         self._change(lambda pairs: pairs[:1])
         return tuple(map(self.folder, ended))
 
+    def _listed(self) -> dict[str, Any]:
+        """What the file says: the pairs, none until one is added, and how many were ever added."""
+        try:
+            found: dict[str, Any] = json.loads(
+                (Path(self.root) / LIVE_PAIRS_FILE).read_text(encoding="utf-8")
+            )
+        except FileNotFoundError:
+            return {"added": 0, "pairs": []}
+        return found
+
     def _change(self, change: Callable[[tuple[LivePair, ...]], tuple[LivePair, ...]]) -> None:
         make_folder(Path(self.root))
         path = Path(self.root) / LIVE_PAIRS_FILE
@@ -150,9 +162,12 @@ class LivePairs:
             after = change(before)
             if after == before:
                 return
+            added = self._listed()["added"] + len(
+                {each.mark for each in after} - {each.mark for each in before}
+            )
             pending = Path(f"{path}{fs.PENDING}")
             with pending.open("w", encoding="utf-8") as stream:
-                json.dump({"pairs": [asdict(each) for each in after]}, stream, indent=1)
+                json.dump({"added": added, "pairs": [asdict(each) for each in after]}, stream, indent=1)
                 stream.flush()
                 os.fsync(stream.fileno())
             pending.replace(path)

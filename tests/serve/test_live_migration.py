@@ -27,6 +27,7 @@ from scalingnote.serve.pair_filler import PairFiller
 from scalingnote.serve.service import Service
 from scalingnote.serve.versions import LiveCatalog
 from scalingnote.serve.writer import Writer
+from scalingnote.storage.artifact import open_artifact
 from two_models import indexed_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -203,6 +204,16 @@ def test_a_version_of_the_new_model_folds_and_starts_again(running, run_dir, bot
     again = Running(run_dir)
     try:
         assert again.found() == (f"{mark}-1", sorted([*found, "late"]))
+        # To the first model again, and to the other one again: neither has what it was given before it ended.
+        for model, text in ((both[0], "changed"), (both[1], "changed again")):
+            again.write(early=text)
+            index, config = pipeline.locate(model, "index").uri, artifacts.of_run(model, ServeConfig())
+            again.catalog.pairs.add(LivePair(index, config.documents, config.catalog.towers))
+            again.fill()
+            again.client.wait(again.service.versions.activate(again.catalog.version_of(index)))
+            assert again.documents(["early"]) == {"early": text}
+            assert again.found()[1] == sorted([*found, "late"])
+            assert len(again.catalog.pairs.end_others()) == 1
     finally:
         again.close()
 
@@ -280,7 +291,7 @@ def test_documents_that_were_not_kept_are_refused_before_anything_is_built(run_d
 
 def test_pairs_are_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
     old, new = uris(both)
-    pairs = LivePairs(str(tmp_path), LivePair(old))
+    pairs, old_mark = LivePairs(str(tmp_path), LivePair(old)), open_artifact(old, kind="index").digest[:8]
     pairs.add(LivePair(new))
     pairs.set_filled(new)
     pairs.add(LivePair(new))  # again: it stays filled
@@ -291,6 +302,12 @@ def test_pairs_are_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
     assert pairs.place(f"{mark}-7") == (f"{tmp_path}/pairs/{mark}", 7)
     assert live_versions.read_register(f"{tmp_path}/pairs/{mark}").delta
     assert pairs.end_others() == (str(tmp_path),)
+    pairs.add(LivePair(old))
+    assert pairs.read()[1].mark.endswith(".2")
+    assert pairs.end_others() == (f"{tmp_path}/pairs/{old_mark}.2",)
+    pairs.add(LivePair(old))  # its earlier folder lacks what was written meanwhile
+    assert pairs.read()[1].mark.endswith(".3")
+    pairs.end_others()
     with pytest.raises(ConfigError, match="another model took its place"):
         pairs.place("0")
 
