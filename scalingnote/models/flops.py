@@ -42,6 +42,7 @@ class Shape:
     layer_norm: bool = False  # LayerNorm has a bias, RMSNorm none
     positions: int = 0  # rows of a learned position table
     token_types: int = 0
+    distance_buckets: int = 0  # of MPNet's attention bias by the distance of two tokens, one for all layers
 
     @property
     def query_width(self) -> int:
@@ -96,7 +97,10 @@ class Shape:
     @property
     def non_embedding_parameters(self) -> int:
         """Parameters outside of the tables, the N of scaling laws."""
-        return self.layers * self.layer_parameters + self._norm  # one norm before or after all layers
+        biases = self.distance_buckets * self.heads
+        return (
+            self.layers * self.layer_parameters + self._norm + biases
+        )  # one norm before or after all layers
 
     @property
     def parameters(self) -> int:
@@ -160,7 +164,8 @@ def settings_shape(settings: Mapping[str, Any], *, source: str) -> Shape:
                 **size | {"kv_heads": heads, "head_dim": settings["hidden_size"] // heads},
                 **_BERT,
                 positions=settings["max_position_embeddings"],
-                token_types=settings["type_vocab_size"],
+                token_types=0 if kind == "mpnet" else settings["type_vocab_size"],
+                distance_buckets=settings.get("relative_attention_num_buckets", 0),
             )
     except KeyError as error:
         raise ConfigError(f"{source}: no {error} in the model's config") from None
@@ -214,7 +219,7 @@ def _shape(
 
 
 _DECODERS = {"qwen2", "qwen3", "llama", "mistral"}
-_ENCODERS = {"bert", "roberta", "xlm-roberta"}
+_ENCODERS = {"bert", "mpnet", "roberta", "xlm-roberta"}
 _BERT: dict[str, Any] = {
     "causal": False,
     "gated": False,

@@ -29,6 +29,7 @@ KINDS = {
     "bert": ENCODER,
     "roberta": ENCODER,
     "xlm-roberta": ENCODER,
+    "mpnet": ENCODER,
 }
 
 
