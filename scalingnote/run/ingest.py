@@ -1,6 +1,7 @@
 """New documents for an index: the steps of the offline stages, for one document or for files of them.
 
     documents ─tokenise─► token rows ─tower─► embeddings ─codebooks─► codes ─fusion─► final embeddings
+    documents ─BM25 by the collection's statistics, or a sparse head─► terms
     mappings (JSON) ─► documents ─► final embeddings ─► rows of the document store, vectors
     file ─► dataset of new documents ─DocumentFlow, part by part─► ready/part-*.parquet, rejected.parquet
 
@@ -23,6 +24,7 @@ from numpy import ndarray
 from safetensors import numpy as safetensors
 
 from scalingnote.core import cluster
+from scalingnote.core.bm25 import document_texts
 from scalingnote.core.errors import DataError
 from scalingnote.core.log import get_logger
 from scalingnote.datasets import job as datasets
@@ -35,6 +37,7 @@ from scalingnote.encode.config import IngestConfig
 from scalingnote.encode.documents import content_hashes, cut_of, load_document_prompt, tokenise
 from scalingnote.encode.encodings import Cost
 from scalingnote.encode.engines import load_document_encoder
+from scalingnote.encode.lexical.weights import BM25Weights
 from scalingnote.encode.parts import (
     EncodedPart,
     Rejections,
@@ -50,7 +53,14 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
 from scalingnote.storage.arrow import as_searched, dtype_of, to_arrow, to_matrix, to_numpy
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.storage.schema import DOCUMENT_COLUMNS, INDEXED_VIEW, PASSAGE, TEXT_COLUMNS, document_of
+from scalingnote.storage.schema import (
+    DOCUMENT_COLUMNS,
+    INDEXED_VIEW,
+    PASSAGE,
+    SPARSE,
+    TEXT_COLUMNS,
+    document_of,
+)
 
 log = get_logger("ingest")
 TOKEN_BUDGET = 8192  # of a forward pass
@@ -67,12 +77,21 @@ class DocumentFlow:
     dtype: str = "float16"  # of stored embeddings
     similarity: str = "cosine"  # that they are compared by
     fusion: Any = None  # a DocumentFusion: its module needs torch, the writer of an index does not
+    weights: BM25Weights | None = None  # of the words; None: terms are the sparse head's, if there is one
+    top_k: int = 256  # terms of a sparse head
 
     @classmethod
-    def load(cls, towers: Artifact, semantic_ids: Artifact, embeddings: Artifact) -> "DocumentFlow":
+    def load(
+        cls,
+        towers: Artifact,
+        semantic_ids: Artifact,
+        embeddings: Artifact,
+        bm25_terms: Artifact | None = None,
+    ) -> "DocumentFlow":
         """Load the models of a finished run.
 
-        `embeddings` are those that are indexed, with fusion networks if they were fused.
+        `embeddings` are those that are indexed, with fusion networks if they were fused; `bm25_terms` those
+        of an index of words.
         """
         from scalingnote.fuse.fusion import DocumentFusion
 
@@ -86,13 +105,15 @@ class DocumentFlow:
             dtype=dtype_of(first.field(INDEXED_VIEW)),
             similarity=embeddings.manifest.info.get("similarity", "cosine"),
             fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
+            weights=None if bm25_terms is None else BM25Weights.of(bm25_terms),
+            top_k=embeddings.manifest.config.get("top_k", 256),
         )
 
     def __call__(self, documents: pa.Table) -> EncodedPart:
         """Encode documents with doc_id, title, topic, content, and features for the fusion networks.
 
-        Returns a table with doc_id, content_hash, codes and the final embedding, in order, without rejected
-        rows.
+        Returns a table with doc_id, content_hash, codes, the final embedding, and terms if there are some, in
+        order, without rejected rows. Words that the collection does not have are no terms.
         """
         texts = documents.select(DOCUMENT_COLUMNS).append_column(
             schema.CONTENT_HASH, content_hashes(documents)
@@ -100,7 +121,7 @@ class DocumentFlow:
         tokens, rejected = tokenise(texts, self.prompt)
         lost = pa.array([row["row"] for row in rejected], pa.string())
         kept = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=lost)))
-        encoding = self.encoder.encode_with_cost(from_columns(tokens))
+        encoding = self.encoder.encode_with_cost(from_columns(tokens), top_k=self.top_k)
         matrix = encoding.embeddings[:, list(self.encoder.views).index(INDEXED_VIEW)]
         # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
         embeddings = to_numpy(to_arrow(as_searched(matrix, self.similarity), dtype=self.dtype))
@@ -113,16 +134,21 @@ class DocumentFlow:
             "codes": to_arrow(codes.astype(np.int32)),
             INDEXED_VIEW: to_arrow(embeddings, dtype=self.dtype),
         }
+        if self.weights is not None:
+            terms = self.weights.columns(document_texts(kept))
+            columns |= {name: terms[name] for name in SPARSE.names}
+        elif encoding.terms is not None:
+            columns |= dict(zip(SPARSE.names, encoding.terms.columns(), strict=True))
         return EncodedPart(pa.table(columns), encoding.cost + cut_of(tokens), rejected)
 
 
 class IndexRows(NamedTuple):
-    """Documents for :meth:`LiveIndex.upsert`, their vectors, those that were rejected, and what was cut."""
+    """Documents for :meth:`LiveIndex.upsert`, with terms if the run has some, their vectors, and more."""
 
     documents: pa.Table
     vectors: Float[ndarray, "docs dim"]
     rejected: Rejections
-    cost: Cost = Cost()
+    cost: Cost = Cost()  # and what was cut
     sources: pa.Table | None = None  # the documents as they were sent, in the columns of the data set
 
 
@@ -151,6 +177,8 @@ def index_rows(
     doc_ids = ready.table["doc_id"]
     ids = semantic_id.to_table(doc_ids, codes, semantic_id.suffixes(doc_ids))
     rows = document_rows(doc_ids, documents=table, semantic_ids=ids, snippet_chars=snippet_chars)
+    for name in SPARSE.names if SPARSE.names[0] in ready.table.column_names else ():
+        rows = rows.append_column(name, ready.table[name])
     vectors, rejected = to_numpy(ready.table[INDEXED_VIEW]), [*rejected, *ready.rejected]
     return IndexRows(rows, vectors, rejected, ready.cost, sources)
 
@@ -196,6 +224,7 @@ def run(
     towers: Artifact,
     semantic_ids: Artifact,
     embeddings: Artifact,
+    bm25_terms: Artifact | None = None,
     output: str,
 ) -> Artifact:
     """Encode new documents for an index; killed at any moment, the next call resumes.
@@ -206,11 +235,12 @@ def run(
         towers: artifact with the document tower.
         semantic_ids: artifact with the codebooks.
         embeddings: artifact that is indexed.
+        bm25_terms: of the index, if it holds words.
         output: URI of a folder; the documents become the dataset at ``{output}/dataset``.
 
     Returns:
-        The artifact at ``{output}/ready``, whose table ``ready`` has ids, content hashes, codes and final
-        embeddings.
+        The artifact at ``{output}/ready``, whose table ``ready`` has ids, content hashes, codes, final
+        embeddings, and terms.
 
     Raises:
         DataError: none of the documents can be read.
@@ -223,6 +253,7 @@ def run(
         "semantic_ids": semantic_ids,
         "embeddings": embeddings,
     }
+    parents |= {} if bm25_terms is None else {"bm25_terms": bm25_terms}
     draft = Draft(f"{output}/ready", kind="ready", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
@@ -230,7 +261,7 @@ def run(
     rows = {name.replace("documents/", "ready/", 1): count for name, count in dataset.rows_of(parts).items()}
     steps = Steps(
         partial(read_documents, dataset=dataset),
-        partial(NewDocumentEncoder, towers, semantic_ids, embeddings),
+        partial(NewDocumentEncoder, towers, semantic_ids, embeddings, bm25_terms),
     )
     # Not more workers than parts: new documents usually come in few parts.
     workers = min(cluster.workers(config.resources), len(rows))
@@ -287,8 +318,14 @@ def read_documents(name: str, *, dataset: Artifact) -> pa.Table:
 class NewDocumentEncoder:
     """Encodes parts of new documents, in a worker."""
 
-    def __init__(self, towers: Artifact, semantic_ids: Artifact, embeddings: Artifact) -> None:
-        self._flow = DocumentFlow.load(towers, semantic_ids, embeddings)
+    def __init__(
+        self,
+        towers: Artifact,
+        semantic_ids: Artifact,
+        embeddings: Artifact,
+        bm25_terms: Artifact | None = None,
+    ) -> None:
+        self._flow = DocumentFlow.load(towers, semantic_ids, embeddings, bm25_terms)
         self.peak = float(self._flow.encoder.peak())
 
     def __call__(self, _: str, documents: pa.Table) -> EncodedPart:

@@ -167,6 +167,7 @@ def ingest(
         towers=document_tower(made_by),
         semantic_ids=locate(made_by, "semantic_ids"),
         embeddings=locate(made_by, "embeddings"),
+        bm25_terms=None if made_by.bm25 is None else locate(made_by, "bm25_terms"),
         output=job.output_uri(run_dir, new),
     )
 

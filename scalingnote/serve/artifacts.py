@@ -266,6 +266,7 @@ def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:
         embeddings=location_of(pipeline.locate(run, "embeddings")),
         dataset=location_of(pipeline.locate(run, "dataset")),
         snippet_chars=int(index.manifest.config["snippet_chars"]),
+        bm25_terms=None if run.bm25 is None else location_of(pipeline.locate(run, "bm25_terms")),
     )
 
 

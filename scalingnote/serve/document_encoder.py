@@ -29,9 +29,10 @@ class _DocumentPath:
     def load(cls, parts: DocumentPathParts) -> "_DocumentPath":
         locations = (parts.towers, parts.semantic_ids, parts.embeddings, parts.dataset)
         towers, semantic_ids, embeddings, dataset = (open_artifact(uri, kind=kind) for uri, kind in locations)
+        words = parts.bm25_terms and open_artifact(parts.bm25_terms[0], kind=parts.bm25_terms[1])
         first = dataset.file(dataset.table_parts("documents")[0])
         return cls(
-            DocumentFlow.load(towers, semantic_ids, embeddings),
+            DocumentFlow.load(towers, semantic_ids, embeddings, words),
             pq.read_schema(fs.open_input(first)),
             PassageSplitter.of(dataset),
             parts.snippet_chars,

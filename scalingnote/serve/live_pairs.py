@@ -41,6 +41,7 @@ class DocumentPathParts:
     embeddings: Location
     dataset: Location
     snippet_chars: int
+    bm25_terms: Location | None = None  # of an index that holds words
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "DocumentPathParts":

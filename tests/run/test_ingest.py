@@ -17,9 +17,10 @@ from scalingnote.core.errors import DataError
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.readers import read_documents
 from scalingnote.encode import job as encoding
-from scalingnote.encode.config import EncodeConfig, Fleet, IngestConfig
+from scalingnote.encode.config import BM25Config, EncodeConfig, Fleet, IngestConfig
 from scalingnote.encode.documents import load_document_prompt
 from scalingnote.encode.engines import load_document_encoder
+from scalingnote.encode.lexical import job as lexical
 from scalingnote.fuse.config import DocumentSide, Feature
 from scalingnote.fuse.feature_encoding import fit
 from scalingnote.fuse.fusion import DocumentFusion
@@ -30,8 +31,8 @@ from scalingnote.run import ingest, pipeline
 from scalingnote.run.config import RunConfig
 from scalingnote.run.ingest import DocumentFlow, documents_table
 from scalingnote.storage import arrow
-from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.storage.schema import DOCUMENT_COLUMNS
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.schema import DOCUMENT_COLUMNS, SPARSE
 
 DIM, COUNT = 16, 40
 CLOSE = {"rtol": 0, "atol": 2e-3}  # embeddings are stored in float16
@@ -99,6 +100,19 @@ def test_a_single_document_is_encoded_as_among_all_others(run):
         np.testing.assert_allclose(single[0], matrix[row], **CLOSE)
         codes = np.array(ready.table["codes"].to_pylist())
         np.testing.assert_array_equal(codes, kmeans.encode_nearest(single, flow.codebooks))
+
+
+def test_words_weigh_as_in_the_collection(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    without_ray(monkeypatch)
+    dataset = run["embeddings"].manifest.parents["dataset"]["uri"]
+    words = lexical.run(BM25Config(), dataset=dataset, output=str(tmp_path / "bm25"))
+    flow = DocumentFlow.load(run["towers"], run["semantic_ids"], run["embeddings"], words)
+    bulk, offline = open_artifact(dataset, kind="dataset").table("documents"), words.table("terms")
+    found = flow(bulk).table
+    for name in SPARSE.names:
+        assert found[name].to_pylist() == offline[name].to_pylist()
+    row = {**bulk.slice(0, 1).to_pylist()[0], "title": "", "topic": "", "content": "unheardof"}
+    assert flow(pa.Table.from_pylist([row], schema=bulk.schema)).table["terms"].to_pylist() == [[]]
 
 
 def test_what_was_fused_is_fused_again(run, fused):

@@ -326,6 +326,16 @@ def test_the_writer_counts_documents(built, flow, tmp_path):
     writer.close()
 
 
+def test_a_written_document_is_found_by_its_words(built, flow, query_path, live):
+    rows = [{"doc_id": "new", "title": "", "topic": "odd", "content": "zebra zebra zebra"}]
+    assert write(live, flow, built, rows) == []
+    (query,) = query_path(["zebra"])
+    words = DEFAULT_JOINING.model_copy(update={"dense_weight": 0.0})
+    (hits,) = LiveSearcher(live).search(query.embedding, query.terms, k=3, joining=words)
+    assert hits[0].doc_id == "new"
+    assert hits[0].sparse > hits[1].sparse
+
+
 def test_whole_documents_are_kept_and_filled_into_another_delta(built, flow, tmp_path):
     uri, config = built["index"].uri, LiveConfig(keep_documents=True)
     before, after = (LiveIndex(tmp_path / name, uri, delta=True, config=config) for name in ("a", "b"))
@@ -367,7 +377,8 @@ def live(built, tmp_path) -> LiveIndex:
 
 @pytest.fixture(scope="module")
 def flow(built) -> DocumentFlow:
-    return DocumentFlow.load(built["dual_encoder"], built["semantic_ids"], built["embeddings"])
+    parts = (built[kind] for kind in ("dual_encoder", "semantic_ids", "embeddings", "bm25_terms"))
+    return DocumentFlow.load(*parts)
 
 
 def rows_of(built: dict[str, Artifact], flow: DocumentFlow, rows: list[dict]) -> IndexRows:

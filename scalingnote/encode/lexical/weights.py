@@ -78,6 +78,12 @@ class BM25Weights:
         self._mean_length, self._k1, self._b = length / documents, k1, b
         self.language: Language = language
 
+    @classmethod
+    def of(cls, bm25_terms: Artifact) -> "BM25Weights":
+        """The weights of an artifact of the bm25 stage, for further documents."""
+        constants = {name: bm25_terms.manifest.config[name] for name in ("k1", "b")}
+        return cls(bm25_terms.table(VOCABULARY), **bm25_terms.read_json(COLLECTION), **constants)
+
     def columns(self, texts: Sequence[str]) -> pa.Table:
         """Terms and impacts of texts, in the schema SPARSE; terms ascend in each row.
 
