@@ -134,9 +134,9 @@ class LivePairs:
 
         self._change(with_filled)
 
-    def activate(self, index: str) -> None:
-        """Put a pair first."""
-        self._change(lambda pairs: tuple(sorted(pairs, key=lambda each: each.index != index)))
+    def activate(self, folder: str) -> None:
+        """Put the pair of a folder first."""
+        self._change(lambda pairs: tuple(sorted(pairs, key=lambda each: self.folder(each) != folder)))
 
     def end_others(self) -> tuple[str, ...]:
         """Leave the active pair alone: the others take no more writes. Returns their folders, which stay."""

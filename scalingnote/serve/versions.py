@@ -237,13 +237,13 @@ class LiveCatalog:
                 "compaction wrote, or whose writes `scalingnote migrate` has prepared: to serve another "
                 "index, start an application of it with a live folder of its own"
             )
+        if kept.towers != served[0].towers:
+            _require_no_own_towers(kept, self.own_towers)
         folder, number = self.pairs.place(kept.name) if self.delta else (self.folder, int(kept.name))
         # Of a large index the searchers have just read all files, each its own.
         live_versions.activate(folder, number, checked=self.delta)
-        if kept.towers != served[0].towers:
-            _require_no_own_towers(kept, self.own_towers)
-            (index,) = (each.index for each in self.pairs.read() if self.pairs.folder(each) == folder)
-            self.pairs.activate(index)
+        if self.delta:
+            self.pairs.activate(folder)
         return self.read()
 
     def names_to_keep(self, version: Version) -> set[str]:

@@ -28,7 +28,7 @@ from scalingnote.serve.service import Service
 from scalingnote.serve.versions import LiveCatalog
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import open_artifact
-from two_models import indexed_run
+from two_models import WIDTH, indexed_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -296,7 +296,10 @@ def test_pairs_are_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
     pairs.set_filled(new)
     pairs.add(LivePair(new))  # again: it stays filled
     assert [(each.index, each.filled) for each in pairs.read()] == [(old, True), (new, True)]
-    pairs.activate(new)
+    catalog = LiveCatalog(str(tmp_path), old, 32, delta=True)
+    active = catalog.activate(catalog.version_of(new))[0]  # also where both have the same towers
+    assert (active.uri, active.dim) == (new, WIDTH)
+    assert [each.index for each in pairs.read()] == [new, old]
     assert pairs.place("0") == (str(tmp_path), 0)
     mark = pairs.read()[0].mark
     assert pairs.place(f"{mark}-7") == (f"{tmp_path}/pairs/{mark}", 7)
