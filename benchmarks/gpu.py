@@ -1,49 +1,33 @@
 """A tower of Qwen2.5-7B's shape with random weights on one GPU: speed, utilisation, memory.
 
-    python -m benchmarks.gpu --json docs/results/gpu.json        at most eight minutes
+    python -m benchmarks.gpu --json docs/results/gpu.json        a few minutes
     python -m benchmarks.gpu --dry-run                           the same code on a CPU with a tiny shape
 
 It needs torch 2.11 or newer and no download. Each measurement runs in a process of its own and is saved as it
 ends, with the reason if it failed.
 
-- encode: the document tower forward, in bfloat16; compiled: its layers by torch.compile, on a GPU
-- train lora: both towers on one shared frozen base, an adapter each (ScalingDual), the base whole, in 8 bits
-  and, with bitsandbytes, in 4
-- train full: all weights of a 7B document tower and a small query tower (ScalingDoc); weights, gradients and
-  moments in bfloat16, 56 GB before activations; by ddp, and by fsdp2 on one rank
-- train student: stage II, a student of 4 layers on stored embeddings
-- engines: the same document tower by each engine of the stage encode (gpu_engines.py)
+- encode: the document tower forward, in bfloat16
+- train lora: steps of both towers on one shared frozen base, an adapter each (ScalingDual), with activation
+  checkpointing, a stage's losses and an engine
 - queries: what a query costs as an LLM, as a student of 1, 4 or 12 layers, as a mean of a table's rows
 
-The plain ones with padded and with packed rows. All training checkpoints activations but the student's, and
-goes through what a run goes through: a stage's losses and an engine. Tokens are real ones, pads are not
-counted. MFU: the operations that real tokens need, repeated passes left out, over the GPU's dense bfloat16
-peak. The estimate next to the measured peak is what `scalingnote run --dry-run` would count.
+Tokens are real ones, pads are not counted. MFU: the operations that real tokens need, repeated passes left
+out, over the GPU's dense bfloat16 peak. The estimate next to the measured peak is what
+`scalingnote run --dry-run` would count.
 """
 
-import argparse
-import importlib.util
-import json
-import math
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks import gpu_engines, gpu_queries
+from benchmarks import gpu_queries
 from benchmarks.gpu_towers import (
     DIM,
     TINY,
     Figures,
     allocated,
-    any_tokenizer,
     document_rows,
     forget,
     llm,
@@ -53,195 +37,102 @@ from benchmarks.gpu_towers import (
     timed,
     tokens,
 )
-from benchmarks.report import arguments, show, write
+from benchmarks.report import arguments, run_isolated, show, write
 from scalingnote.core.log import get_logger
-from scalingnote.models import backbone, flops, weights
+from scalingnote.models import flops, weights
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import collate
-from scalingnote.models.config import Lora, Scratch, Stored
+from scalingnote.models.config import Lora
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.flops import PUBLISHED_SHAPES, Shape, backbone_shape
+from scalingnote.models.flops import PUBLISHED_SHAPES, Shape
 from scalingnote.models.prompt import TokenRow
-from scalingnote.models.tower import Tower
 from scalingnote.plan.training_cost import tower_bytes
-from scalingnote.train import engine, strategies
-from scalingnote.train.config import Ddp, Fsdp2, Losses, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.distillation.config import DistillLosses
-from scalingnote.train.distillation.objective import Lesson, StageTwo
-from scalingnote.train.engine import Objective
+from scalingnote.train import strategies
+from scalingnote.train.config import Losses, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.objective import StageOne, Triplets
 
-OTHERS = {"engines": gpu_engines.metrics, "queries": gpu_queries.metrics}
-FIRST = (  # in eight minutes a slow machine may do no more
-    "encode packed",
-    "encode padded",
-    "encode compiled packed",
-    "train lora packed",
-    "train full packed",
-    "train student packed",
-)
-MIN_LEFT_S = 20.0  # of the time for all, to begin another measurement
 BATCHES = 4  # different ones, in turn
-STUDENT_ROWS = 64  # lessons of a step, for each triplet of a training step
-NOTHING: Figures = dict.fromkeys(("tokens", "seconds", "operations", "estimate"), math.nan)
-Work = Callable[..., Figures]
+ROWS, DRY_ROWS = 48, 4  # triplets of a training step; four times as many documents of a forward pass
+LORA = Lora(rank=16)
 log = get_logger("gpu")
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape, on the CPU")
-    parser.add_argument("--seconds", type=float, help="of each measurement, default: 10; dry run: 0.2")
-    parser.add_argument("--rows", type=int, help="triplets of a training step, default: 48; dry run: 4")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all; what is left then is not begun")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these measurements")
-    parser.add_argument("--into", help=argparse.SUPPRESS)  # of a process that measures one: its result
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each, default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=[*MEASUREMENTS], metavar="NAME")
     options = parser.parse_args()
-    dry = options.dry_run
-    if not dry and not torch.cuda.is_available():
+    if not options.dry_run and not torch.cuda.is_available():
         parser.error("no GPU here: --dry-run shows that the code works")
-    device = torch.device("cpu" if dry else "cuda")
-    known = measurements(
-        device, dry=dry, seconds=options.seconds or (0.2 if dry else 10.0), rows=options.rows
-    )
-    if unknown := sorted(set(options.only or ()) - set(known)):
-        parser.error(f"no measurement {unknown}; there are {list(known)}")
-    if options.into:
-        (name,) = options.only
-        Path(options.into).write_text(json.dumps(known[name]()), encoding="utf-8")
-        return
-    run_all(list(options.only or known), options, "CPU" if dry else torch.cuda.get_device_name())
-
-
-def measurements(
-    device: torch.device, *, dry: bool, seconds: float, rows: int | None
-) -> dict[str, Callable[[], list[Figures]]]:
-    """Every measurement by name, what matters most first: a table's rows each."""
-    shape = TINY if dry else PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
-    small = TINY if dry else PUBLISHED_SHAPES["Qwen/Qwen2.5-1.5B"]
-    rows = rows or (4 if dry else 48)
-    found: dict[str, Callable[[], list[Figures]]] = {}
-    for work, (_, packings) in kinds(device).items():
-        for packed in reversed(packings):
-            name = f"{work} {'packed' if packed else 'padded'}"
-            found[name] = partial(measure, work, shape, device, packed=packed, seconds=seconds, rows=rows)
-    others = {
-        "engines": partial(gpu_engines.measure_all, small, device, seconds=seconds),
-        "queries": partial(gpu_queries.measure_all, shape, device, seconds=seconds / 2),
-    }
-    first = [name for name in FIRST if name in found | others]
-    every = found | others
-    return {name: every[name] for name in [*first, *(name for name in every if name not in first)]}
-
-
-def run_all(names: Sequence[str], options: argparse.Namespace, device: str) -> None:
-    """Measure in a process each, which may fail or take too long without harm to the others."""
-    deadline = time.monotonic() + options.minutes * 60
-    tables: dict[str, Any] = {}  # a list of Figures each
+    device = "CPU" if options.dry_run else torch.cuda.get_device_name()
+    tables: dict[str, Any] = {"towers": [], "queries": []}
     problems: dict[str, str] = {}
-    for name in names:
-        left = deadline - time.monotonic()
-        rows, problem = _in_process(name, options, left) if left > MIN_LEFT_S else ([], "no time was left")
-        table = name if name in OTHERS else "towers"
-        tables[table] = tables.get(table, []) + rows
-        if problem:
-            problems[name] = problem
-            log.warning("%s: %s", name, problem)
+    for name in options.only:
+        try:
+            rows = run_isolated(MEASUREMENTS[name], dry=options.dry_run, seconds=options.seconds)
+        except Exception as failure:  # too little memory, a missing kernel: the others go on
+            log.exception("%s", name)
+            problems[name] = f"{type(failure).__name__}: {failure}".splitlines()[0]
         else:
             show(f"{name} on {device}", rows)
-        found: dict[str, float] = {}
-        for part, measured in tables.items():
-            if measured:
-                found |= OTHERS.get(part, metrics)(measured)
+            tables["queries" if name == "queries" else "towers"] += rows
+        found = tower_metrics(tables["towers"]) | gpu_queries.metrics(tables["queries"])
         # What is measured stays, whatever comes.
         write(options.json, metrics=found, **tables, problems=problems, device=device)
 
 
-def _in_process(name: str, options: argparse.Namespace, timeout: float) -> tuple[list[Figures], str]:
-    """The rows of one measurement, or why there are none."""
-    with tempfile.TemporaryDirectory() as folder:
-        into = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--into", str(into)]
-        command += ["--dry-run"] * options.dry_run
-        for knob in ("seconds", "rows"):
-            if (given := getattr(options, knob)) is not None:
-                command += [f"--{knob}", str(given)]
-        try:
-            done = subprocess.run(command, timeout=timeout, capture_output=True, text=True, check=False)
-        except subprocess.TimeoutExpired:
-            return [], f"not done in {timeout:.0f} s"
-        if done.returncode:
-            said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            return [], f"exit code {done.returncode}: {said[-1][:200] if said else ''}"
-        rows: list[Figures] = json.loads(into.read_text(encoding="utf-8"))
-        return rows, ""
-
-
-def metrics(rows: list[Figures]) -> dict[str, float]:
+def tower_metrics(rows: Sequence[Figures]) -> dict[str, float]:
     """Rates, utilisation and memory by work, packing and figure."""
     return {
         f"{row['work']}_{row['rows']}_{figure}".replace(" ", "_"): row[key]
         for row in rows
         for key, figure in (("tokens/s", "tokens_per_s"), ("MFU", "mfu"), ("peak GB", "peak_gb"))
-        if row["error"] == ""
     }
 
 
-def kinds(device: torch.device) -> dict[str, tuple[Work, tuple[bool, ...]]]:
-    """What is measured by name, and whether with padded, with packed rows, or both."""
-    both, packed = (False, True), (True,)
-    found: dict[str, tuple[Work, tuple[bool, ...]]] = {
-        "encode": (_encode, both),
-        "train lora": (_train_lora, both),
-        "train lora int8": (partial(_train_lora, base="int8"), packed),
-        "train full": (_train_full, both),
-        "train full fsdp2": (partial(_train_full, strategy=Fsdp2()), packed),
-        "train student": (_train_student, packed),
-    }
-    if device.type == "cuda":
-        found["encode compiled"] = partial(_encode, compiled=True), packed
-    if importlib.util.find_spec("bitsandbytes"):
-        found["train lora nf4"] = partial(_train_lora, base="nf4"), packed
-    return found
-
-
-def measure(
-    work: str, shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int
-) -> list[Figures]:
-    """One measurement of a tower. A failure has its reason, as too little memory or a missing kernel."""
+def measure(name: str, *, packed: bool, dry: bool, seconds: float) -> list[Figures]:
+    """The row of `encode` or `train lora`."""
+    device = torch.device("cpu" if dry else "cuda")
+    shape = TINY if dry else PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
     peak = peak_rate(device)
     forget(device)
-    figures, error = NOTHING, ""
-    try:
-        figures = kinds(device)[work][0](shape, device, packed=packed, seconds=seconds, rows=rows)
-    except Exception as failure:
-        log.exception("%s", work)
-        error = _first_line(failure)
+    work = encode if name == "encode" else train_lora
+    figures = work(shape, device, DRY_ROWS if dry else ROWS, packed=packed, seconds=seconds)
     return [
         {
-            "work": work,
+            "work": name,
             "rows": "packed" if packed else "padded",
             "tokens/s": figures["tokens"] / figures["seconds"],
             "MFU": figures["operations"] / figures["seconds"] / peak,
             "peak GB": allocated(device) / 1e9,
             "estimate GB": figures["estimate"] / 1e9,
-            "loss": figures.get("loss", math.nan),
-            "error": error,
+            "loss": figures.get("loss"),
         }
     ]
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:80]
+def measure_queries(*, dry: bool, seconds: float) -> list[Figures]:
+    """A row for each query tower."""
+    device = torch.device("cpu" if dry else "cuda")
+    shape = TINY if dry else PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
+    return gpu_queries.measure_all(shape, device, seconds=seconds / 2)
 
 
-def _encode(
-    shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int, compiled: bool = False
-) -> Figures:
+# What matters most comes first: a device may be lent for minutes.
+MEASUREMENTS: dict[str, Callable[..., list[Figures]]] = {
+    **{
+        f"encode {rows}": partial(measure, "encode", packed=rows == "packed") for rows in ("packed", "padded")
+    },
+    "train lora packed": partial(measure, "train lora", packed=True),
+    "queries": measure_queries,
+    "train lora padded": partial(measure, "train lora", packed=False),
+}
+
+
+def encode(shape: Shape, device: torch.device, rows: int, *, packed: bool, seconds: float) -> Figures:
+    """Forward passes of a document tower."""
     made = random_tower(llm(shape, device), role="document").eval().requires_grad_(False)
-    if compiled:
-        for layer in engine.layers(made.backbone):
-            layer.compile(dynamic=True)
     batches = [document_rows(shape, 4 * rows, number) for number in range(BATCHES)]
     operations = [sum(flops.forward(shape, tokens=float(len(row.ids))) for row in batch) for batch in batches]
     inputs = [collate(batch, pad=made.pad, packed=packed).to(device) for batch in batches]
@@ -255,128 +146,43 @@ def _encode(
     return figures | totals | {"estimate": 2.0 * shape.parameters}
 
 
-def _train_lora(shape: Shape, device: torch.device, *, base: Stored = "full", **settings: Any) -> Figures:
-    lora = Lora(rank=16, base=base)
+def train_lora(shape: Shape, device: torch.device, rows: int, *, packed: bool, seconds: float) -> Figures:
+    """Steps of stage I on `rows` triplets with a hard negative each; with the first loss."""
     first = llm(shape, device)
-    weights.store_base(first.model.requires_grad_(False), base)
+    first.model.requires_grad_(False)
     second = Backbone(weights.share_weights(first.model), first.tokenizer, first.causal)
     towers = DualEncoder(
-        random_tower(first, role="query", lora=lora), random_tower(second, role="document", lora=lora)
+        random_tower(first, role="query", lora=LORA), random_tower(second, role="document", lora=LORA)
     )
-    return _train_towers(towers, (shape, shape), device, lora=lora, **settings)
-
-
-def _train_full(
-    shape: Shape, device: torch.device, *, strategy: Ddp | Fsdp2 | None = None, **settings: Any
-) -> Figures:
-    small = _small_backbone(shape)
-    query = backbone.build(small, tokenizer_json=any_tokenizer().backend_tokenizer.to_str(), seed=0)
-    towers = DualEncoder(random_tower(query, role="query"), random_tower(llm(shape, device), role="document"))
-    try:
-        sizes = (backbone_shape(small), shape)
-        return _train_towers(towers, sizes, device, lora=None, strategy=strategy or Ddp(), **settings)
-    finally:
-        if dist.is_initialized():  # by the engine
-            dist.destroy_process_group()
-
-
-def _train_student(shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int) -> Figures:
-    """Steps of stage II: queries, and the stored embeddings that a student of 4 layers learns."""
-    small = _small_backbone(shape)
-    size = backbone_shape(small)
-    made = backbone.build(small, tokenizer_json=any_tokenizer().backend_tokenizer.to_str(), seed=0)
-    student = random_tower(made, role="query")
-    chosen = [query_rows(size, STUDENT_ROWS * rows, number, causal=False) for number in range(BATCHES)]
-    lessons = [
-        Lesson(collate(batch, pad=student.pad, packed=packed), torch.randn(len(batch), DIM)).to(device)
-        for batch in chosen
-    ]
-    operations = [_training(size, batch, pooled=1, lora=None) for batch in chosen]
-    figures = _steps(
-        StageTwo(student, DistillLosses()),
-        lessons,
-        device,
-        memory=Memory(),
-        rows=STUDENT_ROWS * rows,
-        seconds=seconds,
-    )
-    totals = _totals(figures["steps"], [tokens(batch) for batch in chosen], operations)
-    activations = max(map(tokens, chosen)) * tower_bytes(size, "autocast", checkpointing=False)
-    return figures | totals | {"estimate": _state(student) + activations}
-
-
-def _train_towers(
-    towers: DualEncoder,
-    shapes: tuple[Shape, Shape],
-    device: torch.device,
-    *,
-    lora: Lora | None,
-    packed: bool,
-    seconds: float,
-    rows: int,
-    strategy: Ddp | Fsdp2 | None = None,
-) -> Figures:
-    """Steps of stage I on `rows` triplets with a hard negative each."""
-    causal = bool(towers.query.causal)
-    queries = [query_rows(shapes[0], rows, number, causal=causal) for number in range(BATCHES)]
-    documents = [document_rows(shapes[1], 2 * rows, number) for number in range(BATCHES)]
-    batches = [
-        _triplets(towers, q, d, packed=packed).to(device) for q, d in zip(queries, documents, strict=True)
-    ]
-    state = _state(towers)  # before fsdp2 shards it
-    figures = _steps(
-        StageOne(towers, Losses()),
-        batches,
-        device,
-        memory=Memory(gradient_checkpointing=True),
-        rows=rows,
-        seconds=seconds,
-        strategy=strategy,
-    )
-    operations = [
-        _training(shapes[0], q, pooled=1, lora=lora) + _training(shapes[1], d, pooled=3, lora=lora)
-        for q, d in zip(queries, documents, strict=True)
-    ]
-    activations = sum(
-        max(map(tokens, side)) * tower_bytes(shape, "bfloat16", checkpointing=True)
-        for shape, side in zip(shapes, (queries, documents), strict=True)
-    )
-    both = [tokens(q) + tokens(d) for q, d in zip(queries, documents, strict=True)]
-    totals = _totals(figures["steps"], both, operations)
-    return figures | totals | {"estimate": state + activations}
-
-
-def _steps(
-    module: Objective,
-    batches: Sequence[Any],
-    device: torch.device,
-    *,
-    memory: Memory,
-    rows: int,
-    seconds: float,
-    strategy: Ddp | Fsdp2 | None = None,
-) -> Figures:
-    """Steps of the engine that a run would have; with the first loss."""
+    queries = [query_rows(shape, rows, number) for number in range(BATCHES)]
+    documents = [document_rows(shape, 2 * rows, number) for number in range(BATCHES)]
+    pairs = list(zip(queries, documents, strict=True))
+    batches = [_triplets(towers, q, d, packed=packed).to(device) for q, d in pairs]
     schedule = Schedule(
         optimizer=Optimizer(peak_lr=1e-6),
         global_batch=rows,
         precision="bfloat16",
-        memory=memory,
-        strategy=strategy,
+        memory=Memory(gradient_checkpointing=True),
         resources=Ranks(workers=1),
     )
-    made = strategies.build(module, schedule=schedule, device=device)
-    module.train()
-    seen: list[float] = []
+    made = strategies.build(StageOne(towers, Losses()), schedule=schedule, device=device)
+    towers.train()
+    losses: list[Any] = []
 
     def work(number: int) -> None:
         loss, _ = made(batches[number % BATCHES])
         made.backward(loss)
         made.step(1e-6)
-        if not seen:
-            seen.append(float(loss.detach()))
+        losses.append(loss.detach())
 
-    return timed(work, device, seconds) | {"loss": seen[0]}
+    figures = timed(work, device, seconds) | {"loss": float(losses[0])}
+    operations = [_training(shape, q, pooled=1) + _training(shape, d, pooled=3) for q, d in pairs]
+    totals = _totals(figures["steps"], [tokens(q) + tokens(d) for q, d in pairs], operations)
+    most = max(map(tokens, queries)) + max(map(tokens, documents))
+    activations = most * tower_bytes(shape, "bfloat16", checkpointing=True)
+    # A weight that learns has a gradient and two moments.
+    state = sum(p.nbytes * (4 if p.requires_grad else 1) for p in towers.parameters())
+    return figures | totals | {"estimate": float(state + activations)}
 
 
 def _triplets(
@@ -394,22 +200,10 @@ def _triplets(
     )
 
 
-def _small_backbone(shape: Shape) -> Scratch:
-    tiny = shape is TINY
-    return Scratch(
-        architecture="bert", layers=1 if tiny else 4, hidden=64 if tiny else 768, heads=4 if tiny else 12
-    )
-
-
-def _training(shape: Shape, rows: Sequence[TokenRow], *, pooled: int, lora: Lora | None) -> float:
+def _training(shape: Shape, rows: Sequence[TokenRow], *, pooled: int) -> float:
     """Operations that training on these rows needs."""
-    works = (flops.row(shape, tokens=float(len(row.ids)), pooled=pooled, dim=DIM, lora=lora) for row in rows)
+    works = (flops.row(shape, tokens=float(len(row.ids)), pooled=pooled, dim=DIM, lora=LORA) for row in rows)
     return sum(work.model for work in works)
-
-
-def _state(module: DualEncoder | Tower) -> float:
-    """Bytes of weights, and of a gradient and two moments of each that learns."""
-    return float(sum(p.nbytes * (4 if p.requires_grad else 1) for p in module.parameters()))
 
 
 def _totals(steps: int, tokens: Sequence[int], operations: Sequence[float]) -> Figures:

@@ -41,11 +41,9 @@ def measure_all(shape: Shape, device: torch.device, *, seconds: float) -> list[F
     rows.append(_row("lookup", _lookup(device), device, seconds))
     cpu = torch.device("cpu")
     rows.append(_row("lookup on CPU", _lookup(cpu), cpu, seconds))
-    largest = BATCHES[-1]
+    largest = f"batch {BATCHES[-1]}"
     return [
-        row
-        | {"over llm": row[f"batch {largest}"] / rows[0][f"batch {largest}"], "paper": PAPERS[row["tower"]]}
-        for row in rows
+        row | {"over llm": row[largest] / rows[0][largest], "paper": PAPERS[row["tower"]]} for row in rows
     ]
 
 

@@ -95,12 +95,12 @@ def document_rows(shape: Shape, rows: int, seed: int) -> list[TokenRow]:
     return [TokenRow(row, [len(row) // 4, len(row) - 8, len(row) - 1]) for row in ids]
 
 
-def query_rows(shape: Shape, rows: int, seed: int, *, causal: bool) -> list[TokenRow]:
-    """Log-normal lengths; the last position is pooled, or the first."""
+def query_rows(shape: Shape, rows: int, seed: int) -> list[TokenRow]:
+    """Log-normal lengths; the last position is pooled."""
     rng = np.random.default_rng(seed + 1000)
     lengths = rng.lognormal(np.log(QUERY_TOKENS) - 0.08, 0.4, rows).round().clip(4, 64).astype(int)
     ids = (rng.integers(6, min(shape.vocabulary, 200), length).tolist() for length in lengths)
-    return [TokenRow(row, [len(row) - 1 if causal else 0]) for row in ids]
+    return [TokenRow(row, [len(row) - 1]) for row in ids]
 
 
 def tokens(rows: Sequence[TokenRow]) -> int:

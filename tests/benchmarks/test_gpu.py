@@ -1,34 +1,22 @@
-"""The GPU benchmark on a CPU: one measurement that fails does not cost the others."""
+"""The GPU benchmark on a CPU with a tiny shape; one measurement that fails does not cost the others."""
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu
-from benchmarks.gpu_towers import TINY
-
-CPU = torch.device("cpu")
+from benchmarks import gpu, gpu_queries, gpu_towers
 
 
-def test_a_failed_measurement_leaves_its_reason(monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: Any, **__: Any) -> gpu.Figures:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-
-    monkeypatch.setattr(
-        gpu, "kinds", lambda _: {"train full": (fail, (True,)), "encode": (gpu._encode, (False,))}
-    )
-    (failed,) = gpu.measure("train full", TINY, CPU, packed=True, seconds=0.0, rows=2)
-    (encoded,) = gpu.measure("encode", TINY, CPU, packed=False, seconds=0.0, rows=2)
-    assert failed["error"] == "OutOfMemoryError: CUDA out of memory."
-    assert not encoded["error"]
-    assert encoded["tokens/s"] > 0
-    assert set(gpu.metrics([failed, encoded])) == {
-        f"encode_padded_{name}" for name in ("tokens_per_s", "mfu", "peak_gb")
-    }
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that a CPU has done in no time, in this process."""
+    monkeypatch.setattr(gpu_queries, "BATCHES", (1, 4, 8))
+    monkeypatch.setattr(gpu_towers, "WARM_UP", 1)
+    monkeypatch.setattr(gpu_towers, "LEAST_CALLS", 1)
+    monkeypatch.setattr(gpu, "run_isolated", lambda work, **given: work(**given))
 
 
 def test_each_measurement_is_saved_as_it_ends_and_may_fail_alone(
@@ -36,22 +24,34 @@ def test_each_measurement_is_saved_as_it_ends_and_may_fail_alone(
 ):
     saved = tmp_path / "gpu.json"
     seen: list[list[str]] = []
-    row = {"work": "encode", "rows": "packed", "tokens/s": 5.0, "MFU": 0.5, "peak GB": 1.0, "error": ""}
 
-    def measured(name: str, *_: Any) -> tuple[list[gpu.Figures], str]:
-        seen.append(list(json.loads(saved.read_text())["problems"]) if saved.exists() else [])
-        return ([], "exit code 1: no kernel") if name == "engines" else ([row], "")
+    def fail(**_: object) -> list[gpu.Figures]:
+        seen.append(list(json.loads(saved.read_text())["metrics"]))
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr(gpu, "_in_process", measured)
-    words = ["--dry-run", "--json", str(saved), "--only", "engines", "encode packed", "queries", "--minutes"]
-    monkeypatch.setattr(gpu, "OTHERS", {"engines": lambda _: {}, "queries": lambda _: {"queries": 1.0}})
-    monkeypatch.setattr(sys, "argv", ["gpu", *words, "8"])
+    monkeypatch.setitem(gpu.MEASUREMENTS, "train lora packed", fail)
+    names = ["encode padded", "train lora packed", "queries"]
+    words = ["--dry-run", "--seconds", "0", "--json", str(saved), "--only", *names]
+    monkeypatch.setattr(sys, "argv", ["gpu", *words])
     gpu.main()
     found = json.loads(saved.read_text())
-    assert seen == [[], ["engines"], ["engines"]]
-    assert found["problems"] == {"engines": "exit code 1: no kernel"}
-    assert found["metrics"]["encode_packed_mfu"] == 0.5
-    assert found["metrics"]["queries"] == 1.0
-    monkeypatch.setattr(sys, "argv", ["gpu", *words, "0.1"])
-    gpu.main()
-    assert set(json.loads(saved.read_text())["problems"].values()) == {"no time was left"}
+    assert seen == [[f"encode_padded_{name}" for name in ("tokens_per_s", "mfu", "peak_gb")]]
+    assert found["problems"] == {"train lora packed": "OutOfMemoryError: CUDA out of memory."}
+    assert found["metrics"]["encode_padded_mfu"] > 0
+    assert found["metrics"]["queries_lookup_over_llm"] > 0
+    towers = [row["tower"] for row in found["queries"]]
+    assert towers == ["llm", "12 layers", "4 layers", "1 layer", "lookup", "lookup on CPU"]
+
+
+def test_padded_and_packed_rows_have_one_loss():
+    rows = [gpu.measure("train lora", packed=packed, dry=True, seconds=0.0)[0] for packed in (True, False)]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=0.01)  # bfloat16
+    assert all(row["tokens/s"] > 0 and row["MFU"] > 0 and row["estimate GB"] > 0 for row in rows)
+
+
+def test_without_a_gpu_the_dry_run_is_named(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "--dry-run" in capsys.readouterr().err
