@@ -5,7 +5,6 @@ dureader_demo_zh, impressions.jsonl, which `configs/quickstart/NAME.yaml` reads.
 `$SCALINGNOTE_DATA/NAME`, else they are downloaded: every URL names a commit, and files have a sha256.
 """
 
-import argparse
 import csv
 import hashlib
 import html
@@ -26,6 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import plain_parser
 from scalingnote.core.errors import DataError
 from scalingnote.datasets.config import AnyDataset, Columns
 from scalingnote.datasets.input_files import text_id
@@ -559,9 +559,7 @@ SETS = {
 
 def main() -> None:
     """Convert the named sets."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("names", nargs="+", choices=SETS, metavar="NAME", help=", ".join(SETS))
     for name in parser.parse_args().names:
         print(prepare(name))

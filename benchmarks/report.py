@@ -18,12 +18,19 @@ from scalingnote.storage.usage import peak_bytes
 T = TypeVar("T")
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that has the option ``--json FILE``."""
-    parser = argparse.ArgumentParser(
+def plain_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser without options, whose help keeps the lines of a docstring."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Return a parser with ``--json FILE`` and an option for each of `numbers`, which are its defaults."""
+    parser = plain_parser(description)
     parser.add_argument("--json", type=Path, help="write metrics, tables and environment to this file")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     return parser
 
 
