@@ -9,7 +9,7 @@ recall@100 of 0.95. Times are of one thread's processor, in rounds that take tur
 """
 
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from benchmarks.report import arguments, show, write
+from benchmarks.report import arguments, show, take_turns, write
 from benchmarks.training import trained
 from scalingnote.core import topk
 from scalingnote.core.config import load
@@ -27,7 +27,7 @@ from scalingnote.core.log import configure
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.index import families, ivf, tuning
-from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
+from scalingnote.index.config import Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.quantize.kmeans import blas_only
 from scalingnote.run.config import RunConfig
 from scalingnote.search import scan
@@ -37,8 +37,6 @@ FAMILIES: dict[str, Family] = {
     "ivfpq_fast_scan + sq8 (default)": FastScan(),
     "ivfpq_fast_scan + flat": FastScan(refine="flat"),
     "ivfpq_fast_scan": FastScan(refine="none"),
-    "ivfpq + sq8": IVFPQ(),
-    "ivfpq": IVFPQ(refine="none"),
     "ivf_sq8": ScalarQuantized(),
     "ivf_rabitq + sq8": RaBitQ(),
     "flat": Flat(),
@@ -51,7 +49,9 @@ Search = Callable[[Float[ndarray, "queries dim"]], Int[ndarray, "queries k"]]
 
 def main() -> None:
     """Parse arguments, run, print and write."""
-    options = parser().parse_args()
+    parser = arguments(__doc__, documents=1_000_000, queries=500, steps=100)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
+    options = parser.parse_args()
     configure()
     faiss.omp_set_num_threads(1)
     documents, queries = corpus(options)
@@ -74,16 +74,6 @@ def main() -> None:
         "shards4_over_single_cpu": together["over one"],
     }
     write(options.json, metrics=metrics, family=rows, shards=shards)
-
-
-def parser() -> ArgumentParser:
-    """Return the parser of this benchmark."""
-    found = arguments(__doc__)
-    found.add_argument("--documents", type=int, default=1_000_000)
-    found.add_argument("--queries", type=int, default=500)
-    found.add_argument("--steps", type=int, default=100, help="of training the towers")
-    found.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
-    return found
 
 
 def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarray, "queries dim"]]:
@@ -151,43 +141,26 @@ def direct(
 def sharded(
     documents: ndarray, queries: ndarray, *, nlist: int, nprobe: int, factor: int
 ) -> list[dict[str, Any]]:
-    """What four shards cost instead of one: held together, apart, and by faiss's IndexShards."""
+    """What four shards cost instead of one: held together, and apart."""
     pieces = np.array_split(documents, SHARDS)
     whole = filled(FastScan(), [documents], nlist=nlist)
     apart = filled(FastScan(), pieces, nlist=nlist)
     together = [ivf.merge(filled(FastScan(), pieces, nlist=nlist))]
-    base: Any = whole[0].index
-    codes: list[Any] = [lists.index for lists in apart]
-    shards: Any = faiss.IndexShards(documents.shape[1], False, True)  # type: ignore[call-arg]
-    for each in codes:
-        shards.add_shard(each)
-
-    def codes_only(index: Any) -> Search:
-        # IndexShards has no kept vectors to refine by: both sides of this pair scan codes only.
-        for each in (base, *codes):
-            each.nprobe = nprobe
-        return lambda sample: index.search(sample, K)[1]
-
     ways: dict[str, Search] = {
         "one index": partial(ours, whole, nprobe, factor),
         "a searcher of 4 shards": partial(ours, together, nprobe, factor),
         "4 shards, lists chosen once": partial(ours, apart, nprobe, factor),
-        "one faiss index, codes only": codes_only(base),
-        "faiss.IndexShards of 4, codes only": codes_only(shards),
     }
     times = {batch: taken(ways, queries, batch=batch) for batch in (1, BATCH)}
-    rows = []
-    for name in ways:
-        one = "one faiss index, codes only" if "faiss" in name else "one index"
-        rows.append(
-            {
-                "search of": name,
-                **{f"us, batch {batch}": round(times[batch][name]) for batch in times},
-                "over one": round(times[1][name] / times[1][one], 2),
-                f"over one, batch {BATCH}": round(times[BATCH][name] / times[BATCH][one], 2),
-            }
-        )
-    return rows
+    return [
+        {
+            "search of": name,
+            **{f"us, batch {batch}": round(times[batch][name]) for batch in times},
+            "over one": round(times[1][name] / times[1]["one index"], 2),
+            f"over one, batch {BATCH}": round(times[BATCH][name] / times[BATCH]["one index"], 2),
+        }
+        for name in ways
+    ]
 
 
 def filled(family: Family, pieces: Sequence[ndarray], *, nlist: int) -> list[ivf.Lists]:
@@ -235,14 +208,13 @@ def row(
 def taken(ways: Mapping[str, Search], queries: ndarray, *, batch: int) -> dict[str, float]:
     """Microseconds of processor time per query, the least of rounds that take turns."""
     sample = queries[: min(len(queries), 200 if batch == 1 else 4 * BATCH)]
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, search in ways.items():
-            start = time.process_time()
-            for i in range(0, len(sample), batch):
-                search(sample[i : i + batch])
-            times[name].append((time.process_time() - start) / len(sample) * 1e6)
-    return {name: min(found) for name, found in times.items()}
+
+    def searched(search: Search) -> None:
+        for i in range(0, len(sample), batch):
+            search(sample[i : i + batch])
+
+    seconds = take_turns({name: partial(searched, search) for name, search in ways.items()}, rounds=ROUNDS)
+    return {name: 1e6 * min(found) / len(sample) for name, found in seconds.items()}
 
 
 if __name__ == "__main__":
