@@ -1,14 +1,14 @@
 """Forms of a query tower against each other: string in, unit vector out.
 
-    python -m benchmarks.query_encoder --json docs/results/query_encoder.json [--rounds N] [--compiled]
+    python -m benchmarks.query_encoder --json docs/results/query_encoder.json [--rounds N]
 
 One student (BERT's shape, 4 layers of 768, random weights, a vocabulary of 30,000 learnt from the data) in
 every form that `QueryEncoder` runs, and through sentence-transformers' `encode`; a lookup table of the same
-tokens; and only the tokenizer, as a floor. For each number of threads one process holds all forms, which take
-turns, so that other work on the machine affects all; medians count.
+tokens; and only the tokenizer, as a floor. One process of one thread holds all forms, which take turns, so
+that other work on the machine affects all; medians count.
 
-With one thread rates are of processor time. Cosines are to torch in float32, of the table to float64 sums.
-Queries are real ones.
+Rates are of processor time. Cosines are to torch in float32, of the table to float64 sums. Queries are
+medquad's.
 """
 
 import os
@@ -34,30 +34,18 @@ TOKENIZER = "tokenizer only"
 DIM = 128
 QUICK = (TABLE, TOKENIZER)  # a single call of these is too short to time
 COMPARED = 256  # queries whose embeddings are compared
-PACKAGES = ("numpy", "torch")  # whose documentation replaces medquad if that is missing
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=4, help="of the student, default: %(default)s")
-    parser.add_argument("--hidden", type=int, default=768, help="of the student, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=15, help="of batch 1; larger ones get fewer")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser = arguments(__doc__, layers=4, hidden=768, rounds=15)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument(
-        "--compiled", action="store_true", help="torch.compile too: a minute more per thread count"
-    )
     options = parser.parse_args()
+    os.environ.update(ONE_THREAD)  # read when a library is loaded
     with TemporaryDirectory() as folder:
         queries = run_isolated(build, Path(folder), options)
-        rows = [
-            row for threads in options.threads for row in _in_a_process(folder, queries, threads, options)
-        ]
-    for threads in options.threads:
-        show(
-            f"{threads} threads" if threads > 1 else "1 thread", [r for r in rows if r["threads"] == threads]
-        )
-    tokens = statistics.mean(row.pop("tokens") for row in rows)
+        rows, tokens = run_isolated(measure, Path(folder), queries, options)
+    show("One thread", rows)
     write(options.json, metrics=metrics(rows) | {"tokens_per_query": tokens}, measurements=rows)
 
 
@@ -79,9 +67,8 @@ def build(folder: Path, options: Namespace) -> list[str]:
         max_positions=64,
     )
     config = TowerConfig(backbone=shape, max_length=32)
-    dual_encoder.build_tower(config, role="query", dim=DIM, tokenizer_json=learnt, seed=0).save(
-        folder / "torch"
-    )
+    student = dual_encoder.build_tower(config, role="query", dim=DIM, tokenizer_json=learnt, seed=0)
+    student.save(folder / "torch")
     for form in onnx.ONNX_FILES:
         onnx_export.export_graph(folder / "torch", folder / form, queries=queries[:COMPARED], form=form)
     tokenizer = Tokenizer.from_str(learnt)
@@ -90,16 +77,16 @@ def build(folder: Path, options: Namespace) -> list[str]:
     return queries
 
 
-def measure(folder: str, queries: Sequence[str], threads: int, options: Namespace) -> list[Row]:
-    """A row per batch size and form; called in a process that nothing has set threads in yet."""
+def measure(folder: Path, queries: Sequence[str], options: Namespace) -> tuple[list[Row], float]:
+    """A row per batch size and form, and the mean tokens of a query."""
     import torch
 
-    torch.set_num_threads(threads)
-    forms = _forms(Path(folder), threads, compiled=options.compiled)
+    torch.set_num_threads(1)
+    forms = _forms(folder)
     compared = list(queries[:COMPARED])
     found = {name: encode(compared) for name, encode in forms.items() if name != TOKENIZER}
     lengths = [len(ids) for ids in forms[TOKENIZER](compared)]
-    truth = dict.fromkeys(found, found[REFERENCE]) | {TABLE: _sums(Path(folder) / "lookup", compared)}
+    truth = dict.fromkeys(found, found[REFERENCE]) | {TABLE: _sums(folder / "lookup", compared)}
     cosines = {name: _least_cosine(made, truth[name]) for name, made in found.items()}
     rows: list[Row] = []
     for batch in options.batches:
@@ -110,40 +97,31 @@ def measure(folder: str, queries: Sequence[str], threads: int, options: Namespac
                 calls = max(512 // batch, 4) if name in QUICK else 1
                 times[name].append(_timed(encode, queries, batch, number, calls))
                 time.sleep(0.002)  # threads that look out for more work give up
-        rows += _rows(times, batch, threads, cosines)
-    return [row | {"tokens": statistics.mean(lengths)} for row in rows]
+        rows += _rows(times, batch, cosines)
+    return rows, statistics.mean(lengths)
 
 
 def metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Ratios of one thread's rates, and cosines."""
-    rates = {(r["threads"], r["batch"], r["form"]): r["queries/cpu s"] for r in rows}
+    rates = {(row["batch"], row["form"]): row["queries/cpu s"] for row in rows}
     pairs = {
         "onnx_int8_b1_over_torch_fp32": (1, "onnx int8", REFERENCE),
         "lookup_b1_over_torch_fp32": (1, TABLE, REFERENCE),
         "lookup_b64_over_tokenize": (64, TABLE, TOKENIZER),
         "onnx_int8_b1_over_sentence_transformers": (1, "onnx int8", "sentence-transformers"),
     }
-    made: dict[str, float] = {}
-    for name, (batch, one, other) in pairs.items():
-        if (1, batch, one) in rates:
-            made[name] = rates[1, batch, one] / rates[1, batch, other]
+    made: dict[str, float] = {
+        name: rates[batch, one] / rates[batch, other]
+        for name, (batch, one, other) in pairs.items()
+        if (batch, one) in rates
+    }
     for row in rows:
-        if row["batch"] == 1 and row["threads"] == 1 and row["cosine"] is not None:
+        if row["batch"] == 1 and row["cosine"] is not None:
             made[f"cosine_{row['form'].replace(' ', '_').replace('-', '_')}"] = row["cosine"]
     return made
 
 
-def _in_a_process(folder: str, queries: Sequence[str], threads: int, options: Namespace) -> list[Row]:
-    # Read when a library is loaded, so they must be there before.
-    os.environ.update(
-        OMP_NUM_THREADS=str(threads),
-        RAYON_NUM_THREADS=str(threads),
-        TOKENIZERS_PARALLELISM=str(threads > 1).lower(),
-    )
-    return run_isolated(measure, folder, queries, threads, options)
-
-
-def _forms(folder: Path, threads: int, *, compiled: bool) -> dict[str, Encode]:
+def _forms(folder: Path) -> dict[str, Encode]:
     """Form -> what encodes with it."""
     from sentence_transformers import SentenceTransformer
     from tokenizers import Tokenizer
@@ -152,7 +130,7 @@ def _forms(folder: Path, threads: int, *, compiled: bool) -> dict[str, Encode]:
     from scalingnote.storage import arrow
 
     def ours(form: Any, place: str, **knobs: Any) -> Encode:
-        encoder = QueryEncoder(folder / place, form, threads=threads, **knobs)
+        encoder = QueryEncoder(folder / place, form, threads=1, **knobs)
         return lambda queries: arrow.l2_normalize(encoder.encode_queries(queries))
 
     library = SentenceTransformer(str(folder / "torch"), device="cpu")
@@ -166,11 +144,9 @@ def _forms(folder: Path, threads: int, *, compiled: bool) -> dict[str, Encode]:
     def tokenize(queries: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in tokenizer.encode_batch_fast(queries, add_special_tokens=False)]
 
-    more = {"torch bf16 compiled": ours("compiled", "torch", precision="bfloat16")} if compiled else {}
     return {
         REFERENCE: ours("torch", "torch", precision="float32"),
         "torch bf16": ours("torch", "torch", precision="bfloat16"),
-        **more,
         "onnx fp32": ours("onnx", "onnx"),
         "onnx int8": ours("onnx_int8", "onnx_int8"),
         "sentence-transformers": theirs,
@@ -193,22 +169,19 @@ def _timed(
     return (time.process_time() - cpu) / batch / calls, (time.perf_counter() - clock) / batch / calls
 
 
-def _rows(
-    times: dict[str, list[tuple[float, float]]], batch: int, threads: int, cosines: dict[str, float]
-) -> list[Row]:
+def _rows(times: dict[str, list[tuple[float, float]]], batch: int, cosines: dict[str, float]) -> list[Row]:
     middle = {  # the first round warms up
         name: [statistics.median(column) for column in zip(*found[1:], strict=True)]
         for name, found in times.items()
     }
-    which = 0 if threads == 1 else 1
     return [
         {
-            "threads": threads,
+            "threads": 1,
             "batch": batch,
             "form": name,
             "queries/cpu s": 1 / max(cpu, 1e-9),
             "queries/s": 1 / clock,
-            f"over {REFERENCE}": middle[REFERENCE][which] / (cpu, clock)[which],
+            f"over {REFERENCE}": middle[REFERENCE][0] / cpu,
             "cosine": cosines.get(name),
         }
         for name, (cpu, clock) in middle.items()
@@ -233,20 +206,10 @@ def _least_cosine(found: Any, truth: Any) -> float:
 
 
 def _data() -> tuple[list[str], list[str]]:
-    """Texts to learn a tokenizer from, and queries: of medquad if it is there, else what is built in."""
-    from scalingnote.datasets import python_docs
-    from scalingnote.datasets.config import PythonDocs
-    from scalingnote.datasets.input_files import readable_rows
-
-    if public_sets.find_files("medquad"):
-        texts = public_sets.read_column("medquad", "documents", "content")
-        queries = public_sets.read_column("medquad", "queries", "query")
-    else:
-        source = python_docs.read(PythonDocs(packages=PACKAGES))
-        texts = [row["content"] for row in readable_rows(source.rows("documents"))]
-        queries = [row["query"] for row in readable_rows(source.rows("queries"))]
-    order = np.random.default_rng(0).permutation(len(queries))[:4000]
-    chosen = [queries[i] for i in order]
+    """Texts to learn a tokenizer from, and queries."""
+    texts = public_sets.read_column("medquad", "documents", "content")
+    queries = public_sets.read_column("medquad", "queries", "query")
+    chosen = [queries[i] for i in np.random.default_rng(0).permutation(len(queries))[:4000]]
     return [*texts, *chosen], chosen
 
 

@@ -97,21 +97,21 @@ def save_backbone(folder: Path, architecture: Architecture, size: Size) -> None:
     save_file({"weight": torch.randn(DIM, size.hidden) * size.hidden**-0.5}, folder / "projection.st")
 
 
-def measure_peak_mb(folder: str, size: Size, setting: Setting, *, threads: int) -> float:
+def measure_peak_mb(folder: str, size: Size, setting: Setting) -> float:
     """Return the peak memory of this process after one step."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     _step(Path(folder), size, setting)(0)
     return peak_memory_mb()
 
 
 def measure_in_turns(
-    folder: str, size: Size, settings: Sequence[Setting], *, steps: int, threads: int
+    folder: str, size: Size, settings: Sequence[Setting], *, steps: int
 ) -> list[dict[str, Any]]:
     """Return the loss of a first step of each setting, and the processor seconds of each further one.
 
     The settings take turns step by step, so that other work on the machine affects all of them alike.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     made = [_step(Path(folder), size, setting) for setting in settings]
     found: list[dict[str, Any]] = [{"loss": step(0), "cpu s": []} for step in made]
     for number in range(1, steps + 1):

@@ -16,9 +16,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(query_encoder, "_data", lambda: (texts, [text[:20] for text in texts]))
         patch.setattr(query_encoder, "run_isolated", lambda work, *args: work(*args))
-        for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
-            patch.setenv(name, "1")  # put back afterwards
-        sizes = ["--layers", "1", "--hidden", "64", "--rounds", "1", "--threads", "1", "--batches", "1", "64"]
+        for name, value in query_encoder.ONE_THREAD.items():
+            patch.setenv(name, value)  # put back afterwards
+        sizes = ["--layers", "1", "--hidden", "64", "--rounds", "1", "--batches", "1", "64"]
         patch.setattr(sys, "argv", ["query_encoder", *sizes, "--json", str(path)])
         query_encoder.main()
     return json.loads(path.read_text())
