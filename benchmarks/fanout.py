@@ -46,6 +46,7 @@ SCANNED = 100_000  # vectors of a scan whose time is a searcher's
 SLOW = 50.0  # times as long as the others, of one replica of one group
 HEDGED_GROUPS, SLOW_GROUP = 8, 5
 WARM_QUERIES, HEDGED_QUERIES = 100, 400
+CROWD = 64  # queries at once under load
 DEADLINE_S = 60.0
 HEADERS = [(b"content-type", b"application/json")]
 
@@ -139,19 +140,13 @@ class _Parts:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--queries", type=int, default=4000, help="of a measurement, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--crowd", type=int, default=64, help="queries at once under load")
-    options = parser.parse_args()
+    options = arguments(__doc__, queries=4000, rounds=3).parse_args()
     seconds = scan_seconds()
     gc.set_threshold(GC_THRESHOLD)
     cluster.connect()
     rows = []
     for groups, most in CASES:
-        found = [
-            measure(seconds, groups, most, options.queries, options.crowd) for _ in range(options.rounds)
-        ]
+        found = [measure(seconds, groups, most, options.queries) for _ in range(options.rounds)]
         rate, median, tail = (float(np.median(column)) for column in zip(*found, strict=True))
         rows.append(
             {
@@ -164,7 +159,7 @@ def main() -> None:
             }
         )
     ray.shutdown()
-    show(f"{options.crowd} queries at once for queries/s, 2 for latencies", rows)
+    show(f"{CROWD} queries at once for queries/s, 2 for latencies", rows)
     hedging = []
     for hedged in (False, True):
         slow = [asyncio.run(tail_ms(seconds, hedged)) for _ in range(options.rounds)]
@@ -181,7 +176,7 @@ def main() -> None:
         "hedge_p99_cut": 1 - hedging[1]["p99 ms"] / hedging[0]["p99 ms"],  # type: ignore[operator]
     }
     rounded = {name: round(value, 3) for name, value in metrics.items()}
-    print(rounded)
+    show("Metrics", [rounded])
     write(options.json, metrics=rounded, table=rows, hedging=hedging)
 
 
@@ -197,9 +192,7 @@ def scan_seconds() -> list[float]:
     return found
 
 
-def measure(
-    seconds: list[float], groups: int, most: int, queries: int, size: int
-) -> tuple[float, float, float]:
+def measure(seconds: list[float], groups: int, most: int, queries: int) -> tuple[float, float, float]:
     """Queries of a second of the loop's processor time; p50 and p99 in milliseconds, of two at a time."""
     actor: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
     searcher: Any = ray.remote(Searchers)
@@ -220,9 +213,9 @@ def measure(
 
     async def measured() -> tuple[int, float, list[float]]:
         await versions.start()
-        await crowd(application, groups, size, queries // 4)
+        await crowd(application, groups, CROWD, queries // 4)
         started = time.thread_time()
-        answered = len(await crowd(application, groups, size, queries))
+        answered = len(await crowd(application, groups, CROWD, queries))
         spent = time.thread_time() - started
         return answered, spent, await crowd(application, groups, 2, queries // 10)
 
