@@ -10,7 +10,6 @@ with its whole objective (`all losses`) documents have term weights, too, and le
 """
 
 import json
-import os
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +22,8 @@ import torch
 from scipy import sparse
 from torch.nn import functional as F
 
-from benchmarks import smollm
-from benchmarks.public_sets import SETS, json_rows, source_files
+from benchmarks import beir, smollm
+from benchmarks.public_sets import json_rows, source_files
 from benchmarks.report import arguments, show, write
 from scalingnote.core import cluster
 from scalingnote.core.config import Config
@@ -59,8 +58,8 @@ def pairs_of(name: str, seed: int = 0) -> Pairs:
     A group is what answers the same: the documents of a disease (medquad), the accepted answer of a question
     (stackexchange_devops), a judged document (a folder of BEIR).
     """
-    read = {"medquad": _medquad, "stackexchange_devops": _devops}.get(name, _beir)
-    rows = [*read(source_files(name) if name in SETS else Path(os.environ["SCALINGNOTE_DATA"]) / name)]
+    own = {"medquad": _medquad, "stackexchange_devops": _devops}
+    rows = [*(own[name](source_files(name)) if name in own else _beir(name))]
     random.Random(seed).shuffle(rows)
     by_group: dict[str, list[tuple[str, str]]] = {}
     for group, question, document in rows:
@@ -84,14 +83,12 @@ def _devops(folder: Path) -> Iterator[tuple[str, str, str]]:
             yield accepted, row["title"], answers[accepted]
 
 
-def _beir(folder: Path) -> Iterator[tuple[str, str, str]]:
-    texts = {row["_id"]: f"{row['title']} {row['text']}" for row in json_rows(folder / "corpus.jsonl")}
-    queries = {row["_id"]: row["text"] for row in json_rows(folder / "queries.jsonl")}
-    for file in sorted((folder / "qrels").glob("*.tsv")):
-        for line in file.read_text(encoding="utf-8").splitlines()[1:]:
-            query_id, doc_id, score = line.split("\t")
-            if int(score) > 0:
-                yield doc_id, queries[query_id], texts[doc_id]
+def _beir(name: str) -> Iterator[tuple[str, str, str]]:
+    texts = {row["_id"]: f"{row['title']} {row['text']}" for row in beir.documents(name)}
+    queries = beir.queries(name)
+    for file in sorted((beir.folder(name) / "qrels").glob("*.tsv")):
+        for query_id, doc_ids in beir.judged(name, file.stem).items():
+            yield from ((doc_id, queries[query_id], texts[doc_id]) for doc_id in doc_ids)
 
 
 # --- eighty plain lines ------------------------------------------------------------------------------------

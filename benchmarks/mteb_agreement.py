@@ -14,11 +14,10 @@ as one Router folder, which mteb evaluates by itself from the same folder: it en
 An interrupted run continues: every artifact is kept below --run-dir.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks import minilm
+from benchmarks import beir, minilm
 from benchmarks.report import arguments, show, write
 from scalingnote import api
 from scalingnote.core.config import load
@@ -46,7 +45,7 @@ def main() -> None:
 
 def compare(name: str, options: Any) -> list[dict[str, Any]]:
     """Rows of one set: the Router folder and the search, by mteb and by us."""
-    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
+    folder = beir.folder(name)
     run_dir = Path(options.run_dir) / name
     config = config_of(folder, run_dir, tokens=options.documents)
     built = pipeline.run(config, stages.select(config))

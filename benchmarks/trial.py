@@ -1,7 +1,6 @@
 """A trial: a method is trained on a dataset with a seed; every query side it gives is searched exactly."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from benchmarks import minilm, public_sets, smollm, training
+from benchmarks import beir, minilm, public_sets, smollm, training
 from scalingnote.core.config import load
 from scalingnote.core.log import environment
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -133,9 +132,8 @@ def unchanged(dataset: str, method: str, knobs: Sequence[str] = ()) -> RunConfig
     own = f"configs/quickstart/{dataset}.yaml"
     if Path(own).exists():
         return load(RunConfig, [own, _method_file(method)], knobs)
-    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / dataset
-    beir = f"dataset={{name: beir, path: {folder}}}"
-    return load(RunConfig, ["configs/quickstart/base.yaml", _method_file(method)], [beir, *knobs])
+    source = f"dataset={{name: beir, path: {beir.folder(dataset)}}}"
+    return load(RunConfig, ["configs/quickstart/base.yaml", _method_file(method)], [source, *knobs])
 
 
 def _method_file(method: str) -> str:
