@@ -10,9 +10,7 @@ documents; "kept" is a student's over the teacher's.
 
 - static (a table of tokens: `table_kept_mean`), table (with rows for pairs of tokens and end tokens:
   `attention_or_terms_kept_mean`): the student's own ranking
-- bm25s: that library with an English stemmer, and the stop words, k1 and b of ours (`bm25_under_lucene_max`:
-  by how much nDCG@10 of ours is behind on the worst set)
-- escalated30: the table's best 100, in the teacher's order for the 30 % of the queries with most doubt
+- escalated30: kept if the teacher orders the best 100 documents of the 30 % of the queries with most doubt
 - hybrid: scores put on [0, 1] per query over the union of both best 1,000, their mean; the table with BM25
   over the teacher with BM25
 - cosine, overlap@10: of student and teacher on held-out texts, as `distill` prints them
@@ -24,13 +22,11 @@ documents; "kept" is a student's over the teacher's.
 An interrupted run continues: every artifact is kept below --run-dir.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +34,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from benchmarks import minilm, mpnet, public_sets
+from benchmarks import beir, minilm, mpnet, public_sets
 from benchmarks.report import arguments, run_isolated, show, write
 from scalingnote.core.bm25 import BM25
 from scalingnote.core.config import load
@@ -60,10 +56,9 @@ TEST_FRACTION = 0.5  # of its queries: none is trained on
 DEPTH = 1000  # documents of a ranking that are joined, and measured
 ESCALATED = 0.3  # share of the queries
 ESCALATED_DEPTH = 100  # documents that the teacher orders again
-SHARES = tuple(step / 10 for step in range(11))
 HYBRID_WEIGHT = 0.5  # of the dense score
 MEASURED_QUERIES = 400  # of a speed
-NOT_COMPARED: Row = {"cosine": "", "overlap@10": ""}  # with a teacher
+NOT_COMPARED = dict.fromkeys(("cosine", "overlap@10", "escalated30"), "")  # with a teacher
 MIN_LINE_SETS = 4  # through fewer no line is drawn
 
 
@@ -79,42 +74,30 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
     options = parser.parse_args()
     rows: list[Row] = []
-    curves: list[Row] = []
     for teacher, name, seed in product(options.teachers, options.sets, range(options.seeds)):
-        found, points = measure(teacher, name, seed, options)
-        rows += found
-        curves += points
+        rows += (found := measure(teacher, name, seed, options))
         show(f"{teacher}, {name}, seed {seed}", found)
     further: list[Row] = []
     for teacher, name in product(options.teachers, options.further_sets):
-        further += measure(teacher, name, 0, options)[0]
+        further += measure(teacher, name, 0, options)
         show(f"{teacher}, {name}", further)
     summary = summarise(rows)
     show("Means over sets and seeds", summary)
-    metrics = metrics_of(summary, rows, curves) | certificate([*rows, *further])
+    metrics = metrics_of(summary, rows) | certificate([*rows, *further])
     speeds = run_isolated(speed, *towers(options))
     show("Queries per second, one thread", speeds)
     by_name = {row["query side"]: row for row in speeds}
     if "table" in by_name:
         metrics["table_speedup_b1"] = round(by_name["table"]["batch 1"] / by_name["teacher"]["batch 1"], 1)
-    print("\n" + ", ".join(f"{name} {value}" for name, value in metrics.items()))
+    show("Metrics", [metrics])
     if options.plot:
         plot(summary, by_name, options.plot)
-    write(
-        options.json,
-        metrics=metrics,
-        summary=summary,
-        rows=rows,
-        further=further,
-        escalation=curves,
-        speeds=speeds,
-    )
+    write(options.json, metrics=metrics, summary=summary, rows=rows, further=further, speeds=speeds)
 
 
 def config_of(teacher: str, name: str, student: str, seed: int, options: Any) -> RunConfig:
     """The run of one student: a config of configs/methods over one set."""
-    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
-    dataset = f"{{name: beir, path: {folder}}}"
+    dataset = f"{{name: beir, path: {beir.folder(name)}}}"
     if name in public_sets.SETS:
         own = public_sets.prepare(name)
         tables = ", ".join(f"{table}: {{path: {own}/{table}.jsonl}}" for table in FILES)
@@ -141,16 +124,14 @@ class Pool:
     queries: list[str]
     gains: Float[ndarray, "queries docs"]
     bm25: Float[ndarray, "queries docs"]
-    bm25s: Float[ndarray, "queries docs"]
 
 
-def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], list[Row]]:
-    """Rows of the teacher `of`, BM25 and each student of one set and seed, and the curve of escalation."""
+def measure(of: str, name: str, seed: int, options: Any) -> list[Row]:
+    """Rows of BM25, the teacher `of` and each student of one set and seed."""
     from scalingnote.encode.encoder import Encoder
     from scalingnote.encode.query_encoder import QueryEncoder
 
     rows: list[Row] = []
-    curves: list[Row] = []
     pool: Pool | None = None
     for student in options.students:
         config = config_of(of, name, student, seed, options)
@@ -159,7 +140,7 @@ def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], lis
             pool = pool_of(built["dataset"], built["embeddings"])
             encoder = Encoder.load(built["dual_encoder"].directory("query"), precision="float32")
             teacher = arrow.l2_normalize(encoder.encode_queries(pool.queries)) @ pool.documents.T
-            others = {"bm25": pool.bm25, "bm25s": pool.bm25s, "teacher": teacher}
+            others = {"bm25": pool.bm25, "teacher": teacher}
             rows += [row(name, seed, side, pool, found, 0.0) | NOT_COMPARED for side, found in others.items()]
         tower = QueryEncoder(built["student"].directory("query"), precision="float32")
         found = arrow.l2_normalize(tower.encode_queries(pool.queries)) @ pool.documents.T
@@ -168,12 +149,9 @@ def measure(of: str, name: str, seed: int, options: Any) -> tuple[list[Row], lis
         compared = ("query_embeddings", "student", "dataset", "dual_encoder", "embeddings")
         measures = agreement.compare(**{kind: built[kind] for kind in compared}).measures()
         own = {name: round(measures[name], 4) for name in ("cosine", "overlap@10")}
+        own["escalated30"] = round(escalated(pool.gains, found, teacher), 4)
         rows.append(row(name, seed, student, pool, found, seconds) | own)
-        if student == "table":
-            curves = escalated(name, seed, pool, found, teacher)
-    for each in (*rows, *curves):
-        each["teacher"] = of
-    return with_shares(rows), curves
+    return with_shares([{**each, "teacher": of} for each in rows])
 
 
 def with_shares(rows: Sequence[Row]) -> list[Row]:
@@ -210,24 +188,7 @@ def pool_of(dataset: Artifact, embeddings: Artifact) -> Pool:
     lexical = BM25.build(corpus)
     bm25 = np.stack([lexical.scores(query) for query in queries])
     documents = arrow.l2_normalize(arrow.to_numpy(table[INDEXED_VIEW]))
-    return Pool(doc_ids, documents, queries, gains, bm25, bm25s_scores(corpus, queries))
-
-
-def bm25s_scores(corpus: Sequence[str], queries: Sequence[str]) -> Float[ndarray, "queries docs"]:
-    """Scores by bm25s with its own words and an English stemmer."""
-    import bm25s
-    import Stemmer
-
-    split = partial(
-        bm25s.tokenize,
-        stopwords="english_plus",
-        stemmer=Stemmer.Stemmer("english"),
-        return_ids=False,
-        show_progress=False,
-    )
-    index = bm25s.BM25(k1=1.2, b=0.75, method="lucene")
-    index.index(split(corpus), show_progress=False)
-    return np.stack([index.get_scores(words) for words in split(queries)])
+    return Pool(doc_ids, documents, queries, gains, bm25)
 
 
 def row(
@@ -288,25 +249,17 @@ def _unit_range(scores: Float[ndarray, " docs"]) -> Float[ndarray, " docs"]:
 
 
 def escalated(
-    name: str,
-    seed: int,
-    pool: Pool,
+    gains: Float[ndarray, "queries docs"],
     student: Float[ndarray, "queries docs"],
     teacher: Float[ndarray, "queries docs"],
-) -> list[Row]:
-    """Return nDCG@10 by the share of queries whose best documents the teacher orders again."""
+) -> float:
+    """Share of the teacher's nDCG@10 if it orders the best documents of the queries with most doubt again."""
     best = ranked(student)[:, :ESCALATED_DEPTH]
     order = np.argsort(-np.take_along_axis(teacher, best, axis=1), axis=1, kind="stable")
     doubts = doubt(np.take_along_axis(student, best, axis=1))
-    before, after = ndcg(best, pool.gains), ndcg(np.take_along_axis(best, order, axis=1), pool.gains)
-    whole = float(ndcg(ranked(teacher), pool.gains).mean())
-    rows = []
-    for share in SHARES:
-        chosen = doubts > threshold(doubts, share)
-        value = float(np.where(chosen, after, before).mean())
-        row = {"set": name, "seed": seed, "share": share, "escalated": round(float(chosen.mean()), 4)}
-        rows.append(row | {"nDCG@10": round(value, 4), "kept": round(value / whole, 4)})
-    return rows
+    chosen = doubts > threshold(doubts, ESCALATED)
+    before, after = ndcg(best, gains), ndcg(np.take_along_axis(best, order, axis=1), gains)
+    return float(np.where(chosen, after, before).mean() / ndcg(ranked(teacher), gains).mean())
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
@@ -325,31 +278,19 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     return out
 
 
-def metrics_of(summary: Sequence[Row], rows: Sequence[Row], curves: Sequence[Row]) -> dict[str, float]:
-    """The numbers with a bar."""
+def metrics_of(summary: Sequence[Row], rows: Sequence[Row]) -> dict[str, float]:
+    """What the students of each teacher keep."""
     metrics: dict[str, float] = {}
-    for teacher in dict.fromkeys(row["teacher"] for row in summary):
-        of = {row["method"]: row for row in summary if row["teacher"] == teacher}
-        points = [point for point in curves if point["teacher"] == teacher]
-        before = "" if teacher == "minilm" else f"{teacher}_"
-        metrics |= {f"{before}{name}": value for name, value in _kept(of, points).items()}
-    behind = [
-        theirs["nDCG@10"] - ours["nDCG@10"]
-        for ours, theirs in pairwise(rows)
-        if (ours["method"], theirs["method"]) == ("bm25", "bm25s")
-    ]
-    return metrics | {"bm25_under_lucene_max": round(max(behind), 4)}
-
-
-def _kept(of: Mapping[str, Row], curves: Sequence[Row]) -> dict[str, float]:
-    """What the students of one teacher keep."""
-    kept = {"table_kept_mean": "static", "attention_or_terms_kept_mean": "table"}
-    metrics: dict[str, float] = {name: of[student]["kept"] for name, student in kept.items() if student in of}
-    if "table" in of:
-        metrics["hybrid_kept_mean"] = of["table"]["hybrid kept"]
-        for share, name in ((ESCALATED, "escalated30_kept_mean"), (1.0, "escalated100_kept_mean")):
-            chosen = [point["kept"] for point in curves if point["share"] == share]
-            metrics[name] = round(statistics.mean(chosen), 4)
+    for each in summary:
+        before = "" if each["teacher"] == "minilm" else f"{each['teacher']}_"
+        if each["method"] == "static":
+            metrics[f"{before}table_kept_mean"] = each["kept"]
+        if each["method"] == "table":
+            own = [row for row in rows if (row["teacher"], row["method"]) == (each["teacher"], "table")]
+            metrics[f"{before}attention_or_terms_kept_mean"] = each["kept"]
+            metrics[f"{before}hybrid_kept_mean"] = each["hybrid kept"]
+            kept = statistics.mean(row["escalated30"] for row in own)
+            metrics[f"{before}escalated30_kept_mean"] = round(kept, 4)
     return metrics
 
 
