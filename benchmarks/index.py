@@ -20,16 +20,15 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from benchmarks.report import arguments, show, take_turns, write
-from benchmarks.training import trained
+from benchmarks.trial import Trial, configured
 from scalingnote.core import topk
-from scalingnote.core.config import load
 from scalingnote.core.log import configure
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.index import families, ivf, tuning
 from scalingnote.index.config import Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.quantize.kmeans import blas_only
-from scalingnote.run.config import RunConfig
+from scalingnote.run import pipeline, stages
 from scalingnote.search import scan
 from scalingnote.storage import arrow
 
@@ -78,8 +77,9 @@ def main() -> None:
 
 def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarray, "queries dim"]]:
     """Unit vectors of documents and of test queries."""
-    files = ["configs/quickstart/medquad.yaml", "configs/methods/scalingdual.yaml"]
-    built = trained(load(RunConfig, files, options.overrides), steps=options.steps)
+    trial = Trial("medquad", "scratch", "methods/scalingdual", 0, options.steps, tuple(options.overrides))
+    config = configured(trial, run_dir="runs")
+    built = pipeline.run(config, stages.select(config, until="encode"), record=False)
     real = arrow.l2_normalize(arrow.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
     tower = QueryEncoder(built["dual_encoder"].directory("query"))
     sample = load_test_set(built["dataset"]).queries[: options.queries]

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from benchmarks import beir, minilm, public_sets, smollm, training
+from benchmarks import beir, minilm, public_sets, smollm
 from scalingnote.core.config import load
 from scalingnote.core.log import environment
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -27,6 +27,7 @@ from scalingnote.run import pipeline, stages
 from scalingnote.run.config import RunConfig
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
+from scalingnote.train.config import Ranks
 
 DEPTHS = (1, 5, 10, 20, 50, 100)
 TESTED = 50  # depth of the success that t-tests compare
@@ -119,7 +120,23 @@ def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     if config.adopt is not None:
         return config  # as published: nothing is trained in stage I
     pipeline.run(config, stages.select(config, until="collect"), record=False)
-    return training.shortened(config, steps=trial.steps)
+    return shortened(config, steps=trial.steps)
+
+
+def shortened(config: RunConfig, *, steps: int) -> RunConfig:
+    """The same with epochs of stage I that give these steps, in this process; triplets are collected."""
+    # Mining loses no row here: the old negatives stay if no new one is found.
+    triplets = int(pipeline.locate(config.model_copy(update={"rounds": 1}), "triplets").counts["train"])
+    epochs = steps / (triplets // config.train.global_batch)
+    # A training takes a minute: half of it would be the start of Ray's workers.
+    here = Ranks(workers=0, gpus_per_worker=config.train.resources.gpus_per_worker)
+    short = config.train.model_copy(update={"epochs": epochs, "resources": here})
+    changed: dict[str, Any] = {"train": short}
+    if config.cross_encoder is not None:  # in stage I's place
+        epochs = steps / (triplets // config.cross_encoder.global_batch)
+        pairs = config.cross_encoder.model_copy(update={"epochs": epochs, "resources": here})
+        changed["cross_encoder"] = pairs
+    return config.model_copy(update=changed)
 
 
 def _of(knobs: Sequence[str], config: RunConfig) -> list[str]:

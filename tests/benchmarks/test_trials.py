@@ -65,7 +65,7 @@ def test_a_row_without_a_seed_of_the_teachers_has_no_share_of_it():
 
 def test_knobs_of_stage_two_are_for_methods_that_have_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trial.pipeline, "run", lambda *_, **__: {})
-    monkeypatch.setattr(trial.training, "shortened", lambda config, **_: config)
+    monkeypatch.setattr(trial, "shortened", lambda config, **_: config)
     knobs = ("dataset.max_documents=500", "distill.epochs=1")
     plain, student = (
         trial.configured(Trial("medquad", "scratch", f"methods/{name}", 0, 10, knobs), run_dir="runs")
