@@ -7,8 +7,7 @@
   and committing; Ray's start and the loading of the model, which do not grow, are left out
 - sentence-transformers: `encode` on the same weights and documents, one thread, its best batch size
 
-Each over documents of mixed and of equal length, in tokens per second and per second of processor time; the
-job also with two workers.
+Each over documents of mixed and of equal length, in tokens per second; the job also with two workers.
 """
 
 import tempfile
@@ -81,45 +80,39 @@ def measure_speed(folder: Path, documents: int, spread: float, *, rounds: int) -
 
 def medians(lengths: str, found: dict[str, list[Row]]) -> list[Row]:
     """A row for each side."""
-    middle = {
-        name: {unit: float(np.median([row[unit] for row in rows])) for unit in ("tokens/s", "tokens/CPU s")}
-        for name, rows in found.items()
-    }
+    middle = {name: float(np.median([row["tokens/s"] for row in rows])) for name, rows in found.items()}
     return [
         {
             "side": name,
             "lengths": lengths,
-            **rates,
-            "of the floor": rates["tokens/s"] / middle["floor"]["tokens/s"],
-            **{fact: found[name][0].get(fact, "-") for fact in ("padding", "of peak")},
+            "tokens/s": rate,
+            "of the floor": rate / middle["floor"],
             "micro-batch": found[name][0]["micro-batch"],
         }
-        for name, rates in middle.items()
+        for name, rate in middle.items()
     ]
 
 
 def ratios(found: dict[str, list[Row]]) -> dict[str, float]:
     """Medians of the rounds' ratios: a machine that slows down between rounds changes neither side."""
 
-    def over(side: str, other: str, unit: str = "tokens/s") -> float:
+    def over(side: str, other: str) -> float:
         pairs = zip(found[side], found[other], strict=True)
-        return round(float(np.median([mine[unit] / theirs[unit] for mine, theirs in pairs])), 3)
+        return float(np.median([mine["tokens/s"] / theirs["tokens/s"] for mine, theirs in pairs]))
 
-    return {
+    metrics = {
         "tokens_per_s_over_floor": over(OURS, "floor"),
         "tokens_per_s_over_sentence_transformers": over(OURS, PEER),
-        "tokens_per_cpu_s_over_floor": over(OURS, "floor", "tokens/CPU s"),
-        "tokens_per_cpu_s_over_sentence_transformers": over(OURS, PEER, "tokens/CPU s"),
-        "two_workers_over_twice_one": round(over("job, 2 workers", OURS) / 2, 3),
+        "two_workers_over_twice_one": over("job, 2 workers", OURS) / 2,
     }
+    return {name: round(value, 3) for name, value in metrics.items()}
 
 
-def rates(work: Callable[[], object], tokens: int, size: str) -> Row:
-    """Tokens per second of the clock and of this process's processor time."""
-    start, cpu = time.perf_counter(), time.process_time()
+def rate(work: Callable[[], object], tokens: int, size: str) -> Row:
+    """Tokens per second of some work."""
+    start = time.perf_counter()
     work()
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-    return {"tokens/s": tokens / seconds, "tokens/CPU s": tokens / cpu_seconds, "micro-batch": size}
+    return {"tokens/s": tokens / (time.perf_counter() - start), "micro-batch": size}
 
 
 def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Row:
@@ -142,11 +135,9 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
         collate([rows[i] for i in chosen], pad=tower.pad, packed=tower.packs)
         for chosen in by_tokens(lengths, budget=budget, packed=tower.packs)
     ]
-    padded = sum(batch.ids.numel() for batch in batches)
     with torch.inference_mode():
         tower(batches[0])
-        found = rates(lambda: [tower(batch) for batch in batches], sum(lengths), f"{budget} tokens")
-    return found | {"padding": 1 - sum(lengths) / padded}
+        return rate(lambda: [tower(batch) for batch in batches], sum(lengths), f"{budget} tokens")
 
 
 def job_speed(dataset: str, towers: str, budget: int, output: str, *, workers: int) -> Row:
@@ -158,13 +149,8 @@ def job_speed(dataset: str, towers: str, budget: int, output: str, *, workers: i
     cluster.connect()
     config = EncodeConfig(token_budget=budget, resources=Fleet(workers=workers))
     made = job.run(config, dataset=dataset, dual_encoder=towers, output=output).manifest.info["encoding"]
-    return {
-        "tokens/s": workers * made["tokens"] / made["worker_seconds"],
-        "tokens/CPU s": made["tokens"] / made["worker_cpu_seconds"],
-        "micro-batch": f"{budget} tokens",
-        "padding": made["padding"],
-        "of peak": made["of_peak"],
-    }
+    rate = workers * made["tokens"] / made["worker_seconds"]
+    return {"tokens/s": rate, "micro-batch": f"{budget} tokens"}
 
 
 def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
@@ -186,7 +172,7 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     given: Row = {"batch_size": batch, "normalize_embeddings": True, "show_progress_bar": False}
     model.encode(texts[:16], **given)
     tokens = sum(map(len, lengths.to_pylist()))
-    return rates(lambda: model.encode(texts, **given), tokens, f"{batch} rows")
+    return rate(lambda: model.encode(texts, **given), tokens, f"{batch} rows")
 
 
 def make_documents(uri: str, count: int, *, rows_per_part: int, spread: float) -> Artifact:

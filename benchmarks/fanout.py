@@ -73,10 +73,6 @@ class Searchers:
             ]
         )
 
-    async def ping(self) -> bool:
-        """Answers once the process has started."""
-        return True
-
 
 class Aggregators:
     """All aggregators, which would be processes of their own."""
@@ -87,10 +83,6 @@ class Aggregators:
     async def search_many(self, number: int, pickled: bytes, left_s: float) -> Packed:
         """The answers of one of them."""
         return await self._all[number].search_many(pickled, left_s)
-
-    async def ping(self) -> bool:
-        """Answers once the process has started."""
-        return True
 
 
 class _Remote:
@@ -201,7 +193,7 @@ def measure(seconds: list[float], groups: int, most: int, queries: int) -> tuple
     shared = sizes(groups, config)
     searchers = searcher.options(**actor).remote(seconds)
     aggregators = aggregator.options(**actor).remote(searchers, shared)
-    ray.get([searchers.ping.remote(), aggregators.ping.remote()])
+    ray.get([searchers.__ray_ready__.remote(), aggregators.__ray_ready__.remote()])
     targets: list[Any] = [_Remote(searchers, group) for group in range(groups)]
     called: list[Any] = [_Remote(aggregators, number, aggregates=True) for number in range(len(shared))]
     parts = LocalHandle(_Parts(groups))

@@ -14,8 +14,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-_HEAD = b"\r\n\r\n"
-
 
 @dataclass
 class Load:
@@ -46,63 +44,33 @@ def run(url: str, bodies: Sequence[bytes], *, connections: int, seconds: float) 
 
 
 async def _run(url: str, bodies: Sequence[bytes], connections: int, seconds: float) -> Load:
-    loop, place = asyncio.get_running_loop(), urlsplit(url)
+    place = urlsplit(url)
     requests = cycle([_request(place.netloc, place.path or "/", body) for body in bodies])
     load, start = Load(), time.perf_counter()
-    clients = []
-    for _ in range(connections):
-        _, client = await loop.create_connection(
-            lambda: _Client(requests, load, start + seconds),
-            place.hostname or "localhost",
-            place.port or 80,
-        )
-        clients.append(client.done)
-    await asyncio.gather(*clients)
+    pairs = [await asyncio.open_connection(place.hostname, place.port) for _ in range(connections)]
+    await asyncio.gather(*(_ask(*pair, requests, load, start + seconds) for pair in pairs))
     load.seconds = time.perf_counter() - start
     return load
 
 
-class _Client(asyncio.Protocol):
-    """One connection."""
-
-    def __init__(self, requests: Iterator[bytes], load: Load, end: float) -> None:
-        self._requests, self._load, self._end = requests, load, end
-        self._got, self._sent = b"", 0.0
-        self._needed: int | None = None
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._next()
-
-    def data_received(self, data: bytes) -> None:
-        self._got += data
-        if self._needed is None:
-            end = self._got.find(_HEAD)
-            if end < 0:
-                return
-            head = self._got[:end].lower()
-            at = head.find(b"content-length:")
-            self._needed = end + 4 + int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        if self._needed and len(self._got) >= self._needed:
-            status = int(self._got[9:12])
-            self._load.count(status, time.perf_counter() - self._sent)
-            self._next()
-
-    def connection_lost(self, _: Exception | None) -> None:
-        if not self.done.done():
-            self._load.count(0, time.perf_counter() - self._sent)
-            self.done.set_result(None)
-
-    def _next(self) -> None:
-        if time.perf_counter() >= self._end:
-            self.done.set_result(None)
-            self._transport.close()
-            return
-        self._got, self._needed = b"", None
-        self._sent = time.perf_counter()
-        self._transport.write(next(self._requests))
+async def _ask(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    requests: Iterator[bytes],
+    load: Load,
+    end: float,
+) -> None:
+    """One connection: it sends its next request when it has the answer to the last."""
+    while (sent := time.perf_counter()) < end:
+        writer.write(next(requests))
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            load.count(0, time.perf_counter() - sent)
+            break
+        load.count(int(head[9:12]), time.perf_counter() - sent)
+    writer.close()
 
 
 def _request(host: str, path: str, body: bytes) -> bytes:

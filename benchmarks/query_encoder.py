@@ -91,7 +91,7 @@ def measure(folder: Path, queries: Sequence[str], options: Namespace) -> tuple[l
     rows: list[Row] = []
     for batch in options.batches:
         rounds = max(options.rounds if batch == 1 else options.rounds * 2 // (2 + batch.bit_length()), 3)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+        times: dict[str, list[float]] = {name: [] for name in forms}
         for number in range(rounds + 1):
             for name, encode in forms.items():
                 calls = max(512 // batch, 4) if name in QUICK else 1
@@ -155,36 +155,30 @@ def _forms(folder: Path) -> dict[str, Encode]:
     }
 
 
-def _timed(
-    encode: Encode, queries: Sequence[str], batch: int, number: int, calls: int
-) -> tuple[float, float]:
-    """Seconds per query of the processor and of the clock, over other queries in every round."""
+def _timed(encode: Encode, queries: Sequence[str], batch: int, number: int, calls: int) -> float:
+    """Processor seconds per query, over other queries in every round."""
     start = number * batch * calls
     chosen_batches = [
         [queries[(start + call * batch + i) % len(queries)] for i in range(batch)] for call in range(calls)
     ]
-    cpu, clock = time.process_time(), time.perf_counter()
+    cpu = time.process_time()
     for chosen in chosen_batches:
         encode(chosen)
-    return (time.process_time() - cpu) / batch / calls, (time.perf_counter() - clock) / batch / calls
+    return max((time.process_time() - cpu) / batch / calls, 1e-9)
 
 
-def _rows(times: dict[str, list[tuple[float, float]]], batch: int, cosines: dict[str, float]) -> list[Row]:
-    middle = {  # the first round warms up
-        name: [statistics.median(column) for column in zip(*found[1:], strict=True)]
-        for name, found in times.items()
-    }
+def _rows(times: dict[str, list[float]], batch: int, cosines: dict[str, float]) -> list[Row]:
+    middle = {name: statistics.median(found[1:]) for name, found in times.items()}  # the first warms up
     return [
         {
             "threads": 1,
             "batch": batch,
             "form": name,
-            "queries/cpu s": 1 / max(cpu, 1e-9),
-            "queries/s": 1 / clock,
-            f"over {REFERENCE}": middle[REFERENCE][0] / cpu,
+            "queries/cpu s": 1 / cpu,
+            f"over {REFERENCE}": middle[REFERENCE] / cpu,
             "cosine": cosines.get(name),
         }
-        for name, (cpu, clock) in middle.items()
+        for name, cpu in middle.items()
     ]
 
 
