@@ -8,7 +8,6 @@ two others, which keeps the spectrum. Queries are not moved. Every setting is th
 recall@100 of 0.95. Times are of one thread's processor, in rounds that take turns.
 """
 
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,7 +41,7 @@ FAMILIES: dict[str, Family] = {
 }
 DEFAULT = next(iter(FAMILIES))
 K, TARGET, SHARDS, TRAINED = 100, 0.95, 4, 200_000
-BATCH, ROUNDS = 64, 3
+BATCH, TIMED, ROUNDS = 64, 200, 3  # queries of a search, queries that are timed one at a time
 Search = Callable[[Float[ndarray, "queries dim"]], Int[ndarray, "queries k"]]
 
 
@@ -60,10 +59,10 @@ def main() -> None:
     for name, family in FAMILIES.items():
         rows.append(measured(name, family, documents, queries, exact, nlist=nlist))
         if name == DEFAULT:
-            setting = rows[0]["nprobe"], rows[0]["refine_factor"]
-            rows.append(direct(documents, queries, exact, nlist=nlist, nprobe=setting[0], factor=setting[1]))
-            shards = sharded(documents, queries, nlist=nlist, nprobe=setting[0], factor=setting[1])
-            show(f"{SHARDS} shards, nprobe={setting[0]}, refine_factor={setting[1]}", shards)
+            setting = {name: rows[0][name] for name in ("nprobe", "refine_factor")}
+            rows.append(direct(documents, queries, exact, nlist=nlist, **setting))
+            shards = sharded(documents, queries, nlist=nlist, **setting)
+            show(f"{SHARDS} shards, {setting}", shards)
     show(f"{len(documents):,} documents, {len(queries)} queries, one thread", rows)
     together = next(row for row in shards if row["search of"].startswith("a searcher of 4"))
     metrics = {
@@ -91,18 +90,10 @@ def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarra
 
 
 def measured(
-    name: str,
-    family: Family,
-    documents: ndarray,
-    queries: ndarray,
-    exact: ndarray,
-    *,
-    nlist: int,
+    name: str, family: Family, documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int
 ) -> dict[str, Any]:
     """A row of the table: the family at the setting that tuning chooses for it."""
-    start = time.process_time()
     lists = filled(family, [documents], nlist=1 if isinstance(family, Flat) else nlist)[0]
-    built = time.process_time() - start
     factors = tuning.factors(family.kind, families.refine_of(family))
     points = []
     for nprobe in tuning.probes(lists.coarse.ntotal):
@@ -113,53 +104,48 @@ def measured(
     best = tuning.choose(points, target=TARGET)
     search = partial(ours, [lists], best.nprobe, best.refine_factor)
     size = sum(map(len, ivf.dump_files(lists)))
-    return row(name, search, queries, exact, built=built, size=size / len(documents)) | {
-        "nprobe": best.nprobe,
-        "refine_factor": best.refine_factor,
-    }
+    setting = {"nprobe": best.nprobe, "refine_factor": best.refine_factor}
+    return row(name, search, queries, exact, size=size / len(documents)) | setting
 
 
 def direct(
-    documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int, nprobe: int, factor: int
+    documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int, nprobe: int, refine_factor: int
 ) -> dict[str, Any]:
     """The default family as faiss's own factory makes and searches it, at the same setting."""
-    start = time.process_time()
     dim = documents.shape[1]
-    index = faiss.index_factory(dim, f"IVF{nlist},PQ{dim // 2}x4fs,Refine(SQ8)", faiss.METRIC_INNER_PRODUCT)
+    index: Any = faiss.index_factory(
+        dim, f"IVF{nlist},PQ{dim // 2}x4fs,Refine(SQ8)", faiss.METRIC_INNER_PRODUCT
+    )
     with blas_only():
         index.train(documents[:: max(1, len(documents) // TRAINED)])
         index.add(documents)
-    built = time.process_time() - start
-    search = of_faiss(index, nprobe=nprobe, factor=factor)
     size = len(faiss.serialize_index(index)) / len(documents)
-    return row("faiss directly, default", search, queries, exact, built=built, size=size) | {
-        "nprobe": nprobe,
-        "refine_factor": factor,
-    }
+    makers: Any = faiss  # whose stubs lack the arguments
+    inner = makers.SearchParametersIVF(nprobe=nprobe)
+    parameters = makers.IndexRefineSearchParameters(k_factor=refine_factor, base_index_params=inner)
+
+    def search(sample: ndarray) -> ndarray:
+        return np.asarray(index.search(sample, K, params=parameters)[1])
+
+    setting = {"nprobe": nprobe, "refine_factor": refine_factor}
+    return row("faiss directly, default", search, queries, exact, size=size) | setting
 
 
 def sharded(
-    documents: ndarray, queries: ndarray, *, nlist: int, nprobe: int, factor: int
+    documents: ndarray, queries: ndarray, *, nlist: int, nprobe: int, refine_factor: int
 ) -> list[dict[str, Any]]:
     """What four shards cost instead of one: held together, and apart."""
     pieces = np.array_split(documents, SHARDS)
-    whole = filled(FastScan(), [documents], nlist=nlist)
-    apart = filled(FastScan(), pieces, nlist=nlist)
-    together = [ivf.merge(filled(FastScan(), pieces, nlist=nlist))]
-    ways: dict[str, Search] = {
-        "one index": partial(ours, whole, nprobe, factor),
-        "a searcher of 4 shards": partial(ours, together, nprobe, factor),
-        "4 shards, lists chosen once": partial(ours, apart, nprobe, factor),
+    held = {
+        "one index": filled(FastScan(), [documents], nlist=nlist),
+        "a searcher of 4 shards": [ivf.merge(filled(FastScan(), pieces, nlist=nlist))],
+        "4 shards, lists chosen once": filled(FastScan(), pieces, nlist=nlist),
     }
-    times = {batch: taken(ways, queries, batch=batch) for batch in (1, BATCH)}
+    ways = {name: partial(ours, lists, nprobe, refine_factor) for name, lists in held.items()}
+    times = taken(ways, queries)
     return [
-        {
-            "search of": name,
-            **{f"us, batch {batch}": round(times[batch][name]) for batch in times},
-            "over one": round(times[1][name] / times[1]["one index"], 2),
-            f"over one, batch {BATCH}": round(times[BATCH][name] / times[BATCH]["one index"], 2),
-        }
-        for name in ways
+        {"search of": name, "us, batch 1": round(us), "over one": round(us / times["one index"], 2)}
+        for name, us in times.items()
     ]
 
 
@@ -182,36 +168,25 @@ def ours(segments: Sequence[ivf.Lists], nprobe: int, factor: int, queries: ndarr
     return scan.search(segments, queries, k=K, nprobe=nprobe, refine_factor=factor)[1]
 
 
-def of_faiss(index: Any, *, nprobe: int, factor: int) -> Search:
-    """A search of an IndexRefine."""
-    inner = faiss.SearchParametersIVF(nprobe=nprobe)  # type: ignore[call-arg]  # its wrapper takes them
-    parameters = faiss.IndexRefineSearchParameters(k_factor=factor, base_index_params=inner)  # type: ignore[call-arg]
-    return lambda queries: index.search(queries, K, params=parameters)[1]
-
-
-def row(
-    name: str, search: Search, queries: ndarray, exact: ndarray, *, built: float, size: float
-) -> dict[str, Any]:
-    """What one index finds, takes and costs."""
+def row(name: str, search: Search, queries: ndarray, exact: ndarray, *, size: float) -> dict[str, Any]:
+    """What one index finds and takes."""
     found = np.concatenate([search(queries[i : i + BATCH]) for i in range(0, len(queries), BATCH)])
-    times = {batch: taken({name: search}, queries, batch=batch)[name] for batch in (1, BATCH)}
     return {
         "index": name,
         "R@10": round(tuning.recall(found[:, :10], exact[:, :10]), 3),
         "R@100": round(tuning.recall(found, exact), 3),
-        **{f"us, batch {batch}": round(us) for batch, us in times.items()},
+        "us, batch 1": round(taken({name: search}, queries)[name]),
         "bytes/vector": round(size, 1),
-        "cpu s to build": round(built, 1),
     }
 
 
-def taken(ways: Mapping[str, Search], queries: ndarray, *, batch: int) -> dict[str, float]:
-    """Microseconds of processor time per query, the least of rounds that take turns."""
-    sample = queries[: min(len(queries), 200 if batch == 1 else 4 * BATCH)]
+def taken(ways: Mapping[str, Search], queries: ndarray) -> dict[str, float]:
+    """Microseconds of processor time per query, one at a time, the least of rounds that take turns."""
+    sample = queries[:TIMED]
 
     def searched(search: Search) -> None:
-        for i in range(0, len(sample), batch):
-            search(sample[i : i + batch])
+        for query in sample:
+            search(query[None])
 
     seconds = take_turns({name: partial(searched, search) for name, search in ways.items()}, rounds=ROUNDS)
     return {name: 1e6 * min(found) / len(sample) for name, found in seconds.items()}

@@ -13,14 +13,12 @@ since. It is compared with an index built at that moment from the same documents
 search. Both scan as many lists, but between compactions the live index does more work: it scans more lists
 the more rows are dead, and rescores candidates of every segment.
 
-Writes: batches of 1 and of 100 documents, each acknowledged after it is durable; and by 8 threads at once.
+Writes: batches of 1 and of 100 documents, each acknowledged after it is durable.
 """
 
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,7 +65,7 @@ def main() -> None:
     metrics = {
         **live_kill.totals(kills),
         "streaming_recall_gap": max(row["gap, points"] for row in steps),
-        **{f"writes_per_s_{row['batch']}x{row['threads']}": row["documents/s"] for row in speeds},
+        **{f"writes_per_s_{row['batch']}x1": row["documents/s"] for row in speeds},
     }
     write(options.json, metrics=metrics, kills=kills, streaming=steps, writes=speeds)
 
@@ -142,37 +140,17 @@ def writing(documents: ndarray) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         built = build(f"{folder}/index", names[:half], documents[:half], **SETTINGS)
-        for number, (batch, threads, count) in enumerate([(1, 1, 500), (100, 1, 20_000), (1, 8, 2000)]):
-            live = LiveIndex(f"{folder}/{number}", built.uri)
-            share = count // threads
-
-            def send(thread: int, live: LiveIndex = live, batch: int = batch, share: int = share) -> None:
-                begin = half + thread * share
-                for low in range(begin, begin + share, batch):
-                    live.upsert(table(names[low : low + batch], 1), documents[low : low + batch])
-
-            seconds = timed(send, threads)
+        for batch, count in ((1, 500), (100, 20_000)):
+            live = LiveIndex(f"{folder}/{batch}", built.uri)
+            written = names[half : half + count]
+            start = time.monotonic()
+            for low in range(0, len(written), batch):
+                at = slice(half + low, half + low + batch)
+                live.upsert(table(names[at], 1), documents[at])
+            rate = len(written) / (time.monotonic() - start)
             live.close()
-            rows.append(
-                {
-                    "batch": batch,
-                    "threads": threads,
-                    "documents/s": round(count / seconds),
-                    "batches/s": round(count / batch / seconds),
-                }
-            )
+            rows.append({"batch": batch, "documents/s": round(rate), "batches/s": round(rate / batch)})
     return rows
-
-
-def timed(work: Callable[[int], None], threads: int) -> float:
-    """Seconds until all threads are done."""
-    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-    start = time.monotonic()
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    return time.monotonic() - start
 
 
 if __name__ == "__main__":

@@ -71,11 +71,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished trial: its query sides by their names in reports, and stage I's validation."""
+    """A finished trial: its query sides by their names in reports."""
 
     trial: Trial
     sides: dict[str, Side]
-    validation: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -92,12 +91,8 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     if "encode_student" in names:
         first = pipeline.run(config, stages.select(config, until="encode"), record=False)
         built["teacher_embeddings"] = first["embeddings"]
-    trained = "dual_encoder" in built and config.adopt is None
-    history = built["dual_encoder"].read_json("validation.json") if trained else []
-    validation = {name: value for name, value in history[-1].items() if name != "step"} if history else {}
     kept = {name: value for name, value in environment().items() if name in KEPT}
-    sides = _sides(config, built)
-    return Outcome(trial, sides, validation, time.monotonic() - started, kept)
+    return Outcome(trial, _sides(config, built), time.monotonic() - started, kept)
 
 
 def configured(trial: Trial, *, run_dir: str) -> RunConfig:
