@@ -119,7 +119,6 @@ def config_of(teacher: str, name: str, student: str, seed: int, options: Any) ->
 class Pool:
     """A test set: its documents by the teacher, its queries, and who answers whom."""
 
-    doc_ids: list[str]
     documents: Float[ndarray, "docs dim"]
     queries: list[str]
     gains: Float[ndarray, "queries docs"]
@@ -188,21 +187,22 @@ def pool_of(dataset: Artifact, embeddings: Artifact) -> Pool:
     lexical = BM25.build(corpus)
     bm25 = np.stack([lexical.scores(query) for query in queries])
     documents = arrow.l2_normalize(arrow.to_numpy(table[INDEXED_VIEW]))
-    return Pool(doc_ids, documents, queries, gains, bm25)
+    return Pool(documents, queries, gains, bm25)
 
 
 def row(
     name: str, seed: int, method: str, pool: Pool, scores: Float[ndarray, "queries docs"], seconds: float
 ) -> Row:
     """One method on one set."""
-    ranking = ranked(scores)
-    hybrid = float(ndcg(ranked(joined(scores, pool.bm25, HYBRID_WEIGHT)), pool.gains).mean())
+    own, hybrid = (
+        float(ndcg(ranked(side), pool.gains).mean())
+        for side in (scores, joined(scores, pool.bm25, HYBRID_WEIGHT))
+    )
     return {
         "set": name,
         "seed": seed,
         "method": method,
-        "nDCG@10": round(float(ndcg(ranking, pool.gains).mean()), 4),
-        "R@100": round(recall(ranking, pool.gains), 4),
+        "nDCG@10": round(own, 4),
         "+ BM25": round(hybrid, 4),
         "seconds": round(seconds, 1),
     }
@@ -222,12 +222,6 @@ def ndcg(
     ideal = -np.sort(-gains, axis=1)[:, :10]
     values: ndarray = (found @ discount[: found.shape[1]]) / (ideal @ discount[: ideal.shape[1]])
     return values
-
-
-def recall(ranking: Int[ndarray, "queries depth"], gains: Float[ndarray, "queries docs"]) -> float:
-    """Mean R@100."""
-    found = np.take_along_axis(gains, ranking[:, :100], axis=1) > 0
-    return float((found.sum(1) / (gains > 0).sum(1)).mean())
 
 
 def joined(
@@ -267,7 +261,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     out = []
     for teacher, method in dict.fromkeys((row["teacher"], row["method"]) for row in rows):
         own = [row for row in rows if (row["teacher"], row["method"]) == (teacher, method)]
-        numbers = ("nDCG@10", "R@100", "kept", "+ BM25", "hybrid kept", "seconds")
+        numbers = ("nDCG@10", "kept", "+ BM25", "hybrid kept", "seconds")
         means = {number: round(statistics.mean(row[number] for row in own), 4) for number in numbers}
         seeds = len({row["seed"] for row in own})
         by_set = {

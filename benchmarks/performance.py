@@ -1,7 +1,6 @@
 """Write docs/performance.md, and the tables of other pages, from the JSON files of docs/results.
 
-    python -m benchmarks.performance           writes the pages
-    python -m benchmarks.performance --check   exits with 1 if a page is not what the results say
+    python -m benchmarks.performance
 
 docs/performance.md has one table between two markers: the metrics of HEADLINES. Any page below docs/ may have
 a table of a result, given by the keys that lead to its rows:
@@ -12,7 +11,6 @@ a table of a result, given by the keys that lead to its rows:
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,18 +175,12 @@ HEADLINES: Mapping[str, Mapping[str, tuple[str, str]]] = {
 
 
 def main() -> None:
-    """Write the pages, or compare them."""
-    parser = plain_parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
-    options = parser.parse_args()
-    stale = [(path, text) for path, text in pages(read()) if text != path.read_text(encoding="utf-8")]
-    for path, text in stale:
-        if options.check:
-            print(f"{path}: differs from the results: run this without --check")
-        else:
+    """Write the pages that differ, and name them."""
+    plain_parser(__doc__).parse_args()
+    for path, text in pages(read()):
+        if text != path.read_text(encoding="utf-8"):
             path.write_text(text, encoding="utf-8")
             print(path)
-    sys.exit(bool(options.check and stale))
 
 
 def read(folder: Path = RESULTS) -> dict[str, Report]:

@@ -34,7 +34,7 @@ from benchmarks import load, report, serve_inputs
 from benchmarks.serve_inputs import Inputs
 from scalingnote.run.service_config import HAPROXY
 
-PORT, HANDWRITTEN_PORT = 8600, 8601
+PORT, HANDWRITTEN_PORT, TURN_S = 8600, 8601, 0.5
 Turns = dict[str, dict[int, list[load.Load]]]  # by server and number of connections
 
 
@@ -92,7 +92,7 @@ def _listens(port: int) -> bool:
 
 
 def in_turns(
-    urls: Mapping[str, str], bodies: list[bytes], *, concurrency: Sequence[int], turns: int, seconds: float
+    urls: Mapping[str, str], bodies: list[bytes], *, concurrency: Sequence[int], turns: int
 ) -> Turns:
     """Loads of several servers, one after the other and again, after a warm-up."""
     for url in urls.values():
@@ -102,19 +102,15 @@ def in_turns(
         for turn in range(turns):
             # Back and forth: none is always the one that follows the heaviest.
             for name, url in list(urls.items())[:: 1 if turn % 2 == 0 else -1]:
-                found[name][number].append(load.run(url, bodies, connections=number, seconds=seconds))
+                found[name][number].append(load.run(url, bodies, connections=number, seconds=TURN_S))
         rates = ", ".join(f"{name} {_rate(loads[number]):,.0f}/s" for name, loads in found.items())
         print(f"{number} connections: {rates}", flush=True)
     return found
 
 
 def main() -> None:
-    parser = report.arguments(__doc__)
-    parser.add_argument("--documents", type=int, default=200_000)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
-    parser.add_argument("--turns", type=int, default=20, help="of each server at each concurrency")
+    parser = report.arguments(__doc__, documents=200_000, turns=20)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--only", nargs="+", help="names of servers")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/scalingnote-serve"))
     options = parser.parse_args()
     inputs = serve_inputs.build(options.folder, documents=options.documents)
@@ -126,8 +122,6 @@ def main() -> None:
     found: dict[str, Turns] = {}
     with running([*by_hand, "--folder", str(options.folder)], HAPROXY) as handwritten:
         for server in servers(inputs):
-            if options.only and server.name not in options.only:
-                continue
             with running(server.command, HAPROXY) as ours:
                 urls = {
                     "noop": f"{ours}/noop/search",
@@ -136,11 +130,7 @@ def main() -> None:
                 }
                 print(server.name, flush=True)
                 found[server.name] = in_turns(
-                    urls,
-                    bodies,
-                    concurrency=options.concurrency,
-                    turns=options.turns,
-                    seconds=options.seconds,
+                    urls, bodies, concurrency=options.concurrency, turns=options.turns
                 )
     rows = [
         _row(name, number, [one for turns in found.values() for one in turns.get(name, {}).get(number, ())])

@@ -76,8 +76,7 @@ def save_backbone(folder: Path, architecture: Architecture, size: Size) -> None:
     words = [*SPECIAL, *(f"w{number}" for number in range(size.vocabulary - len(SPECIAL)))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "eos": "[EOS]"}
-    special = {f"{name}_token": token for name, token in names.items()}
+    special = {f"{token[1:-1].lower()}_token": token for token in SPECIAL}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     shape: dict[str, Any] = {
         "vocab_size": size.vocabulary,

@@ -21,7 +21,6 @@ from scalingnote.evaluate import retrieval_methods
 from scalingnote.evaluate.measures import per_query
 from scalingnote.evaluate.retrieval_methods import Methods
 from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet, load_test_set
-from scalingnote.evaluate.user_files import auc_section, test_set_pairs
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run import pipeline, stages
 from scalingnote.run.config import RunConfig
@@ -165,8 +164,6 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
         tower = QueryEncoder(parents[kind].directory("query"), threads=1)
         encoded[name] = QueryEmbeddings(texts, tower.encode_queries(texts))
     bm25 = None if config.distill else retrieval_methods.count_bm25(methods, test.queries, test=test)
-    pairs, score = test_set_pairs(test), retrieval_methods.pair_scorer(methods, encoded, bm25)
-    graded = auc_section(pairs, score)["methods"] if pairs else {}
     found = {}
     runs, _ = retrieval_methods.retrieve(methods, encoded, bm25, test=test)
     names = config.evaluate.names
@@ -174,8 +171,7 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
         if config.distill is not None and name in (names.dual_encoder, f"{names.dual_encoder} + bm25"):
             continue
         values = _values(ranked, test)
-        measures = {measure: float(each.mean()) for measure, each in values.items()} | graded.get(name, {})
-        measures = {measure: round(value, 5) for measure, value in measures.items() if value is not None}
+        measures = {measure: round(float(each.mean()), 5) for measure, each in values.items()}
         speed = None if name == "bm25" else _speed(config, name, parents, test.queries)
         found[name] = Side(measures, values[f"R@{TESTED}"], speed, values["nDCG@10"])
     return found
