@@ -26,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from benchmarks import beir, minilm, mpnet, public_sets
-from benchmarks.report import arguments, run_isolated, show, write
+from benchmarks.report import arguments, run_isolated, show, take_turns, write
 from scalingnote.core.bm25 import BM25
 from scalingnote.core.config import load
 from scalingnote.run import pipeline, stages
@@ -57,7 +58,7 @@ DEPTH = 1000  # documents of a ranking that are joined, and measured
 ESCALATED = 0.3  # share of the queries
 ESCALATED_DEPTH = 100  # documents that the teacher orders again
 HYBRID_WEIGHT = 0.5  # of the dense score
-MEASURED_QUERIES = 400  # of a speed
+MEASURED_QUERIES, PASSES = 400, 6  # of a speed
 NOT_COMPARED = dict.fromkeys(("cosine", "overlap@10", "escalated30"), "")  # with a teacher
 MIN_LINE_SETS = 4  # through fewer no line is drawn
 
@@ -343,23 +344,23 @@ def speed(folders: Mapping[str, str], teacher: str, queries: Sequence[str]) -> l
     }
     for name, folder in folders.items():
         sides[name] = QueryEncoder(Path(folder), threads=1).encode_queries
-    rows = []
-    for name, encode in sides.items():
-        rates = {"new words": _rate(encode, queries, 1, passes=1)}  # a table remembers the tokens of words
-        rates |= {f"batch {size}": _rate(encode, queries, size) for size in (1, 64)}
-        rows.append({"query side": name} | {column: round(rate, 1) for column, rate in rates.items()})
-    return rows
+    rates: dict[str, dict[str, float]] = {name: {} for name in sides}
+    for size in (1, 64):
+        batches = [list(queries[start : start + size]) for start in range(0, len(queries), size)]
+        passes = {name: partial(_encode_all, encode, batches) for name, encode in sides.items()}
+        for name, seconds in take_turns(passes, rounds=PASSES, clock=time.perf_counter).items():
+            if size == 1:
+                rates[name]["new words"] = len(queries) / seconds[0]  # a table remembers the tokens of words
+            rates[name][f"batch {size}"] = len(queries) / statistics.median(seconds[1:])
+    return [
+        {"query side": name} | {column: round(rate, 1) for column, rate in found.items()}
+        for name, found in rates.items()
+    ]
 
 
-def _rate(encode: Callable[[list[str]], Any], queries: Sequence[str], size: int, *, passes: int = 6) -> float:
-    batches = [list(queries[start : start + size]) for start in range(0, len(queries), size)]
-    rates = []
-    for _ in range(passes):
-        start = time.perf_counter()
-        for batch in batches:
-            encode(batch)
-        rates.append(len(queries) / (time.perf_counter() - start))
-    return statistics.median(rates[1:] or rates)
+def _encode_all(encode: Callable[[list[str]], Any], batches: Sequence[list[str]]) -> None:
+    for batch in batches:
+        encode(batch)
 
 
 def plot(summary: Sequence[Row], speeds: Mapping[str, Row], path: Path) -> None:

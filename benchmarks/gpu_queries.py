@@ -23,7 +23,6 @@ from scalingnote.models.tower import Tower
 
 TOKENS = 16
 BATCHES = (1, 64, 500)
-STUDENTS = (1, 4, 12)
 VOCABULARY = 84_522  # of ScalingNote's student
 # Queries a second as published: batches of 500 on an A100; of 256 on an H800, and on its host's CPUs.
 PAPERS = {"1 layer": 52_205, "4 layers": 33_810, "12 layers": 19_090, "llm": 408}
@@ -32,19 +31,38 @@ PAPERS |= {"lookup": round(65_536 / 0.0185), "lookup on CPU": round(65_536 / 2.9
 
 def measure_all(shape: Shape, device: torch.device, *, seconds: float) -> list[Figures]:
     """A row per query tower, the largest first."""
-    rows = [_row("llm", _llm(shape, device), device, seconds)]
-    for layers in STUDENTS[::-1]:
-        forget(device)
-        name = f"{layers} layer" + "s" * (layers > 1)
-        rows.append(_row(name, _student(layers, device, tiny=shape is TINY), device, seconds))
-    forget(device)
-    rows.append(_row("lookup", _lookup(device), device, seconds))
     cpu = torch.device("cpu")
-    rows.append(_row("lookup on CPU", _lookup(cpu), cpu, seconds))
+    makers: dict[str, Callable[[], Tower | torch.Tensor]] = {
+        "llm": lambda: random_tower(llm(shape, device), role="query"),
+        "12 layers": lambda: _student(12, device, tiny=shape is TINY),
+        "4 layers": lambda: _student(4, device, tiny=shape is TINY),
+        "1 layer": lambda: _student(1, device, tiny=shape is TINY),
+        "lookup": lambda: _table(device),
+        "lookup on CPU": lambda: _table(cpu),
+    }
+    rows = []
+    for name, make in makers.items():
+        forget(device)
+        where = cpu if name.endswith("CPU") else device
+        rows.append({"tower": name, **_measure(make(), where, seconds)})
     largest = f"batch {BATCHES[-1]}"
     return [
         row | {"over llm": row[largest] / rows[0][largest], "paper": PAPERS[row["tower"]]} for row in rows
     ]
+
+
+def _measure(made: Tower | torch.Tensor, device: torch.device, seconds: float) -> Figures:
+    """The parameters of a tower but for its embeddings, and queries a second by the batch."""
+    row: Figures = {"parameters": 0}
+    if isinstance(made, Tower):
+        made.eval().requires_grad_(False)
+        parameters = sum(p.numel() for p in made.parameters())
+        row["parameters"] = parameters - made.token_embeddings.weight.numel()
+    for batch in BATCHES:
+        work = _encode(made, batch) if isinstance(made, Tower) else _look_up(made, batch)
+        figures = timed(work, device, seconds)
+        row[f"batch {batch}"] = batch * figures["steps"] / figures["seconds"]
+    return row
 
 
 def metrics(rows: list[Figures]) -> dict[str, float]:
@@ -54,24 +72,7 @@ def metrics(rows: list[Figures]) -> dict[str, float]:
     return rates | {f"queries_{name}_over_llm": row["over llm"] for name, row in named}
 
 
-Work = tuple[Callable[[int], None], int]  # one batch of a size, and the tower's parameters but for embeddings
-Maker = Callable[[int], Work]
-
-
-def _row(name: str, made: Maker, device: torch.device, seconds: float) -> Figures:
-    row: Figures = {"tower": name}
-    for batch in BATCHES:
-        work, parameters = made(batch)
-        figures = timed(work, device, seconds)
-        row |= {"parameters": parameters, f"batch {batch}": batch * figures["steps"] / figures["seconds"]}
-    return row
-
-
-def _llm(shape: Shape, device: torch.device) -> Maker:
-    return _transformer(random_tower(llm(shape, device), role="query"), shape.vocabulary, device)
-
-
-def _student(layers: int, device: torch.device, *, tiny: bool) -> Maker:
+def _student(layers: int, device: torch.device, *, tiny: bool) -> Tower:
     hidden = 64 if tiny else 768
     settings = BertConfig(
         vocab_size=VOCABULARY,
@@ -86,41 +87,35 @@ def _student(layers: int, device: torch.device, *, tiny: bool) -> Maker:
     with device:
         model: Any = BertModel(settings, add_pooling_layer=False)
         model.to(dtype)
-    made = random_tower(Backbone(model, any_tokenizer(), causal=False), role="query")
-    return _transformer(made, VOCABULARY, device)
+    return random_tower(Backbone(model, any_tokenizer(), causal=False), role="query")
 
 
-def _transformer(made: Tower, vocabulary: int, device: torch.device) -> Maker:
-    made.eval().requires_grad_(False)
-    parameters = sum(p.numel() for p in made.parameters()) - made.token_embeddings.weight.numel()
-
-    def of(batch: int) -> Work:
-        ids = np.random.default_rng(0).integers(6, vocabulary, (batch, TOKENS)).tolist()
-        rows = [TokenRow(row, [TOKENS - 1 if made.causal else 0]) for row in ids]
-        inputs = collate(rows, pad=made.pad).to(device)
-
-        @torch.inference_mode()
-        def work(_: int) -> None:
-            made(inputs)
-
-        return work, parameters
-
-    return of
-
-
-def _lookup(device: torch.device) -> Maker:
-    """The mean of rows of a float16 table. A single query is one bag, as in a batch."""
+def _table(device: torch.device) -> torch.Tensor:
     torch.manual_seed(0)
-    table = torch.randn(VOCABULARY, DIM).to(device, torch.float16)
+    return torch.randn(VOCABULARY, DIM).to(device, torch.float16)
 
-    def of(batch: int) -> Work:
-        ids = torch.from_numpy(np.random.default_rng(0).integers(0, VOCABULARY, batch * TOKENS)).to(device)
-        starts = torch.arange(0, batch * TOKENS, TOKENS, device=device)
 
-        @torch.inference_mode()
-        def work(_: int) -> None:
-            F.embedding_bag(ids, table, starts, mode="mean")
+def _encode(tower: Tower, batch: int) -> Callable[[int], None]:
+    vocabulary, device = tower.token_embeddings.weight.shape[0], tower.token_embeddings.weight.device
+    ids = np.random.default_rng(0).integers(6, vocabulary, (batch, TOKENS)).tolist()
+    rows = [TokenRow(row, [TOKENS - 1 if tower.causal else 0]) for row in ids]
+    inputs = collate(rows, pad=tower.pad).to(device)
 
-        return work, 0
+    @torch.inference_mode()
+    def work(_: int) -> None:
+        tower(inputs)
 
-    return of
+    return work
+
+
+def _look_up(table: torch.Tensor, batch: int) -> Callable[[int], None]:
+    """The mean of rows of a float16 table. A single query is one bag, as in a batch."""
+    drawn = np.random.default_rng(0).integers(0, VOCABULARY, batch * TOKENS)
+    ids = torch.from_numpy(drawn).to(table.device)
+    starts = torch.arange(0, batch * TOKENS, TOKENS, device=table.device)
+
+    @torch.inference_mode()
+    def work(_: int) -> None:
+        F.embedding_bag(ids, table, starts, mode="mean")
+
+    return work

@@ -13,9 +13,10 @@ medquad's.
 
 import os
 import statistics
-import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import public_sets
-from benchmarks.report import arguments, run_isolated, show, write
+from benchmarks.report import arguments, run_isolated, show, take_turns, write
 
 Row = dict[str, Any]
 Encode = Callable[[Sequence[str]], Any]
@@ -91,14 +92,32 @@ def measure(folder: Path, queries: Sequence[str], options: Namespace) -> tuple[l
     rows: list[Row] = []
     for batch in options.batches:
         rounds = max(options.rounds if batch == 1 else options.rounds * 2 // (2 + batch.bit_length()), 3)
-        times: dict[str, list[float]] = {name: [] for name in forms}
-        for number in range(rounds + 1):
-            for name, encode in forms.items():
-                calls = max(512 // batch, 4) if name in QUICK else 1
-                times[name].append(_timed(encode, queries, batch, number, calls))
-                time.sleep(0.002)  # threads that look out for more work give up
-        rows += _rows(times, batch, cosines)
+        count = len(queries)
+        batches = [[queries[(at + i) % count] for i in range(batch)] for at in range(0, count, batch)]
+        calls = {name: max(512 // batch, 4) if name in QUICK else 1 for name in forms}
+        sides = {
+            name: partial(_encode_next, encode, cycle(batches), calls[name]) for name, encode in forms.items()
+        }
+        seconds = take_turns(sides, rounds=rounds + 1)  # the first warms up
+        cpu = {name: statistics.median(found[1:]) / batch / calls[name] for name, found in seconds.items()}
+        rows += [
+            {
+                "threads": 1,
+                "batch": batch,
+                "form": name,
+                "queries/cpu s": 1 / cpu[name],
+                f"over {REFERENCE}": cpu[REFERENCE] / cpu[name],
+                "cosine": cosines.get(name),
+            }
+            for name in forms
+        ]
     return rows, statistics.mean(lengths)
+
+
+def _encode_next(encode: Encode, batches: Iterator[list[str]], calls: int) -> None:
+    """Encode other queries in every round: a table keeps the tokens of words that it has seen."""
+    for chosen in islice(batches, calls):
+        encode(chosen)
 
 
 def metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -153,33 +172,6 @@ def _forms(folder: Path) -> dict[str, Encode]:
         TABLE: ours("lookup", "lookup"),
         TOKENIZER: tokenize,
     }
-
-
-def _timed(encode: Encode, queries: Sequence[str], batch: int, number: int, calls: int) -> float:
-    """Processor seconds per query, over other queries in every round."""
-    start = number * batch * calls
-    chosen_batches = [
-        [queries[(start + call * batch + i) % len(queries)] for i in range(batch)] for call in range(calls)
-    ]
-    cpu = time.process_time()
-    for chosen in chosen_batches:
-        encode(chosen)
-    return max((time.process_time() - cpu) / batch / calls, 1e-9)
-
-
-def _rows(times: dict[str, list[float]], batch: int, cosines: dict[str, float]) -> list[Row]:
-    middle = {name: statistics.median(found[1:]) for name, found in times.items()}  # the first warms up
-    return [
-        {
-            "threads": 1,
-            "batch": batch,
-            "form": name,
-            "queries/cpu s": 1 / cpu,
-            f"over {REFERENCE}": middle[REFERENCE] / cpu,
-            "cosine": cosines.get(name),
-        }
-        for name, cpu in middle.items()
-    ]
 
 
 def _sums(folder: Path, queries: Sequence[str]) -> Any:

@@ -142,8 +142,8 @@ def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) ->
         "ours /cpu s": _rate(rounds, 0, ours.batch),
         "theirs /cpu s": _rate(rounds, 1, theirs.batch),
         "ratio": _time_ratio(rounds, 1, 0),
-        "our chunk": _chunk(ours),
-        "their chunk": _chunk(theirs),
+        "our chunks": ours.chunks,
+        "their chunks": theirs.budget or theirs.chunks,
     }
 
 
@@ -163,12 +163,6 @@ def _time_ratio(rounds: list[list[Row]], place: int, other: int) -> float:
     """The time of a step of one setting over that of the same step of another one."""
     pairs = (pair for one in rounds for pair in zip(one[place]["cpu s"], one[other]["cpu s"], strict=True))
     return float(statistics.median(mine / theirs for mine, theirs in pairs))
-
-
-def _chunk(setting: Setting) -> str:
-    queries, documents = setting.chunks
-    rows = f"{documents} rows" if queries == documents else f"{queries} and {documents} rows"
-    return f"{setting.budget} tokens" if setting.budget else rows
 
 
 def _memory(folder: str, setting: Setting) -> Row:

@@ -228,7 +228,9 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
         ),
         list(DIMS),
     )
-    causal, update = _causal(folder), _update(model)
+    causal, parameters = _causal(folder), list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
+    model.train()
 
     def step(number: int) -> float:
         columns = rows(size, setting, number, causal=causal)
@@ -236,25 +238,14 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
         for column, task in zip(columns, ("query", "document", "document"), strict=True):
             batch = collate(column, pad=0)
             features.append({"input_ids": batch.ids, "attention_mask": batch.mask, "task": task})
-        return update(loss_of(features, None))
-
-    return step
-
-
-def _update(model: torch.nn.Module) -> Callable[[torch.Tensor], float]:
-    """What others' steps end with, as ours does: gradients clipped, AdamW."""
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
-    model.train()
-
-    def update(loss: torch.Tensor) -> float:
+        loss = loss_of(features, None)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    return update
+    return step
 
 
 def _causal(folder: Path) -> bool:
