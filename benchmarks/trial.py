@@ -121,15 +121,13 @@ def shortened(config: RunConfig, *, steps: int) -> RunConfig:
     """The same with epochs of stage I that give these steps, in this process; triplets are collected."""
     # Mining loses no row here: the old negatives stay if no new one is found.
     triplets = int(pipeline.locate(config.model_copy(update={"rounds": 1}), "triplets").counts["train"])
-    epochs = steps / (triplets // config.train.global_batch)
     # A training takes a minute: half of it would be the start of Ray's workers.
     here = Ranks(workers=0, gpus_per_worker=config.train.resources.gpus_per_worker)
-    short = config.train.model_copy(update={"epochs": epochs, "resources": here})
-    changed: dict[str, Any] = {"train": short}
-    if config.cross_encoder is not None:  # in stage I's place
-        epochs = steps / (triplets // config.cross_encoder.global_batch)
-        pairs = config.cross_encoder.model_copy(update={"epochs": epochs, "resources": here})
-        changed["cross_encoder"] = pairs
+    changed: dict[str, Any] = {}
+    for name in ("train", "cross_encoder"):  # which is trained in stage I's place
+        if (stage := getattr(config, name)) is not None:
+            epochs = steps / (triplets // stage.global_batch)
+            changed[name] = stage.model_copy(update={"epochs": epochs, "resources": here})
     return config.model_copy(update=changed)
 
 
