@@ -17,7 +17,7 @@ import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -203,34 +203,38 @@ def measure(seconds: list[float], groups: int, most: int, queries: int) -> tuple
     service.versions = versions = Versions(catalog, [parts])
     application = api.build(service, config)
 
-    async def measured() -> tuple[int, float, list[float]]:
-        await versions.start()
-        await crowd(application, groups, CROWD, queries // 4)
-        started = time.thread_time()
-        answered = len(await crowd(application, groups, CROWD, queries))
-        spent = time.thread_time() - started
-        return answered, spent, await crowd(application, groups, 2, queries // 10)
+    body = json.dumps({"query": "a question", "k": K}).encode()
 
-    answered, spent, few = asyncio.run(measured())
+    async def ask() -> None:
+        answer = await post(application, body)
+        assert len(answer["results"]) == K
+        assert answer["shards_answered"] == groups
+
+    async def measured() -> tuple[float, list[float]]:
+        await versions.start()
+        await latencies(ask, clients=CROWD, queries=queries // 4)
+        started = time.thread_time()
+        await latencies(ask, clients=CROWD, queries=queries)
+        spent = time.thread_time() - started
+        return spent, await latencies(ask, clients=2, queries=queries // 10)
+
+    spent, few = asyncio.run(measured())
     for each in (searchers, aggregators):
         ray.kill(each)
-    return answered / spent, 1000 * float(np.median(few)), 1000 * float(np.quantile(few, 0.99))
+    return queries / spent, 1000 * float(np.median(few)), 1000 * float(np.quantile(few, 0.99))
 
 
-async def crowd(application: FastAPI, groups: int, size: int, queries: int) -> list[float]:
-    """The latencies of queries of `size` clients; every answer has every group."""
+async def latencies(ask: Callable[[], Awaitable[None]], *, clients: int, queries: int) -> list[float]:
+    """The seconds of so many queries of some clients, each of which asks again once it is answered."""
     left, found = iter(range(queries)), []
-    body = json.dumps({"query": "a question", "k": K}).encode()
 
     async def client() -> None:
         for _ in left:
             started = time.perf_counter()
-            answer = await post(application, body)
-            assert len(answer["results"]) == K
-            assert answer["shards_answered"] == groups
+            await ask()
             found.append(time.perf_counter() - started)
 
-    await asyncio.gather(*(client() for _ in range(size)))
+    await asyncio.gather(*(client() for _ in range(clients)))
     return found
 
 
@@ -257,20 +261,14 @@ async def tail_ms(seconds: list[float], hedged: bool) -> float:
     handles: list[Any] = [_Replicas(replicas, group) for group in range(HEDGED_GROUPS)]
     fan_out = FanOut(handles, [[group] for group in range(HEDGED_GROUPS)], hedged=hedged)
     query = Query(np.ones((1, DIM), np.float32), k=K, version="v")
-    found: list[float] = []
 
-    async def client(queries: int) -> None:
-        for _ in range(queries):
-            started = time.perf_counter()
-            answer = await fan_out.search(query, DEADLINE_S)
-            assert isinstance(answer, Candidates)
-            assert not answer.missing
-            found.append(time.perf_counter() - started)
+    async def ask() -> None:
+        answer = await fan_out.search(query, DEADLINE_S)
+        assert isinstance(answer, Candidates)
+        assert not answer.missing
 
-    for queries in (WARM_QUERIES, HEDGED_QUERIES):
-        found.clear()
-        await asyncio.gather(client(queries // 2), client(queries // 2))
-    return 1000 * float(np.quantile(found, 0.99))
+    await latencies(ask, clients=2, queries=WARM_QUERIES)
+    return 1000 * float(np.quantile(await latencies(ask, clients=2, queries=HEDGED_QUERIES), 0.99))
 
 
 if __name__ == "__main__":

@@ -84,12 +84,7 @@ def speed(path: str, documents: Sequence[str], *, rounds: int) -> tuple[list[Row
     taken = take_turns(sides, rounds=rounds)
     own, other = taken.values()
     rows = [
-        {
-            "side": name,
-            "documents/s": len(documents) / statistics.median(found),
-            "slowest round": len(documents) / max(found),
-            "fastest round": len(documents) / min(found),
-        }
+        {"side": name, "documents/s": len(documents) / statistics.median(found)}
         for name, found in taken.items()
     ]
     return rows, statistics.median(peer / mine for mine, peer in zip(own, other, strict=True))
