@@ -149,8 +149,8 @@ def job_speed(dataset: str, towers: str, budget: int, output: str, *, workers: i
     cluster.connect()
     config = EncodeConfig(token_budget=budget, resources=Fleet(workers=workers))
     made = job.run(config, dataset=dataset, dual_encoder=towers, output=output).manifest.info["encoding"]
-    rate = workers * made["tokens"] / made["worker_seconds"]
-    return {"tokens/s": rate, "micro-batch": f"{budget} tokens"}
+    speed = workers * made["tokens"] / made["worker_seconds"]
+    return {"tokens/s": speed, "micro-batch": f"{budget} tokens"}
 
 
 def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
