@@ -23,12 +23,12 @@ import numpy as np
 from numpy import ndarray
 
 from benchmarks import live_kill
-from benchmarks.live_index import embedded, recall
+from benchmarks.live_index import embedded
 from benchmarks.live_kill import build, table
 from benchmarks.report import arguments, show, take_turns, write
 from scalingnote.core import topk
 from scalingnote.core.log import configure
-from scalingnote.index import families
+from scalingnote.index import families, tuning
 from scalingnote.index.config import FastScan
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.delta import SearcherWithDelta
@@ -91,7 +91,7 @@ def searching(base: ndarray, new: ndarray, queries: ndarray, folder: str) -> tup
     truth = dict(zip(names, base, strict=True)) | dict(zip(written, new, strict=True))
     truth = {name: vector for name, vector in truth.items() if name not in {*gone}}
     left, final = [*truth], np.stack([*truth.values()])
-    exact = [[left[n] for n in line] for line in topk.search(queries, final, k=K)[1].tolist()]
+    exact = topk.search(queries, final, k=K)[1]
     anew = build(f"{folder}/anew", left, final, **settings)
     searchers = {
         "base alone": Searcher.open(built.uri),
@@ -100,18 +100,19 @@ def searching(base: ndarray, new: ndarray, queries: ndarray, folder: str) -> tup
     }
     live.compact()  # the searcher stays on the version that it has opened
     searchers["folded"] = SearcherWithDelta.over(live.folder)
-    rows = measured(searchers, queries, exact)
+    rows = measured(searchers, queries, left, exact)
     live.close()
     return rows, {"batch": BATCH, "documents": len(new), "documents/s": round(len(new) / seconds)}
 
 
-def measured(searchers: dict[str, Searcher], queries: ndarray, exact: list[list[str]]) -> list[Row]:
+def measured(searchers: dict[str, Searcher], queries: ndarray, names: list[str], exact: ndarray) -> list[Row]:
     """Recall against the exact answers, and milliseconds of a query by itself: those of the fastest round."""
+    place = {name: number for number, name in enumerate(names)}
     found: dict[str, Any] = {}
 
     def search(name: str) -> None:
         hits = [searchers[name].search(query[None], k=K)[0] for query in queries]
-        found[name] = np.array([[hit.doc_id for hit in row] for row in hits])
+        found[name] = np.array([[place.get(hit.doc_id, -1) for hit in row] for row in hits])
 
     sides = {name: partial(search, name) for name in searchers}
     spent = take_turns(sides, rounds=ROUNDS, clock=time.perf_counter)
@@ -119,7 +120,7 @@ def measured(searchers: dict[str, Searcher], queries: ndarray, exact: list[list[
         {
             "searched": name,
             "documents": len(searcher),
-            "recall@10": round(recall(found[name], np.array(exact)), 4),
+            "recall@10": round(tuning.recall(found[name], exact), 4),
             "ms": round(1000 * min(spent[name]) / len(queries), 3),
         }
         for name, searcher in searchers.items()

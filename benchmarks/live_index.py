@@ -16,7 +16,6 @@ the more rows are dead, and rescores candidates of every segment.
 Writes: batches of 1 and of 100 documents, each acknowledged after it is durable.
 """
 
-import statistics
 import tempfile
 import time
 from typing import Any
@@ -30,7 +29,7 @@ from benchmarks.live_kill import build, table
 from benchmarks.report import arguments, show, write
 from scalingnote.core import topk
 from scalingnote.core.log import configure, get_logger
-from scalingnote.index import families, ivf
+from scalingnote.index import families, ivf, tuning
 from scalingnote.index.config import FastScan
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import scan
@@ -108,7 +107,7 @@ def streaming(documents: ndarray, queries: ndarray, *, count: int) -> list[Row]:
             answers = live_kill.search(live, queries, k=K, nprobe=NPROBE)
             found = np.array([[int(name[1:]) for name, _ in answer] for answer in answers])
             anew = scan.search([lists], queries, k=K, nprobe=NPROBE, refine_factor=FACTOR)[1] + start
-            of_live, of_fresh = recall(found, exact), recall(anew, exact)
+            of_live, of_fresh = tuning.recall(found, exact), tuning.recall(anew, exact)
             rows.append(
                 {
                     "step": step,
@@ -125,12 +124,6 @@ def streaming(documents: ndarray, queries: ndarray, *, count: int) -> list[Row]:
             get_logger("index").info("%s", rows[-1])
         live.close()
     return rows
-
-
-def recall(found: ndarray, exact: ndarray) -> float:
-    """Share of the exact answers that were found."""
-    pairs = zip(found.tolist(), exact.tolist(), strict=True)
-    return statistics.mean(len({*one} & {*other}) / len(other) for one, other in pairs)
 
 
 def writing(documents: ndarray) -> list[Row]:
