@@ -59,7 +59,8 @@ def main() -> None:
     model = SentenceTransformer(str(minilm.path()), device="cpu")
     rows = []
     words = ["serve", "--model", str(minilm.path()), "--set", "serve.port=0"]
-    with running(["-m", "scalingnote.cli.main", *words], {}) as url:
+    exact = {"SCALINGNOTE_PRECISION": "float32"}  # as the model that it is compared with
+    with running(["-m", "scalingnote.cli.main", *words], exact) as url:
         for name in options.sets:
             texts, queries, gains = read_set(name, options.documents)
             folder = options.run_dir / name
