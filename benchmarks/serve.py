@@ -62,7 +62,9 @@ def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[st
     environment = {**os.environ, **variables, "PYTHONPATH": os.getcwd()}
     process = psutil.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        url = next(line for line in process.stdout if line.startswith("http://")).split()[0]
+        url = next((line.split()[0] for line in process.stdout if line.startswith("http://")), None)
+        if url is None:
+            raise SystemExit(f"`{' '.join(command)}` ended before it served: see above")
         while not _listens(int(url.rpartition(":")[2])):
             time.sleep(0.1)
         yield url
