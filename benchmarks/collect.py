@@ -50,8 +50,8 @@ def main() -> None:
 def join(queries: int) -> Row:
     """Return the figures of one join, after a small one that compiles and imports."""
     config = AssociationConfig()
-    associations(*term_scores(0, TOPIC), config=config)
-    scores, ids = term_scores(0, queries)
+    associations(*term_scores(TOPIC), config=config)
+    scores, ids = term_scores(queries)
     start = time.process_time()
     table, _ = associations(scores, ids, config=config)
     seconds = time.process_time() - start
@@ -66,7 +66,7 @@ def join(queries: int) -> Row:
 
 def against_every_pair(queries: int) -> Row:
     """Return the times of the join and of Algorithm 1 as printed; AssertionError if the results differ."""
-    scores, ids = term_scores(0, queries)
+    scores, ids = term_scores(queries)
     planned = [
         dict(zip(scores.terms[a:b].tolist(), scores.scores[a:b].tolist(), strict=True))
         for a, b in zip(scores.offsets[:-1].tolist(), scores.offsets[1:].tolist(), strict=True)
@@ -86,10 +86,9 @@ def against_every_pair(queries: int) -> Row:
     return {"queries": queries, "every pair s": slow, "join s": fast, "ratio": slow / fast}
 
 
-def term_scores(start: int, stop: int, *, seed: int = 0) -> tuple[TermScores, UInt64[ndarray, " queries"]]:
-    """Return scores and ids of queries `start` to `stop`, which are whole topics."""
-    rng = np.random.default_rng([seed, start])
-    queries = stop - start
+def term_scores(queries: int) -> tuple[TermScores, UInt64[ndarray, " queries"]]:
+    """Return scores and ids of queries, which are whole topics."""
+    rng = np.random.default_rng([0, 0])
     intent = np.arange(queries) // TOPIC * INTENTS + rng.integers(0, INTENTS, queries)
     words = rng.integers(2, 7, int(intent.max()) + 1)
     word = _zipf(rng, TOPIC_WORDS, int(words.sum()))
@@ -101,7 +100,7 @@ def term_scores(start: int, stop: int, *, seed: int = 0) -> tuple[TermScores, UI
     rank = np.concatenate([own_word, _zipf(rng, COMMON_WORDS, len(rows) - len(own_rows))])
     common = np.arange(len(rows)) >= len(own_rows)
 
-    vocabulary = np.where(common, 0, 1 + (start + rows) // TOPIC).astype(np.uint64)
+    vocabulary = np.where(common, 0, 1 + rows // TOPIC).astype(np.uint64)
     terms = mix_bits((vocabulary << np.uint64(32)) | rank.astype(np.uint64))
     rarity = np.log(rank) / np.log(np.where(common, COMMON_WORDS, TOPIC_WORDS))
     base = np.where(common, 0.05 + 0.4 * rarity, 0.45 + 0.4 * rarity)
@@ -111,7 +110,7 @@ def term_scores(start: int, stop: int, *, seed: int = 0) -> tuple[TermScores, UI
     first.sort()  # by occurrence, then by query: the order that a planner gives
     first = first[np.argsort(rows[first], kind="stable")]
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[first], minlength=queries))])
-    return TermScores(offsets, terms[first], scores[first]), np.arange(start, stop, dtype=np.uint64)
+    return TermScores(offsets, terms[first], scores[first]), np.arange(queries, dtype=np.uint64)
 
 
 def _zipf(rng: np.random.Generator, words: int, count: int) -> Int64[ndarray, " count"]:

@@ -7,7 +7,6 @@ the ranges of its runs do not overlap, with --all in any case. Seconds of differ
 not comparable: a benchmark whose environment or command differs is marked with *.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import show
+from benchmarks.report import plain_parser, show
 
 Report = Mapping[str, Any]
 MACHINE = ("system", "processor", "cpus", "memory_gb")
@@ -23,9 +22,7 @@ MACHINE = ("system", "processor", "cpus", "memory_gb")
 
 def main() -> None:
     """Print a row for each metric that changed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--all", action="store_true", help="also metrics whose ranges overlap")

@@ -10,7 +10,6 @@ with its whole objective (`all losses`) documents have term weights, too, and le
 """
 
 import json
-import os
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +22,8 @@ import torch
 from scipy import sparse
 from torch.nn import functional as F
 
-from benchmarks import smollm
-from benchmarks.public_sets import SETS, json_rows, source_files
+from benchmarks import beir, smollm
+from benchmarks.public_sets import json_rows, source_files
 from benchmarks.report import arguments, show, write
 from scalingnote.core import cluster
 from scalingnote.core.config import Config
@@ -38,6 +37,7 @@ from scalingnote.storage.artifact import Artifact, Draft
 
 BATCH, RANK, PEAK_LR, TEMPERATURE, WARMUP = 16, 16, 5e-4, 0.02, 0.1
 OPTIMIZER: dict[str, Any] = {"peak_lr": PEAK_LR, "warmup": WARMUP, "weight_decay": 0}  # of the package
+LOSSES = {"temperature": TEMPERATURE, "bidirectional": False, "alpha": 0, "matryoshka": [smollm.HIDDEN]}
 QUERY_TOKENS, DOCUMENT_TOKENS = 20, 48
 QUERIES, POOL = 100, 150  # held out
 TOP_K, DENSE_WEIGHT = 4096, 0.7
@@ -53,15 +53,15 @@ class Pairs(NamedTuple):
     held_out: list[tuple[str, str]]
 
 
-def pairs_of(name: str, seed: int = 0) -> Pairs:
+def pairs_of(name: str) -> Pairs:
     """Pairs of a set. Of POOL groups a pair is held out, and no pair for training has its document or query.
 
     A group is what answers the same: the documents of a disease (medquad), the accepted answer of a question
     (stackexchange_devops), a judged document (a folder of BEIR).
     """
-    read = {"medquad": _medquad, "stackexchange_devops": _devops}.get(name, _beir)
-    rows = [*read(source_files(name) if name in SETS else Path(os.environ["SCALINGNOTE_DATA"]) / name)]
-    random.Random(seed).shuffle(rows)
+    own = {"medquad": _medquad, "stackexchange_devops": _devops}
+    rows = [*(own[name](source_files(name)) if name in own else _beir(name))]
+    random.Random(0).shuffle(rows)
     by_group: dict[str, list[tuple[str, str]]] = {}
     for group, question, document in rows:
         by_group.setdefault(group, []).append((question, document))
@@ -84,25 +84,23 @@ def _devops(folder: Path) -> Iterator[tuple[str, str, str]]:
             yield accepted, row["title"], answers[accepted]
 
 
-def _beir(folder: Path) -> Iterator[tuple[str, str, str]]:
-    texts = {row["_id"]: f"{row['title']} {row['text']}" for row in json_rows(folder / "corpus.jsonl")}
-    queries = {row["_id"]: row["text"] for row in json_rows(folder / "queries.jsonl")}
-    for file in sorted((folder / "qrels").glob("*.tsv")):
-        for line in file.read_text(encoding="utf-8").splitlines()[1:]:
-            query_id, doc_id, score = line.split("\t")
-            if int(score) > 0:
-                yield doc_id, queries[query_id], texts[doc_id]
+def _beir(name: str) -> Iterator[tuple[str, str, str]]:
+    texts = {row["_id"]: f"{row['title']} {row['text']}" for row in beir.documents(name)}
+    queries = beir.queries(name)
+    for file in sorted((beir.folder(name) / "qrels").glob("*.tsv")):
+        for query_id, doc_ids in beir.judged(name, file.stem).items():
+            yield from ((doc_id, queries[query_id], texts[doc_id]) for doc_id in doc_ids)
 
 
 # --- eighty plain lines ------------------------------------------------------------------------------------
 
 
-def plain(pairs: Pairs, *, read: Read, layers: int, steps: int, seed: int = 0) -> Figures:
+def plain(pairs: Pairs, *, read: Read, layers: int, steps: int) -> Figures:
     """Train one decoder for both sides; a query is its end token's state, or the mean of its tokens'."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModel, AutoTokenizer
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(smollm.path())
     model = AutoModel.from_pretrained(smollm.path(), dtype=torch.float32)
     model.layers = model.layers[:layers]
@@ -144,7 +142,7 @@ def plain(pairs: Pairs, *, read: Read, layers: int, steps: int, seed: int = 0) -
 
     before, losses = recalls(), {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
-    order = random.Random(seed).sample(pairs.train, k=min(len(pairs.train), BATCH * steps))
+    order = random.Random(0).sample(pairs.train, k=min(len(pairs.train), BATCH * steps))
     for step in range(steps):
         rise, fall = (step + 1) / (WARMUP * steps), (steps - step) / ((1 - WARMUP) * steps)
         optimizer.param_groups[0]["lr"] = PEAK_LR * min(rise, fall)
@@ -206,7 +204,6 @@ def ours(
     read: Read,
     layers: int,
     steps: int,
-    seed: int = 0,
     reading: Figures | None = None,
     **knobs: Any,
 ) -> Figures:
@@ -227,18 +224,13 @@ def ours(
         "query": query,
         "document": {"prompt": prompt, "max_length": DOCUMENT_TOKENS + 2} | tower,
         "dim": smollm.HIDDEN,
-        "losses": {
-            "temperature": TEMPERATURE,
-            "bidirectional": False,
-            "alpha": 0,
-            "matryoshka": [smollm.HIDDEN],
-        },
+        "losses": LOSSES,
         "optimizer": OPTIMIZER,
         "global_batch": BATCH,
         "epochs": BATCH * steps / len(pairs.train),
         "precision": "float32",
         "validation": None,
-        "seed": seed,
+        "seed": 0,
         "resources": {"workers": 0},
     }
     output = tempfile.mkdtemp(prefix="trained-", dir=folder)
@@ -292,9 +284,8 @@ def described(losses: Mapping[int, float]) -> Figures:
     for step in (20, 40, 60, max(losses)):
         near = [loss for at, loss in losses.items() if step - 10 < at <= step]
         if step <= max(losses):
-            found["loss at end" if step == max(losses) else f"loss at {step}"] = round(
-                float(np.mean(near)), 3
-            )
+            name = "loss at end" if step == max(losses) else f"loss at {step}"
+            found[name] = round(float(np.mean(near)), 3)
     return found
 
 
@@ -379,15 +370,10 @@ def main() -> None:
     pairs = pairs_of(options.data)
     kept = json.loads(options.json.read_text(encoding="utf-8")) if options.keep else {}
     done = {tuple(row[name] for name in CASE): row for row in kept.get("rows", ())}
-    wanted = [
-        case
-        for case in cases(options.data, options.layers, options.steps)
-        if options.only in (None, case["read"])
-    ]
     with tempfile.TemporaryDirectory(prefix="decoders-") as folder:
-        for case in wanted:
+        for case in cases(options.data, options.layers, options.steps):
             key = tuple(case[name] for name in CASE)
-            if key not in done:
+            if options.only in (None, case["read"]) and key not in done:
                 done[key] = case | measured(case, pairs, Path(folder))
                 print(done[key], flush=True)
     rows = list(done.values())

@@ -10,44 +10,50 @@ a search of the base alone. All is in one process and one thread, which searches
 in a service the gateway searches the delta while the groups of shards are searched. The last row is the index
 once the delta is folded into it.
 
-Kills: `benchmarks/live_kill.py` with a delta, in exact mode, with folds and rollbacks.
+Kills: `benchmarks/live_kill.py` with a delta, in exact mode, with folds and rollbacks; in each of so many
+histories (`--seeds`) about `--kills` of `--operations`.
 """
 
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from numpy import ndarray
 
 from benchmarks import live_kill
-from benchmarks.live_index import embedded, recall
+from benchmarks.live_index import embedded
 from benchmarks.live_kill import build, table
-from benchmarks.report import arguments, show, write
+from benchmarks.report import arguments, show, take_turns, write
 from scalingnote.core import topk
 from scalingnote.core.log import configure
-from scalingnote.index import families
+from scalingnote.index import families, tuning
 from scalingnote.index.config import FastScan
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.delta import SearcherWithDelta
 from scalingnote.search.searcher import Searcher
 
 Row = dict[str, Any]
-K, SHARDS, BATCH, DELETED = 10, 4, 100, 80
+K, SHARDS, NPROBE, FACTOR = 10, 4, 64, 16
+BATCH, DELETED = 100, 80
 ROUNDS = 9  # of timed searches: other processes of a machine slow most of them
 
 
 def main() -> None:
     """Parse arguments, run, print and write."""
-    options = parser().parse_args()
+    options = arguments(
+        __doc__, documents=100_000, delta=5_000, queries=500, seeds=1, operations=400, kills=30
+    ).parse_args()
     configure()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rows, writes = searching(passages_of(options), folder, options)
+    live_kill.KINDS |= {"compact": (0.03, 0.4), "rollback": (0.02, 0.2)}  # often: a history is short
+    matrix = embedded(options.documents + options.delta, options.queries)
+    base, written, queries = np.split(matrix, [options.documents, options.documents + options.delta])
+    with tempfile.TemporaryDirectory() as folder:
+        rows, writes = searching(base, written, queries, folder)
     show("Base and delta", rows)
     show("Durable writes", [writes])
-    kills = [killed(seed, options) for seed in range(options.seeds)]
+    kills = live_kill.histories(options, delta=True)
     show("A writer killed at random moments", kills)
     of = {row["searched"]: row for row in rows}
     both, anew = of["base and delta"], of["built anew"]
@@ -57,41 +63,19 @@ def main() -> None:
         "search_over_base": round(both["ms"] / of["base alone"]["ms"], 3),
         "search_over_built_anew": round(both["ms"] / anew["ms"], 3),
         "writes_per_s": writes["documents/s"],
-        **{name: sum(row[name] for row in kills) for name in ("lost_writes", "duplicates", "wrong_answers")},
-        "kills": sum(row["kills"] for row in kills),
+        **live_kill.totals(kills),
     }
     write(options.json, metrics=metrics, search=rows, writes=[writes], kills=kills)
 
 
-def parser() -> ArgumentParser:
-    """The knobs and their defaults."""
-    parser = arguments(__doc__)
-    parser.add_argument("--documents", type=int, default=100_000, help="of the index, default: %(default)s")
-    parser.add_argument("--delta", type=int, default=5_000, help="documents written, default: %(default)s")
-    parser.add_argument("--queries", type=int, default=500, help="default: %(default)s")
-    parser.add_argument("--nprobe", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--refine-factor", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=1, help="histories with kills, default: %(default)s")
-    parser.add_argument("--operations", type=int, default=400, help="of each, default: %(default)s")
-    parser.add_argument("--kills", type=int, default=30, help="of each, about; default: %(default)s")
-    parser.add_argument("--folder", help="folder of logs and indexes, default: a temporary one")
-    return parser
-
-
-def passages_of(options: Namespace) -> Float[ndarray, "passages dim"]:
-    """Documents of the index, those written beside it, then queries."""
-    return embedded(Namespace(documents=options.documents + options.delta, queries=options.queries))
-
-
-def searching(matrix: Float[ndarray, "docs dim"], folder: str, options: Namespace) -> tuple[list[Row], Row]:
+def searching(base: ndarray, new: ndarray, queries: ndarray, folder: str) -> tuple[list[Row], Row]:
     """Recall and time of each way to search, and the speed of the writes."""
-    base, new, queries = np.split(matrix, [options.documents, options.documents + options.delta])
     settings: dict[str, Any] = {
         "family": FastScan(),
         "nlist": families.default_nlist(len(base), train_documents=len(base)),
         "shards": SHARDS,
-        "nprobe": options.nprobe,
-        "refine_factor": options.refine_factor,
+        "nprobe": NPROBE,
+        "refine_factor": FACTOR,
     }
     names = [f"d{n}" for n in range(len(base))]
     built = build(f"{folder}/base", names, base, **settings)
@@ -107,7 +91,7 @@ def searching(matrix: Float[ndarray, "docs dim"], folder: str, options: Namespac
     truth = dict(zip(names, base, strict=True)) | dict(zip(written, new, strict=True))
     truth = {name: vector for name, vector in truth.items() if name not in {*gone}}
     left, final = [*truth], np.stack([*truth.values()])
-    exact = [[left[n] for n in line] for line in topk.search(queries, final, k=K)[1].tolist()]
+    exact = topk.search(queries, final, k=K)[1]
     anew = build(f"{folder}/anew", left, final, **settings)
     searchers = {
         "base alone": Searcher.open(built.uri),
@@ -116,42 +100,31 @@ def searching(matrix: Float[ndarray, "docs dim"], folder: str, options: Namespac
     }
     live.compact()  # the searcher stays on the version that it has opened
     searchers["folded"] = SearcherWithDelta.over(live.folder)
-    rows = measured(searchers, queries, exact)
+    rows = measured(searchers, queries, left, exact)
     live.close()
     return rows, {"batch": BATCH, "documents": len(new), "documents/s": round(len(new) / seconds)}
 
 
-def measured(searchers: dict[str, Searcher], queries: ndarray, exact: list[list[str]]) -> list[Row]:
+def measured(searchers: dict[str, Searcher], queries: ndarray, names: list[str], exact: ndarray) -> list[Row]:
     """Recall against the exact answers, and milliseconds of a query by itself: those of the fastest round."""
-    spent: dict[str, list[float]] = {name: [] for name in searchers}
+    place = {name: number for number, name in enumerate(names)}
     found: dict[str, Any] = {}
-    for _ in range(ROUNDS):
-        for name, searcher in searchers.items():
-            start = time.perf_counter()
-            hits = [searcher.search(query[None], k=K)[0] for query in queries]
-            spent[name].append(1000 * (time.perf_counter() - start) / len(queries))
-            found[name] = np.array([[hit.doc_id for hit in row] for row in hits])
+
+    def search(name: str) -> None:
+        hits = [searchers[name].search(query[None], k=K)[0] for query in queries]
+        found[name] = np.array([[place.get(hit.doc_id, -1) for hit in row] for row in hits])
+
+    sides = {name: partial(search, name) for name in searchers}
+    spent = take_turns(sides, rounds=ROUNDS, clock=time.perf_counter)
     return [
         {
             "searched": name,
             "documents": len(searcher),
-            "recall@10": round(recall(found[name], np.array(exact)), 4),
-            "ms": round(min(spent[name]), 3),
+            "recall@10": round(tuning.recall(found[name], exact), 4),
+            "ms": round(1000 * min(spent[name]) / len(queries), 3),
         }
         for name, searcher in searchers.items()
     ]
-
-
-def killed(seed: int, options: Namespace) -> Row:
-    """One history with kills."""
-    often = {"compact": (0.03, 0.4), "rollback": (0.02, 0.2)}  # a history is short
-    live_kill.KINDS |= often
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = live_kill.run(
-            folder, seed=seed, operations=options.operations, kills=options.kills, delta=True
-        )
-    row = {name: value for name, value in vars(found).items() if name != "done"}
-    return {"seed": seed, **row, **{f"{name}s": count for name, count in found.done.items()}}
 
 
 if __name__ == "__main__":

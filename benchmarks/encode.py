@@ -7,11 +7,9 @@
   and committing; Ray's start and the loading of the model, which do not grow, are left out
 - sentence-transformers: `encode` on the same weights and documents, one thread, its best batch size
 
-Each over documents of mixed and of equal length, in tokens per second and per second of processor time; the
-job also with two workers.
+Each over documents of mixed and of equal length, in tokens per second; the job also with two workers.
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +28,10 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
 BUDGETS = (1024, 2048, 4096, 8192)
 BATCHES = (8, 16, 32, 64)
+TRIED_DOCUMENTS = 1500  # that choose a side's best size
+WORDS, SPREAD = 60, 0.8  # of a document: the median, and the deviation of the logarithm
+LAYERS, HIDDEN = 2, 256  # of the tower
+OURS, PEER = "job, 1 worker", "sentence-transformers"
 Row = dict[str, Any]
 SYLLABLES = np.array(["ba", "ko", "li", "me", "nu", "ra", "si", "ta", "ve", "zo", "che", "dri", "flo", "gu"])
 PROMPT = "{title} [TITLE_QUERY] {topic}: {content} [CONTENT_QUERY] [EMB]"
@@ -40,95 +42,77 @@ class Made(Config):
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--documents", type=int, default=6144, help="default: %(default)s")
-    parser.add_argument("--words", type=float, default=60, help="of a document, median; default: %(default)s")
-    parser.add_argument("--spread", type=float, default=0.8, help="of the logarithm of words; %(default)s")
-    parser.add_argument("--hidden", type=int, default=256, help="width of the tower, default: %(default)s")
-    parser.add_argument("--layers", type=int, default=2, help="of the tower, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="of floor, job and peer; default: %(default)s")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        metrics, speeds = measure_speed(options, folder / "mixed", options.spread)
-        equal, more = measure_speed(options, folder / "equal", 0.0)
-        metrics |= {f"{name}_equal_lengths": value for name, value in equal.items()}
-        speeds += more
+    options = arguments(__doc__, documents=6144, rounds=3).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            lengths: measure_speed(Path(folder, lengths), options.documents, spread, rounds=options.rounds)
+            for lengths, spread in (("mixed", SPREAD), ("equal", 0.0))
+        }
+    metrics = ratios(found["mixed"])
+    metrics |= {f"{name}_equal_lengths": value for name, value in ratios(found["equal"]).items()}
+    speeds = [row for lengths, sides in found.items() for row in medians(lengths, sides)]
+    show(f"{options.documents:,} documents, {LAYERS} layers of {HIDDEN}", speeds)
     write(options.json, metrics=metrics, speeds=speeds)
 
 
-def measure_speed(
-    options: argparse.Namespace, folder: Path, spread: float
-) -> tuple[dict[str, float], list[Row]]:
-    """Tokens per second of all sides, in alternation: medians, and medians of the rounds' ratios."""
+def measure_speed(folder: Path, documents: int, spread: float, *, rounds: int) -> dict[str, list[Row]]:
+    """The rates of all sides, which take turns, in each round."""
     folder.mkdir()
-    dataset = make_documents(
-        f"{folder}/dataset", options.documents, rows_per_part=512, words=options.words, spread=spread
+    dataset = make_documents(f"{folder}/dataset", documents, rows_per_part=512, spread=spread)
+    towers = make_towers(f"{folder}/towers", dataset, layers=LAYERS, hidden=HIDDEN)
+    uris = dataset.uri, towers.uri
+    budget, batch = (
+        max(sizes, key=lambda size: run_isolated(side, *uris, size, TRIED_DOCUMENTS)["tokens/s"])
+        for side, sizes in ((floor, BUDGETS), (peer, BATCHES))
     )
-    towers = make_towers(f"{folder}/towers", dataset, layers=options.layers, hidden=options.hidden)
-    budget = batch = 0  # the best of each side, found below
     sides: dict[str, Callable[[int], Row]] = {
-        "floor": lambda _: run_isolated(floor, dataset.uri, towers.uri, budget),
-        "job, 1 worker": lambda n: run_isolated(
-            job_speed, dataset.uri, towers.uri, f"{folder}/one-{n}", 1, budget
-        ),
-        "sentence-transformers": lambda _: run_isolated(peer, dataset.uri, towers.uri, batch),
-        "job, 2 workers": lambda n: run_isolated(
-            job_speed, dataset.uri, towers.uri, f"{folder}/two-{n}", 2, budget
-        ),
+        "floor": lambda _: run_isolated(floor, *uris, budget),
+        OURS: lambda n: run_isolated(job_speed, *uris, budget, f"{folder}/one-{n}", workers=1),
+        PEER: lambda _: run_isolated(peer, *uris, batch),
+        "job, 2 workers": lambda n: run_isolated(job_speed, *uris, budget, f"{folder}/two-{n}", workers=2),
     }
-    tried = {size: run_isolated(floor, dataset.uri, towers.uri, size, 1500) for size in BUDGETS}
-    budget = max(tried, key=lambda size: tried[size]["tokens/s"])
-    tried = {size: run_isolated(peer, dataset.uri, towers.uri, size, 1500) for size in BATCHES}
-    batch = max(tried, key=lambda size: tried[size]["tokens/s"])
     found: dict[str, list[Row]] = {name: [] for name in sides}
-    for number in range(options.rounds):
+    for number in range(rounds):
         for name, side in sides.items():
             found[name].append(side(number))
-    middle, by_cpu = (
-        {name: float(np.median([row[unit] for row in rows])) for name, rows in found.items()}
-        for unit in ("tokens/s", "tokens/CPU s")
-    )
-    rows = [
+    return found
+
+
+def medians(lengths: str, found: dict[str, list[Row]]) -> list[Row]:
+    """A row for each side."""
+    middle = {name: float(np.median([row["tokens/s"] for row in rows])) for name, rows in found.items()}
+    return [
         {
             "side": name,
-            "lengths": "mixed" if spread else "equal",
-            "tokens/s": speed,
-            "tokens/CPU s": by_cpu[name],
-            "of the floor": speed / middle["floor"],
-            "padding": found[name][0].get("padding", "-"),
-            "of peak": found[name][0].get("of peak", "-"),
-            "micro-batch": f"{batch} rows" if name == "sentence-transformers" else f"{budget} tokens",
+            "lengths": lengths,
+            "tokens/s": rate,
+            "of the floor": rate / middle["floor"],
+            "micro-batch": found[name][0]["micro-batch"],
         }
-        for name, speed in middle.items()
+        for name, rate in middle.items()
     ]
-    show(f"{options.documents:,} documents, {options.layers} layers of {options.hidden}", rows)
 
-    def over(side: str, other: str, unit: str) -> float:
-        """The median of the rounds' ratios: a machine that slows down between rounds changes neither side."""
+
+def ratios(found: dict[str, list[Row]]) -> dict[str, float]:
+    """Medians of the rounds' ratios: a machine that slows down between rounds changes neither side."""
+
+    def over(side: str, other: str) -> float:
         pairs = zip(found[side], found[other], strict=True)
-        return round(float(np.median([mine[unit] / theirs[unit] for mine, theirs in pairs])), 3)
+        return float(np.median([mine["tokens/s"] / theirs["tokens/s"] for mine, theirs in pairs]))
 
-    job, peer_name = "job, 1 worker", "sentence-transformers"
-    return {
-        "tokens_per_s_over_floor": over(job, "floor", "tokens/s"),
-        "tokens_per_s_over_sentence_transformers": over(job, peer_name, "tokens/s"),
-        "tokens_per_cpu_s_over_floor": over(job, "floor", "tokens/CPU s"),
-        "tokens_per_cpu_s_over_sentence_transformers": over(job, peer_name, "tokens/CPU s"),
-        "two_workers_over_twice_one": round(over("job, 2 workers", job, "tokens/s") / 2, 3),
-    }, rows
+    metrics = {
+        "tokens_per_s_over_floor": over(OURS, "floor"),
+        "tokens_per_s_over_sentence_transformers": over(OURS, PEER),
+        "two_workers_over_twice_one": over("job, 2 workers", OURS) / 2,
+    }
+    return {name: round(value, 3) for name, value in metrics.items()}
 
 
-class Clock:
-    """Time and processor time of this process since it was made."""
-
-    def __init__(self) -> None:
-        self._start, self._cpu = time.perf_counter(), time.process_time()
-
-    def rates(self, tokens: int) -> Row:
-        """Tokens per second of either."""
-        seconds, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu
-        return {"tokens/s": tokens / seconds, "tokens/CPU s": tokens / cpu}
+def rate(work: Callable[[], object], tokens: int, size: str) -> Row:
+    """Tokens per second of some work."""
+    start = time.perf_counter()
+    work()
+    return {"tokens/s": tokens / (time.perf_counter() - start), "micro-batch": size}
 
 
 def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Row:
@@ -153,14 +137,10 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
     ]
     with torch.inference_mode():
         tower(batches[0])
-        clock = Clock()
-        for batch in batches:
-            tower(batch)
-    padded = sum(batch.ids.numel() for batch in batches)
-    return clock.rates(sum(lengths)) | {"padding": 1 - sum(lengths) / padded}
+        return rate(lambda: [tower(batch) for batch in batches], sum(lengths), f"{budget} tokens")
 
 
-def job_speed(dataset: str, towers: str, output: str, workers: int, budget: int) -> Row:
+def job_speed(dataset: str, towers: str, budget: int, output: str, *, workers: int) -> Row:
     """The stage, from the first document that is read to the last that is committed."""
     from scalingnote.core import cluster
     from scalingnote.encode import job
@@ -169,12 +149,8 @@ def job_speed(dataset: str, towers: str, output: str, workers: int, budget: int)
     cluster.connect()
     config = EncodeConfig(token_budget=budget, resources=Fleet(workers=workers))
     made = job.run(config, dataset=dataset, dual_encoder=towers, output=output).manifest.info["encoding"]
-    return {
-        "tokens/s": workers * made["tokens"] / made["worker_seconds"],
-        "tokens/CPU s": made["tokens"] / made["worker_cpu_seconds"],
-        "padding": made["padding"],
-        "of peak": made["of_peak"],
-    }
+    speed = workers * made["tokens"] / made["worker_seconds"]
+    return {"tokens/s": speed, "micro-batch": f"{budget} tokens"}
 
 
 def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
@@ -193,20 +169,20 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     written = document_layout(made.read_json("document/tower.json")["prompt"], causal=True)
     texts = [written.format(**row) for row in table.select(["title", "topic", "content"]).to_pylist()]
     lengths = tokenise(table, load_document_prompt(made))[0]["ids"]
-    model.encode(texts[:16], batch_size=batch, normalize_embeddings=True)
-    clock = Clock()
-    model.encode(texts, batch_size=batch, normalize_embeddings=True, show_progress_bar=False)
-    return clock.rates(sum(map(len, lengths.to_pylist())))
+    given: Row = {"batch_size": batch, "normalize_embeddings": True, "show_progress_bar": False}
+    model.encode(texts[:16], **given)
+    tokens = sum(map(len, lengths.to_pylist()))
+    return rate(lambda: model.encode(texts, **given), tokens, f"{batch} rows")
 
 
-def make_documents(uri: str, count: int, *, rows_per_part: int, words: float, spread: float) -> Artifact:
-    """A dataset whose contents have `words` words at the median, log-normal with deviation `spread`."""
+def make_documents(uri: str, count: int, *, rows_per_part: int, spread: float) -> Artifact:
+    """A dataset whose contents have WORDS words at the median, log-normal with deviation `spread`."""
     rng = np.random.default_rng(0)
     vocabulary = np.array(["".join(word) for word in rng.choice(SYLLABLES, (4000, 3))])
     draft = Draft(uri, kind="dataset", config=Made(), parents={})
     for number, start in enumerate(range(0, count, rows_per_part)):
         size = min(rows_per_part, count - start)
-        lengths = np.maximum(np.exp(rng.normal(np.log(words), spread, size)).astype(int), 1)
+        lengths = np.maximum(np.exp(rng.normal(np.log(WORDS), spread, size)).astype(int), 1)
         drawn = vocabulary[(rng.pareto(1.0, lengths.sum()) * 20).astype(int) % len(vocabulary)].tolist()
         stops = np.cumsum(lengths).tolist()
         rows = [
@@ -224,18 +200,13 @@ def make_documents(uri: str, count: int, *, rows_per_part: int, words: float, sp
     return draft.commit(counts={"documents": count})
 
 
-def make_towers(uri: str, dataset: Artifact, *, layers: int, hidden: int, max_length: int = 512) -> Artifact:
+def make_towers(uri: str, dataset: Artifact, *, layers: int, hidden: int) -> Artifact:
     """Return a dual encoder with only a document tower: a small Qwen2 with random weights."""
     texts = next(dataset.batches("documents", rows=2000))["content"].to_pylist()
     scratch = Scratch(
-        layers=layers,
-        hidden=hidden,
-        heads=4,
-        intermediate=2 * hidden,
-        vocabulary=4000,
-        max_positions=max_length + 32,
+        layers=layers, hidden=hidden, heads=4, intermediate=2 * hidden, vocabulary=4000, max_positions=544
     )
-    config = TowerConfig(backbone=scratch, prompt=PROMPT, max_length=max_length)
+    config = TowerConfig(backbone=scratch, prompt=PROMPT, max_length=512)
     learnt = backbone.train_tokenizer(texts, vocabulary=4000)
     draft = Draft(uri, kind="dual_encoder", config=Made(), parents={})
     made = dual_encoder.build_tower(config, role="document", dim=128, tokenizer_json=learnt, seed=0)

@@ -17,7 +17,7 @@ import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ SCANNED = 100_000  # vectors of a scan whose time is a searcher's
 SLOW = 50.0  # times as long as the others, of one replica of one group
 HEDGED_GROUPS, SLOW_GROUP = 8, 5
 WARM_QUERIES, HEDGED_QUERIES = 100, 400
+CROWD = 64  # queries at once under load
 DEADLINE_S = 60.0
 HEADERS = [(b"content-type", b"application/json")]
 
@@ -72,10 +73,6 @@ class Searchers:
             ]
         )
 
-    async def ping(self) -> bool:
-        """Answers once the process has started."""
-        return True
-
 
 class Aggregators:
     """All aggregators, which would be processes of their own."""
@@ -86,10 +83,6 @@ class Aggregators:
     async def search_many(self, number: int, pickled: bytes, left_s: float) -> Packed:
         """The answers of one of them."""
         return await self._all[number].search_many(pickled, left_s)
-
-    async def ping(self) -> bool:
-        """Answers once the process has started."""
-        return True
 
 
 class _Remote:
@@ -139,19 +132,13 @@ class _Parts:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--queries", type=int, default=4000, help="of a measurement, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--crowd", type=int, default=64, help="queries at once under load")
-    options = parser.parse_args()
+    options = arguments(__doc__, queries=4000, rounds=3).parse_args()
     seconds = scan_seconds()
     gc.set_threshold(GC_THRESHOLD)
     cluster.connect()
     rows = []
     for groups, most in CASES:
-        found = [
-            measure(seconds, groups, most, options.queries, options.crowd) for _ in range(options.rounds)
-        ]
+        found = [measure(seconds, groups, most, options.queries) for _ in range(options.rounds)]
         rate, median, tail = (float(np.median(column)) for column in zip(*found, strict=True))
         rows.append(
             {
@@ -164,7 +151,7 @@ def main() -> None:
             }
         )
     ray.shutdown()
-    show(f"{options.crowd} queries at once for queries/s, 2 for latencies", rows)
+    show(f"{CROWD} queries at once for queries/s, 2 for latencies", rows)
     hedging = []
     for hedged in (False, True):
         slow = [asyncio.run(tail_ms(seconds, hedged)) for _ in range(options.rounds)]
@@ -181,7 +168,7 @@ def main() -> None:
         "hedge_p99_cut": 1 - hedging[1]["p99 ms"] / hedging[0]["p99 ms"],  # type: ignore[operator]
     }
     rounded = {name: round(value, 3) for name, value in metrics.items()}
-    print(rounded)
+    show("Metrics", [rounded])
     write(options.json, metrics=rounded, table=rows, hedging=hedging)
 
 
@@ -197,9 +184,7 @@ def scan_seconds() -> list[float]:
     return found
 
 
-def measure(
-    seconds: list[float], groups: int, most: int, queries: int, size: int
-) -> tuple[float, float, float]:
+def measure(seconds: list[float], groups: int, most: int, queries: int) -> tuple[float, float, float]:
     """Queries of a second of the loop's processor time; p50 and p99 in milliseconds, of two at a time."""
     actor: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
     searcher: Any = ray.remote(Searchers)
@@ -208,7 +193,7 @@ def measure(
     shared = sizes(groups, config)
     searchers = searcher.options(**actor).remote(seconds)
     aggregators = aggregator.options(**actor).remote(searchers, shared)
-    ray.get([searchers.ping.remote(), aggregators.ping.remote()])
+    ray.get([searchers.__ray_ready__.remote(), aggregators.__ray_ready__.remote()])
     targets: list[Any] = [_Remote(searchers, group) for group in range(groups)]
     called: list[Any] = [_Remote(aggregators, number, aggregates=True) for number in range(len(shared))]
     parts = LocalHandle(_Parts(groups))
@@ -218,34 +203,38 @@ def measure(
     service.versions = versions = Versions(catalog, [parts])
     application = api.build(service, config)
 
-    async def measured() -> tuple[int, float, list[float]]:
-        await versions.start()
-        await crowd(application, groups, size, queries // 4)
-        started = time.thread_time()
-        answered = len(await crowd(application, groups, size, queries))
-        spent = time.thread_time() - started
-        return answered, spent, await crowd(application, groups, 2, queries // 10)
+    body = json.dumps({"query": "a question", "k": K}).encode()
 
-    answered, spent, few = asyncio.run(measured())
+    async def ask() -> None:
+        answer = await post(application, body)
+        assert len(answer["results"]) == K
+        assert answer["shards_answered"] == groups
+
+    async def measured() -> tuple[float, list[float]]:
+        await versions.start()
+        await latencies(ask, clients=CROWD, queries=queries // 4)
+        started = time.thread_time()
+        await latencies(ask, clients=CROWD, queries=queries)
+        spent = time.thread_time() - started
+        return spent, await latencies(ask, clients=2, queries=queries // 10)
+
+    spent, few = asyncio.run(measured())
     for each in (searchers, aggregators):
         ray.kill(each)
-    return answered / spent, 1000 * float(np.median(few)), 1000 * float(np.quantile(few, 0.99))
+    return queries / spent, 1000 * float(np.median(few)), 1000 * float(np.quantile(few, 0.99))
 
 
-async def crowd(application: FastAPI, groups: int, size: int, queries: int) -> list[float]:
-    """The latencies of queries of `size` clients; every answer has every group."""
+async def latencies(ask: Callable[[], Awaitable[None]], *, clients: int, queries: int) -> list[float]:
+    """The seconds of so many queries of some clients, each of which asks again once it is answered."""
     left, found = iter(range(queries)), []
-    body = json.dumps({"query": "a question", "k": K}).encode()
 
     async def client() -> None:
         for _ in left:
             started = time.perf_counter()
-            answer = await post(application, body)
-            assert len(answer["results"]) == K
-            assert answer["shards_answered"] == groups
+            await ask()
             found.append(time.perf_counter() - started)
 
-    await asyncio.gather(*(client() for _ in range(size)))
+    await asyncio.gather(*(client() for _ in range(clients)))
     return found
 
 
@@ -272,20 +261,14 @@ async def tail_ms(seconds: list[float], hedged: bool) -> float:
     handles: list[Any] = [_Replicas(replicas, group) for group in range(HEDGED_GROUPS)]
     fan_out = FanOut(handles, [[group] for group in range(HEDGED_GROUPS)], hedged=hedged)
     query = Query(np.ones((1, DIM), np.float32), k=K, version="v")
-    found: list[float] = []
 
-    async def client(queries: int) -> None:
-        for _ in range(queries):
-            started = time.perf_counter()
-            answer = await fan_out.search(query, DEADLINE_S)
-            assert isinstance(answer, Candidates)
-            assert not answer.missing
-            found.append(time.perf_counter() - started)
+    async def ask() -> None:
+        answer = await fan_out.search(query, DEADLINE_S)
+        assert isinstance(answer, Candidates)
+        assert not answer.missing
 
-    for queries in (WARM_QUERIES, HEDGED_QUERIES):
-        found.clear()
-        await asyncio.gather(client(queries // 2), client(queries // 2))
-    return 1000 * float(np.quantile(found, 0.99))
+    await latencies(ask, clients=2, queries=WARM_QUERIES)
+    return 1000 * float(np.quantile(await latencies(ask, clients=2, queries=HEDGED_QUERIES), 0.99))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,17 @@
 import argparse
 import ast
 import importlib
+import io
 import statistics
+import tokenize
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import connected_components
 
 from benchmarks.report import arguments, show, write
 from scalingnote.cli import main as cli
@@ -46,9 +51,8 @@ def main() -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in files}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     lines = [len(text.splitlines()) for text in sources.values()]
-    twice = names_twice(trees)
-    back = sorted(back_arrows(imports(trees)))
-    graph = imports(trees)
+    twice, graph = names_twice(trees), imports(trees)
+    back = sorted(back_arrows(graph))
     single = sorted(single_importers(graph))
     long = sorted(long_functions(trees), key=lambda each: -each[1])
     metrics: dict[str, Any] = {
@@ -71,25 +75,30 @@ def main() -> None:
     packages: dict[str, list[int]] = defaultdict(list)
     for path, count in zip(files, lines, strict=True):
         packages[path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else "."].append(count)
-    show(
-        "Packages",
-        [{"package": name, "files": len(own), "lines": sum(own)} for name, own in sorted(packages.items())],
-    )
+    sizes = [
+        {"package": name, "files": len(own), "lines": sum(own)} for name, own in sorted(packages.items())
+    ]
+    show("Packages", sizes)
     show("Long functions", [{"function": name, "lines": count} for name, count in long])
-    print("imported by one module of their own package only:\n  " + "\n  ".join(single))
-    print("names that several modules define:\n  " + "\n  ".join(f"{n}: {m}" for n, m in twice.items()))
-    print("imports against the layers:\n  " + "\n  ".join(back))
+    listed("imported by one module of their own package only", single)
+    listed("names that several modules define", [f"{name}: {modules}" for name, modules in twice.items()])
+    listed("imports against the layers", back)
     if not options.no_walk:
         from benchmarks import walk
 
         query, documents = walk.trace_query(), walk.trace_documents()
-        print("files on the walk of a query:\n  " + "\n  ".join(query.files))
-        print("types on the walk of a query:\n  " + "\n  ".join(query.types))
-        print("files on the walk of documents:\n  " + "\n  ".join(documents.files))
+        listed("files on the walk of a query", query.files)
+        listed("types on the walk of a query", query.types)
+        listed("files on the walk of documents", documents.files)
         metrics |= {"files_on_query_walk": len(query.files), "types_on_query_walk": len(query.types)}
         metrics["files_on_document_walk"] = len(documents.files)
     show("House", [metrics])
     write(options.json, metrics=metrics, long_functions=dict(long), single_importers=single)
+
+
+def listed(title: str, lines: list[str]) -> None:
+    """Print a title and what is below it."""
+    print("\n  ".join([f"{title}:", *lines]))
 
 
 def module_of(path: Path) -> str:
@@ -199,19 +208,13 @@ def single_importers(graph: dict[str, set[str]]) -> Iterator[str]:
 
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
     """Strongly connected groups of more than one module."""
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import connected_components
-
     names = sorted(graph)
-    number = {name: i for i, name in enumerate(names)}
-    edges = [(number[module], number[target]) for module in names for target in graph[module]]
-    rows, columns = zip(*edges, strict=True)
-    matrix = csr_matrix(([1] * len(edges), (rows, columns)), shape=(len(names), len(names)))
-    _, labels = connected_components(matrix, connection="strong")
-    groups: dict[int, set[str]] = defaultdict(set)
-    for name, label in zip(names, labels, strict=True):
-        groups[label].add(name)
-    return [group for group in groups.values() if len(group) > 1]
+    links = csr_matrix([[other in graph[one] for other in names] for one in names])
+    _, labels = connected_components(links, connection="strong")
+    groups = [
+        {name for name, label in zip(names, labels, strict=True) if label == one} for one in set(labels)
+    ]
+    return [group for group in groups if len(group) > 1]
 
 
 def long_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, int]]:
@@ -226,9 +229,6 @@ def long_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, int]]:
 
 def comments(texts: Any) -> int:
     """Return the number of lines with a comment."""
-    import io
-    import tokenize
-
     return sum(
         token.type == tokenize.COMMENT and "type: ignore" not in token.string and "noqa" not in token.string
         for text in texts

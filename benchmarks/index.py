@@ -8,8 +8,7 @@ two others, which keeps the spectrum. Queries are not moved. Every setting is th
 recall@100 of 0.95. Times are of one thread's processor, in rounds that take turns.
 """
 
-import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,17 +18,16 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from benchmarks.report import arguments, show, write
-from benchmarks.training import trained
+from benchmarks.report import arguments, show, take_turns, write
+from benchmarks.trial import Trial, configured
 from scalingnote.core import topk
-from scalingnote.core.config import load
 from scalingnote.core.log import configure
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.index import families, ivf, tuning
-from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
+from scalingnote.index.config import Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.quantize.kmeans import blas_only
-from scalingnote.run.config import RunConfig
+from scalingnote.run import pipeline, stages
 from scalingnote.search import scan
 from scalingnote.storage import arrow
 
@@ -37,21 +35,21 @@ FAMILIES: dict[str, Family] = {
     "ivfpq_fast_scan + sq8 (default)": FastScan(),
     "ivfpq_fast_scan + flat": FastScan(refine="flat"),
     "ivfpq_fast_scan": FastScan(refine="none"),
-    "ivfpq + sq8": IVFPQ(),
-    "ivfpq": IVFPQ(refine="none"),
     "ivf_sq8": ScalarQuantized(),
     "ivf_rabitq + sq8": RaBitQ(),
     "flat": Flat(),
 }
 DEFAULT = next(iter(FAMILIES))
 K, TARGET, SHARDS, TRAINED = 100, 0.95, 4, 200_000
-BATCH, ROUNDS = 64, 3
+BATCH, TIMED, ROUNDS = 64, 200, 3  # queries of a search, queries that are timed one at a time
 Search = Callable[[Float[ndarray, "queries dim"]], Int[ndarray, "queries k"]]
 
 
 def main() -> None:
     """Parse arguments, run, print and write."""
-    options = parser().parse_args()
+    parser = arguments(__doc__, documents=1_000_000, queries=500, steps=100)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
+    options = parser.parse_args()
     configure()
     faiss.omp_set_num_threads(1)
     documents, queries = corpus(options)
@@ -61,10 +59,10 @@ def main() -> None:
     for name, family in FAMILIES.items():
         rows.append(measured(name, family, documents, queries, exact, nlist=nlist))
         if name == DEFAULT:
-            setting = rows[0]["nprobe"], rows[0]["refine_factor"]
-            rows.append(direct(documents, queries, exact, nlist=nlist, nprobe=setting[0], factor=setting[1]))
-            shards = sharded(documents, queries, nlist=nlist, nprobe=setting[0], factor=setting[1])
-            show(f"{SHARDS} shards, nprobe={setting[0]}, refine_factor={setting[1]}", shards)
+            setting = {name: rows[0][name] for name in ("nprobe", "refine_factor")}
+            rows.append(direct(documents, queries, exact, nlist=nlist, **setting))
+            shards = sharded(documents, queries, nlist=nlist, **setting)
+            show(f"{SHARDS} shards, {setting}", shards)
     show(f"{len(documents):,} documents, {len(queries)} queries, one thread", rows)
     together = next(row for row in shards if row["search of"].startswith("a searcher of 4"))
     metrics = {
@@ -76,20 +74,11 @@ def main() -> None:
     write(options.json, metrics=metrics, family=rows, shards=shards)
 
 
-def parser() -> ArgumentParser:
-    """Return the parser of this benchmark."""
-    found = arguments(__doc__)
-    found.add_argument("--documents", type=int, default=1_000_000)
-    found.add_argument("--queries", type=int, default=500)
-    found.add_argument("--steps", type=int, default=100, help="of training the towers")
-    found.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
-    return found
-
-
 def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarray, "queries dim"]]:
     """Unit vectors of documents and of test queries."""
-    files = ["configs/quickstart/medquad.yaml", "configs/methods/scalingdual.yaml"]
-    built = trained(load(RunConfig, files, options.overrides), steps=options.steps)
+    trial = Trial("medquad", "scratch", "methods/scalingdual", 0, options.steps, tuple(options.overrides))
+    config = configured(trial, run_dir="runs")
+    built = pipeline.run(config, stages.select(config, until="encode"), record=False)
     real = arrow.l2_normalize(arrow.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
     tower = QueryEncoder(built["dual_encoder"].directory("query"))
     sample = load_test_set(built["dataset"]).queries[: options.queries]
@@ -101,18 +90,10 @@ def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarra
 
 
 def measured(
-    name: str,
-    family: Family,
-    documents: ndarray,
-    queries: ndarray,
-    exact: ndarray,
-    *,
-    nlist: int,
+    name: str, family: Family, documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int
 ) -> dict[str, Any]:
     """A row of the table: the family at the setting that tuning chooses for it."""
-    start = time.process_time()
     lists = filled(family, [documents], nlist=1 if isinstance(family, Flat) else nlist)[0]
-    built = time.process_time() - start
     factors = tuning.factors(family.kind, families.refine_of(family))
     points = []
     for nprobe in tuning.probes(lists.coarse.ntotal):
@@ -123,71 +104,49 @@ def measured(
     best = tuning.choose(points, target=TARGET)
     search = partial(ours, [lists], best.nprobe, best.refine_factor)
     size = sum(map(len, ivf.dump_files(lists)))
-    return row(name, search, queries, exact, built=built, size=size / len(documents)) | {
-        "nprobe": best.nprobe,
-        "refine_factor": best.refine_factor,
-    }
+    setting = {"nprobe": best.nprobe, "refine_factor": best.refine_factor}
+    return row(name, search, queries, exact, size=size / len(documents)) | setting
 
 
 def direct(
-    documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int, nprobe: int, factor: int
+    documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int, nprobe: int, refine_factor: int
 ) -> dict[str, Any]:
     """The default family as faiss's own factory makes and searches it, at the same setting."""
-    start = time.process_time()
     dim = documents.shape[1]
-    index = faiss.index_factory(dim, f"IVF{nlist},PQ{dim // 2}x4fs,Refine(SQ8)", faiss.METRIC_INNER_PRODUCT)
+    index: Any = faiss.index_factory(
+        dim, f"IVF{nlist},PQ{dim // 2}x4fs,Refine(SQ8)", faiss.METRIC_INNER_PRODUCT
+    )
     with blas_only():
         index.train(documents[:: max(1, len(documents) // TRAINED)])
         index.add(documents)
-    built = time.process_time() - start
-    search = of_faiss(index, nprobe=nprobe, factor=factor)
     size = len(faiss.serialize_index(index)) / len(documents)
-    return row("faiss directly, default", search, queries, exact, built=built, size=size) | {
-        "nprobe": nprobe,
-        "refine_factor": factor,
-    }
+    makers: Any = faiss  # whose stubs lack the arguments
+    inner = makers.SearchParametersIVF(nprobe=nprobe)
+    parameters = makers.IndexRefineSearchParameters(k_factor=refine_factor, base_index_params=inner)
+
+    def search(sample: ndarray) -> ndarray:
+        return np.asarray(index.search(sample, K, params=parameters)[1])
+
+    setting = {"nprobe": nprobe, "refine_factor": refine_factor}
+    return row("faiss directly, default", search, queries, exact, size=size) | setting
 
 
 def sharded(
-    documents: ndarray, queries: ndarray, *, nlist: int, nprobe: int, factor: int
+    documents: ndarray, queries: ndarray, *, nlist: int, nprobe: int, refine_factor: int
 ) -> list[dict[str, Any]]:
-    """What four shards cost instead of one: held together, apart, and by faiss's IndexShards."""
+    """What four shards cost instead of one: held together, and apart."""
     pieces = np.array_split(documents, SHARDS)
-    whole = filled(FastScan(), [documents], nlist=nlist)
-    apart = filled(FastScan(), pieces, nlist=nlist)
-    together = [ivf.merge(filled(FastScan(), pieces, nlist=nlist))]
-    base: Any = whole[0].index
-    codes: list[Any] = [lists.index for lists in apart]
-    shards: Any = faiss.IndexShards(documents.shape[1], False, True)  # type: ignore[call-arg]
-    for each in codes:
-        shards.add_shard(each)
-
-    def codes_only(index: Any) -> Search:
-        # IndexShards has no kept vectors to refine by: both sides of this pair scan codes only.
-        for each in (base, *codes):
-            each.nprobe = nprobe
-        return lambda sample: index.search(sample, K)[1]
-
-    ways: dict[str, Search] = {
-        "one index": partial(ours, whole, nprobe, factor),
-        "a searcher of 4 shards": partial(ours, together, nprobe, factor),
-        "4 shards, lists chosen once": partial(ours, apart, nprobe, factor),
-        "one faiss index, codes only": codes_only(base),
-        "faiss.IndexShards of 4, codes only": codes_only(shards),
+    held = {
+        "one index": filled(FastScan(), [documents], nlist=nlist),
+        "a searcher of 4 shards": [ivf.merge(filled(FastScan(), pieces, nlist=nlist))],
+        "4 shards, lists chosen once": filled(FastScan(), pieces, nlist=nlist),
     }
-    times = {batch: taken(ways, queries, batch=batch) for batch in (1, BATCH)}
-    rows = []
-    for name in ways:
-        one = "one faiss index, codes only" if "faiss" in name else "one index"
-        rows.append(
-            {
-                "search of": name,
-                **{f"us, batch {batch}": round(times[batch][name]) for batch in times},
-                "over one": round(times[1][name] / times[1][one], 2),
-                f"over one, batch {BATCH}": round(times[BATCH][name] / times[BATCH][one], 2),
-            }
-        )
-    return rows
+    ways = {name: partial(ours, lists, nprobe, refine_factor) for name, lists in held.items()}
+    times = taken(ways, queries)
+    return [
+        {"search of": name, "us, batch 1": round(us), "over one": round(us / times["one index"], 2)}
+        for name, us in times.items()
+    ]
 
 
 def filled(family: Family, pieces: Sequence[ndarray], *, nlist: int) -> list[ivf.Lists]:
@@ -209,40 +168,28 @@ def ours(segments: Sequence[ivf.Lists], nprobe: int, factor: int, queries: ndarr
     return scan.search(segments, queries, k=K, nprobe=nprobe, refine_factor=factor)[1]
 
 
-def of_faiss(index: Any, *, nprobe: int, factor: int) -> Search:
-    """A search of an IndexRefine."""
-    inner = faiss.SearchParametersIVF(nprobe=nprobe)  # type: ignore[call-arg]  # its wrapper takes them
-    parameters = faiss.IndexRefineSearchParameters(k_factor=factor, base_index_params=inner)  # type: ignore[call-arg]
-    return lambda queries: index.search(queries, K, params=parameters)[1]
-
-
-def row(
-    name: str, search: Search, queries: ndarray, exact: ndarray, *, built: float, size: float
-) -> dict[str, Any]:
-    """What one index finds, takes and costs."""
+def row(name: str, search: Search, queries: ndarray, exact: ndarray, *, size: float) -> dict[str, Any]:
+    """What one index finds and takes."""
     found = np.concatenate([search(queries[i : i + BATCH]) for i in range(0, len(queries), BATCH)])
-    times = {batch: taken({name: search}, queries, batch=batch)[name] for batch in (1, BATCH)}
     return {
         "index": name,
         "R@10": round(tuning.recall(found[:, :10], exact[:, :10]), 3),
         "R@100": round(tuning.recall(found, exact), 3),
-        **{f"us, batch {batch}": round(us) for batch, us in times.items()},
+        "us, batch 1": round(taken({name: search}, queries)[name]),
         "bytes/vector": round(size, 1),
-        "cpu s to build": round(built, 1),
     }
 
 
-def taken(ways: Mapping[str, Search], queries: ndarray, *, batch: int) -> dict[str, float]:
-    """Microseconds of processor time per query, the least of rounds that take turns."""
-    sample = queries[: min(len(queries), 200 if batch == 1 else 4 * BATCH)]
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, search in ways.items():
-            start = time.process_time()
-            for i in range(0, len(sample), batch):
-                search(sample[i : i + batch])
-            times[name].append((time.process_time() - start) / len(sample) * 1e6)
-    return {name: min(found) for name, found in times.items()}
+def taken(ways: Mapping[str, Search], queries: ndarray) -> dict[str, float]:
+    """Microseconds of processor time per query, one at a time, the least of rounds that take turns."""
+    sample = queries[:TIMED]
+
+    def searched(search: Search) -> None:
+        for query in sample:
+            search(query[None])
+
+    seconds = take_turns({name: partial(searched, search) for name, search in ways.items()}, rounds=ROUNDS)
+    return {name: 1e6 * min(found) / len(sample) for name, found in seconds.items()}
 
 
 if __name__ == "__main__":

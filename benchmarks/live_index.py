@@ -2,7 +2,8 @@
 
     python -m benchmarks.live_index --json docs/results/live_index.json
 
-Kills: `benchmarks/live_kill.py`, in exact mode, on a folder that outlives the process.
+Kills: `benchmarks/live_kill.py`, in exact mode, on a folder that outlives the process; in each of so many
+histories (`--seeds`) about `--kills` of `--operations`.
 
 Streaming, in the manner of big-ann-benchmarks' runbooks: passages of real text (`benchmarks/passages.py`)
 come in their order, so that what is written later is about other things than what the index was trained on.
@@ -12,19 +13,15 @@ since. It is compared with an index built at that moment from the same documents
 search. Both scan as many lists, but between compactions the live index does more work: it scans more lists
 the more rows are dead, and rescores candidates of every segment.
 
-Writes: batches of 1 and of 100 documents, each acknowledged after it is durable; and by 8 threads at once.
+Writes: batches of 1 and of 100 documents, each acknowledged after it is durable.
 """
 
-import statistics
 import tempfile
-import threading
 import time
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy import ndarray
 
 from benchmarks import live_kill, passages
@@ -32,83 +29,68 @@ from benchmarks.live_kill import build, table
 from benchmarks.report import arguments, show, write
 from scalingnote.core import topk
 from scalingnote.core.log import configure, get_logger
-from scalingnote.index import families, ivf
+from scalingnote.index import families, ivf, tuning
 from scalingnote.index.config import FastScan
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import scan
 
 Row = dict[str, Any]
-DIM, K, NLIST, SHARDS = 128, 10, 1024, 1
+DIM, K, NLIST, COMPACT_EVERY = 128, 10, 1024, 4
 # Of 32, 64, 128 lists and factors of 4, 8, 16 the only pair that finds 0.95 of the middle 100,000 passages.
 NPROBE, FACTOR = 128, 16
+SETTINGS: dict[str, Any] = {
+    "family": FastScan(),
+    "nlist": NLIST,
+    "shards": 1,
+    "nprobe": NPROBE,
+    "refine_factor": FACTOR,
+}
 
 
 def main() -> None:
     """Parse arguments, run, print and write."""
-    options = parser().parse_args()
+    options = arguments(
+        __doc__, seeds=10, operations=10_000, kills=25, documents=200_000, queries=500, steps=12
+    ).parse_args()
     configure()
-    matrix = embedded(options)
+    matrix = embedded(options.documents, options.queries)
     documents, queries = matrix[: options.documents], matrix[options.documents :]
-    steps = streaming(documents, queries, options)
+    steps = streaming(documents, queries, count=options.steps)
     show("Documents come and go", steps)
     speeds = writing(documents[: options.documents // 2])
     show("Durable writes", speeds)
-    kills = [killed(seed, options) for seed in range(options.seeds)]
+    kills = live_kill.histories(options)
     show("A writer killed at random moments", kills)
     metrics = {
-        **{name: sum(row[name] for row in kills) for name in ("lost_writes", "duplicates", "wrong_answers")},
-        "kills": sum(row["kills"] for row in kills),
+        **live_kill.totals(kills),
         "streaming_recall_gap": max(row["gap, points"] for row in steps),
-        **{f"writes_per_s_{row['batch']}x{row['threads']}": row["documents/s"] for row in speeds},
+        **{f"writes_per_s_{row['batch']}x1": row["documents/s"] for row in speeds},
     }
     write(options.json, metrics=metrics, kills=kills, streaming=steps, writes=speeds)
 
 
-def parser() -> ArgumentParser:
-    """The knobs and their defaults."""
-    parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=int, default=10, help="histories with kills, default: %(default)s")
-    parser.add_argument("--operations", type=int, default=10_000, help="of each, default: %(default)s")
-    parser.add_argument("--kills", type=int, default=25, help="of each, about; default: %(default)s")
-    parser.add_argument("--documents", type=int, default=200_000, help="that come, default: %(default)s")
-    parser.add_argument("--queries", type=int, default=500, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=12, help="of the runbook, default: %(default)s")
-    parser.add_argument("--compact-every", type=int, default=4, help="steps, default: %(default)s")
-    parser.add_argument("--folder", help="folder of logs and indexes, default: a temporary one")
-    return parser
-
-
-def killed(seed: int, options: Namespace) -> Row:
-    """One history with kills."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = live_kill.run(folder, seed=seed, operations=options.operations, kills=options.kills)
-    get_logger("index").info("seed %d: %s", seed, found)
-    row = {name: value for name, value in vars(found).items() if name != "done"}
-    return {"seed": seed, **row, **{f"{name}s": count for name, count in found.done.items()}}
-
-
-def embedded(options: Namespace) -> Float[ndarray, "passages dim"]:
+def embedded(documents: int, queries: int) -> Float[ndarray, "passages dim"]:
     """Documents in their order, then queries: passages drawn from them that are not indexed."""
-    matrix, _ = passages.embedded(passages.texts(options.documents + options.queries), dim=DIM)
-    if len(matrix) < options.documents + options.queries:
+    count = documents + queries
+    matrix, _ = passages.embedded(passages.texts(count), dim=DIM)
+    if len(matrix) < count:
         raise SystemExit(f"{len(matrix):,} passages are there: pass fewer --documents")
-    matrix = matrix[: options.documents + options.queries]
-    drawn = np.zeros(len(matrix), bool)
-    drawn[np.linspace(0, len(matrix) - 1, options.queries).astype(int)] = True
+    drawn = np.zeros(count, bool)
+    drawn[np.linspace(0, count - 1, queries).astype(int)] = True
     return np.concatenate([matrix[~drawn], matrix[drawn]])
 
 
-def streaming(documents: ndarray, queries: ndarray, options: Namespace) -> list[Row]:
-    """Recall of the live index and of one built anew, step by step."""
+def streaming(documents: ndarray, queries: ndarray, *, count: int) -> list[Row]:
+    """Recall of the live index and of one built anew, after each of `count` steps."""
     half, names = len(documents) // 2, [f"d{i}" for i in range(len(documents))]
     first = half // 2  # the index is built from a quarter of all, and grows to half of them
-    batch = (len(documents) - first) // options.steps
+    batch = (len(documents) - first) // count
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         built = build(f"{folder}/index", names[:first], documents[:first], **SETTINGS)
         live = LiveIndex(f"{folder}/live", built.uri)
         start, stop = 0, first
-        for step in range(1, options.steps + 1):
+        for step in range(1, count + 1):
             grown = stop + batch
             for low in range(stop, grown, 100):
                 high = min(low + 100, grown)
@@ -117,13 +99,15 @@ def streaming(documents: ndarray, queries: ndarray, options: Namespace) -> list[
             start = max(start, stop - half)
             for low in range(before, start, 500):
                 live.delete(names[low : min(low + 500, start)])
-            compacted = step % options.compact_every == 0 and live.compact() is not None
+            compacted = step % COMPACT_EVERY == 0 and live.compact() is not None
             exact = topk.search(queries, documents[start:stop], k=K)[1] + start
             fresh = families.train(documents[start:stop], SETTINGS["family"], nlist=NLIST, seed=0)
             lists = ivf.empty(fresh)
             ivf.add(lists, documents[start:stop])
-            of_live = recall(found_live(live, queries), exact)
-            of_fresh = recall(found_fresh(lists, queries) + start, exact)
+            answers = live_kill.search(live, queries, k=K, nprobe=NPROBE)
+            found = np.array([[int(name[1:]) for name, _ in answer] for answer in answers])
+            anew = scan.search([lists], queries, k=K, nprobe=NPROBE, refine_factor=FACTOR)[1] + start
+            of_live, of_fresh = tuning.recall(found, exact), tuning.recall(anew, exact)
             rows.append(
                 {
                     "step": step,
@@ -142,70 +126,24 @@ def streaming(documents: ndarray, queries: ndarray, options: Namespace) -> list[
     return rows
 
 
-SETTINGS: dict[str, Any] = {
-    "family": FastScan(),
-    "nlist": NLIST,
-    "shards": SHARDS,
-    "nprobe": NPROBE,
-    "refine_factor": FACTOR,
-}
-
-
-def found_live(live: LiveIndex, queries: ndarray) -> Int[ndarray, "queries k"]:
-    """Numbers of the documents found."""
-    answers = live_kill.search(live, queries, k=K, nprobe=NPROBE)
-    return np.array([[int(name[1:]) for name, _ in answer] for answer in answers])
-
-
-def found_fresh(lists: ivf.Lists, queries: ndarray) -> Int[ndarray, "queries k"]:
-    """Rows found."""
-    return scan.search([lists], queries, k=K, nprobe=NPROBE, refine_factor=FACTOR)[1]
-
-
-def recall(found: ndarray, exact: ndarray) -> float:
-    """Share of the exact answers that were found."""
-    pairs = zip(found.tolist(), exact.tolist(), strict=True)
-    return statistics.mean(len({*one} & {*other}) / len(other) for one, other in pairs)
-
-
 def writing(documents: ndarray) -> list[Row]:
     """Documents per second, each batch durable before the next is sent."""
     half = len(documents) // 2
     names = [f"d{i}" for i in range(len(documents))]
     rows = []
-    with tempfile.TemporaryDirectory() as folder:  # on the disk, whatever --folder is
+    with tempfile.TemporaryDirectory() as folder:
         built = build(f"{folder}/index", names[:half], documents[:half], **SETTINGS)
-        for number, (batch, threads, count) in enumerate([(1, 1, 500), (100, 1, 20_000), (1, 8, 2000)]):
-            live = LiveIndex(f"{folder}/{number}", built.uri)
-            share = count // threads
-
-            def send(thread: int, live: LiveIndex = live, batch: int = batch, share: int = share) -> None:
-                begin = half + thread * share
-                for low in range(begin, begin + share, batch):
-                    live.upsert(table(names[low : low + batch], 1), documents[low : low + batch])
-
-            seconds = timed(send, threads)
+        for batch, count in ((1, 500), (100, 20_000)):
+            live = LiveIndex(f"{folder}/{batch}", built.uri)
+            written = names[half : half + count]
+            start = time.monotonic()
+            for low in range(0, len(written), batch):
+                at = slice(half + low, half + low + batch)
+                live.upsert(table(names[at], 1), documents[at])
+            rate = len(written) / (time.monotonic() - start)
             live.close()
-            rows.append(
-                {
-                    "batch": batch,
-                    "threads": threads,
-                    "documents/s": round(count / seconds),
-                    "batches/s": round(count / batch / seconds),
-                }
-            )
+            rows.append({"batch": batch, "documents/s": round(rate), "batches/s": round(rate / batch)})
     return rows
-
-
-def timed(work: Callable[[int], None], threads: int) -> float:
-    """Seconds until all threads are done."""
-    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-    start = time.monotonic()
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    return time.monotonic() - start
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ With `delta` the writes go beside an index that stays as it is, which compaction
 """
 
 import random
+import tempfile
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -23,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
+from scalingnote.core.log import get_logger
 from scalingnote.index import families, ivf, shard
 from scalingnote.index.config import IVFPQ, Family, IndexConfig, LiveConfig
 from scalingnote.index.live import versions, wal
@@ -52,6 +55,24 @@ class Tally:
     wrong_answers: int = 0
     versions: int = 0
     done: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+
+def histories(options: Namespace, *, delta: bool = False) -> list[dict[str, int]]:
+    """A row for each of `options.seeds` histories, of so many `operations` and about so many `kills`."""
+    rows = []
+    for seed in range(options.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(folder, seed=seed, operations=options.operations, kills=options.kills, delta=delta)
+        row = {name: value for name, value in vars(found).items() if name != "done"}
+        rows.append({"seed": seed, **row, **{f"{name}s": count for name, count in found.done.items()}})
+        get_logger("index").info("%s", rows[-1])
+    return rows
+
+
+def totals(rows: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The metrics of histories."""
+    names = ("lost_writes", "duplicates", "wrong_answers", "kills")
+    return {name: sum(row[name] for row in rows) for name in names}
 
 
 def run(folder: str, *, seed: int, operations: int, kills: int, delta: bool = False) -> Tally:

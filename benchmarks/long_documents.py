@@ -15,14 +15,14 @@ Of all three the first ten documents are compared with the same judgements, by l
 among them. An interrupted run continues below --run-dir.
 """
 
-import json
-import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import beir
 from benchmarks.minilm import PACKAGE
+from benchmarks.public_sets import write_json_lines
 from benchmarks.report import arguments, show, write
 from scalingnote import QueryEncoder, api
 from scalingnote.evaluate.measures import measure
@@ -31,7 +31,7 @@ from scalingnote.search.query_path import QueryPath
 
 Row = dict[str, Any]
 JOINED, DEPTH = 10, 100  # abstracts of a document; results, which stand for ten documents at least
-MODEL = f"package:{PACKAGE}"
+SET, MODEL = "scifact", f"package:{PACKAGE}"
 
 
 def main() -> None:
@@ -40,15 +40,15 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="texts that the tables learn from, default: the recipe's")
     parser.add_argument("--run-dir", type=Path, default="runs/long_documents", help="default: %(default)s")
     options = parser.parse_args()
-    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / "scifact"
-    queries, judged = test_queries(folder)
-    abstracts = chosen(folder, {doc_id for own in judged.values() for doc_id in own}, options.documents)
+    judged, texts_of = beir.judged(SET), beir.queries(SET)
+    queries = {query_id: texts_of[query_id] for query_id in judged}
+    abstracts = chosen({doc_id for own in judged.values() for doc_id in own}, options.documents)
     home, long = joined(abstracts)
     relevant = {query: {home[doc_id]: 1 for doc_id in own} for query, own in judged.items()}
     options.run_dir.mkdir(parents=True, exist_ok=True)
     texts = {name: options.run_dir / f"{name}.jsonl" for name in ("separate", "joined")}
     for path, rows in zip(texts.values(), (abstracts, long), strict=True):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_json_lines(path, rows)
     runs = {name: str(options.run_dir / name) for name in ("passages", "separate", "cut")}
     api.build_index(MODEL, texts["joined"], run_dir=runs["passages"], count=options.count)
     build_whole(runs["passages"], runs["separate"], texts["separate"])
@@ -65,21 +65,9 @@ def main() -> None:
     write(options.json, metrics=metrics, indexes=rows)
 
 
-def test_queries(folder: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Texts of the judged test queries, and the abstracts that are relevant to each."""
-    judged: dict[str, list[str]] = {}
-    for line in (folder / "qrels" / "test.tsv").read_text().splitlines()[1:]:
-        query_id, doc_id, grade = line.split("\t")
-        if int(grade) > 0:
-            judged.setdefault(query_id, []).append(doc_id)
-    lines = (folder / "queries.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = {row["_id"]: row["text"] for row in map(json.loads, lines)}
-    return {query_id: texts[query_id] for query_id in judged}, judged
-
-
-def chosen(folder: Path, needed: set[str], count: int | None) -> list[Row]:
+def chosen(needed: set[str], count: int | None) -> list[Row]:
     """Abstracts in a seeded order, at most `count`, with all of those that are needed."""
-    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = beir.documents(SET)
     random.Random(0).shuffle(rows)
     rows.sort(key=lambda row: row["_id"] not in needed)  # stable: the needed ones come first
     own = rows[: max(count or len(rows), len(needed))]

@@ -14,34 +14,31 @@ simulated: read differences. Backbones:
 from itertools import product
 from typing import Any
 
-from benchmarks import minilm
+from benchmarks.distillation import Row
 from benchmarks.report import arguments, show, write
-from benchmarks.training import over_seeds, train
-from scalingnote.core.config import load
+from benchmarks.trial import Trial, run
 from scalingnote.core.log import configure
-from scalingnote.run.config import RunConfig
 
-DUAL = "configs/methods/scalingdual.yaml"
+DUAL = "methods/scalingdual"
 # File of configs/, and options that differ from it.
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "twinbert": ("configs/methods/twinbert.yaml", ()),
-    "scalingdoc": ("configs/methods/scalingdoc.yaml", ()),
+    "twinbert": ("methods/twinbert", ()),
+    "scalingdoc": ("methods/scalingdoc", ()),
     "scalingdual": (DUAL, ()),
-    "without summary": ("configs/ablations/without_summary.yaml", ()),
-    "without title loss": ("configs/ablations/without_title_loss.yaml", ()),
+    "without summary": ("ablations/without_summary", ()),
+    "without title loss": ("ablations/without_title_loss", ()),
     "one-hop triplets": (DUAL, ("collect.association=null",)),
     "mined negatives": (DUAL, ("rounds=2",)),
 }
+SHOWN = ("R@1", "R@10", "R@50", "MRR@10", "nDCG@10")
+BACKBONES = ("scratch", "minilm")
 
 
 def main() -> None:
     """Train and measure every method; write after each."""
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, seeds=3)
     parser.add_argument("--dataset", default="medquad")
-    parser.add_argument(
-        "--backbones", nargs="+", choices=("scratch", "minilm"), default=["scratch", "minilm"]
-    )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--backbones", nargs="+", choices=BACKBONES, default=BACKBONES)
     parser.add_argument("--steps", type=int, nargs=2, default=(100, 24), help="from scratch, and with minilm")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
     options = parser.parse_args()
@@ -50,27 +47,27 @@ def main() -> None:
     metrics: dict[str, float] = {}
     gaps: list[float] = []
     for backbone, (name, (file, changes)) in product(options.backbones, METHODS.items()):
-        for steps in (0, options.steps[backbone == "minilm"]):
-            files = [f"configs/quickstart/{options.dataset}.yaml", file]
-            knobs = [*changes, *options.overrides]
-            outcomes = [
-                train(configured(files, backbone, [*knobs, f"train.seed={seed}"]), steps=steps)
-                for seed in range(options.seeds)
+        knobs = (*changes, *options.overrides)
+        for steps in (0, options.steps[BACKBONES.index(backbone)]):
+            trials = [
+                Trial(options.dataset, backbone, file, seed, steps, knobs) for seed in range(options.seeds)
             ]
-            shown, means = over_seeds(outcomes)
-            rows.append({"backbone": backbone, "steps": steps, "method": name, **shown})
+            found = over_seeds(trials)
+            rows.append({"backbone": backbone, "steps": steps, "method": name})
+            rows[-1] |= {measure: found.shown(measure) for measure in SHOWN}
             row = f"{backbone}/{name}" + ("" if steps else "/untrained")
-            metrics |= {f"{row}/{measure}": value for measure, value in means.items()}
-        gaps.append(means["R@50"] - metrics[f"{backbone}/{name}/untrained/R@50"])
+            metrics |= {f"{row}/{measure}": round(found.mean(measure), 4) for measure in SHOWN}
+        gaps.append(metrics[f"{row}/R@50"] - metrics[f"{row}/untrained/R@50"])
         show(f"{options.dataset}, {options.seeds} seeds", rows)
         write(options.json, metrics=metrics | {"untrained_gap": min(gaps)}, table=rows)
 
 
-def configured(files: list[str], backbone: str, knobs: list[str]) -> RunConfig:
-    """Return the config of these files on a kind of backbones."""
-    if backbone == "minilm":
-        knobs = [*minilm.overrides(load(RunConfig, files)), *knobs]
-    return load(RunConfig, files, knobs)
+def over_seeds(trials: list[Trial]) -> Row:
+    """What the query tower of a method finds, by seed."""
+    sides = {trial.seed: run(trial, run_dir="runs").sides for trial in trials}
+    return Row(
+        {seed: next(side for name, side in own.items() if "bm25" not in name) for seed, own in sides.items()}
+    )
 
 
 if __name__ == "__main__":

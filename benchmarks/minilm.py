@@ -43,57 +43,50 @@ def overrides(config: RunConfig) -> list[str]:
     return knobs
 
 
-def native_overrides(
-    config: RunConfig, *, sizes: Sizes = CPU, model: Path | None = None, dim: int = DIM
-) -> list[str]:
-    """What puts a model, MiniLM by default, read as it was published, into every tower from scratch.
+def native_overrides(config: RunConfig) -> list[str]:
+    """What puts MiniLM, read as it was published, into every tower from scratch.
 
     A decoder is all of it, an encoder its first layers, both with LoRA; a student is cut from its teacher.
-    `dim` is the model's. SystemExit as :func:`path`.
+    SystemExit as :func:`path`.
     """
-    model = model or path()
     if config.adopt is not None:
-        lengths = f"query_max_length: {sizes.query_tokens}, document_max_length: {sizes.document_tokens}"
-        return [f"adopt={{path: {model}, {lengths}}}", *on_gpu(config, sizes)]
-    knobs = settings(config, sizes, model=model, dim=dim)
+        lengths = f"query_max_length: {CPU.query_tokens}, document_max_length: {CPU.document_tokens}"
+        return [f"adopt={{path: {path()}, {lengths}}}"]
+    knobs = settings(config, CPU)
     for name, tower in towers(config).items():
         layers = SMALL_LAYERS if is_encoder(tower) else None
-        knobs += as_published(name, sizes, layers=layers, trained=name.startswith("train."), model=model)
+        knobs += as_published(name, CPU, layers=layers, trained=name.startswith("train."))
     if config.distill is not None and isinstance(config.distill.student, TowerConfig):
-        knobs += ["distill.optimizer.peak_lr=3e-4", f"distill.student.max_length={sizes.query_tokens}"]
+        knobs += ["distill.optimizer.peak_lr=3e-4", f"distill.student.max_length={CPU.query_tokens}"]
         if config.cross_encoder is None:
             knobs.append("distill.teacher_layers=even")
         else:  # a cross-encoder has no layers that read only a query
             layers = config.distill.student.backbone.layers or SMALL_LAYERS
-            knobs += as_published("distill.student", sizes, layers=layers, projection="random")
+            knobs += as_published("distill.student", CPU, layers=layers, projection="random")
     return knobs
 
 
-def settings(config: RunConfig, sizes: Sizes, *, model: Path | None = None, dim: int = DIM) -> list[str]:
-    """What trials with pretrained towers have in common: a dimension, lengths, batches, the device.
+def settings(config: RunConfig, sizes: Sizes) -> list[str]:
+    """What trials with pretrained towers have in common: MiniLM's dimension, lengths, batches, the device.
 
-    A cross-encoder is the first layers of `model`, MiniLM by default.
+    A cross-encoder is MiniLM's first layers.
     """
     knobs = [
-        *(f"train.dim={dim}", f"train.losses.matryoshka=[{dim}]", "train.validation=null"),
+        *(f"train.dim={DIM}", f"train.losses.matryoshka=[{DIM}]", "train.validation=null"),
         *(f"train.global_batch={sizes.batch}", f"train.optimizer.peak_lr={PEAK_LR}"),
-        *(
-            f"train.query.max_length={sizes.query_tokens}",
-            f"train.document.max_length={sizes.document_tokens}",
-        ),
+        f"train.query.max_length={sizes.query_tokens}",
+        f"train.document.max_length={sizes.document_tokens}",
     ]
     if config.cross_encoder is not None:
-        backbone = f"{{kind: pretrained, path: {model or path()}, layers: {SMALL_LAYERS}}}"
+        backbone = f"{{kind: pretrained, path: {path()}, layers: {SMALL_LAYERS}}}"
         lengths = f"query_length: {sizes.query_tokens}, document_length: {sizes.document_tokens}"
         knobs.append(f"cross_encoder={{backbone: {backbone}, {lengths}, global_batch: {sizes.batch}}}")
         knobs.append("cross_encoder.optimizer.peak_lr=1e-4")
-    return knobs + on_gpu(config, sizes)
+    return knobs + on_gpu(config) if sizes.gpu else knobs
 
 
-def on_gpu(config: RunConfig, sizes: Sizes) -> list[str]:
-    """What gives every stage that runs a tower its share of a GPU, if `sizes` are a GPU's."""
-    if not sizes.gpu:
-        return []
+def on_gpu(config: RunConfig) -> list[str]:
+    """What gives every stage that runs a tower its share of a GPU."""
     trained = {"train": config.train, "distill": config.distill, "cross_encoder": config.cross_encoder}
     stages = [name for name, stage in trained.items() if stage is not None]
     return [
@@ -104,22 +97,15 @@ def on_gpu(config: RunConfig, sizes: Sizes) -> list[str]:
 
 
 def as_published(
-    name: str,
-    sizes: Sizes,
-    *,
-    layers: int | None,
-    projection: str = "auto",
-    trained: bool = False,
-    model: Path | None = None,
-    pooling: str = "auto",
+    name: str, sizes: Sizes, *, layers: int | None, projection: str = "auto", trained: bool = False
 ) -> list[str]:
-    """What makes the tower `name` of a config a published model, MiniLM by default; `trained`: by LoRA.
+    """What makes MiniLM as published the tower `name` of a config; `trained`: by LoRA.
 
     A random projection takes the place of its normalisation: another tower's space has lengths of its own.
     """
     cut = "null" if layers is None else layers
-    fields = f"kind: transformer, pooling: {pooling}, projection: {projection}"
-    fields += f", backbone: {{kind: pretrained, path: {model or path()}, layers: {cut}}}"
+    fields = f"kind: transformer, pooling: auto, projection: {projection}"
+    fields += f", backbone: {{kind: pretrained, path: {path()}, layers: {cut}}}"
     if projection == "random":
         fields += ", normalise: false"
     if trained:

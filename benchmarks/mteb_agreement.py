@@ -14,14 +14,13 @@ as one Router folder, which mteb evaluates by itself from the same folder: it en
 An interrupted run continues: every artifact is kept below --run-dir.
 """
 
-import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import minilm
+from benchmarks import beir, front_door
 from benchmarks.report import arguments, show, write
 from scalingnote import api
-from scalingnote.core.config import load
 from scalingnote.evaluate import mteb_model
 from scalingnote.run import pipeline, stages
 from scalingnote.run.config import RunConfig
@@ -46,11 +45,10 @@ def main() -> None:
 
 def compare(name: str, options: Any) -> list[dict[str, Any]]:
     """Rows of one set: the Router folder and the search, by mteb and by us."""
-    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
-    run_dir = Path(options.run_dir) / name
-    config = config_of(folder, run_dir, tokens=options.documents)
+    config = config_of(name, options)
+    run_dir = Path(config.run_dir)
     built = pipeline.run(config, stages.select(config))
-    router, task = run_dir / "router", mteb_model.beir_task(folder)
+    router, task = run_dir / "router", mteb_model.beir_task(beir.folder(name))
     api.publish(built, router, model=None)
     ours = built["report"].read_json("report.json")["methods"]
     sides: dict[str, tuple[Any, str]] = {
@@ -66,20 +64,17 @@ def compare(name: str, options: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def config_of(folder: Path, run_dir: Path, *, tokens: int) -> RunConfig:
+def config_of(name: str, options: Any) -> RunConfig:
     """The run of one set, without the parts of the report that are not compared."""
     knobs = [
-        f"run_dir={run_dir}",
-        f"dataset={{name: beir, path: {folder}}}",
-        f"adopt={{path: {minilm.path()}, document_max_length: {tokens}}}",
+        f"adopt.document_max_length={options.documents}",
         "pseudo_queries.count=3000",
-        "encode.dtype=float32",
         "index={shards: 1}",
         "bm25={}",
-        *(f"{stage}.resources={{workers: 1, cpus_per_worker: 2}}" for stage in ("encode", "teacher")),
         "evaluate={typos: 0, tower_measures: false}",
     ]
-    return load(RunConfig, [f"configs/methods/{STUDENT}.yaml"], knobs)
+    given = Namespace(run_dir=options.run_dir, set=knobs)
+    return front_door.config_of("minilm", name, STUDENT, 0, given)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@
 - max_difference: the largest difference of any number of an embedding, after the model's own normalisation,
   over queries and documents (tests/models/test_published_tower.py compares other kinds of models)
 - speed: documents of mixed lengths, texts in and vectors out, in float32 and one process; both sides take
-  turns, sentence-transformers at its best batch size
-
-With one thread rates are of processor time, which other work on the machine does not stretch.
+  turns, sentence-transformers at its best batch size; rates are of processor time, of one thread
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +18,38 @@ import numpy as np
 from numpy import ndarray
 
 from benchmarks import minilm
-from benchmarks.report import arguments, run_isolated, show, write
+from benchmarks.report import arguments, run_isolated, show, take_turns, write
 
 Row = dict[str, Any]
 BATCHES = (8, 16, 32, 64)  # rows; sentence-transformers' default is 32
 TUNING_DOCUMENTS = 256  # that choose the best batch size
-LONGEST = 400  # words of a document
+WORDS, SPREAD, LONGEST = 60, 0.8, 400  # of a document: median, deviation of the logarithm, most
 MINILM = "all-MiniLM-L6-v2"
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--documents", type=int, default=768, help="default: %(default)s")
-    parser.add_argument("--words", type=float, default=60, help="of a document, median; default: %(default)s")
-    parser.add_argument("--spread", type=float, default=0.8, help="of the logarithm of words; %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="of both sides, default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="of both sides, default: %(default)s")
-    options = parser.parse_args()
+    options = arguments(__doc__, documents=768, rounds=5).parse_args()
     path = str(minilm.path())
-    documents = texts(Path(path), options.documents, words=options.words, spread=options.spread)
+    documents = texts(Path(path), options.documents)
     odd = ["", "a", "One, two; [MASK] and three!"]
     differences = run_isolated(difference, path, [*odd, *documents[:48]])
     show("Largest difference from sentence-transformers", [differences])
-    speeds, ratio = run_isolated(speed, path, documents, rounds=options.rounds, threads=options.threads)
-    show(f"{MINILM}: {options.documents:,} documents, {options.threads} threads", speeds)
+    speeds, ratio = run_isolated(speed, path, documents, rounds=options.rounds)
+    show(f"{MINILM}: {options.documents:,} documents, one thread", speeds)
     metrics = {
         "max_difference": max(differences.values()),
         "speed_over_sentence_transformers": round(ratio, 3),
     }
-    print(f"\n{metrics}")
+    show("Metrics", [metrics])
     write(options.json, metrics=metrics, differences=[{"model": MINILM, **differences}], speeds=speeds)
 
 
-def texts(model: Path, count: int, *, words: float, spread: float) -> list[str]:
+def texts(model: Path, count: int) -> list[str]:
     """Documents of words of the model's vocabulary, their lengths drawn from a lognormal distribution."""
     rng = np.random.default_rng(0)
     vocabulary = (model / "vocab.txt").read_text(encoding="utf-8").split("\n")
     known = [word for word in vocabulary[2000:] if word.isalpha()]
-    lengths = np.clip(rng.lognormal(np.log(words), spread, count), 1, LONGEST).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(WORDS), SPREAD, count), 1, LONGEST).astype(int)
     return [" ".join(rng.choice(known, length)) for length in lengths]
 
 
@@ -71,38 +63,28 @@ def difference(path: str, given: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def speed(path: str, documents: Sequence[str], *, rounds: int, threads: int) -> tuple[list[Row], float]:
+def speed(path: str, documents: Sequence[str], *, rounds: int) -> tuple[list[Row], float]:
     """Documents a second of both sides, and the median of the rounds' ratios."""
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     theirs, ours = _theirs(path), _ours(path)["document"]
-    clock = time.process_time if threads == 1 else time.perf_counter
 
-    def seconds(encode: Callable[[Sequence[str]], Any], given: Sequence[str]) -> float:
-        start = clock()
-        encode(given)
-        return clock() - start
+    def peer(batch: int, given: Sequence[str]) -> None:
+        theirs.encode_document(list(given), batch_size=batch)
 
-    def peer(batch: int) -> Callable[[Sequence[str]], Any]:
-        return lambda given: theirs.encode_document(list(given), batch_size=batch)
-
-    ours(documents[:8]), peer(8)(documents[:8])
-    batch = min(BATCHES, key=lambda size: seconds(peer(size), documents[:TUNING_DOCUMENTS]))
-    sides = {"scalingnote": ours, f"sentence-transformers, batch {batch}": peer(batch)}
-    taken: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds):
-        order = list(sides) if number % 2 == 0 else list(reversed(sides))
-        for name in order:
-            taken[name].append(seconds(sides[name], documents))
+    ours(documents[:8])
+    peer(8, documents[:8])
+    few = documents[:TUNING_DOCUMENTS]
+    tried = take_turns({f"{size}": partial(peer, size, few) for size in BATCHES}, rounds=1)
+    batch = int(min(tried, key=lambda size: tried[size]))
+    peers = f"sentence-transformers, batch {batch}"
+    sides: dict[str, Callable[[], Any]] = {"scalingnote": partial(ours, documents)}
+    sides[peers] = partial(peer, batch, documents)
+    taken = take_turns(sides, rounds=rounds)
     own, other = taken.values()
     rows = [
-        {
-            "side": name,
-            "documents/s": len(documents) / statistics.median(found),
-            "slowest round": len(documents) / max(found),
-            "fastest round": len(documents) / min(found),
-        }
+        {"side": name, "documents/s": len(documents) / statistics.median(found)}
         for name, found in taken.items()
     ]
     return rows, statistics.median(peer / mine for mine, peer in zip(own, other, strict=True))

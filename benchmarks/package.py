@@ -31,8 +31,7 @@ MB = 10**6
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="of each timing, default: %(default)s")
+    parser = arguments(__doc__, rounds=9)
     parser.add_argument("--extras", nargs="*", default=[], help="installed as well, one after the other")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:

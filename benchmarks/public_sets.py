@@ -5,7 +5,6 @@ dureader_demo_zh, impressions.jsonl, which `configs/quickstart/NAME.yaml` reads.
 `$SCALINGNOTE_DATA/NAME`, else they are downloaded: every URL names a commit, and files have a sha256.
 """
 
-import argparse
 import csv
 import hashlib
 import html
@@ -15,6 +14,7 @@ import re
 import shutil
 import tarfile
 import tempfile
+import urllib.parse
 import urllib.request
 import xml.etree.ElementTree as ET
 import zipfile
@@ -25,6 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import plain_parser
 from scalingnote.core.errors import DataError
 from scalingnote.datasets.config import AnyDataset, Columns
 from scalingnote.datasets.input_files import text_id
@@ -33,18 +34,19 @@ Row = dict[str, Any]
 Tables = dict[str, Iterable[Row]]
 DATA = Path("data")
 _TIMEOUT_S = 30
+ARCHIVE = "commit.zip"  # of all files; a server builds it on each request, so it has no sha256
 
 
 @dataclass(frozen=True)
 class PublicSet:
-    """A set: its source files, downloads (name, sha256, GitHub repository@commit, path) and reader.
+    """A set: its source files, downloads and reader.
 
-    `unpack` makes the source files from the downloads; None if they are the downloads. A server builds an
-    archive of a commit on each request, so that has none.
+    Downloads are files of a folder ``owner/repository@commit/...`` of GitHub, with their sha256. `unpack`
+    makes the source files of them; None if they are the source files.
     """
 
     files: tuple[str, ...]
-    downloads: tuple[tuple[str, str | None, str, str], ...]
+    downloads: dict[str, dict[str, str | None]]
     read: Callable[[Path], Tables]
     unpack: Callable[[Path, Path], None] | None = None
 
@@ -94,8 +96,9 @@ def source_files(name: str) -> Path:
     target = DATA / "source" / name
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=DATA) as work:
-        for file, sha256, repository, path in of.downloads:
-            download(_github(repository, path), Path(work) / file, sha256)
+        for folder, files in of.downloads.items():
+            for file, sha256 in files.items():
+                download(_github(folder, file), Path(work) / Path(file).name, sha256)
         if of.unpack:
             of.unpack(Path(work), target)
         else:
@@ -113,11 +116,11 @@ def download(url: str, file: Path, sha256: str | None) -> None:
         raise DataError(f"{url} has sha256 {actual}, expected {sha256}: try again")
 
 
-def _github(repository: str, path: str) -> str:
-    name, commit = repository.split("@")
-    if path == "archive":
-        return f"https://github.com/{name}/archive/{commit}.zip"
-    return f"https://raw.githubusercontent.com/{name}/{commit}/{path}"
+def _github(folder: str, file: str) -> str:
+    repository, commit = folder.split("@")
+    if file == ARCHIVE:
+        return f"https://github.com/{repository}/archive/{commit}.zip"
+    return f"https://raw.githubusercontent.com/{repository}/{urllib.parse.quote(f'{commit}/{file}')}"
 
 
 def json_rows(path: Path) -> Iterator[Row]:
@@ -196,7 +199,7 @@ def read_medquad(folder: Path) -> Tables:
 
 def unpack_medquad(downloads: Path, target: Path) -> None:
     """One JSON-lines file from the repository's 11,274 XML files."""
-    with zipfile.ZipFile(downloads / "medquad.zip") as archive:
+    with zipfile.ZipFile(downloads / ARCHIVE) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".xml"))
         found = (_medquad_pairs(archive.read(name), collection=name.split("/")[-2]) for name in names)
         write_json_lines(target / "qa.jsonl", chain.from_iterable(found))
@@ -418,12 +421,26 @@ def read_medical(folder: Path) -> Tables:
         )
 
 
+def unpack_medical(downloads: Path, target: Path) -> None:
+    """The file by another name."""
+    (file,) = downloads.iterdir()
+    shutil.copyfile(file, target / SETS["zh_medical_qa"].files[0])
+
+
 # --- Demo of DuReader 2.0 (He et al. 2018): web queries, the pages an engine ranked and those selected ----
 #
 # A document is a result page. The impressions have the pages and ranks of a real engine; a "click" is a
 # page that the annotators selected as an answer, and there are no timestamps. The queries of the test file
 # have no selection: their pages are documents without judgements. Groups are queries, since the pages of
 # one query repeat each other.
+
+
+DUREADER = "baidu/DuReader@c625076b06da8f56d59f19c41c73bd580a98a347/DuReader-2.0/data/demo"
+DUREADER_FILES: dict[str, str | None] = {
+    "trainset/search.train.json": "ce2f61b93861203b4b2e1c03a2db558142bfa4edb2c758b9665bd003adfc49bc",
+    "devset/search.dev.json": "f7d7174d2cc81738f2554c3aa69f89af7b8d0f4bc808f1c3547469d12469e3a8",
+    "testset/search.test.json": "0bef9888ec67e8734b95b18b51907ae8c277e12eb8b9c90a4fd903783c72bd22",
+}
 
 
 def read_dureader(folder: Path) -> Tables:
@@ -474,130 +491,66 @@ def unpack_dureader(downloads: Path, target: Path) -> None:
 SETS = {
     "medquad": PublicSet(
         ("qa.jsonl",),
-        (("medquad.zip", None, "abachaa/MedQuAD@577bd37b96c02d1833b2c9eed2de9f96964e96cb", "archive"),),
+        {"abachaa/MedQuAD@577bd37b96c02d1833b2c9eed2de9f96964e96cb": {ARCHIVE: None}},
         read_medquad,
         unpack_medquad,
     ),
     "stackexchange_devops": PublicSet(
         ("questions.jsonl", "answers.jsonl"),
-        (
-            (
-                "devops.tgz",
-                "ab52655383535bc1efac38696f7bf939ee2c48ad9c659e28fa48a5ec1ef2e232",
-                "ai-powered-search/devops@551c09260a515730304a2fed147301e202f350be",
-                "devops.tgz",
-            ),
-        ),
+        {
+            "ai-powered-search/devops@551c09260a515730304a2fed147301e202f350be": {
+                "devops.tgz": "ab52655383535bc1efac38696f7bf939ee2c48ad9c659e28fa48a5ec1ef2e232"
+            }
+        },
         read_devops,
         unpack_devops,
     ),
     "chorus_icecat": PublicSet(
         ("products.jsonl", ICECAT_JUDGEMENTS),
-        (
-            (
-                "1.json.zip",
-                "15b622a11a6267aa0c450919a84b0fc41d7748db552f4c9c0e04167bbc7c38cb",
-                "o19s/chorus@d2035d3bfa630b1fd48ded62835f5ded7b988e0c",
-                "data-encoder/ecommerce/vectors/data/1.json.zip",
-            ),
-            (
-                "2.json.zip",
-                "17d95160289440d03ca50af65c1363d9edd1d5e82678ddb874b27aeac1f87c33",
-                "o19s/chorus@d2035d3bfa630b1fd48ded62835f5ded7b988e0c",
-                "data-encoder/ecommerce/vectors/data/2.json.zip",
-            ),
-            (
-                "3.json.zip",
-                "d4d088908fa648da7e79682872a77771ba42f065b253c4fb0f333e630d94f45a",
-                "o19s/chorus@d2035d3bfa630b1fd48ded62835f5ded7b988e0c",
-                "data-encoder/ecommerce/vectors/data/3.json.zip",
-            ),
-            (
-                "4.json.zip",
-                "533329e5173eac349ce61512fc86a352d5f6651e31694e03aa6e8428cbeaf3c0",
-                "o19s/chorus@d2035d3bfa630b1fd48ded62835f5ded7b988e0c",
-                "data-encoder/ecommerce/vectors/data/4.json.zip",
-            ),
-            (
-                "Broad_Query_Set_rated.csv",
-                "065b79c6c19b9ea8fa2dc2b0b8dae3f40c6389454a1f26aac3d3f8a7d43731b2",
-                "o19s/chorus@d2035d3bfa630b1fd48ded62835f5ded7b988e0c",
-                "katas/Broad_Query_Set_rated.csv",
-            ),
-        ),
+        {
+            "o19s/chorus@d2035d3bfa630b1fd48ded62835f5ded7b988e0c/data-encoder/ecommerce/vectors/data": {
+                "1.json.zip": "15b622a11a6267aa0c450919a84b0fc41d7748db552f4c9c0e04167bbc7c38cb",
+                "2.json.zip": "17d95160289440d03ca50af65c1363d9edd1d5e82678ddb874b27aeac1f87c33",
+                "3.json.zip": "d4d088908fa648da7e79682872a77771ba42f065b253c4fb0f333e630d94f45a",
+                "4.json.zip": "533329e5173eac349ce61512fc86a352d5f6651e31694e03aa6e8428cbeaf3c0",
+            },
+            "o19s/chorus@d2035d3bfa630b1fd48ded62835f5ded7b988e0c/katas": {
+                ICECAT_JUDGEMENTS: "065b79c6c19b9ea8fa2dc2b0b8dae3f40c6389454a1f26aac3d3f8a7d43731b2"
+            },
+        },
         read_icecat,
         unpack_icecat,
     ),
     "zh_reading_titles": PublicSet(
         ("DRCD_dev.json", "DRCD_test.json", "cmrc2018_dev.json", "cmrc2018_trial.json", "xquad.zh.json"),
-        (
-            (
-                "DRCD_dev.json",
-                "e236df03861ba241bd7b29628cd48b3b8e339c60137e041a4358b5320ed61928",
-                "DRCKnowledgeTeam/DRCD@b944790de5af02c5fbb7cd9cb1473d27d169eebf",
-                "DRCD_dev.json",
-            ),
-            (
-                "DRCD_test.json",
-                "d9de0b4d247a8391ac8daee6c02c2c8272b75562a1e2377b50ae04ecc09a7438",
-                "DRCKnowledgeTeam/DRCD@b944790de5af02c5fbb7cd9cb1473d27d169eebf",
-                "DRCD_test.json",
-            ),
-            (
-                "cmrc2018_dev.json",
-                "e9ff74231f05c230c6fa88b84441ee334d97234cbb610991cd94b82db00c7f1f",
-                "ymcui/cmrc2018@c0eb1b6ba219847457e6af3180da722bbeb656af",
-                "squad-style-data/cmrc2018_dev.json",
-            ),
-            (
-                "cmrc2018_trial.json",
-                "f3fae95b57da8e03afb2b57467dd221417060ef4d82db13bf22fc88589f3a6f3",
-                "ymcui/cmrc2018@c0eb1b6ba219847457e6af3180da722bbeb656af",
-                "squad-style-data/cmrc2018_trial.json",
-            ),
-            (
-                "xquad.zh.json",
-                "691d0b3359bc6b8faa8de931dfdfe21d50a65861ae348e32a0d1a0190b0c8835",
-                "deepmind/xquad@60cac411649156efb6aab9dd4c9cde787a2c0345",
-                "xquad.zh.json",
-            ),
-        ),
+        {
+            "DRCKnowledgeTeam/DRCD@b944790de5af02c5fbb7cd9cb1473d27d169eebf": {
+                "DRCD_dev.json": "e236df03861ba241bd7b29628cd48b3b8e339c60137e041a4358b5320ed61928",
+                "DRCD_test.json": "d9de0b4d247a8391ac8daee6c02c2c8272b75562a1e2377b50ae04ecc09a7438",
+            },
+            "ymcui/cmrc2018@c0eb1b6ba219847457e6af3180da722bbeb656af/squad-style-data": {
+                "cmrc2018_dev.json": "e9ff74231f05c230c6fa88b84441ee334d97234cbb610991cd94b82db00c7f1f",
+                "cmrc2018_trial.json": "f3fae95b57da8e03afb2b57467dd221417060ef4d82db13bf22fc88589f3a6f3",
+            },
+            "deepmind/xquad@60cac411649156efb6aab9dd4c9cde787a2c0345": {
+                "xquad.zh.json": "691d0b3359bc6b8faa8de931dfdfe21d50a65861ae348e32a0d1a0190b0c8835"
+            },
+        },
         read_titles,
     ),
     "zh_medical_qa": PublicSet(
         ("sample_neike_5000-6000.csv",),
-        (
-            (
-                "sample_neike_5000-6000.csv",
-                "133e5f7e9a3255468375c258381d131b1dc0a4fff6d431cbe743884139b1eb25",
-                "Toyhom/Chinese-medical-dialogue-data@26724a4357fcd142f0cab81188cacf1a2dd8a827",
-                "%E6%A0%B7%E4%BE%8B_%E5%86%85%E7%A7%915000-6000.csv",
-            ),
-        ),
+        {
+            "Toyhom/Chinese-medical-dialogue-data@26724a4357fcd142f0cab81188cacf1a2dd8a827": {
+                "样例_内科5000-6000.csv": "133e5f7e9a3255468375c258381d131b1dc0a4fff6d431cbe743884139b1eb25"
+            }
+        },
         read_medical,
+        unpack_medical,
     ),
     "dureader_demo_zh": PublicSet(
         ("search.train.jsonl", "search.dev.jsonl", "search.test.jsonl"),
-        (
-            (
-                "search.train.json",
-                "ce2f61b93861203b4b2e1c03a2db558142bfa4edb2c758b9665bd003adfc49bc",
-                "baidu/DuReader@c625076b06da8f56d59f19c41c73bd580a98a347",
-                "DuReader-2.0/data/demo/trainset/search.train.json",
-            ),
-            (
-                "search.dev.json",
-                "f7d7174d2cc81738f2554c3aa69f89af7b8d0f4bc808f1c3547469d12469e3a8",
-                "baidu/DuReader@c625076b06da8f56d59f19c41c73bd580a98a347",
-                "DuReader-2.0/data/demo/devset/search.dev.json",
-            ),
-            (
-                "search.test.json",
-                "0bef9888ec67e8734b95b18b51907ae8c277e12eb8b9c90a4fd903783c72bd22",
-                "baidu/DuReader@c625076b06da8f56d59f19c41c73bd580a98a347",
-                "DuReader-2.0/data/demo/testset/search.test.json",
-            ),
-        ),
+        {DUREADER: DUREADER_FILES},
         read_dureader,
         unpack_dureader,
     ),
@@ -606,9 +559,7 @@ SETS = {
 
 def main() -> None:
     """Convert the named sets."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("names", nargs="+", choices=SETS, metavar="NAME", help=", ".join(SETS))
     for name in parser.parse_args().names:
         print(prepare(name))

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import takewhile
@@ -18,12 +19,19 @@ from scalingnote.storage.usage import peak_bytes
 T = TypeVar("T")
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that has the option ``--json FILE``."""
-    parser = argparse.ArgumentParser(
+def plain_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser without options, whose help keeps the lines of a docstring."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Return a parser with ``--json FILE`` and an option for each of `numbers`, which are its defaults."""
+    parser = plain_parser(description)
     parser.add_argument("--json", type=Path, help="write metrics, tables and environment to this file")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     return parser
 
 
@@ -68,6 +76,19 @@ def write(
     measured_on = environment() | dict(machine or {})
     report = {"command": command(), "metrics": dict(metrics), "environment": measured_on, **tables}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], Any]], *, rounds: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, list[float]]:
+    """Return the seconds of each side in each round: what else the machine does falls on all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, work in sides.items():
+            start = clock()
+            work()
+            seconds[name].append(clock() - start)
+    return seconds
 
 
 def run_isolated(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:

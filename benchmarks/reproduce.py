@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from benchmarks import minilm, smollm
 from benchmarks.distillation import LIGHTRETRIEVER, Row
@@ -277,23 +276,15 @@ def first_token_overlap(dataset: str, *, run_dir: str) -> float:
     config = unchanged(dataset, f"methods/{LIGHTRETRIEVER}", [f"run_dir={run_dir}", *smollm.overrides(plain)])
     built = pipeline.run(config, stages.select(config, until="prepare"), record=False)
     test = load_test_set(built["dataset"])
-    table = pa.concat_tables(
-        built["dataset"].table(name) for name in built["dataset"].table_parts("documents")
-    )
-    texts = dict(
-        zip(
-            table["doc_id"].to_pylist(),
-            zip(*(table[n].to_pylist() for n in ("title", "content")), strict=True),
-            strict=True,
-        )
-    )
+    table = built["dataset"].table("documents", ["doc_id", "title", "content"])
+    texts = {row["doc_id"]: f"{row['title']} {row['content']}" for row in table.to_pylist()}
     prompt = tokens.build_prompt(config.train.document, role="document", tokenizer_json=None, sparse=True)
     query = prepare.sparse_query(config.train, prompt.tokenizer)
     assert query is not None
     shared = []
     for query_id, text in zip(test.query_ids, test.queries, strict=True):
         terms = query.tokens([text])[0]
-        answers = [" ".join(texts[doc]) for doc, grade in test.qrels[query_id].items() if grade > 0]
+        answers = [texts[doc] for doc, grade in test.qrels[query_id].items() if grade > 0]
         read = {term for answer in answers for term in prompt.tokenizer.encode(answer).ids}
         shared.append(bool(len(terms)) and int(terms[0]) in read)
     return round(float(np.mean(shared)), 3)

@@ -21,6 +21,7 @@ scalingnote/plan/constants.json.
 `--folder` keeps corpora, artifacts and finished measurements: a run that was killed continues.
 """
 
+import importlib
 import json
 import math
 import shutil
@@ -29,16 +30,28 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
 
 from benchmarks import scale_inputs
 from benchmarks.report import arguments, peak_memory_mb, run_isolated, show, write
+from scalingnote.core import cluster
+from scalingnote.core.config import Config
+from scalingnote.core.log import configure
+from scalingnote.datasets.config import Columns, Logs, TableFile
+from scalingnote.encode.config import BM25Config
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.index.config import IndexConfig
 from scalingnote.plan.capacity import stage_figures
+from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.triplets.collect.config import BM25Ranker, CollectConfig
+from scalingnote.triplets.mine.config import MineConfig
 from scalingnote.triplets.mine.search import QUERIES_PER_BATCH
+from scalingnote.triplets.planner.config import Statistics
+from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
 
 SIZES = (100_000, 1_000_000, 10_000_000)
 AXIS_SIZES = (100_000, 400_000)  # documents; the first two of QUERIES and CODES predict the third
@@ -55,25 +68,34 @@ FIGURES = ("seconds", "driver GB", "read MB", "written MB", "requests")
 Row = dict[str, Any]
 
 
+class Stage(NamedTuple):
+    """A job of the package, the artifacts that it reads and writes by their names in a folder, its config."""
+
+    job: str
+    reads: Mapping[str, str]
+    output: str
+    config: Config
+
+    def run(self, folder: Path) -> Artifact:
+        """Run the job, which is imported here: a driver holds only what its own stage needs."""
+        job = importlib.import_module(f"scalingnote.{self.job}.job")
+        parents = {name: f"{folder}/{artifact}" for name, artifact in self.reads.items()}
+        made: Artifact = job.run(self.config, **parents, output=f"{folder}/{self.output}")
+        return made
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--documents", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--axis-documents", type=int, nargs=2, default=AXIS_SIZES)
-    parser.add_argument("--queries", type=int, nargs=3, default=QUERIES)
-    parser.add_argument("--codes", type=int, nargs=3, default=CODES)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=[*STAGES])
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     parser.add_argument("--costs", type=Path, metavar="FILE")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="scale-"))
     try:
-        axes = []
-        if set(AXES) & set(options.stages):
-            grid = {"queries": options.queries, "codes": options.codes}
-            axes = run_isolated(measured_axes, folder, options.axis_documents, **grid)
-        rows = [
-            row for size in options.documents for row in measured(folder / str(size), size, options.stages)
-        ]
+        axes = run_isolated(measured_axes, folder) if set(AXES) & set(options.stages) else []
+        sizes = options.documents
+        rows = [row for size in sizes for row in measured(folder / str(size), size, options.stages)]
     finally:
         if options.folder is None:
             shutil.rmtree(folder)
@@ -98,15 +120,8 @@ def main() -> None:
             found = [row["plan over run"] for row in compared if row["axis"] == name]
             metrics[f"plan_over_run_{name}"] = max(found, key=lambda ratio: abs(math.log(ratio)))
     show("Metrics", [metrics])
-    write(
-        options.json,
-        metrics=metrics,
-        stages=rows,
-        axes=axes,
-        growth=growth,
-        predicted=planned,
-        plan_over_run=compared,
-    )
+    tables: dict[str, Any] = {"axes": axes, "growth": growth, "predicted": planned, "plan_over_run": compared}
+    write(options.json, metrics=metrics, stages=rows, **tables)
     if options.costs:
         constants = json.loads(options.costs.read_text(encoding="utf-8"))
         constants["stages"] = all_stage_costs(rows, axes)
@@ -124,11 +139,11 @@ def measured(folder: Path, documents: int, stages: list[str]) -> list[Row]:
 
 
 def measure(name: str, folder: Path, documents: int) -> Row:
-    """Make the inputs of a stage, then run it in a process of its own."""
+    """Make the inputs of a stage, then run it in a process of its own, on a cluster of its own."""
     scale_inputs.files(folder, documents)
     if name in MADE_FROM_EMBEDDINGS:
         run_isolated(_embeddings, folder, documents)
-    return run_isolated(run, STAGES[name], folder, documents)
+    return run_isolated(run, folder, documents, stages(folder, documents)[name])
 
 
 def noted(note: Path, of: Row, work: Callable[..., Row], *given: Any) -> Row:
@@ -139,46 +154,46 @@ def noted(note: Path, of: Row, work: Callable[..., Row], *given: Any) -> Row:
     return found
 
 
-def measured_axes(folder: Path, sizes: list[int], *, queries: list[int], codes: list[int]) -> list[Row]:
-    """Rows of the stages of AXES, on one cluster.
+def measured_axes(folder: Path) -> list[Row]:
+    """Rows of the stages of AXES, on one cluster, with all of AXIS_SIZES and of QUERIES or CODES.
 
-    They have all sizes and counts, the largest count only at the largest size. What they read is made before
-    and not measured.
+    The largest count is run only at the largest size. What the stages read is made before and not measured.
     """
     import ray
-
-    from scalingnote.core.log import configure
 
     configure()
     rows = []
     try:
-        for documents in sizes:
-            counts = {"documents": documents, "queries": queries[0], "codes": LEVELS * codes[0]}
-            for count in queries if documents == sizes[-1] else queries[:-1]:
+        for documents in AXIS_SIZES:
+            least = {"documents": documents, "queries": QUERIES[0], "codes": LEVELS * CODES[0]}
+            largest = documents == AXIS_SIZES[-1]
+            for count in QUERIES if largest else QUERIES[:-1]:
                 own = folder / f"{documents}-{count}"
                 for name in ("collect (BM25)", "mine"):
-                    of = {"stage": name, **counts, "queries": count}
-                    work = partial(on_axis, STAGES[name], own, documents, queries=count)
-                    rows.append(noted(own / f"{name}.json", of, work))
-            own = folder / f"{documents}-{queries[0]}"
-            for count in codes if documents == sizes[-1] else codes[:-1]:
-                of = {"stage": "quantize", **counts, "codes": LEVELS * count}
-                stage = partial(_quantize, codes=count)
-                work = partial(on_axis, stage, own, documents, queries=queries[0])
-                rows.append(noted(own / f"quantize-{count}.json", of, work))
+                    counts = least | {"queries": count}
+                    work = partial(on_axis, stages(own, documents)[name], own, counts)
+                    rows.append(noted(own / f"{name}.json", {"stage": name, **counts}, work))
+            own = folder / f"{documents}-{QUERIES[0]}"
+            for count in CODES if largest else CODES[:-1]:
+                counts = least | {"codes": LEVELS * count}
+                stage = stages(own, documents)["quantize"]
+                config = stage.config.model_copy(update={"codes": count})
+                stage = stage._replace(config=config, output=f"semantic_ids-{count}")
+                work = partial(on_axis, stage, own, counts)
+                rows.append(noted(own / f"quantize-{count}.json", {"stage": "quantize", **counts}, work))
     finally:
         ray.shutdown()
     return rows
 
 
-def on_axis(stage: Callable[[Path, int], Artifact], folder: Path, documents: int, *, queries: int) -> Row:
+def on_axis(stage: Stage, folder: Path, counts: Row) -> Row:
     """Make what a stage of AXES reads, unless it is there, then run it on the cluster of this process."""
-    from scalingnote.core import cluster
-
-    scale_inputs.files(folder, documents, train_queries=queries)
+    documents = counts["documents"]
+    scale_inputs.files(folder, documents, train_queries=counts["queries"])
     cluster.connect()
-    _columns(folder, documents)
-    _planner(folder, documents, dataset="dataset")
+    every = stages(folder, documents)
+    every["prepare (columns)"].run(folder)
+    every["planner"]._replace(reads={"dataset": "dataset"}).run(folder)
     _embeddings(folder, documents)
     return timed(stage, folder, documents)
 
@@ -261,12 +276,9 @@ def over_run(axes: list[Row], stage: str) -> Row:
     }
 
 
-def run(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) -> Row:
+def run(folder: Path, documents: int, stage: Stage) -> Row:
     """Run one stage in this process, on a cluster of its own, and return its figures."""
     import ray
-
-    from scalingnote.core import cluster
-    from scalingnote.core.log import configure
 
     configure()
     cluster.connect()
@@ -276,10 +288,10 @@ def run(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) ->
         ray.shutdown()
 
 
-def timed(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) -> Row:
+def timed(stage: Stage, folder: Path, documents: int) -> Row:
     """Run one stage and return its figures."""
     start = time.perf_counter()
-    artifact = stage(folder, documents)
+    artifact = stage.run(folder)
     seconds = time.perf_counter() - start
     usage: Mapping[str, int] = artifact.manifest.info["usage"]
     return {
@@ -325,132 +337,56 @@ def predicted(rows: list[Row]) -> list[Row]:
     return [row]
 
 
-def _opened(folder: Path, name: str, kind: str | None = None) -> Artifact:
-    return open_artifact(f"{folder}/{name}", kind=kind or name)
-
-
-def _columns(folder: Path, documents: int) -> Artifact:
-    from scalingnote.datasets import job
-    from scalingnote.datasets.config import Columns, TableFile
-
-    tables = {
-        name: TableFile(path=f"{folder}/{name}/*.parquet") for name in ("documents", "queries", "qrels")
-    }
-    config = Columns(documents_per_part=scale_inputs.DOCUMENTS_PER_PART, click_model=None, **tables)
-    return job.run(config, output=f"{folder}/dataset")
-
-
-def _logs(folder: Path, documents: int) -> Artifact:
-    from scalingnote.datasets import job
-    from scalingnote.datasets.config import Logs, TableFile
-
-    tables = {name: TableFile(path=f"{folder}/{name}/*.parquet") for name in ("documents", "impressions")}
-    days = [f"2024-01-{day:02d}T00:00:00Z" for day in (1, 31)]
-    windows = {"train": days, "test": [days[1], "2024-02-02T00:00:00Z"]}
-    config = Logs.model_validate(
-        {
-            **tables,
-            **windows,
-            "parts": max(16, documents // 250_000),
-            "documents_per_part": scale_inputs.DOCUMENTS_PER_PART,
-        }
-    )
-    return job.run(config, output=f"{folder}/logs")
-
-
-def _planner(folder: Path, documents: int, *, dataset: str = "logs") -> Artifact:
-    from scalingnote.triplets.planner import job
-    from scalingnote.triplets.planner.config import Statistics
-
-    return job.run(Statistics(), dataset=f"{folder}/{dataset}", output=f"{folder}/planner")
-
-
-def _collect_clicks(folder: Path, documents: int) -> Artifact:
-    from scalingnote.triplets.collect import job
-    from scalingnote.triplets.collect.config import CollectConfig
-
-    config = CollectConfig(sources=("click",), parts=max(8, documents // 250_000))
-    uris = {"dataset": f"{folder}/logs", "planner": f"{folder}/planner"}
-    return job.run(config, **uris, output=f"{folder}/click_triplets")
-
-
-def _collect_bm25(folder: Path, documents: int) -> Artifact:
-    from scalingnote.triplets.collect import job
-    from scalingnote.triplets.collect.config import BM25Ranker, CollectConfig
-
-    config = CollectConfig(sources=("relevance",), ranker=BM25Ranker(), association=None)
-    uris = {"dataset": f"{folder}/dataset", "planner": f"{folder}/planner"}
-    return job.run(config, **uris, output=f"{folder}/triplets")
-
-
-def _pseudo_queries(folder: Path, documents: int) -> Artifact:
-    from scalingnote.triplets.pseudo_queries import job
-    from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
-
-    return job.run(PseudoQueriesConfig(), dataset=f"{folder}/dataset", output=f"{folder}/pseudo_queries")
-
-
 def _embeddings(folder: Path, documents: int) -> Artifact:
     """Embeddings and the table that they were made of, in place of the stages that were not run."""
     towers = scale_inputs.towers(folder, documents)
-    return scale_inputs.embeddings(folder, _opened(folder, "dataset"), towers, documents)
+    dataset = open_artifact(f"{folder}/dataset", kind="dataset")
+    return scale_inputs.embeddings(folder, dataset, towers, documents)
 
 
-def _quantize(folder: Path, documents: int, *, codes: int = CODES[0]) -> Artifact:
-    from scalingnote.quantize import job
-    from scalingnote.quantize.config import QuantizeConfig
+def stages(folder: Path, documents: int) -> dict[str, Stage]:
+    """Every stage by its name, for the corpus of a folder."""
+    files = ("documents", "queries", "qrels", "impressions")
+    tables = {name: TableFile(path=f"{folder}/{name}/*.parquet") for name in files}
+    log = {"documents": tables["documents"], "impressions": tables.pop("impressions")}
+    part = {"documents_per_part": scale_inputs.DOCUMENTS_PER_PART}
+    days = [f"2024-{day}T00:00:00Z" for day in ("01-01", "01-31", "02-02")]
+    windows = {"train": days[:2], "test": days[1:]}
+    logs = Logs.model_validate(log | part | windows | {"parts": max(16, documents // 250_000)})
+    clicks = CollectConfig(sources=("click",), parts=max(8, documents // 250_000))
+    ranked = CollectConfig(sources=("relevance",), ranker=BM25Ranker(), association=None)
+    index = IndexConfig(shards=max(2, documents // DOCUMENTS_PER_SHARD))
 
-    config = QuantizeConfig(levels=LEVELS, codes=codes)
-    name = "semantic_ids" if codes == CODES[0] else f"semantic_ids-{codes}"
-    return job.run(config, embeddings=f"{folder}/embeddings", output=f"{folder}/{name}")
+    def reads(*names: str) -> dict[str, str]:
+        return {name: name for name in names}
+
+    of_logs = {"dataset": "logs"}
+    towers = reads("dataset", "embeddings", "dual_encoder")
+    return {
+        "prepare (columns)": Stage("datasets", {}, "dataset", Columns(click_model=None, **part, **tables)),
+        "prepare (logs)": Stage("datasets", {}, "logs", logs),
+        "planner": Stage("triplets.planner", of_logs, "planner", Statistics()),
+        "collect (clicks)": Stage("triplets.collect", of_logs | reads("planner"), "click_triplets", clicks),
+        "collect (BM25)": Stage("triplets.collect", reads("dataset", "planner"), "triplets", ranked),
+        "pseudo_queries": Stage(
+            "triplets.pseudo_queries", reads("dataset"), "pseudo_queries", PseudoQueriesConfig()
+        ),
+        "quantize": Stage(
+            "quantize", reads("embeddings"), "semantic_ids", QuantizeConfig(levels=LEVELS, codes=CODES[0])
+        ),
+        "bm25": Stage("encode.lexical", reads("dataset"), "bm25_terms", BM25Config()),
+        "index": Stage("index", towers | reads("semantic_ids"), "index", index),
+        "mine": Stage("triplets.mine", towers | reads("triplets"), "mined", MineConfig()),
+        "evaluate": Stage(
+            "evaluate",
+            towers | reads("index", "bm25_terms"),
+            "report",
+            EvaluateConfig(typos=0, tower_measures=False),
+        ),
+    }
 
 
-def _bm25(folder: Path, documents: int) -> Artifact:
-    from scalingnote.encode.config import BM25Config
-    from scalingnote.encode.lexical import job
-
-    return job.run(BM25Config(), dataset=f"{folder}/dataset", output=f"{folder}/bm25_terms")
-
-
-def _index(folder: Path, documents: int) -> Artifact:
-    from scalingnote.index import job
-    from scalingnote.index.config import IndexConfig
-
-    config = IndexConfig(shards=max(2, documents // DOCUMENTS_PER_SHARD))
-    kinds = ("dataset", "embeddings", "semantic_ids", "dual_encoder")
-    return job.run(config, **{kind: f"{folder}/{kind}" for kind in kinds}, output=f"{folder}/index")
-
-
-def _mine(folder: Path, documents: int) -> Artifact:
-    from scalingnote.triplets.mine import job
-    from scalingnote.triplets.mine.config import MineConfig
-
-    kinds = ("dataset", "triplets", "dual_encoder", "embeddings")
-    return job.run(MineConfig(), **{kind: f"{folder}/{kind}" for kind in kinds}, output=f"{folder}/mined")
-
-
-def _evaluate(folder: Path, documents: int) -> Artifact:
-    from scalingnote.evaluate import job
-    from scalingnote.evaluate.config import EvaluateConfig
-
-    config = EvaluateConfig(typos=0, tower_measures=False)
-    kinds = ("dataset", "embeddings", "index", "dual_encoder", "bm25_terms")
-    return job.run(config, **{kind: f"{folder}/{kind}" for kind in kinds}, output=f"{folder}/report")
-
-
-STAGES: dict[str, Callable[[Path, int], Artifact]] = {
-    "prepare (columns)": _columns,
-    "prepare (logs)": _logs,
-    "planner": _planner,
-    "collect (clicks)": _collect_clicks,
-    "collect (BM25)": _collect_bm25,
-    "pseudo_queries": _pseudo_queries,
-    "quantize": _quantize,
-    "bm25": _bm25,
-    "index": _index,
-    "mine": _mine,
-    "evaluate": _evaluate,
-}
+STAGES = tuple(stages(Path(), 0))
 
 if __name__ == "__main__":
     main()

@@ -144,33 +144,23 @@ def _part_files(number: int, *, folder: Path, documents: int, train_queries: int
     table = {
         "doc_id": doc_ids,
         "title": _texts(words[:, :TITLE_WORDS]),
-        "topic": pa.array([f"topic {topic}" for topic in range(TOPICS)]).take(
-            pa.array(rng.integers(TOPICS, size=len(words)))
-        ),
+        "topic": [f"topic {topic}" for topic in rng.integers(TOPICS, size=len(words)).tolist()],
         "content": _texts(words[:, TITLE_WORDS:]),
         "group": doc_ids,
     }
     count = len(parts(documents))
-    questions = {
-        "train": _questions(words, _share(train_queries, number, count), rng),
-        "test": _questions(words, _share(TEST_QUERIES, number, count), rng),
-    }
-    names = {
-        split: [f"{split}-{number}-{at}" for at in range(len(rows))] for split, (rows, _) in questions.items()
-    }
-    queries = pa.table(
-        {
-            "query_id": [*names["train"], *names["test"]],
-            "query": pa.concat_arrays([questions["train"][1], questions["test"][1]]),
-            "split": ["train"] * len(names["train"]) + ["test"] * len(names["test"]),
-        }
-    )
-    rows = np.concatenate([questions["train"][0], questions["test"][0]])
-    qrels = pa.table({"query_id": queries["query_id"], "doc_id": doc_ids.take(pa.array(rows))})
-    qrels = qrels.append_column("relevance", pa.array(np.ones(len(rows), np.int32)))
+    train = _questions(words, _share(train_queries, number, count), rng)
+    test = _questions(words, _share(TEST_QUERIES, number, count), rng)
+    rows = np.concatenate([train[0], test[0]])
+    query_ids = [f"q{number}-{at}" for at in range(len(rows))]
+    splits = ["train"] * len(train[0]) + ["test"] * len(test[0])
+    texts = pa.concat_arrays([train[1], test[1]])
+    queries = pa.table({"query_id": query_ids, "query": texts, "split": splits})
+    answers, grades = doc_ids.take(pa.array(rows)), np.ones(len(rows), np.int32)
+    qrels = pa.table({"query_id": query_ids, "doc_id": answers, "relevance": grades})
     for name, columns in (("documents", pa.table(table)), ("queries", queries), ("qrels", qrels)):
         pq.write_table(columns, folder / name / f"{number:05d}.parquet")
-    pq.write_table(_impressions(number, words, doc_ids, questions["test"], rng), last)
+    pq.write_table(_impressions(number, words, doc_ids, test, rng), last)
 
 
 def _impressions(

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,40 +32,28 @@ import psutil
 from benchmarks import load, report, serve_inputs
 from benchmarks.serve_inputs import Inputs
 from scalingnote.run.service_config import HAPROXY
+from scalingnote.storage.artifact import Artifact
 
-PORT, HANDWRITTEN_PORT = 8600, 8601
+PORT, HANDWRITTEN_PORT, TURN_S = 8600, 8601, 0.5
 Turns = dict[str, dict[int, list[load.Load]]]  # by server and number of connections
 
 
-@dataclass(frozen=True)
-class Server:
-    """One of ours, and what it is made of."""
+def servers(inputs: Inputs) -> dict[str, list[str]]:
+    """What starts each of ours, with the application that does nothing, by its name."""
 
-    name: str
-    index: str
-    query_tower: str
-    knobs: Mapping[str, Any]
+    def command(index: Artifact, tower: Artifact, replicas: int, **knobs: Any) -> list[str]:
+        deployments = {part: {"num_replicas": replicas} for part in ("encoder", "searcher")}
+        settings = {"port": PORT, "ingress": "haproxy", "query_form": "auto", "deployments": deployments}
+        args = {"index": index.uri, "query_tower": tower.uri, "serve": settings | knobs}
+        return ["-m", "benchmarks.serve_peers", "ours", json.dumps(args)]
 
-    @property
-    def command(self) -> list[str]:
-        """Return what starts it, with the application that does nothing."""
-        settings = {"port": PORT, "ingress": "haproxy", "query_form": "auto", **self.knobs}
-        args = {"index": self.index, "query_tower": self.query_tower, "serve": settings}
-        return ["-m", "benchmarks.serve_peers", "ours", "--args", json.dumps(args)]
-
-
-def servers(inputs: Inputs) -> list[Server]:
-    """All of ours."""
-    here = {"deployments": {part: {"num_replicas": 0} for part in ("encoder", "searcher")}}
-    apart = {
-        "deployments": {part: {"num_replicas": 1} for part in ("encoder", "searcher")},
-        "shards_per_searcher": 2,
+    towers = {"lookup": inputs.lookup, "int8": inputs.int8}
+    here = {
+        f"{name} x {shards}": command(index, tower, 0)
+        for name, tower in towers.items()
+        for shards, index in inputs.indexes.items()
     }
-    return [
-        *(Server(f"lookup x {n}", index.uri, inputs.lookup.uri, here) for n, index in inputs.indexes.items()),
-        *(Server(f"int8 x {n}", index.uri, inputs.int8.uri, here) for n, index in inputs.indexes.items()),
-        Server("replicas", inputs.indexes[4].uri, inputs.lookup.uri, apart),
-    ]
+    return here | {"replicas": command(inputs.indexes[4], inputs.lookup, 1, shards_per_searcher=2)}
 
 
 @contextmanager
@@ -75,7 +62,9 @@ def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[st
     environment = {**os.environ, **variables, "PYTHONPATH": os.getcwd()}
     process = psutil.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        url = next(line for line in process.stdout if line.startswith("http://")).split()[0]
+        url = next((line.split()[0] for line in process.stdout if line.startswith("http://")), None)
+        if url is None:
+            raise SystemExit(f"`{' '.join(command)}` ended before it served: see above")
         while not _listens(int(url.rpartition(":")[2])):
             time.sleep(0.1)
         yield url
@@ -92,7 +81,7 @@ def _listens(port: int) -> bool:
 
 
 def in_turns(
-    urls: Mapping[str, str], bodies: list[bytes], *, concurrency: Sequence[int], turns: int, seconds: float
+    urls: Mapping[str, str], bodies: list[bytes], *, concurrency: Sequence[int], turns: int
 ) -> Turns:
     """Loads of several servers, one after the other and again, after a warm-up."""
     for url in urls.values():
@@ -102,19 +91,15 @@ def in_turns(
         for turn in range(turns):
             # Back and forth: none is always the one that follows the heaviest.
             for name, url in list(urls.items())[:: 1 if turn % 2 == 0 else -1]:
-                found[name][number].append(load.run(url, bodies, connections=number, seconds=seconds))
+                found[name][number].append(load.run(url, bodies, connections=number, seconds=TURN_S))
         rates = ", ".join(f"{name} {_rate(loads[number]):,.0f}/s" for name, loads in found.items())
         print(f"{number} connections: {rates}", flush=True)
     return found
 
 
 def main() -> None:
-    parser = report.arguments(__doc__)
-    parser.add_argument("--documents", type=int, default=200_000)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
-    parser.add_argument("--turns", type=int, default=20, help="of each server at each concurrency")
+    parser = report.arguments(__doc__, documents=200_000, turns=20)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--only", nargs="+", help="names of servers")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/scalingnote-serve"))
     options = parser.parse_args()
     inputs = serve_inputs.build(options.folder, documents=options.documents)
@@ -122,26 +107,19 @@ def main() -> None:
     (options.folder / "texts.txt").write_text("\n".join(inputs.texts), encoding="utf-8")
     bodies = [json.dumps({"query": query, "k": 10}).encode() for query in inputs.queries]
     del inputs.texts[:]  # the servers have them
-    by_hand = ["-m", "benchmarks.serve_peers", "handwritten", "--port", str(HANDWRITTEN_PORT)]
+    args = json.dumps({"port": HANDWRITTEN_PORT, "folder": str(options.folder)})
+    by_hand = ["-m", "benchmarks.serve_peers", "handwritten", args]
     found: dict[str, Turns] = {}
-    with running([*by_hand, "--folder", str(options.folder)], HAPROXY) as handwritten:
-        for server in servers(inputs):
-            if options.only and server.name not in options.only:
-                continue
-            with running(server.command, HAPROXY) as ours:
+    with running(by_hand, HAPROXY) as handwritten:
+        for name, command in servers(inputs).items():
+            with running(command, HAPROXY) as ours:
                 urls = {
                     "noop": f"{ours}/noop/search",
                     "handwritten": f"{handwritten}/search",
-                    server.name: f"{ours}/search",
+                    name: f"{ours}/search",
                 }
-                print(server.name, flush=True)
-                found[server.name] = in_turns(
-                    urls,
-                    bodies,
-                    concurrency=options.concurrency,
-                    turns=options.turns,
-                    seconds=options.seconds,
-                )
+                print(name, flush=True)
+                found[name] = in_turns(urls, bodies, concurrency=options.concurrency, turns=options.turns)
     rows = [
         _row(name, number, [one for turns in found.values() for one in turns.get(name, {}).get(number, ())])
         for name in ("noop", "handwritten", *found)

@@ -5,9 +5,10 @@ ours           our application and, at /noop, one that does nothing: FastAPI on 
 handwritten    FastAPI, sentence-transformers and faiss in one process, as a team would write it in a day
 """
 
-import argparse
 import json
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Query(BaseModel):
     k: int = Field(10, ge=1, le=100)
 
 
-def ours(args: dict[str, Any]) -> None:
+def ours(**args: Any) -> None:
     """Serve what :class:`scalingnote.run.service_config.AppArgs` name, and nothing at /noop."""
     from ray import serve
 
@@ -50,15 +51,15 @@ def ours(args: dict[str, Any]) -> None:
     signal.pause()
 
 
-def handwritten(port: int, folder: Path) -> None:
+def handwritten(port: int, folder: str) -> None:
     """Search by a sentence-transformers model and a faiss index until killed."""
     import faiss
     import uvicorn
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(str(folder / "student" / "query"), device="cpu")
-    vectors = np.load(folder / "vectors.npy")
-    documents = (folder / "texts.txt").read_text(encoding="utf-8").splitlines()
+    model = SentenceTransformer(f"{folder}/student/query", device="cpu")
+    vectors = np.load(f"{folder}/vectors.npy")
+    documents = Path(folder, "texts.txt").read_text(encoding="utf-8").splitlines()
     index = faiss.index_factory(vectors.shape[1], "IVF1024,Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(vectors[:100_000])
     index.add(vectors)
@@ -82,15 +83,5 @@ def handwritten(port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("name", choices=["ours", "handwritten"])
-    parser.add_argument("--args", type=json.loads, help="of our application, as JSON")
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--folder", type=Path)
-    options = parser.parse_args()
-    if options.name == "ours":
-        ours(options.args)
-    else:
-        handwritten(options.port, options.folder)
+    servers: dict[str, Callable[..., None]] = {"ours": ours, "handwritten": handwritten}
+    servers[sys.argv[1]](**json.loads(sys.argv[2]))

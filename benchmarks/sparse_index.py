@@ -9,8 +9,8 @@ which the forms take turns.
 """
 
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy import ndarray
 from scipy.sparse import csr_array
 
-from benchmarks.report import arguments, run_isolated, show, write
+from benchmarks.report import arguments, run_isolated, show, take_turns, write
 from scalingnote.core import topk
 from scalingnote.index import postings, sparse
 from scalingnote.models.sparse_query import SparseRows
@@ -31,9 +31,8 @@ CHUNK_DOCUMENTS = 20_000
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, rounds=5)
     parser.add_argument("--documents", type=int, nargs="+", default=[10_000, 100_000, 300_000])
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     options = parser.parse_args()
     rows = [run_isolated(measure, documents, options.rounds) for documents in options.documents]
     show("Microseconds per query, one at a time", rows)
@@ -67,11 +66,7 @@ def measure(documents: int, rounds: int) -> Row:
         scores = row @ by_term
         return np.asarray(scores.indices[topk.select(scores.data[None], k=K)[0]])
 
-    forms: dict[str, Callable[[SparseRows], ndarray]] = {
-        "numba": compiled,
-        "numpy": by_numpy,
-        "SciPy": by_scipy,
-    }
+    forms = {"numba": compiled, "numpy": by_numpy, "SciPy": by_scipy}
     queries = queries_of(by_document, max(QUERIES.values()))
     for query in queries[:20]:
         best = sparse.search([built], query, k=K)[0][0]
@@ -79,15 +74,15 @@ def measure(documents: int, rounds: int) -> Row:
             scores = sparse.scores_of([built], query, form(query)[None])[0]
             np.testing.assert_allclose(scores[scores > 0], best[best > 0], rtol=1e-2)
     entries = [int(np.diff(by_term.indptr)[query.terms].sum()) for query in queries]
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(rounds):
-        for name, form in forms.items():
-            start = time.process_time()
-            for query in queries[: QUERIES[name]]:
-                form(query)
-            seconds[name].append((time.process_time() - start) / QUERIES[name])
-    times = {name: 1e6 * statistics.median(values) for name, values in seconds.items()}
+    sides = {name: partial(_each, form, queries[: QUERIES[name]]) for name, form in forms.items()}
+    seconds = take_turns(sides, rounds=rounds)
+    times = {name: 1e6 * statistics.median(taken) / QUERIES[name] for name, taken in seconds.items()}
     return {"documents": documents, "entries per query": statistics.mean(entries), **times}
+
+
+def _each(form: Callable[[SparseRows], ndarray], queries: Sequence[SparseRows]) -> None:
+    for query in queries:
+        form(query)
 
 
 def corpus(documents: int) -> csr_array:

@@ -8,7 +8,6 @@ fails does not stop the others. The sizes of the documentation are a benchmark's
 with ``--json docs/results/NAME.json``, then ``python -m benchmarks.performance``.
 """
 
-import argparse
 import os
 import shlex
 import signal
@@ -17,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import show
+from benchmarks.report import plain_parser, show
 from scalingnote.core.log import configure, get_logger
 
 TIMEOUT_S = 3600.0
@@ -68,9 +67,7 @@ log = get_logger("suite")
 
 def main() -> None:
     """Run what has no result yet; exit with 1 if a benchmark failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SMALL, default=[*SMALL], metavar="NAME")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each, default: %(default)s")
     options = parser.parse_args()

@@ -30,18 +30,16 @@ VOCABULARY, LENGTH = 8192, 64
 QUERY_TOKENS = (6, 19)  # bounds, about 12 on average
 EPOCHS = 100  # of the published stage II
 LEARNING_RATE = 1e-4
+STUDENT = (4, 256, 4, 1024)  # layers, hidden, heads, intermediate
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    shapes = "layers, hidden, heads, intermediate; default: %(default)s"
-    parser.add_argument("--teacher", type=int, nargs=4, default=(24, 896, 14, 4864), help=shapes)
-    parser.add_argument("--student", type=int, nargs=4, default=(4, 256, 4, 1024), help=shapes)
-    parser.add_argument("--batch", type=int, default=32, help="queries of a step, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps, default: %(default)s")
+    parser = arguments(__doc__, batch=32, rounds=3)
+    shape = "layers, hidden, heads, intermediate; default: %(default)s"
+    parser.add_argument("--teacher", type=int, nargs=4, default=(24, 896, 14, 4864), help=shape)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    teacher, student = tower("qwen2", options.teacher).eval(), tower("bert", options.student).train()
+    teacher, student = tower("qwen2", options.teacher).eval(), tower("bert", STUDENT).train()
     schedule = Schedule(global_batch=options.batch, resources=Ranks(workers=1))
     stage = StageTwo(student, DistillLosses())
     run = strategies.build(stage, schedule=schedule, device=torch.device("cpu"))

@@ -13,7 +13,6 @@ all-MiniLM-L6-v2 stands behind `scalingnote serve --model`, with a proxy before 
 """
 
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -23,8 +22,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -36,17 +34,17 @@ import pyarrow.parquet as pq
 from jaxtyping import Float32
 from numpy import ndarray
 
-from benchmarks import minilm
+from benchmarks import beir, minilm
 from benchmarks.front_door import ndcg, ranked
+from benchmarks.public_sets import json_rows, write_json_lines
 from benchmarks.report import arguments, show, write
+from benchmarks.serve import running
 from scalingnote.run import pipeline
 from scalingnote.storage import arrow
 
 Row = dict[str, Any]
 SETS = ("scifact",)
-PORT = 8610
 REQUESTS = "endpoint={batch_texts: 16, concurrency: 2}"  # of a server on two cores
-START_S = 600  # until the model is served
 
 
 def main() -> None:
@@ -60,12 +58,14 @@ def main() -> None:
 
     model = SentenceTransformer(str(minilm.path()), device="cpu")
     rows = []
-    with served(minilm.path()) as url:
+    words = ["serve", "--model", str(minilm.path()), "--set", "serve.port=0"]
+    exact = {"SCALINGNOTE_PRECISION": "float32"}  # as the model that it is compared with
+    with running(["-m", "scalingnote.cli.main", *words], exact) as url:
         for name in options.sets:
             texts, queries, gains = read_set(name, options.documents)
             folder = options.run_dir / name
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            write_json_lines(folder / "docs.jsonl", ({"text": text} for text in texts))
             asked_twice = distil_by_endpoint(url, folder, count=options.count)
             difference, documents = compare(folder, model)
             kept = kept_by_vectors(folder, texts, documents, model.encode(queries), queries, gains)
@@ -81,48 +81,18 @@ def main() -> None:
 
 def read_set(name: str, most: int | None) -> tuple[list[str], list[str], Float32[ndarray, "queries docs"]]:
     """Documents of a BEIR folder as ``title text``, its test queries, and the gain of each pair."""
-    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
-    lines = (folder / "qrels" / "test.tsv").read_text().splitlines()[1:]
-    judged = [(query, doc) for query, doc, gain in (line.split("\t") for line in lines) if int(gain) > 0]
-    answers = {doc for _, doc in judged}
-    rows = [json.loads(line) for line in (folder / "corpus.jsonl").open()]
-    rows = sorted(rows, key=lambda row: row["_id"] not in answers)[:most]
+    judged = beir.judged(name)
+    answers = {doc_id for own in judged.values() for doc_id in own}
+    rows = sorted(beir.documents(name), key=lambda row: row["_id"] not in answers)[:most]
     place = {row["_id"]: number for number, row in enumerate(rows)}
-    judged = [(query, doc) for query, doc in judged if doc in place]
-    number = {query: at for at, query in enumerate(sorted({query for query, _ in judged}))}
-    gains = np.zeros((len(number), len(rows)), np.float32)
-    for query, doc in judged:
-        gains[number[query], place[doc]] = 1
-    texts_of = {row["_id"]: row["text"] for row in map(json.loads, (folder / "queries.jsonl").open())}
+    found = {query: [place[doc] for doc in own if doc in place] for query, own in sorted(judged.items())}
+    found = {query: own for query, own in found.items() if own}
+    gains = np.zeros((len(found), len(rows)), np.float32)
+    for number, own in enumerate(found.values()):
+        gains[number, own] = 1
     texts = [" ".join(filter(None, (row["title"].strip(), row["text"].strip()))) for row in rows]
-    return texts, [texts_of[query] for query in number], gains
-
-
-@contextmanager
-def served(model: Path) -> Iterator[str]:
-    """The URL of `scalingnote serve --model` while it runs."""
-    url = f"http://127.0.0.1:{PORT}"
-    words = ["serve", "--model", str(model), "--set", f"serve.port={PORT}"]
-    process = psutil.Popen([sys.executable, "-m", "scalingnote.cli.main", *words], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + START_S
-    try:
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"`scalingnote {' '.join(words)}` does not answer at {url}")
-            time.sleep(0.5)
-        yield url
-    finally:
-        for member in [*process.children(recursive=True), process]:
-            member.kill()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+    texts_of = beir.queries(name)
+    return texts, [texts_of[query] for query in found], gains
 
 
 class Proxy(ThreadingHTTPServer):
@@ -204,7 +174,7 @@ def compare(folder: Path, model: Any) -> tuple[float, Float32[ndarray, "docs dim
     config = pipeline.load_run(f"{folder}/endpoint.run")
     queries = pipeline.locate(config, "query_embeddings").table("embeddings", ["query", "embedding"])
     documents = pipeline.locate(config, "embeddings").table("embeddings", ["summary"])["summary"]
-    texts = [json.loads(line)["text"] for line in (folder / "docs.jsonl").open()]
+    texts = [row["text"] for row in json_rows(folder / "docs.jsonl")]
     found = arrow.to_numpy(documents)
     sides: Sequence[tuple[ndarray, list[str]]] = (
         (arrow.to_numpy(queries["embedding"]), queries["query"].to_pylist()),

@@ -1,11 +1,13 @@
 """Stage I's step against sentence-transformers': samples a second, peak memory, formats of frozen layers.
 
-    python -m benchmarks.train --json docs/results/train.json [--batch N] [--hidden N] [--rounds N]
+    python -m benchmarks.train --json docs/results/train.json [--batch N] [--rounds N]
 
 Ours and sentence-transformers' train two towers with random weights on the same triplets with the same loss
 (checked), GradCache, Matryoshka prefixes and AdamW; see train_sides.py. Each side first finds its best chunk
 size, for texts of many lengths and of equal length. Then both take turns step by step in one process: the
 median of the steps' ratios of processor time counts, because the machine's speed changes within seconds.
+
+`--largest` is the batch whose peak memory is compared with that of 32.
 
 LoRA towers on one frozen backbone of 512, its layers stored whole, in 8 and in 4 bits: bytes of the layers,
 and the step's processor time.
@@ -42,6 +44,7 @@ BUDGETS = (1024, 4096)
 SPREADS = {"spread": 0.5, "equal": 0.0}  # of the logarithm of lengths
 # Where peak memory is compared, glibc returns freed blocks at once: holes would raise the peak.
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+SIZE = Size(layers=2, hidden=128)
 STEPS = 4  # timed, after a first one
 TRIALS = 7  # steps of each setting in the search for the fastest
 SAME = 1e-4  # largest relative difference of the two losses
@@ -50,21 +53,11 @@ BASE_SIZE, BASE_BATCH = Size(layers=2, hidden=512), 32  # matrices that cost mor
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--batch", type=int, default=64, help="triplets of a step, default: %(default)s")
-    parser.add_argument("--hidden", type=int, default=128, help="of the backbones, default: %(default)s")
-    parser.add_argument("--layers", type=int, default=2, help="of the backbones, default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="of each process, default: %(default)s")
-    parser.add_argument("--largest", type=int, default=1024, help="batch whose memory is compared with 32's")
-    options = parser.parse_args()
-    size = Size(layers=options.layers, hidden=options.hidden)
-    speed = _speed(size, options)
+    options = arguments(__doc__, batch=64, rounds=3, largest=1024).parse_args()
+    speed = _speed(SIZE, options)
     os.environ.update(RETURN_FREED)
-    with _backbone("bert", size) as folder:
-        memory = [
-            row for side in SIDES for row in _memory(folder, size, side, (32, options.largest), options)
-        ]
+    with _backbone("bert", SIZE) as folder:
+        memory = [_memory(folder, Setting(s, rows)) for s in SIDES for rows in (32, options.largest)]
     show("Peak memory with chunks of 32 rows (bert)", memory)
     with _backbone("qwen2", BASE_SIZE) as folder:
         bases = _bases(folder, options)
@@ -81,7 +74,7 @@ def main() -> None:
         **{f"base_{row['base']}_bytes_over_full": row["MB over full"] for row in bases[1:]},
         **{f"base_{row['base']}_time_over_full": row["time over full"] for row in bases[1:]},
     }
-    write(options.json, metrics=metrics, speed=speed, memory=memory, bases=bases, size=vars(size))
+    write(options.json, metrics=metrics, speed=speed, memory=memory, bases=bases, size=vars(SIZE))
 
 
 @contextmanager
@@ -131,7 +124,7 @@ def _tuned(folder: str, size: Size, side: Side, lengths: str, options: Any) -> S
         settings += [replace(base, budget=tokens) for tokens in BUDGETS]
     else:
         settings += [replace(base, chunks=chunks) for chunks in SEPARATE if max(chunks) <= options.batch]
-    found = run_isolated(measure_in_turns, folder, size, settings, steps=TRIALS, threads=options.threads)
+    found = run_isolated(measure_in_turns, folder, size, settings, steps=TRIALS)
     seconds = [statistics.median(figures["cpu s"]) for figures in found]
     return settings[seconds.index(min(seconds))]
 
@@ -149,16 +142,15 @@ def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) ->
         "ours /cpu s": _rate(rounds, 0, ours.batch),
         "theirs /cpu s": _rate(rounds, 1, theirs.batch),
         "ratio": _time_ratio(rounds, 1, 0),
-        "our chunk": _chunk(ours),
-        "their chunk": _chunk(theirs),
+        "our chunks": ours.chunks,
+        "their chunks": theirs.budget or theirs.chunks,
     }
 
 
 def _turns(folder: str, size: Size, settings: list[Setting], options: Any) -> list[list[Row]]:
     """Return the figures of each setting in each round; each round is a new process."""
     return [
-        run_isolated(measure_in_turns, folder, size, settings, steps=STEPS, threads=options.threads)
-        for _ in range(options.rounds)
+        run_isolated(measure_in_turns, folder, size, settings, steps=STEPS) for _ in range(options.rounds)
     ]
 
 
@@ -173,19 +165,10 @@ def _time_ratio(rounds: list[list[Row]], place: int, other: int) -> float:
     return float(statistics.median(mine / theirs for mine, theirs in pairs))
 
 
-def _chunk(setting: Setting) -> str:
-    queries, documents = setting.chunks
-    rows = f"{documents} rows" if queries == documents else f"{queries} and {documents} rows"
-    return f"{setting.budget} tokens" if setting.budget else rows
-
-
-def _memory(folder: str, size: Size, side: Side, batches: tuple[int, ...], options: Any) -> list[Row]:
-    """Return the peak memory of a side at each batch."""
-    rows = []
-    for batch in batches:
-        peak = run_isolated(measure_peak_mb, folder, size, Setting(side, batch), threads=options.threads)
-        rows.append({"side": side, "batch": batch, "peak MB": peak})
-    return rows
+def _memory(folder: str, setting: Setting) -> Row:
+    """The peak memory of a side at a batch."""
+    peak = run_isolated(measure_peak_mb, folder, SIZE, setting)
+    return {"side": setting.side, "batch": setting.batch, "peak MB": peak}
 
 
 if __name__ == "__main__":

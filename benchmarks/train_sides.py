@@ -76,8 +76,7 @@ def save_backbone(folder: Path, architecture: Architecture, size: Size) -> None:
     words = [*SPECIAL, *(f"w{number}" for number in range(size.vocabulary - len(SPECIAL)))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "eos": "[EOS]"}
-    special = {f"{name}_token": token for name, token in names.items()}
+    special = {f"{token[1:-1].lower()}_token": token for token in SPECIAL}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     shape: dict[str, Any] = {
         "vocab_size": size.vocabulary,
@@ -97,21 +96,21 @@ def save_backbone(folder: Path, architecture: Architecture, size: Size) -> None:
     save_file({"weight": torch.randn(DIM, size.hidden) * size.hidden**-0.5}, folder / "projection.st")
 
 
-def measure_peak_mb(folder: str, size: Size, setting: Setting, *, threads: int) -> float:
+def measure_peak_mb(folder: str, size: Size, setting: Setting) -> float:
     """Return the peak memory of this process after one step."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     _step(Path(folder), size, setting)(0)
     return peak_memory_mb()
 
 
 def measure_in_turns(
-    folder: str, size: Size, settings: Sequence[Setting], *, steps: int, threads: int
+    folder: str, size: Size, settings: Sequence[Setting], *, steps: int
 ) -> list[dict[str, Any]]:
     """Return the loss of a first step of each setting, and the processor seconds of each further one.
 
     The settings take turns step by step, so that other work on the machine affects all of them alike.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     made = [_step(Path(folder), size, setting) for setting in settings]
     found: list[dict[str, Any]] = [{"loss": step(0), "cpu s": []} for step in made]
     for number in range(1, steps + 1):
@@ -229,7 +228,9 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
         ),
         list(DIMS),
     )
-    causal, update = _causal(folder), _update(model)
+    causal, parameters = _causal(folder), list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
+    model.train()
 
     def step(number: int) -> float:
         columns = rows(size, setting, number, causal=causal)
@@ -237,25 +238,14 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
         for column, task in zip(columns, ("query", "document", "document"), strict=True):
             batch = collate(column, pad=0)
             features.append({"input_ids": batch.ids, "attention_mask": batch.mask, "task": task})
-        return update(loss_of(features, None))
-
-    return step
-
-
-def _update(model: torch.nn.Module) -> Callable[[torch.Tensor], float]:
-    """What others' steps end with, as ours does: gradients clipped, AdamW."""
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
-    model.train()
-
-    def update(loss: torch.Tensor) -> float:
+        loss = loss_of(features, None)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    return update
+    return step
 
 
 def _causal(folder: Path) -> bool:

@@ -1,7 +1,6 @@
 """A trial: a method is trained on a dataset with a seed; every query side it gives is searched exactly."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from benchmarks import minilm, public_sets, smollm, training
+from benchmarks import beir, minilm, public_sets, smollm
 from scalingnote.core.config import load
 from scalingnote.core.log import environment
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -22,12 +21,12 @@ from scalingnote.evaluate import retrieval_methods
 from scalingnote.evaluate.measures import per_query
 from scalingnote.evaluate.retrieval_methods import Methods
 from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet, load_test_set
-from scalingnote.evaluate.user_files import auc_section, test_set_pairs
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run import pipeline, stages
 from scalingnote.run.config import RunConfig
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
+from scalingnote.train.config import Ranks
 
 DEPTHS = (1, 5, 10, 20, 50, 100)
 TESTED = 50  # depth of the success that t-tests compare
@@ -71,11 +70,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished trial: its query sides by their names in reports, and stage I's validation."""
+    """A finished trial: its query sides by their names in reports."""
 
     trial: Trial
     sides: dict[str, Side]
-    validation: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -92,12 +90,8 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     if "encode_student" in names:
         first = pipeline.run(config, stages.select(config, until="encode"), record=False)
         built["teacher_embeddings"] = first["embeddings"]
-    trained = "dual_encoder" in built and config.adopt is None
-    history = built["dual_encoder"].read_json("validation.json") if trained else []
-    validation = {name: value for name, value in history[-1].items() if name != "step"} if history else {}
     kept = {name: value for name, value in environment().items() if name in KEPT}
-    sides = _sides(config, built)
-    return Outcome(trial, sides, validation, time.monotonic() - started, kept)
+    return Outcome(trial, _sides(config, built), time.monotonic() - started, kept)
 
 
 def configured(trial: Trial, *, run_dir: str) -> RunConfig:
@@ -120,7 +114,21 @@ def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     if config.adopt is not None:
         return config  # as published: nothing is trained in stage I
     pipeline.run(config, stages.select(config, until="collect"), record=False)
-    return training.shortened(config, steps=trial.steps)
+    return shortened(config, steps=trial.steps)
+
+
+def shortened(config: RunConfig, *, steps: int) -> RunConfig:
+    """The same with epochs of stage I that give these steps, in this process; triplets are collected."""
+    # Mining loses no row here: the old negatives stay if no new one is found.
+    triplets = int(pipeline.locate(config.model_copy(update={"rounds": 1}), "triplets").counts["train"])
+    # A training takes a minute: half of it would be the start of Ray's workers.
+    here = Ranks(workers=0, gpus_per_worker=config.train.resources.gpus_per_worker)
+    changed: dict[str, Any] = {}
+    for name in ("train", "cross_encoder"):  # which is trained in stage I's place
+        if (stage := getattr(config, name)) is not None:
+            epochs = steps / (triplets // stage.global_batch)
+            changed[name] = stage.model_copy(update={"epochs": epochs, "resources": here})
+    return config.model_copy(update=changed)
 
 
 def _of(knobs: Sequence[str], config: RunConfig) -> list[str]:
@@ -133,9 +141,8 @@ def unchanged(dataset: str, method: str, knobs: Sequence[str] = ()) -> RunConfig
     own = f"configs/quickstart/{dataset}.yaml"
     if Path(own).exists():
         return load(RunConfig, [own, _method_file(method)], knobs)
-    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / dataset
-    beir = f"dataset={{name: beir, path: {folder}}}"
-    return load(RunConfig, ["configs/quickstart/base.yaml", _method_file(method)], [beir, *knobs])
+    source = f"dataset={{name: beir, path: {beir.folder(dataset)}}}"
+    return load(RunConfig, ["configs/quickstart/base.yaml", _method_file(method)], [source, *knobs])
 
 
 def _method_file(method: str) -> str:
@@ -155,8 +162,6 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
         tower = QueryEncoder(parents[kind].directory("query"), threads=1)
         encoded[name] = QueryEmbeddings(texts, tower.encode_queries(texts))
     bm25 = None if config.distill else retrieval_methods.count_bm25(methods, test.queries, test=test)
-    pairs, score = test_set_pairs(test), retrieval_methods.pair_scorer(methods, encoded, bm25)
-    graded = auc_section(pairs, score)["methods"] if pairs else {}
     found = {}
     runs, _ = retrieval_methods.retrieve(methods, encoded, bm25, test=test)
     names = config.evaluate.names
@@ -164,8 +169,7 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
         if config.distill is not None and name in (names.dual_encoder, f"{names.dual_encoder} + bm25"):
             continue
         values = _values(ranked, test)
-        measures = {measure: float(each.mean()) for measure, each in values.items()} | graded.get(name, {})
-        measures = {measure: round(value, 5) for measure, value in measures.items() if value is not None}
+        measures = {measure: round(float(each.mean()), 5) for measure, each in values.items()}
         speed = None if name == "bm25" else _speed(config, name, parents, test.queries)
         found[name] = Side(measures, values[f"R@{TESTED}"], speed, values["nDCG@10"])
     return found

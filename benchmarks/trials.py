@@ -114,7 +114,6 @@ def _line(outcome: Outcome) -> str:
     said = {
         "trial": asdict(outcome.trial),
         "sides": sides,
-        "validation": outcome.validation,
         "seconds": round(outcome.seconds, 1),
         "environment": outcome.environment,
     }
@@ -134,7 +133,7 @@ def _parse(line: dict[str, Any]) -> Outcome:
         for name, said in line["sides"].items()
     }
     trial = Trial(**line["trial"] | {"knobs": tuple(line["trial"]["knobs"])})
-    return Outcome(trial, sides, line["validation"], line["seconds"], line["environment"])
+    return Outcome(trial, sides, line["seconds"], line["environment"])
 
 
 def _packed(gains: Float[ndarray, " queries"]) -> str:

@@ -85,7 +85,7 @@ class LivePairs:
 
     def read(self) -> tuple[LivePair, ...]:
         """The pairs, the active one first."""
-        return tuple(map(LivePair.parse, self._listed()["pairs"])) or (self.first,)
+        return tuple(map(LivePair.parse, self._file()["pairs"])) or (self.first,)
 
     def changed_at(self) -> int:
         """When the pairs changed last, in nanoseconds; 0: no pair was ever added."""
@@ -117,7 +117,7 @@ class LivePairs:
             if any(each.index == pair.index for each in pairs):
                 return pairs
             # One that comes again gets another mark: what it was given before it ended lacks later writes.
-            mark = f"{digest[:MARK_CHARACTERS]}.{self._listed()['added'] + 1}"
+            mark = f"{digest[:MARK_CHARACTERS]}.{self._file()['added'] + 1}"
             added = replace(pair, mark=mark, filled=False)
             shutil.rmtree(self.folder(added), ignore_errors=True)  # of a call that was killed
             # Its register is there before any process reads that there is a pair.
@@ -144,7 +144,7 @@ class LivePairs:
         self._change(lambda pairs: pairs[:1])
         return tuple(map(self.folder, ended))
 
-    def _listed(self) -> dict[str, Any]:
+    def _file(self) -> dict[str, Any]:
         """What the file says: the pairs, none until one is added, and how many were ever added."""
         try:
             found: dict[str, Any] = json.loads(
@@ -163,7 +163,7 @@ class LivePairs:
             after = change(before)
             if after == before:
                 return
-            added = self._listed()["added"] + len(
+            added = self._file()["added"] + len(
                 {each.mark for each in after} - {each.mark for each in before}
             )
             pending = Path(f"{path}{fs.PENDING}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import public_sets
-from benchmarks.public_sets import SETS, distinct, download, prepare, prepare_for, strip_html
+from benchmarks.public_sets import ARCHIVE, SETS, distinct, download, prepare, prepare_for, strip_html
 from scalingnote.core.config import load
 from scalingnote.core.errors import DataError
 from scalingnote.datasets.config import Columns
@@ -64,10 +64,10 @@ def test_every_set_has_a_quickstart_that_reads_it(tmp_path, monkeypatch):
 
 def test_downloads_name_a_commit_and_are_checked(tmp_path):
     for each in SETS.values():
-        for _, sha256, repository, path in each.downloads:
-            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", repository)
+        for folder, files in each.downloads.items():
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}(/[\w.-]+)*", folder)
             # GitHub packs an archive of a commit anew each time.
-            assert re.fullmatch("[0-9a-f]{64}", sha256) if sha256 else path == "archive"
+            assert all(re.fullmatch("[0-9a-f]{64}", sha or "") or f == ARCHIVE for f, sha in files.items())
     (tmp_path / "source").write_bytes(b"hello")
     url, good = (tmp_path / "source").as_uri(), hashlib.sha256(b"hello").hexdigest()
     download(url, tmp_path / "target", good)

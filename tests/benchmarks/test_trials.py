@@ -12,7 +12,7 @@ ONE = Trial("medquad", "scratch", "methods/scalingdual", 0, 10)
 
 def outcome(trial: Trial, found: list[float], *, name: str = "scalingdual") -> Outcome:
     measures = dict.fromkeys((*distillation.SHOWN, "MRR@10"), float(np.mean(found)))
-    return Outcome(trial, {name: Side(measures, np.array(found), 123.0)}, {"contrastive_entropy": 0.5}, 2.0)
+    return Outcome(trial, {name: Side(measures, np.array(found), 123.0)}, 2.0)
 
 
 def test_a_line_holds_the_whole_outcome(tmp_path: Path):
@@ -21,7 +21,6 @@ def test_a_line_holds_the_whole_outcome(tmp_path: Path):
     path.write_text(trials._line(first), encoding="utf-8")
     (again,) = trials.read(path)
     assert again.trial == first.trial
-    assert again.validation == first.validation
     side = again.sides["scalingdual"]
     assert side.measures == first.sides["scalingdual"].measures
     np.testing.assert_array_equal(side.success, first.sides["scalingdual"].success)
@@ -65,7 +64,7 @@ def test_a_row_without_a_seed_of_the_teachers_has_no_share_of_it():
 
 def test_knobs_of_stage_two_are_for_methods_that_have_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trial.pipeline, "run", lambda *_, **__: {})
-    monkeypatch.setattr(trial.training, "shortened", lambda config, **_: config)
+    monkeypatch.setattr(trial, "shortened", lambda config, **_: config)
     knobs = ("dataset.max_documents=500", "distill.epochs=1")
     plain, student = (
         trial.configured(Trial("medquad", "scratch", f"methods/{name}", 0, 10, knobs), run_dir="runs")
