@@ -121,7 +121,7 @@ class Cluster:
         self._nodes = RayCluster(
             initialize_head=True, head_node_args={"num_cpus": NODE_CPUS, "include_dashboard": False}
         )
-        self._second = self._nodes.add_node(num_cpus=NODE_CPUS)
+        self._second: Any = self._nodes.add_node(num_cpus=NODE_CPUS)
         cluster.connect(self._nodes.address)
         self._killed = 0.0
         self.kills: Counter[str] = Counter()
@@ -167,13 +167,12 @@ class Cluster:
     def kill(self, part: str, wait_s: float = 0.0, hold_s: float = 0.0) -> None:
         """kill -9 a replica of a deployment that is one of `part`, or the second NODE, in a moment.
 
-        For `hold_s` seconds before that the replica takes calls and answers none. Another node takes the
-        place of one that is killed.
+        For `hold_s` seconds before that the replica takes calls and answers none.
         """
         time.sleep(wait_s)
         if part == NODE:
-            self._nodes.remove_node(self._second, allow_graceful=False)
-            self._second = self._nodes.add_node(num_cpus=NODE_CPUS)
+            node, self._second = self._second, None
+            self._nodes.remove_node(node, allow_graceful=False)
         else:
             replica = random.choice(self._replicas(part))
             if hold_s:
@@ -184,7 +183,12 @@ class Cluster:
         self._killed = time.monotonic()
 
     def whole(self) -> bool:
-        """Whether every deployment has all its replicas, each of them ready."""
+        """Whether every deployment has all its replicas, each of them ready, after a node came for a lost one.
+
+        To be called by the main thread, as Ray wants it of what starts nodes.
+        """
+        if self._second is None:
+            self._second = self._nodes.add_node(num_cpus=NODE_CPUS)
         if time.monotonic() < self._killed + 2:  # Serve may not have noticed yet
             return False
         found = serve.status().applications["scalingnote"]
