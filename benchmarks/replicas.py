@@ -183,7 +183,7 @@ class Cluster:
         self._killed = time.monotonic()
 
     def whole(self) -> bool:
-        """Whether every deployment has all its replicas, each of them ready, after a node came for a lost one.
+        """Whether every deployment has all its replicas, each of them ready; a lost node is replaced before.
 
         To be called by the main thread, as Ray wants it of what starts nodes.
         """
