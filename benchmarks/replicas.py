@@ -101,7 +101,9 @@ def searches(
                 tally.twice += len(found) != len(set(found))
                 tally.partial += answer["shards_answered"] < shards
                 tally.degraded.update(answer["degraded"])
-                tally.wrong += not is_right(body, answer)
+                if not is_right(body, answer):
+                    tally.wrong += 1
+                    print(f"wrong: {json.dumps([body, answer])}", flush=True)
 
     running = [threading.Thread(target=search) for _ in range(threads)]
     for each in running:
