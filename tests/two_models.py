@@ -1,6 +1,9 @@
 """A run of the tiny corpus with one small published model, and another model for the same documents."""
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import published
 import tiny_run
 from in_process import without_ray
 from scalingnote.core.config import load
-from scalingnote.run import pipeline, stages
+from scalingnote.run import migration, pipeline, stages
 from scalingnote.run.config import RunConfig
 
 WIDTH = 24  # of the other model's embeddings; the first one's have published.HIDDEN
@@ -40,3 +43,22 @@ def indexed_run(folder: Path) -> tuple[Path, Path]:
         without_ray(patch)
         pipeline.run(config, stages.select(config, until="index"))
     return folder / "run", other
+
+
+def compare(run_dir: Path, other: Path) -> None:
+    """Build the other model's index, and compare both."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        begun = migration.begin(str(run_dir), str(other))
+        migration.build(begun)
+        migration.compare(begun)
+
+
+@contextmanager
+def restored(run_dir: Path, *, without: str) -> Iterator[str]:
+    """The run, whose settings are put back in the end; a folder of it is removed."""
+    kept = {path: path.read_bytes() for path in run_dir.glob("*.yaml")}
+    yield str(run_dir)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    shutil.rmtree(run_dir / without, ignore_errors=True)

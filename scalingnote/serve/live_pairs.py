@@ -11,7 +11,6 @@ is replaced as a whole, by one process at a time, so writer, encoders, searchers
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -166,13 +165,8 @@ class LivePairs:
             added = self._file()["added"] + len(
                 {each.mark for each in after} - {each.mark for each in before}
             )
-            pending = Path(f"{path}{fs.PENDING}")
-            with pending.open("w", encoding="utf-8") as stream:
-                json.dump({"added": added, "pairs": [asdict(each) for each in after]}, stream, indent=1)
-                stream.flush()
-                os.fsync(stream.fileno())
-            pending.replace(path)
-            fs.sync(path.parent)
+            listed = {"added": added, "pairs": [asdict(each) for each in after]}
+            fs.replace_durably(path, json.dumps(listed, indent=1))
 
 
 @lru_cache(maxsize=64)  # versions are listed many times a second

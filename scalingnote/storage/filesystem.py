@@ -146,6 +146,17 @@ def make_durable(uri: str, names: Iterable[str]) -> None:
         sync(each)
 
 
+def replace_durably(path: Path, text: str) -> None:
+    """Replace a local file as a whole; the new one survives a crash of the machine once this returns."""
+    pending = path.with_name(path.name + PENDING)
+    with pending.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    pending.replace(path)
+    sync(path.parent)
+
+
 def sync(path: Path) -> None:
     """Sync a local file, or the entries of a folder, to disk, so that they survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)

@@ -147,9 +147,7 @@ def test_of_a_query_only_the_first_terms_are_read(
 
 def test_a_document_that_comes_later_is_weighted_by_the_same_statistics(dataset: Artifact, tmp_path: Path):
     found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
-    words, collection = found.table(VOCABULARY), found.read_json(COLLECTION)
-    weights = BM25Weights(words, **collection, k1=BM25Config().k1, b=BM25Config().b)
-    again = weights.columns(document_texts(dataset.table("documents")))
+    again = BM25Weights.of(found).columns(document_texts(dataset.table("documents")))
     assert again == found.table("terms").select(schema.SPARSE.names).combine_chunks()
 
 

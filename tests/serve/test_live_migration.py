@@ -1,6 +1,5 @@
 """A change of the model while documents are written: both pairs get every write, either can answer."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from gateway_here import Client
 
-from in_process import without_ray
 from scalingnote.cli.main import main
 from scalingnote.core.errors import ConfigError
 from scalingnote.index.live import versions as live_versions
@@ -28,7 +26,7 @@ from scalingnote.serve.service import Service
 from scalingnote.serve.versions import LiveCatalog
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import open_artifact
-from two_models import WIDTH, indexed_run
+from two_models import WIDTH, compare, indexed_run, restored
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -41,22 +39,15 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     live = LiveServe(folder=str(run_dir / "live"), delta=True, keep_documents=True)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"live": live})})
     pipeline.make_current(config)
-    with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
-        begun = migration.begin(str(run_dir), str(other))
-        migration.build(begun)
-        migration.compare(begun)
+    compare(run_dir, other)
     return run_dir
 
 
 @pytest.fixture
 def run_dir(compared: Path) -> Iterator[str]:
     """That run; what a test writes to it goes when it ends."""
-    kept = {path: path.read_bytes() for path in compared.glob("*.yaml")}
-    yield str(compared)
-    for path, content in kept.items():
-        path.write_bytes(content)
-    shutil.rmtree(compared / "live", ignore_errors=True)
+    with restored(compared, without="live") as kept:
+        yield kept
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import pytest
 from gateway_here import Client
 from pair import student
 
-from in_process import without_ray
 from scalingnote.cli.main import main
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -32,7 +31,7 @@ from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.tower_versions import TowerVersions
 from scalingnote.serve.versions import CATALOG_FILE, Catalog, Version
 from scalingnote.storage.artifact import open_artifact
-from two_models import WIDTH, indexed_run
+from two_models import WIDTH, compare, indexed_run, restored
 
 QUERIES = ["bakoli menura", "tavezo", "silime ko", "zoranu batako", "me nu ra"]
 
@@ -41,22 +40,15 @@ QUERIES = ["bakoli menura", "tavezo", "silime ko", "zoranu batako", "me nu ra"]
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose other model is built and compared, and not served yet."""
     run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
-    with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
-        begun = migration.begin(str(run_dir), str(other))
-        migration.build(begun)
-        migration.compare(begun)
+    compare(run_dir, other)
     return run_dir
 
 
 @pytest.fixture
 def run_dir(compared: Path) -> Iterator[str]:
     """That run, in which a test may change the version."""
-    kept = {path: path.read_bytes() for path in compared.glob("*.yaml")}
-    yield str(compared)
-    for path, content in kept.items():
-        path.write_bytes(content)
-    shutil.rmtree(compared / "serve", ignore_errors=True)
+    with restored(compared, without="serve") as kept:
+        yield kept
 
 
 @pytest.fixture

@@ -26,11 +26,7 @@ from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
 from scalingnote.index.live import compaction, fold, versions
 from scalingnote.index.live.delta import open_empty
 from scalingnote.index.live.live_shard import LiveShard, MovedError, log_failure, owners
-from scalingnote.index.live.live_state import (
-    Snapshot,
-    WriteResult,
-    checked_delete,
-)
+from scalingnote.index.live.live_state import Snapshot, WriteResult, checked_delete
 from scalingnote.index.live.versions import LiveVersion, OpenVersion
 from scalingnote.storage.arrow import take_rows
 from scalingnote.storage.artifact import Artifact

@@ -286,14 +286,7 @@ def read_register(folder: str | Path) -> Register:
 
 def write_register(folder: str | Path, register: Register) -> None:
     """Replace the register, durably."""
-    folder = Path(folder)
-    pending = folder / (REGISTER_FILE + fs.PENDING)
-    with pending.open("w", encoding="utf-8") as stream:
-        json.dump(asdict(register), stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    pending.replace(folder / REGISTER_FILE)
-    fs.sync(folder)
+    fs.replace_durably(Path(folder) / REGISTER_FILE, json.dumps(asdict(register), indent=1))
 
 
 @contextmanager
