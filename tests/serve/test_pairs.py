@@ -316,7 +316,7 @@ def test_versions_of_one_tower_share_it_and_dropped_ones_are_released(both, tmp_
     served = artifacts.find(AppArgs(run_dir=both[0].run_dir))
     catalog = replace(served.catalog, state=str(tmp_path), kept=1)
     held = TowerVersions(catalog, "query", served.arms[0].encoder)
-    monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 0.0)
+    monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 60.0)  # later than this test ends
 
     async def names() -> list[str]:
         assert await held.ping()
@@ -328,7 +328,6 @@ def test_versions_of_one_tower_share_it_and_dropped_ones_are_released(both, tmp_
             catalog.activate(version)
         assert await names() == sorted([again.name, versions[1].name])
         assert len(held._opened) == 2
-        monkeypatch.setattr(tower_versions, "RELEASE_AFTER_S", 60.0)
         await held.call(again.name, "encode_many", ["bakoli"])  # of a gateway that has not changed yet
         await held.load(versions[1])  # as one does once it is active
         assert await names() == sorted([again.name, versions[1].name])
