@@ -1,13 +1,13 @@
 """Vectors of real text, a hundred thousand a minute: a passage is the sum of its words' embeddings.
 
 Documents of medquad and python_docs are cut into windows of WORDS words, in their order: by medical focus,
-then by module. A passage is the sum of a pretrained model's token embeddings (MiniLM's input
-table, pip install 'scalingnote[bench]') weighted by (1 + log tf) * idf, projected to `dim` principal
-directions of the first half, at unit length.
+then by module; where more passages are asked for, windows overlap by half or three quarters. A passage is
+the sum of a pretrained model's token embeddings (MiniLM's input table, pip install 'scalingnote[bench]')
+weighted by (1 + log tf) * idf, projected to `dim` principal directions of the first half, at unit length.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Float
@@ -27,11 +27,12 @@ BLOCK = 20_000  # passages turned into vectors at once
 def texts(count: int) -> list[str]:
     """Distinct passages, at most `count`."""
     found: dict[str, None] = {}
-    for passage in _windows():
-        found.setdefault(passage)
-        if len(found) == count:
+    read = [*_texts()]
+    for step in (WORDS, WORDS // 2, WORDS // 4):
+        found = dict.fromkeys(_windows(read, step))
+        if len(found) >= count:
             break
-    return list(found)
+    return [*islice(found, count)]
 
 
 def embedded(
@@ -67,9 +68,13 @@ def _term_counts(texts: Sequence[str], tokenizer: Tokenizer) -> sparse.csr_matri
     return counts
 
 
-def _windows() -> Iterator[str]:
-    python_docs = (row["content"] for row in read_texts("python_docs"))
-    for text in chain(public_sets.read_column("medquad", "documents", "content"), python_docs):
+def _windows(read: Iterable[str], step: int) -> Iterator[str]:
+    for text in read:
         words = text.split()
-        for start in range(0, len(words), WORDS):
+        for start in range(0, len(words), step):
             yield " ".join(words[start : start + WORDS])
+
+
+def _texts() -> Iterator[str]:
+    yield from public_sets.read_column("medquad", "documents", "content")
+    yield from (row["content"] for row in read_texts("python_docs"))

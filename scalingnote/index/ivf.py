@@ -63,6 +63,7 @@ class RowMask:
     def _bits(self) -> UInt8[ndarray, " bytes"]:
         return np.packbits(self.rows, bitorder="little")
 
+    @cached_property
     def selector(self) -> Any:
         """For faiss, as long as this mask is kept."""
         return faiss.IDSelectorBitmap(len(self._bits), faiss.swig_ptr(self._bits))
@@ -146,7 +147,7 @@ def drop_dead_rows(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
     would combine new codes with remains of old ones in a half empty block (faiss 1.15.1).
     """
     dead = RowMask(~alive)
-    selector = dead.selector()
+    selector = dead.selector
     if lists.kept is not None:
         lists.kept.remove_ids(selector)  # a flat index closes its gaps itself
     if lists.index is None:
@@ -221,8 +222,7 @@ def scan(
         parameters = faiss.SearchParametersIVF()
         parameters.nprobe = list_numbers.shape[1]
         if allowed is not None:
-            selector = allowed.selector()  # faiss does not keep it
-            parameters.sel = selector
+            parameters.sel = allowed.selector
         # faiss's Python wrapper would take nprobe from the index, which threads share.
         lists.index.search_preassigned_c(
             len(queries),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from scalingnote.serve.artifacts import ServedArtifacts
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
+from scalingnote.serve.fan_out import Aggregator
 from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.service import Service
 from scalingnote.serve.versions import LiveCatalog
@@ -64,12 +66,17 @@ def truth(index: Artifact) -> Truth:
     return {name: vector for name, vector in found.items() if vector is not None}
 
 
-def opened(index: Artifact, query_tower: Artifact, folder: str) -> tuple[Client, Writer, Service]:
+def opened(
+    index: Artifact, query_tower: Artifact, folder: str, *, aggregated: bool = False
+) -> tuple[Client, Writer, Service]:
     catalog = LiveCatalog(folder, index.uri, DIM, delta=True)
     live = LiveServe(folder=folder, delta=True)
     config = ServeConfig(deadline_s=60, live=live)
+    if aggregated:  # fewer groups than are allowed: this index has two
+        config = config.model_copy(update={"groups_per_aggregator": 1})
     searchers = [LocalHandle(IndexSearcher(catalog, shards=[group], mapped=group == 1)) for group in range(2)]
     writer = Writer(catalog.pairs, live, True)
+    made = [Aggregator([searchers[group]], [group], False) for group in range(2)]
     arms = [
         ServedArm("default", LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student")))), "", False)
     ]
@@ -78,6 +85,7 @@ def opened(index: Artifact, query_tower: Artifact, folder: str) -> tuple[Client,
             arms,
             catalog,
             searchers,
+            [in_another_process(each) for each in made] if aggregated else [],
             document_encoder=LocalHandle(NumberedTexts(index.uri)),
             writer=LocalHandle(writer),
         ),
@@ -86,9 +94,19 @@ def opened(index: Artifact, query_tower: Artifact, folder: str) -> tuple[Client,
     return Client(api.build(service, config)), writer, service
 
 
-@pytest.fixture
-def served(index: Artifact, query_tower: Artifact, folder: str) -> Iterator[tuple[Client, Writer, Service]]:
-    found = opened(index, query_tower, folder)
+def in_another_process(aggregator: Any) -> Any:
+    """A handle that the gateway does not take for a part of its own process: it sends pickled queries."""
+    return SimpleNamespace(
+        search_many=SimpleNamespace(remote=aggregator.search_many),
+        ping=SimpleNamespace(remote=aggregator.ping),
+    )
+
+
+@pytest.fixture(params=[False])
+def served(
+    index: Artifact, query_tower: Artifact, folder: str, request: pytest.FixtureRequest
+) -> Iterator[tuple[Client, Writer, Service]]:
+    found = opened(index, query_tower, folder, aggregated=request.param)
     yield found
     found[0].close()
     found[1].close()
@@ -127,6 +145,7 @@ def agree(client: Client, truth: Truth, *, version: str = "0") -> None:
                 assert shown.items() <= hit.items()
 
 
+@pytest.mark.parametrize("served", [False, True], indirect=True, ids=["groups", "aggregators"])
 def test_writes_replace_and_hide_what_the_groups_have(served, truth, index):
     client, _, _ = served
     agree(client, truth)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,19 @@ def test_a_tree_without_time_has_no_answer():
     found = asyncio.run(through.search(query(), 0.05))
     assert isinstance(found, Candidates)
     assert (len(found), found.searched, found.missing) == (0, 0, (0, 1, 2, 3, 4, 5))
+
+
+def test_an_aggregator_without_candidates_takes_no_scores_of_terms_from_the_others():
+    class Hybrid(Replica):
+        def answer(self, sent: Query) -> Answer:
+            return replace(of_group(self._group, sent), sparse=np.arange(ROWS, dtype=np.float32))
+
+    through, _ = tree([Hybrid(0), Hybrid(1), Hybrid(2, lambda _: -1.0), Hybrid(3, lambda _: -1.0)], 2)
+    found = asyncio.run(through.search(query(), 5))
+    assert isinstance(found, Candidates)
+    assert found.missing == (2, 3)
+    assert found.sparse is not None
+    assert found.sparse.tolist() == [*range(ROWS)] * 2
 
 
 def test_a_refusal_is_an_answer():

@@ -204,11 +204,14 @@ def last_acknowledged(folder: str | Path) -> int:
 
     After a crash of the machine the number may be too low until the writer comes back.
     """
-    try:
-        with open(f"{folder}/acknowledged", "rb", buffering=0) as mark:  # by every search beside a delta
-            data = mark.read()
+    try:  # by every search beside a delta: a file object would take three times as long
+        mark = os.open(f"{folder}/acknowledged", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return 0
+    try:
+        data = os.read(mark, _MARK.size + 1)
+    finally:
+        os.close(mark)
     if len(data) != _MARK.size:
         return 0
     number, check = _MARK.unpack(data)
