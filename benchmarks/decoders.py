@@ -4,9 +4,11 @@
 
 SmolLM2's first layers, LoRA, batches of 16 with in-batch negatives only; medquad's questions and answers,
 split by focus. Held out are 100 questions and a pool of 150 answers; chance finds the right one among ten for
-a question in 15. :func:`plain` is PyTorch, transformers and peft: if it learns and the package does not,
-the fault is ours. A query is read `whole`, or as LightRetriever's `tokens`, one by one after an instruction;
-with its whole objective (`all losses`) documents have term weights, too, and learn from the whole query.
+a question in 15. The plain lines (benchmarks/plain.py) are PyTorch, transformers and peft: where they
+differ from the package, the fault is ours. The decoder reads a query `whole`, or as LightRetriever's
+`tokens`, one by one after an instruction; with its whole objective (`all losses`) documents have term
+weights, too, and learn from the whole query. Or a small encoder reads queries (`encoder`, as in ScalingDoc),
+or both sides (`two encoders`, as in TwinBERT).
 """
 
 import json
@@ -14,15 +16,30 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from scipy import sparse
-from torch.nn import functional as F
 
-from benchmarks import beir, smollm
+from benchmarks import beir, minilm, plain, smollm
+from benchmarks.plain import (
+    BATCH,
+    DOCUMENT_TOKENS,
+    INSTRUCTION,
+    PEAK_LR,
+    QUERIES,
+    QUERY_TOKENS,
+    RANK,
+    TEMPERATURE,
+    WARMUP,
+    Figures,
+    Pairs,
+    Read,
+    described,
+    recalls_of,
+)
 from benchmarks.public_sets import json_rows, source_files
 from benchmarks.report import arguments, show, write
 from scalingnote.core import cluster
@@ -35,22 +52,10 @@ from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 
-BATCH, RANK, PEAK_LR, TEMPERATURE, WARMUP = 16, 16, 5e-4, 0.02, 0.1
 OPTIMIZER: dict[str, Any] = {"peak_lr": PEAK_LR, "warmup": WARMUP, "weight_decay": 0}  # of the package
-LOSSES = {"temperature": TEMPERATURE, "bidirectional": False, "alpha": 0, "matryoshka": [smollm.HIDDEN]}
-QUERY_TOKENS, DOCUMENT_TOKENS = 20, 48
-QUERIES, POOL = 100, 150  # held out
+LOSSES = {"temperature": TEMPERATURE, "bidirectional": False, "alpha": 0}
+POOL = 150  # answers held out
 TOP_K, DENSE_WEIGHT = 4096, 0.7
-INSTRUCTION = "Retrieve documents that answer the query: "
-Read = Literal["whole", "tokens"]
-Figures = dict[str, Any]
-
-
-class Pairs(NamedTuple):
-    """Questions and their answers; the first QUERIES held-out ones are searched among POOL answers."""
-
-    train: list[tuple[str, str]]
-    held_out: list[tuple[str, str]]
 
 
 def pairs_of(name: str) -> Pairs:
@@ -90,71 +95,6 @@ def _beir(name: str) -> Iterator[tuple[str, str, str]]:
     for file in sorted((beir.folder(name) / "qrels").glob("*.tsv")):
         for query_id, doc_ids in beir.judged(name, file.stem).items():
             yield from ((doc_id, queries[query_id], texts[doc_id]) for doc_id in doc_ids)
-
-
-# --- eighty plain lines ------------------------------------------------------------------------------------
-
-
-def plain(pairs: Pairs, *, read: Read, layers: int, steps: int) -> Figures:
-    """Train one decoder for both sides; a query is its end token's state, or the mean of its tokens'."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModel, AutoTokenizer
-
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(smollm.path())
-    model = AutoModel.from_pretrained(smollm.path(), dtype=torch.float32)
-    model.layers = model.layers[:layers]
-    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
-    end = tokenizer.convert_tokens_to_ids(smollm.END)
-
-    def states(rows: list[list[int]]) -> torch.Tensor:
-        """The state of each row's end token; pads behind it change nothing in a causal model."""
-        width = max(map(len, rows)) + 1
-        ids = torch.tensor([[*row, *[end] * (width - len(row))] for row in rows])
-        last = torch.tensor([len(row) for row in rows])
-        hidden = model(input_ids=ids, use_cache=False).last_hidden_state
-        found: torch.Tensor = hidden[torch.arange(len(rows)), last]
-        return found
-
-    def cut(texts: Sequence[str], length: int) -> list[list[int]]:
-        return [ids[:length] for ids in tokenizer(list(texts), add_special_tokens=False).input_ids]
-
-    def queries(texts: Sequence[str]) -> torch.Tensor:
-        rows = cut(texts, QUERY_TOKENS)
-        if read == "whole":
-            return F.normalize(states(rows), dim=1)
-        ahead = tokenizer(INSTRUCTION, add_special_tokens=False).input_ids
-        distinct = sorted({token for row in rows for token in row})
-        vectors = states([[*ahead, token] for token in distinct])
-        place = {token: number for number, token in enumerate(distinct)}
-        means = [vectors[[place[token] for token in row]].mean(0) for row in rows]
-        return F.normalize(torch.stack(means), dim=1)
-
-    def documents(texts: Sequence[str]) -> torch.Tensor:
-        return F.normalize(states(cut(texts, DOCUMENT_TOKENS)), dim=1)
-
-    @torch.no_grad()
-    def recalls() -> Figures:
-        answers = [answer for _, answer in pairs.held_out]
-        pool = torch.cat([documents(answers[start : start + 32]) for start in range(0, len(answers), 32)])
-        found = queries([question for question, _ in pairs.held_out[:QUERIES]])
-        return recalls_of("dense", found.numpy() @ pool.numpy().T)
-
-    before, losses = recalls(), {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
-    order = random.Random(0).sample(pairs.train, k=min(len(pairs.train), BATCH * steps))
-    for step in range(steps):
-        rise, fall = (step + 1) / (WARMUP * steps), (steps - step) / ((1 - WARMUP) * steps)
-        optimizer.param_groups[0]["lr"] = PEAK_LR * min(rise, fall)
-        batch = order[BATCH * step : BATCH * (step + 1)]
-        scores = queries([q for q, _ in batch]) @ documents([d for _, d in batch]).T / TEMPERATURE
-        loss = F.cross_entropy(scores, torch.arange(len(batch)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses[step + 1] = float(loss.detach())
-    after = recalls()
-    return {"R@10 before": before["dense R@10"]} | described(losses) | after
 
 
 # --- the same in this package ------------------------------------------------------------------------------
@@ -214,17 +154,9 @@ def ours(
     cluster.connect()
     if not (folder / "dataset").exists():
         artifacts(pairs, folder)
-    backbone = {"kind": "pretrained", "path": str(smollm.path()), "layers": layers} | (reading or {})
-    tower = {"backbone": backbone, "lora": {"rank": RANK, "alpha": 2 * RANK}, "projection": "none"}
-    query: Figures = {"max_length": QUERY_TOKENS + 1} | tower
-    if read == "tokens":
-        query = {"kind": "token_wise", "instruction": INSTRUCTION, "max_length": QUERY_TOKENS}
-    prompt = f"{{content}}{smollm.END}[EMB]"
     config: Figures = {
-        "query": query,
-        "document": {"prompt": prompt, "max_length": DOCUMENT_TOKENS + 2} | tower,
-        "dim": smollm.HIDDEN,
-        "losses": LOSSES,
+        **_towers(read, layers, reading or {}),
+        "losses": LOSSES | {"matryoshka": [plain.dim_of(read)]},
         "optimizer": OPTIMIZER,
         "global_batch": BATCH,
         "epochs": BATCH * steps / len(pairs.train),
@@ -239,6 +171,26 @@ def ours(
     curve = towers.read_json("curve.json")
     losses = {at["step"]: at["contrastive"] for at in curve}
     return described(losses) | scored(towers, pairs)
+
+
+def _towers(read: Read, layers: int, reading: Figures) -> Figures:
+    """The towers of a config, and the dimension that they project to: that of the smaller model."""
+    projection = "random" if read in plain.BY_ENCODER else "none"
+    lora = {"lora": {"rank": RANK, "alpha": 2 * RANK}, "projection": projection}
+    prompt = f"{{content}}{smollm.END}[EMB]"
+    decoder = {"backbone": {"kind": "pretrained", "path": str(smollm.path()), "layers": layers} | reading}
+    backbone = {"kind": "pretrained", "path": str(minilm.path()), "layers": plain.ENCODER_LAYERS}
+    encoder = {"backbone": backbone, "pooling": "auto", "normalise": False}
+    document: Figures = {"prompt": prompt, "max_length": DOCUMENT_TOKENS + 2} | decoder | lora
+    if read == "tokens":
+        query: Figures = {"kind": "token_wise", "instruction": INSTRUCTION, "max_length": QUERY_TOKENS}
+    elif read == "whole":
+        query = {"max_length": QUERY_TOKENS + 1} | decoder | lora
+    else:
+        query = {"max_length": QUERY_TOKENS} | encoder | lora
+    if read == "two encoders":
+        document = {"max_length": DOCUMENT_TOKENS} | encoder | lora
+    return {"query": query, "document": document, "dim": plain.dim_of(read)}
 
 
 def scored(towers: Artifact, pairs: Pairs) -> Figures:
@@ -272,26 +224,14 @@ def scored(towers: Artifact, pairs: Pairs) -> Figures:
     return found | recalls_of("sparse", by_terms) | recalls_of("hybrid", both)
 
 
-def recalls_of(what: str, scores: np.ndarray) -> Figures:
-    """Return R@1 and R@10; the answer to question i is number i."""
-    ranks = (scores > np.diagonal(scores)[:, None]).sum(1)
-    return {f"{what} R@{k}": round(float((ranks < k).mean()), 3) for k in (1, 10)}
-
-
-def described(losses: Mapping[int, float]) -> Figures:
-    """The contrastive loss of the dense half: means of what was noted in the ten steps up to some."""
-    found = {}
-    for step in (20, 40, 60, max(losses)):
-        near = [loss for at, loss in losses.items() if step - 10 < at <= step]
-        if step <= max(losses):
-            name = "loss at end" if step == max(losses) else f"loss at {step}"
-            found[name] = round(float(np.mean(near)), 3)
-    return found
-
-
-STEPS: Mapping[Read, int] = {"whole": 60, "tokens": 120}
+STEPS: Mapping[Read, int] = {"whole": 60, "tokens": 120, "encoder": 150, "two encoders": 150}
 ALL_LOSSES_STEPS = 150
-NAMES: Mapping[Read, str] = {"whole": "decoder", "tokens": "tokens"}
+NAMES: Mapping[Read, str] = {
+    "whole": "decoder",
+    "tokens": "tokens",
+    "encoder": "scalingdoc",
+    "two encoders": "twinbert",
+}
 ALL_LOSSES = "all losses"
 CASE = ("data", "code", "read", "layers", "steps")  # columns that say what a row measured
 TERMS_LAYERS, FEW_TERMS = (4, 8, 30), 256
@@ -306,13 +246,17 @@ def lightretriever(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Fi
 
 
 def cases(data: str, layers: int, steps: int | None) -> list[Figures]:
-    """What is trained: the set, the code, how it reads a query, the decoder's layers, and the steps."""
+    """What is trained: the set, the code, how it reads a query, the layers of what reads documents, steps."""
     found: list[Figures] = [
         {"data": data, "code": code, "read": read, "layers": layers, "steps": steps or usual}
         for read, usual in STEPS.items()
         for code in ("plain", "package")
     ]
-    return [*found, found[-1] | {"read": ALL_LOSSES, "steps": steps or ALL_LOSSES_STEPS}]
+    for case in found:
+        if case["read"] == "two encoders":
+            case["layers"] = plain.ENCODER_LAYERS
+    everything = {"code": "package", "read": ALL_LOSSES, "steps": steps or ALL_LOSSES_STEPS}
+    return [*found, found[0] | everything]
 
 
 def measured(case: Figures, pairs: Pairs, folder: Path) -> Figures:
@@ -320,7 +264,7 @@ def measured(case: Figures, pairs: Pairs, folder: Path) -> Figures:
     if case["read"] == ALL_LOSSES:
         return lightretriever(pairs, folder, layers=case["layers"], steps=case["steps"])
     options = {name: case[name] for name in ("read", "layers", "steps")}
-    return plain(pairs, **options) if case["code"] == "plain" else ours(pairs, folder, **options)
+    return plain.train(pairs, **options) if case["code"] == "plain" else ours(pairs, folder, **options)
 
 
 def terms_before_training(pairs: Pairs, layers: Sequence[int]) -> list[Figures]:
@@ -361,8 +305,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", default="medquad", help="set of pairs; default: %(default)s")
     parser.add_argument("--layers", type=int, default=smollm.LAYERS, help="of 30; default: %(default)s")
-    parser.add_argument("--steps", type=int, help="of every training; default: 60, 120 and 150")
-    parser.add_argument("--only", help="what is trained, of: whole, tokens, all losses; default: all three")
+    parser.add_argument("--steps", type=int, help="of every training; default: 60 to 150")
+    parser.add_argument("--only", choices=[*STEPS, ALL_LOSSES], help="what is trained; default: all")
     parser.add_argument(
         "--keep", action="store_true", help="keep the finished rows of the file; train the others"
     )

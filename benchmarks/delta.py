@@ -6,9 +6,9 @@ Passages of real text (`benchmarks/passages.py`) in their order: an index of fou
 first ones, and the later ones are written beside it, half of them in place of documents of the index. Every
 eightieth document of the index is deleted. Both together are compared with an index built anew of the
 documents that are left, in recall@10 against exact search at equal nprobe and refine_factor, and in time with
-a search of the base alone, query by query and in batches. All is in one process and one thread, which searches both as parts of one view;
-in a service the gateway searches the delta while the groups of shards are searched. The last row is the index
-once the delta is folded into it.
+a search of the base alone, query by query and in batches. All is in one process and one thread, which
+searches both as parts of one view; in a service the gateway searches the delta while the groups of shards are
+searched. The last row is the index once the delta is folded into it.
 
 Kills: `benchmarks/live_kill.py` with a delta, in exact mode, with folds and rollbacks; in each of so many
 histories (`--seeds`) about `--kills` of `--operations`.

@@ -211,7 +211,7 @@ def scan(
     k: int,
     allowed: RowMask | None = None,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """The k best rows of the chosen lists by their codes, best first; as :func:`search`."""
+    """The k best rows of the chosen lists by their codes, best first; where a row is -1, any score."""
     k = min(k, max(len(lists), 1))
     if lists.index is None:
         return _compare_all(lists.kept, queries, k=k, allowed=allowed)
@@ -235,7 +235,6 @@ def scan(
             False,
             parameters,
         )
-        scores[rows < 0] = -np.inf
     return scores, rows
 
 

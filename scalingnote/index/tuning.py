@@ -130,6 +130,7 @@ def candidates(
     """The k best of one shard by codes, for the measurement of one nprobe."""
     chosen = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
     scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)
+    scores[rows < 0] = -np.inf
     exact = scores if lists.kept is None else ivf.scores(lists.kept, queries, rows)
     scanned = len(lists) if lists.index is None else _list_sizes(lists)[chosen[1]].sum() / len(queries)
     return ShardAnswers(rows, scores, exact, float(scanned))

@@ -12,6 +12,7 @@ hidden rows take no place among the k best. See :mod:`scalingnote.index.live.del
 
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,11 +214,14 @@ class SearcherWithDelta(Searcher):
         self._delta.refresh()
 
     def view(self) -> IndexView:
-        """The rows of both as of now."""
+        """The rows of both as of now; the same view until something is written."""
         moment = self._delta.now()
-        self._index.refresh()
-        index = self._index.at(moment.record)
-        return self._latest.of(index, moment, make=lambda: index.view().beside(moment.view()))
+        return self._latest.of(moment, make=partial(self._as_of, moment))
+
+    def _as_of(self, moment: DeltaMoment) -> IndexView:
+        if self._index.record < moment.record:
+            self._index.refresh()
+        return self._index.at(moment.record).view().beside(moment.view())
 
     @property
     def layout(self) -> IndexLayout:

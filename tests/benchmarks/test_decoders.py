@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import decoders, smollm
-from benchmarks.decoders import Figures, Pairs
+from benchmarks.plain import Figures, Pairs
 
 pytestmark = [
     pytest.mark.slow,

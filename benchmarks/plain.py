@@ -1,0 +1,158 @@
+"""Training a dual encoder in plain PyTorch, transformers and peft: what the package must not fall behind.
+
+Documents are read by SmolLM2's first layers, as the state at an end token behind them, or by the first layers
+of MiniLM, as the mean of its states; LoRA in either. See benchmarks/decoders.py, which measures both.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks import minilm, smollm
+
+BATCH, RANK, PEAK_LR, TEMPERATURE, WARMUP = 16, 16, 5e-4, 0.02, 0.1
+QUERY_TOKENS, DOCUMENT_TOKENS = 20, 48
+QUERIES = 100  # held out
+ENCODER_LAYERS = minilm.SMALL_LAYERS
+INSTRUCTION = "Retrieve documents that answer the query: "
+Read = Literal["whole", "tokens", "encoder", "two encoders"]
+BY_ENCODER = ("encoder", "two encoders")  # these read queries
+Figures = dict[str, Any]
+Side = Callable[[Sequence[str]], torch.Tensor]  # texts -> unit vectors
+
+
+class Pairs(NamedTuple):
+    """Questions and their answers; the first QUERIES held-out ones are searched among held-out answers."""
+
+    train: list[tuple[str, str]]
+    held_out: list[tuple[str, str]]
+
+
+def dim_of(read: Read) -> int:
+    """The dimension that both sides project to: the decoder's own, without a projection, or the encoder's."""
+    return minilm.DIM if read in BY_ENCODER else smollm.HIDDEN
+
+
+class Decoder(nn.Module):
+    """The state at an end token behind each text, projected where the dimension is not its own."""
+
+    def __init__(self, layers: int, dim: int) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        super().__init__()
+        self.tokenizer = AutoTokenizer.from_pretrained(smollm.path())
+        self.end = self.tokenizer.convert_tokens_to_ids(smollm.END)
+        model = AutoModel.from_pretrained(smollm.path(), dtype=torch.float32)
+        model.layers = model.layers[:layers]
+        self.model = _with_lora(model)
+        self.project = nn.Identity() if dim == smollm.HIDDEN else nn.Linear(smollm.HIDDEN, dim, bias=False)
+
+    def ids(self, texts: Sequence[str], length: int) -> list[list[int]]:
+        """The first tokens of each text."""
+        return [ids[:length] for ids in self.tokenizer(list(texts), add_special_tokens=False).input_ids]
+
+    def states(self, rows: Sequence[list[int]]) -> torch.Tensor:
+        """The state of each row's end token; pads behind it change nothing in a causal model."""
+        width = max(map(len, rows)) + 1
+        ids = torch.tensor([[*row, *[self.end] * (width - len(row))] for row in rows])
+        last = torch.tensor([len(row) for row in rows])
+        hidden = self.model(input_ids=ids, use_cache=False).last_hidden_state
+        found: torch.Tensor = self.project(hidden[torch.arange(len(rows)), last])
+        return found
+
+    def forward(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
+        """Unit vectors of the first tokens of each text."""
+        return F.normalize(self.states(self.ids(texts, length)), dim=1)
+
+    def token_means(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
+        """LightRetriever's queries: the mean of a text's tokens, each read behind an instruction."""
+        rows, ahead = self.ids(texts, length), self.ids([INSTRUCTION], length)[0]
+        distinct = sorted({token for row in rows for token in row})
+        vectors = self.states([[*ahead, token] for token in distinct])
+        place = {token: number for number, token in enumerate(distinct)}
+        means = [vectors[[place[token] for token in row]].mean(0) for row in rows]
+        return F.normalize(torch.stack(means), dim=1)
+
+
+class Encoder(nn.Module):
+    """The mean of each text's states, projected."""
+
+    def __init__(self, dim: int) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        super().__init__()
+        self.tokenizer = AutoTokenizer.from_pretrained(minilm.path())
+        model = AutoModel.from_pretrained(minilm.path(), dtype=torch.float32)
+        model.encoder.layer = model.encoder.layer[:ENCODER_LAYERS]
+        self.model = _with_lora(model)
+        self.project = nn.Linear(minilm.DIM, dim, bias=False)
+
+    def forward(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
+        """Unit vectors of the first tokens of each text."""
+        cut = {"padding": True, "truncation": True, "max_length": length}
+        batch = self.tokenizer(list(texts), return_tensors="pt", **cut)
+        mask = batch.attention_mask[..., None]
+        states = self.model(**batch).last_hidden_state
+        return F.normalize(self.project((states * mask).sum(1) / mask.sum(1)), dim=1)
+
+
+def _with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
+
+
+def train(pairs: Pairs, *, read: Read, layers: int, steps: int) -> Figures:
+    """Train with in-batch negatives, and search the held-out answers before and after."""
+    torch.manual_seed(0)
+    dim = dim_of(read)
+    reader = Encoder(dim) if read == "two encoders" else Decoder(layers, dim)
+    asker = Encoder(dim) if read == "encoder" else reader
+    ask = asker.token_means if read == "tokens" and isinstance(asker, Decoder) else asker
+    queries, documents = partial(ask, length=QUERY_TOKENS), partial(reader, length=DOCUMENT_TOKENS)
+    before, losses = recalls(pairs, queries, documents), {}
+    optimizer = torch.optim.AdamW(nn.ModuleList([asker, reader]).parameters(), lr=PEAK_LR, weight_decay=0.0)
+    order = random.Random(0).sample(pairs.train, k=min(len(pairs.train), BATCH * steps))
+    for step in range(steps):
+        rise, fall = (step + 1) / (WARMUP * steps), (steps - step) / ((1 - WARMUP) * steps)
+        optimizer.param_groups[0]["lr"] = PEAK_LR * min(rise, fall)
+        batch = order[BATCH * step : BATCH * (step + 1)]
+        scores = queries([q for q, _ in batch]) @ documents([d for _, d in batch]).T / TEMPERATURE
+        loss = F.cross_entropy(scores, torch.arange(len(batch)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses[step + 1] = float(loss.detach())
+    return {"R@10 before": before["dense R@10"]} | described(losses) | recalls(pairs, queries, documents)
+
+
+@torch.no_grad()
+def recalls(pairs: Pairs, queries: Side, documents: Side) -> Figures:
+    """How often the answer to a held-out question is found among all of them."""
+    answers = [answer for _, answer in pairs.held_out]
+    pool = torch.cat([documents(answers[start : start + 32]) for start in range(0, len(answers), 32)])
+    found = queries([question for question, _ in pairs.held_out[:QUERIES]])
+    return recalls_of("dense", found.numpy() @ pool.numpy().T)
+
+
+def recalls_of(what: str, scores: np.ndarray) -> Figures:
+    """Return R@1 and R@10; the answer to question i is number i."""
+    ranks = (scores > np.diagonal(scores)[:, None]).sum(1)
+    return {f"{what} R@{k}": round(float((ranks < k).mean()), 3) for k in (1, 10)}
+
+
+def described(losses: Mapping[int, float]) -> Figures:
+    """The contrastive loss of the dense half: means of what was noted in the ten steps up to some."""
+    found = {}
+    for step in (20, 40, 60, max(losses)):
+        near = [loss for at, loss in losses.items() if step - 10 < at <= step]
+        if step <= max(losses):
+            name = "loss at end" if step == max(losses) else f"loss at {step}"
+            found[name] = round(float(np.mean(near)), 3)
+    return found
