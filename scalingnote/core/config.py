@@ -156,7 +156,8 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        raise ConfigError(f"no config file at {path}") from None
+        remedy = f": override a knob by --set {path}" if "=" in str(path) else ""
+        raise ConfigError(f"no config file at {path}{remedy}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(values, dict):

@@ -205,6 +205,11 @@ def test_a_config_error_names_the_place_and_the_value(
         load(TrainConfig, [tmp_path / "c.yaml"], overrides)
 
 
+def test_a_knob_in_place_of_a_file_is_told_its_option():
+    with pytest.raises(ConfigError, match="no config file at dim=8: override a knob by --set dim=8"):
+        load(TrainConfig, [Path("dim=8")], [])
+
+
 def test_a_lookup_student_needs_the_teachers_tokens():
     quickstart, lookup = CONFIGS / "quickstart/python_docs.yaml", "distill.student={kind: lookup}"
     with pytest.raises(ConfigError, match=r"leave teacher\.tokens at true"):
