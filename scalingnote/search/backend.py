@@ -102,11 +102,13 @@ class DatabaseSearcher:
         """Columns that a search may filter by."""
         return self.layout.fields(self._columns[0].schema)
 
+    def documents(self) -> list[pa.Table]:
+        """See :meth:`Searcher.documents`."""
+        return grouping.first_passages(self._columns) if self.layout.passages else self._columns
+
     def facets(self, *, most: int) -> dict[str, dict[str, int]]:
         """See :meth:`Searcher.facets`."""
-        passages = self.layout.passages
-        documents = grouping.first_passages(self._columns) if passages else self._columns
-        return filters.facets(documents, self.fields, most=most)
+        return filters.facets(self.documents(), self.fields, most=most)
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document with this id, from the index."""

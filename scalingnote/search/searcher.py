@@ -350,12 +350,15 @@ class Searcher:
         """Columns that a search may filter by."""
         return self.view().fields
 
-    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
-        """Number of documents per value, for each text field with at most `most` values."""
+    def documents(self) -> list[pa.Table]:
+        """A row of filter columns for each document: of one divided into passages, that of the first."""
         view = self.view()
         rows = view.alive_documents()
-        documents = grouping.first_passages(rows) if view.layout.passages else rows
-        return filters.facets(documents, view.fields, most=most)
+        return grouping.first_passages(rows) if view.layout.passages else rows
+
+    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
+        """Number of documents per value, for each text field with at most `most` values."""
+        return filters.facets(self.documents(), self.fields, most=most)
 
     def search(
         self,

@@ -165,9 +165,18 @@ class IndexSearcher:
     async def describe(self, version: str) -> VersionContent:
         """The content of the shards held here."""
         _, searcher = await self._require(version)
-        facets = await asyncio.to_thread(searcher.facets, most=MAX_FACET_CARDINALITY)
-        held = len(searcher.shards)
-        return VersionContent(searcher.layout, held, searcher.fields, facets, documents_apart=not self._live)
+
+        def content() -> VersionContent:
+            return VersionContent(
+                searcher.layout,
+                len(searcher.shards),
+                sum(map(len, searcher.documents())),
+                searcher.fields,
+                searcher.facets(most=MAX_FACET_CARDINALITY),
+                documents_apart=not self._live,
+            )
+
+        return await asyncio.to_thread(content)
 
     async def load(self, version: Version) -> None:
         """Release versions that the catalog will not keep once this one is active, then open this one.

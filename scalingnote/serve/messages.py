@@ -280,7 +280,7 @@ class IndexVersion(BaseModel):
 
     version: str
     uri: str
-    documents: int
+    documents: int = Field(description="rows of the index: passages, where documents are divided")
     created: str
     active: bool
     query_tower: str | None = Field(
@@ -328,7 +328,7 @@ class TowerInfo(BaseModel):
 class Info(TowerInfo):
     """The answer of ``GET /info``: arms, fields and limits of the service."""
 
-    documents: int
+    documents: int = Field(description="of the index version when it was opened; not their passages")
     index_version: str
     shards: int
     arms: list[ArmInfo]

@@ -354,7 +354,7 @@ class Service:
         content = self.versions.content(active.name)
         return messages.Info(
             **self.embeddings.info(active.dim).model_dump(),
-            documents=active.documents,
+            documents=content.documents,
             index_version=active.name,
             shards=content.layout.shards,
             arms=arms,

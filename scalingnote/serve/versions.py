@@ -276,6 +276,7 @@ class VersionContent:
 
     layout: IndexLayout
     held: int  # number of its shards
+    documents: int  # when it was opened; of an index of passages those that the passages are of
     fields: pa.Schema  # that a search may filter by
     facets: Mapping[str, Mapping[str, int]]  # text field with few values -> value -> number of documents
     documents_apart: bool = False  # searchers leave documents to the gateway, which has a store of them
@@ -287,7 +288,8 @@ class VersionContent:
             for name, values in self.facets.items()
             if name in other.facets
         }
-        return replace(self, held=self.held + other.held, facets=facets)
+        documents = self.documents + other.documents
+        return replace(self, held=self.held + other.held, documents=documents, facets=facets)
 
 
 class Versions:

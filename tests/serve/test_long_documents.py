@@ -257,6 +257,7 @@ def test_a_service_answers_with_documents(built, query_path):
     async def asked() -> tuple[dict, dict, dict]:
         service = Service(Deployed(arms, catalog, searchers), config)
         await service.versions.start()
+        assert service.info().documents == 12  # not the passages
         (query,) = query_path(["the zebra with number 7"])
         request = messages.SearchRequest(vector=query.embedding[0].tolist(), k=9, explain=True)
         found = await service.search(request, RequestRecord("a"))

@@ -78,6 +78,7 @@ class Shard:
         return VersionContent(
             LAYOUTS[version],
             1,
+            10,
             pa.schema([("topic", pa.string())]),
             {"topic": {"x": 10, f"{self._shard}": 1}},
         )
