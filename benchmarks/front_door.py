@@ -24,6 +24,7 @@ documents; "kept" is a student's over the teacher's.
 An interrupted run continues: every artifact is kept below --run-dir.
 """
 
+import json
 import os
 import statistics
 import time
@@ -75,11 +76,15 @@ def main() -> None:
     parser.add_argument("--students", nargs="+", default=STUDENTS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--run-dir", default="runs/front_door", help="default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="keep what the file has of other sets")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against speed")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
     options = parser.parse_args()
-    rows: list[Row] = []
-    curves: list[Row] = []
+    kept = json.loads(options.json.read_text(encoding="utf-8")) if options.keep else {}
+    rows, curves = (
+        [row for row in kept.get(table, ()) if row["set"] not in options.sets]
+        for table in ("rows", "escalation")
+    )
     for teacher, name, seed in product(options.teachers, options.sets, range(options.seeds)):
         found, points = measure(teacher, name, seed, options)
         rows += found
