@@ -8,7 +8,8 @@ a question in 15. The plain lines (benchmarks/plain.py) are PyTorch, transformer
 differ from the package, the fault is ours. The decoder reads a query `whole`, or as LightRetriever's
 `tokens`, one by one after an instruction; with its whole objective (`all losses`) documents have term
 weights, too, and learn from the whole query. Or a small encoder reads queries (`encoder`, as in ScalingDoc),
-or both sides (`two encoders`, as in TwinBERT).
+or both sides (`two encoders`, as in TwinBERT), or learns a trained decoder's embeddings of the queries
+(`student`, as in ScalingNote; `R@10 before` is the decoder's then).
 """
 
 import json
@@ -137,7 +138,46 @@ def artifacts(pairs: Pairs, folder: Path) -> tuple[Artifact, Artifact]:
     return dataset, draft.commit(counts={"triplets": len(triplets)}, simulated_clicks=False)
 
 
-def ours(
+def ours(pairs: Pairs, folder: Path, **options: Any) -> Figures:
+    """Train by the stage `train`; `options` are of :func:`_trained`."""
+    towers = _trained(pairs, folder, **options)
+    losses = {at["step"]: at["contrastive"] for at in towers.read_json("curve.json")}
+    return described(losses) | scored(towers, towers, pairs)
+
+
+def student_of(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figures:
+    """Train a decoder by the stage `train`, and a student of its embeddings by `teacher` and `distill`."""
+    from scalingnote.encode import job as encode
+    from scalingnote.encode.config import TeacherConfig
+    from scalingnote.train.distillation import job
+    from scalingnote.train.distillation.config import DistillConfig
+
+    towers = _trained(pairs, folder, read="student", layers=layers, steps=plain.TEACHER_STEPS)
+    stored = encode.run_queries(
+        TeacherConfig(tokens=False),
+        dual_encoder=towers.uri,
+        triplets=f"{folder}/triplets",
+        output=f"{folder}/queries",
+    )
+    texts = {question for question, _ in pairs.train}
+    config: Figures = {
+        "student": _towers("encoder", layers, {})["query"],
+        "optimizer": OPTIMIZER | {"peak_lr": smollm.STUDENT_LR},
+        "global_batch": plain.STUDENT_BATCH,
+        "epochs": plain.STUDENT_BATCH * steps / len(texts),
+        "precision": "float32",
+        "validation": None,
+        "seed": 0,
+        "resources": {"workers": 0},
+    }
+    student = job.run(
+        DistillConfig.model_validate(config), query_embeddings=stored.uri, output=f"{folder}/student"
+    )
+    teacher = scored(towers, towers, pairs)
+    return {"R@10 before": teacher["dense R@10"]} | scored(towers, student, pairs)
+
+
+def _trained(
     pairs: Pairs,
     folder: Path,
     *,
@@ -146,8 +186,8 @@ def ours(
     steps: int,
     reading: Figures | None = None,
     **knobs: Any,
-) -> Figures:
-    """Train by the stage `train`, in this process; `knobs` are of its config."""
+) -> Artifact:
+    """Towers of the stage `train`, in this process; `knobs` are of its config."""
     from scalingnote.train import job
     from scalingnote.train.config import TrainConfig
 
@@ -167,15 +207,12 @@ def ours(
     }
     output = tempfile.mkdtemp(prefix="trained-", dir=folder)
     parents = {name: f"{folder}/{name}" for name in ("dataset", "triplets")}
-    towers = job.run(TrainConfig.model_validate(config | knobs), **parents, output=output)
-    curve = towers.read_json("curve.json")
-    losses = {at["step"]: at["contrastive"] for at in curve}
-    return described(losses) | scored(towers, pairs)
+    return job.run(TrainConfig.model_validate(config | knobs), **parents, output=output)
 
 
 def _towers(read: Read, layers: int, reading: Figures) -> Figures:
     """The towers of a config, and the dimension that they project to: that of the smaller model."""
-    projection = "random" if read in plain.BY_ENCODER else "none"
+    projection = "none" if plain.dim_of(read) == smollm.HIDDEN else "random"
     lora = {"lora": {"rank": RANK, "alpha": 2 * RANK}, "projection": projection}
     prompt = f"{{content}}{smollm.END}[EMB]"
     decoder = {"backbone": {"kind": "pretrained", "path": str(smollm.path()), "layers": layers} | reading}
@@ -184,7 +221,7 @@ def _towers(read: Read, layers: int, reading: Figures) -> Figures:
     document: Figures = {"prompt": prompt, "max_length": DOCUMENT_TOKENS + 2} | decoder | lora
     if read == "tokens":
         query: Figures = {"kind": "token_wise", "instruction": INSTRUCTION, "max_length": QUERY_TOKENS}
-    elif read == "whole":
+    elif read in ("whole", "student"):  # a student's teacher
         query = {"max_length": QUERY_TOKENS + 1} | decoder | lora
     else:
         query = {"max_length": QUERY_TOKENS} | encoder | lora
@@ -193,8 +230,10 @@ def _towers(read: Read, layers: int, reading: Figures) -> Figures:
     return {"query": query, "document": document, "dim": plain.dim_of(read)}
 
 
-def scored(towers: Artifact, pairs: Pairs) -> Figures:
+def scored(towers: Artifact, asking: Artifact, pairs: Pairs) -> Figures:
     """Recalls of the pool by embeddings and, with a sparse head, by term weights and by both.
+
+    Documents are read by the dual encoder `towers`, queries by it or by a student, `asking`.
 
     The hybrid is that of LightRetriever's authors: scores over the pool scaled to 0 and 1, 0.7 and 0.3.
     """
@@ -206,7 +245,7 @@ def scored(towers: Artifact, pairs: Pairs) -> Figures:
     read = [row for row in rows if isinstance(row, TokenRow)]
     assert len(read) == len(answers), "an answer cannot be read"
     encoded = encoder.encode_with_cost(read, top_k=TOP_K)
-    queries = QueryEncoder(towers.directory("query")).encode_queries(questions)
+    queries = QueryEncoder(asking.directory("query")).encode_queries(questions)
     dense = arrow.l2_normalize(queries) @ arrow.l2_normalize(encoded.embeddings[:, -1]).T
     found = recalls_of("dense", dense)
     if encoded.terms is None:
@@ -224,13 +263,20 @@ def scored(towers: Artifact, pairs: Pairs) -> Figures:
     return found | recalls_of("sparse", by_terms) | recalls_of("hybrid", both)
 
 
-STEPS: Mapping[Read, int] = {"whole": 60, "tokens": 120, "encoder": 150, "two encoders": 150}
+STEPS: Mapping[Read, int] = {
+    "whole": 60,
+    "tokens": 120,
+    "encoder": 150,
+    "two encoders": 150,
+    "student": 600,
+}
 ALL_LOSSES_STEPS = 150
 NAMES: Mapping[Read, str] = {
     "whole": "decoder",
     "tokens": "tokens",
     "encoder": "scalingdoc",
     "two encoders": "twinbert",
+    "student": "scalingnote_student",
 }
 ALL_LOSSES = "all losses"
 CASE = ("data", "code", "read", "layers", "steps")  # columns that say what a row measured
@@ -264,6 +310,13 @@ def measured(case: Figures, pairs: Pairs, folder: Path) -> Figures:
     if case["read"] == ALL_LOSSES:
         return lightretriever(pairs, folder, layers=case["layers"], steps=case["steps"])
     options = {name: case[name] for name in ("read", "layers", "steps")}
+    if options["read"] == "student":
+        del options["read"]
+        return (
+            plain.distil(pairs, **options)
+            if case["code"] == "plain"
+            else student_of(pairs, folder, **options)
+        )
     return plain.train(pairs, **options) if case["code"] == "plain" else ours(pairs, folder, **options)
 
 
@@ -305,7 +358,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", default="medquad", help="set of pairs; default: %(default)s")
     parser.add_argument("--layers", type=int, default=smollm.LAYERS, help="of 30; default: %(default)s")
-    parser.add_argument("--steps", type=int, help="of every training; default: 60 to 150")
+    parser.add_argument("--steps", type=int, help="of every training; default: 60 to 600")
     parser.add_argument("--only", choices=[*STEPS, ALL_LOSSES], help="what is trained; default: all")
     parser.add_argument(
         "--keep", action="store_true", help="keep the finished rows of the file; train the others"
