@@ -472,7 +472,9 @@ class Searcher:
         for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
             own = query, slice(count)
             places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
-            documents = [_live_document(view, *place) for place in places] if view.lookup else ()
+            # Those of a built shard are read last, by with_documents.
+            readers = ((view.lookup.get(shard), row) for shard, row in places)
+            documents = [read and read(row) for read, row in readers] if view.lookup else ()
             terms = None if sparse is None else sparse[own]
             found = Candidates(
                 *(ids[own], shards[own], dense[own], terms, documents),
@@ -481,9 +483,3 @@ class Searcher:
             )
             answers.append(found)
         return answers
-
-
-def _live_document(view: IndexView, shard: int, row: int) -> Mapping[str, Any] | None:
-    """The document of a row of a live shard; None of a built one, whose documents are read last."""
-    lookup = view.lookup.get(shard)
-    return None if lookup is None else lookup(row)
