@@ -122,7 +122,7 @@ class _Parts:
 
     def __init__(self, groups: int) -> None:
         layout = IndexLayout(DIM, 10**6, groups, "flat", "flat", 1, 1, 1, None, ())
-        self._content = VersionContent(layout, groups, pa.schema([]), {})
+        self._content = VersionContent(layout, groups, layout.documents, pa.schema([]), {})
 
     async def encode(self, _: str, user_id: str | None) -> Query:
         return Query(np.ones((1, DIM), np.float32))
