@@ -54,6 +54,12 @@ from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 
 OPTIMIZER: dict[str, Any] = {"peak_lr": PEAK_LR, "warmup": WARMUP, "weight_decay": 0}  # of the package
+IN_PROCESS: dict[str, Any] = {
+    "precision": "float32",
+    "validation": None,
+    "seed": 0,
+    "resources": {"workers": 0},
+}
 LOSSES = {"temperature": TEMPERATURE, "bidirectional": False, "alpha": 0}
 POOL = 150  # answers held out
 TOP_K, DENSE_WEIGHT = 4096, 0.7
@@ -138,9 +144,9 @@ def artifacts(pairs: Pairs, folder: Path) -> tuple[Artifact, Artifact]:
     return dataset, draft.commit(counts={"triplets": len(triplets)}, simulated_clicks=False)
 
 
-def ours(pairs: Pairs, folder: Path, **options: Any) -> Figures:
-    """Train by the stage `train`; `options` are of :func:`_trained`."""
-    towers = _trained(pairs, folder, **options)
+def ours(pairs: Pairs, folder: Path, *, read: Read, layers: int, steps: int, **knobs: Any) -> Figures:
+    """Train by the stage `train`, in this process; `knobs` are of its config."""
+    towers = _train(pairs, folder, read=read, layers=layers, steps=steps, **knobs)
     losses = {at["step"]: at["contrastive"] for at in towers.read_json("curve.json")}
     return described(losses) | scored(towers, towers, pairs)
 
@@ -152,7 +158,7 @@ def student_of(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figure
     from scalingnote.train.distillation import job
     from scalingnote.train.distillation.config import DistillConfig
 
-    towers = _trained(pairs, folder, read="student", layers=layers, steps=plain.TEACHER_STEPS)
+    towers = _train(pairs, folder, read="student", layers=layers, steps=plain.TEACHER_STEPS)
     stored = encode.run_queries(
         TeacherConfig(tokens=False),
         dual_encoder=towers.uri,
@@ -165,10 +171,7 @@ def student_of(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figure
         "optimizer": OPTIMIZER | {"peak_lr": smollm.STUDENT_LR},
         "global_batch": plain.STUDENT_BATCH,
         "epochs": plain.STUDENT_BATCH * steps / len(texts),
-        "precision": "float32",
-        "validation": None,
-        "seed": 0,
-        "resources": {"workers": 0},
+        **IN_PROCESS,
     }
     student = job.run(
         DistillConfig.model_validate(config), query_embeddings=stored.uri, output=f"{folder}/student"
@@ -177,7 +180,7 @@ def student_of(pairs: Pairs, folder: Path, *, layers: int, steps: int) -> Figure
     return {"R@10 before": teacher["dense R@10"]} | scored(towers, student, pairs)
 
 
-def _trained(
+def _train(
     pairs: Pairs,
     folder: Path,
     *,
@@ -200,10 +203,7 @@ def _trained(
         "optimizer": OPTIMIZER,
         "global_batch": BATCH,
         "epochs": BATCH * steps / len(pairs.train),
-        "precision": "float32",
-        "validation": None,
-        "seed": 0,
-        "resources": {"workers": 0},
+        **IN_PROCESS,
     }
     output = tempfile.mkdtemp(prefix="trained-", dir=folder)
     parents = {name: f"{folder}/{name}" for name in ("dataset", "triplets")}
@@ -309,15 +309,11 @@ def measured(case: Figures, pairs: Pairs, folder: Path) -> Figures:
     """Train one of :func:`cases` and search the held-out answers."""
     if case["read"] == ALL_LOSSES:
         return lightretriever(pairs, folder, layers=case["layers"], steps=case["steps"])
-    options = {name: case[name] for name in ("read", "layers", "steps")}
-    if options["read"] == "student":
-        del options["read"]
-        return (
-            plain.distil(pairs, **options)
-            if case["code"] == "plain"
-            else student_of(pairs, folder, **options)
-        )
-    return plain.train(pairs, **options) if case["code"] == "plain" else ours(pairs, folder, **options)
+    sizes = {name: case[name] for name in ("layers", "steps")}
+    is_plain, read = case["code"] == "plain", case["read"]
+    if read == "student":
+        return plain.distil(pairs, **sizes) if is_plain else student_of(pairs, folder, **sizes)
+    return plain.train(pairs, read=read, **sizes) if is_plain else ours(pairs, folder, read=read, **sizes)
 
 
 def terms_before_training(pairs: Pairs, layers: Sequence[int]) -> list[Figures]:

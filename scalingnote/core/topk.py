@@ -121,7 +121,7 @@ def merge(
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """The k best of the candidates of several searches, concatenated along the columns.
 
-    An id of -1 means "none" and must score -inf. Ties go to the lower id, so the answer does not depend on
+    An id of -1 means "none", whatever its score. Ties go to the lower id, so the answer does not depend on
     the order of the searches.
     """
     k = min(k, scores.shape[1])

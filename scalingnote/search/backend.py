@@ -106,10 +106,6 @@ class DatabaseSearcher:
         """See :meth:`Searcher.documents`."""
         return grouping.first_passages(self._columns) if self.layout.passages else self._columns
 
-    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
-        """See :meth:`Searcher.facets`."""
-        return filters.facets(self.documents(), self.fields, most=most)
-
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document with this id, from the index."""
         return self.store.get(doc_id)

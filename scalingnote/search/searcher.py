@@ -200,14 +200,14 @@ def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -
         nothing = np.empty(0, np.int64)
         return Candidates(nothing, nothing, nothing.astype(np.float32), None, (), 0, missing=missing)
     # An aggregator none of whose groups was in time has no candidates, and so no scores of either kind.
-    sparse = [answer.sparse for answer in answers if len(answer) and answer.sparse is not None]
-    hybrid = bool(sparse) and len(sparse) == sum(len(answer) > 0 for answer in answers)
+    scored = [answer for answer in answers if len(answer)]
+    sparse = [answer.sparse for answer in scored if answer.sparse is not None]
     unread = [None] if any(answer.documents for answer in answers) else []
     return Candidates(
         ids=np.concatenate([answer.ids for answer in answers]),
         shards=np.concatenate([answer.shards for answer in answers]),
         dense=np.concatenate([answer.dense for answer in answers]),
-        sparse=np.concatenate(sparse) if hybrid else None,
+        sparse=np.concatenate(sparse) if sparse and len(sparse) == len(scored) else None,
         documents=[row for answer in answers for row in answer.documents or unread * len(answer)],
         searched=sum(answer.searched for answer in answers),
         version=answers[-1].version,
@@ -355,10 +355,6 @@ class Searcher:
         view = self.view()
         rows = view.alive_documents()
         return grouping.first_passages(rows) if view.layout.passages else rows
-
-    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
-        """Number of documents per value, for each text field with at most `most` values."""
-        return filters.facets(self.documents(), self.fields, most=most)
 
     def search(
         self,

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.core.errors import DatabaseError, SearchError
-from scalingnote.index import sparse
+from scalingnote.index import filters, sparse
 from scalingnote.index.live import versions
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
@@ -167,12 +167,13 @@ class IndexSearcher:
         _, searcher = await self._require(version)
 
         def content() -> VersionContent:
+            documents = searcher.documents()
             return VersionContent(
                 searcher.layout,
                 len(searcher.shards),
-                sum(map(len, searcher.documents())),
+                sum(map(len, documents)),
                 searcher.fields,
-                searcher.facets(most=MAX_FACET_CARDINALITY),
+                filters.facets(documents, searcher.fields, most=MAX_FACET_CARDINALITY),
                 documents_apart=not self._live,
             )
 

@@ -7,6 +7,7 @@ import pytest
 
 from live_shards import DIM, index, table
 from scalingnote.core.errors import DataError
+from scalingnote.index import filters
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import grouping
 from scalingnote.search.live_searcher import LiveSearcher
@@ -49,7 +50,9 @@ def check(searcher: Searcher, rows: dict[str, np.ndarray]) -> None:
             found = [(hit.doc_id, hit.document["passage"]["number"]) for hit in hits]
             assert found == expected(rows, query)[:k]
     documents = {document_of(name) for name in rows}
-    assert sum(searcher.facets(most=1000)["topic"].values()) == len(documents)
+    assert sum(filters.facets(searcher.documents(), searcher.fields, most=1000)["topic"].values()) == len(
+        documents
+    )
 
 
 @pytest.mark.parametrize("first", [1, 4])

@@ -14,7 +14,7 @@ from in_process import without_ray
 from scalingnote.core.config import Config
 from scalingnote.core.errors import ConfigError, DatabaseError, SearchError
 from scalingnote.export import databases, vectors
-from scalingnote.index import job
+from scalingnote.index import filters, job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import DocumentStore
@@ -284,7 +284,7 @@ def test_a_document_and_its_vector_are_found_by_any_id(engine: SearchBackend, co
         assert (document["doc_id"], document["title"]) == (doc_id(row), f"Title {row}")
         np.testing.assert_allclose(vector, corpus.dense[row], atol=1e-5)
     assert engine.get("nothing") is engine.vector("nothing") is None
-    assert engine.facets(most=5).keys() == {"topic", "größe"}
+    assert filters.facets(engine.documents(), engine.fields, most=5).keys() == {"topic", "größe"}
 
 
 def test_columns_of_candidates_are_read_without_their_documents(

@@ -19,6 +19,7 @@ from scalingnote.encode.config import IngestConfig
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.export import databases, vectors
 from scalingnote.export.vectors import ExportSource
+from scalingnote.index import filters
 from scalingnote.index.config import LiveConfig
 from scalingnote.index.live.delta import overridden
 from scalingnote.index.live.live_index import LiveIndex
@@ -190,7 +191,7 @@ def test_many_queries_get_what_each_gets_alone(searcher, query_path):
 
 
 def test_facets_count_documents(searcher):
-    assert searcher.facets(most=5) == {"topic": {"even": 6, "odd": 6}}
+    assert filters.facets(searcher.documents(), searcher.fields, most=5) == {"topic": {"even": 6, "odd": 6}}
 
 
 def test_the_report_is_about_documents(built, searcher, query_path):
@@ -233,7 +234,9 @@ def test_a_database_of_passages_answers_with_the_same_documents(built, searcher,
     made._client.close()
     search = SearchConfig(backend="qdrant", url=str(tmp_path / "db"), collection="documents")
     database = DatabaseSearcher.open(built["index"].uri, search, collection="documents", timeout_s=30.0)
-    assert database.facets(most=5) == searcher.facets(most=5)
+    assert filters.facets(database.documents(), database.fields, most=5) == filters.facets(
+        searcher.documents(), searcher.fields, most=5
+    )
     for query in query_path(["a comet in chapter 3", "the zebra with number 7"]):
         (found,) = database.find(query.embedding, k=2000, where={"topic": "odd"})
         ranked = rank(found, k=2000, joining=DEFAULT_JOINING, layout=database.layout)
@@ -420,7 +423,7 @@ def test_a_long_document_is_written_shortened_and_deleted(built, live, flow, que
         write(live, flow, built, [documents()[number] | {"content": f"Nothing but number {number}."}])
         assert passages_of(live, f"d{number}") == [f"d{number}#1"]
     assert len(live) == 12
-    assert follower.facets(most=5) == {"topic": {"even": 6, "odd": 6}}
+    assert filters.facets(follower.documents(), follower.fields, most=5) == {"topic": {"even": 6, "odd": 6}}
     live.delete(["d3"])
     assert len(live) == 11
 
