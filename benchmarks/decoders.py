@@ -13,9 +13,8 @@ or both sides (`two encoders`, as in TwinBERT), or learns a trained decoder's em
 """
 
 import json
-import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ import pyarrow as pa
 import torch
 from scipy import sparse
 
-from benchmarks import beir, minilm, plain, smollm
+from benchmarks import minilm, plain, smollm
+from benchmarks.pairs import POOL, Pairs, pairs_of
 from benchmarks.plain import (
     BATCH,
     DOCUMENT_TOKENS,
@@ -36,12 +36,10 @@ from benchmarks.plain import (
     TEMPERATURE,
     WARMUP,
     Figures,
-    Pairs,
     Read,
     described,
     recalls_of,
 )
-from benchmarks.public_sets import json_rows, source_files
 from benchmarks.report import arguments, show, write
 from scalingnote.core import cluster
 from scalingnote.core.config import Config
@@ -61,47 +59,7 @@ IN_PROCESS: dict[str, Any] = {
     "resources": {"workers": 0},
 }
 LOSSES = {"temperature": TEMPERATURE, "bidirectional": False, "alpha": 0}
-POOL = 150  # answers held out
 TOP_K, DENSE_WEIGHT = 4096, 0.7
-
-
-def pairs_of(name: str) -> Pairs:
-    """Pairs of a set. Of POOL groups a pair is held out, and no pair for training has its document or query.
-
-    A group is what answers the same: the documents of a disease (medquad), the accepted answer of a question
-    (stackexchange_devops), a judged document (a folder of BEIR).
-    """
-    own = {"medquad": _medquad, "stackexchange_devops": _devops}
-    rows = [*(own[name](source_files(name)) if name in own else _beir(name))]
-    random.Random(0).shuffle(rows)
-    by_group: dict[str, list[tuple[str, str]]] = {}
-    for group, question, document in rows:
-        by_group.setdefault(group, []).append((question, document))
-    groups = list(by_group.values())
-    held_out = [group[0] for group in groups[:POOL]]
-    asked = {question for question, _ in held_out}
-    return Pairs([pair for group in groups[POOL:] for pair in group if pair[0] not in asked], held_out)
-
-
-def _medquad(folder: Path) -> Iterator[tuple[str, str, str]]:
-    for row in json_rows(folder / "qa.jsonl"):
-        if row["answer"].strip():
-            yield row["focus"], row["question"], f"{row['focus']} {row['answer']}"  # its title and its text
-
-
-def _devops(folder: Path) -> Iterator[tuple[str, str, str]]:
-    answers = {row["id"]: row["body"] for row in json_rows(folder / "answers.jsonl")}
-    for row in json_rows(folder / "questions.jsonl"):
-        if (accepted := row.get("accepted_answer_id", "")) in answers:
-            yield accepted, row["title"], answers[accepted]
-
-
-def _beir(name: str) -> Iterator[tuple[str, str, str]]:
-    texts = {row["_id"]: f"{row['title']} {row['text']}" for row in beir.documents(name)}
-    queries = beir.queries(name)
-    for file in sorted((beir.folder(name) / "qrels").glob("*.tsv")):
-        for query_id, doc_ids in beir.judged(name, file.stem).items():
-            yield from ((doc_id, queries[query_id], texts[doc_id]) for doc_id in doc_ids)
 
 
 # --- the same in this package ------------------------------------------------------------------------------
@@ -373,8 +331,11 @@ def main() -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     filled = [{name: row.get(name, "-") for name in names} for row in rows]
     show("Decoders pooled at their end token", filled)
-    terms = kept.get("terms") or terms_before_training(pairs_of("medquad"), TERMS_LAYERS)
-    show("Terms of a decoder before training", terms)
+    terms = kept.get("terms", [])
+    if not terms and options.only is None:
+        terms = terms_before_training(pairs_of("medquad"), TERMS_LAYERS)
+    if terms:
+        show("Terms of a decoder before training", terms)
     settings: Figures = {"batch": BATCH, "questions": QUERIES, "answers": POOL, "one_in": POOL // 10}
     settings |= {"dense_weight": DENSE_WEIGHT, "sparse_weight": round(1 - DENSE_WEIGHT, 2)}
     write(options.json, metrics=headlines(rows), settings=settings, rows=filled, terms=terms)

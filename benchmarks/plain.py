@@ -7,7 +7,7 @@ of MiniLM, as the mean of its states; LoRA in either. See benchmarks/decoders.py
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,23 +15,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import minilm, smollm
+from benchmarks.pairs import Pairs
 
 BATCH, RANK, PEAK_LR, TEMPERATURE, WARMUP = 16, 16, 5e-4, 0.02, 0.1
 QUERY_TOKENS, DOCUMENT_TOKENS = 20, 48
-QUERIES = 100  # held out
+QUERIES = 100  # of those held out; they are searched among all answers held out
 ENCODER_LAYERS = minilm.SMALL_LAYERS
 TEACHER_STEPS, STUDENT_BATCH = 60, 64
 INSTRUCTION = "Retrieve documents that answer the query: "
 Read = Literal["whole", "tokens", "encoder", "two encoders", "student"]
 Figures = dict[str, Any]
 Side = Callable[[Sequence[str]], torch.Tensor]  # texts -> unit vectors
-
-
-class Pairs(NamedTuple):
-    """Questions and their answers; the first QUERIES held-out ones are searched among held-out answers."""
-
-    train: list[tuple[str, str]]
-    held_out: list[tuple[str, str]]
 
 
 def dim_of(read: Read) -> int:

@@ -167,7 +167,7 @@ def _column(name: str, values: pa.Array) -> _Column:
         if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
             _, bounds, text = values.buffers()
             offset_type = np.int32 if pa.types.is_string(values.type) else np.int64
-            offsets = np.frombuffer(bounds, offset_type)[values.offset :]  # type: ignore[call-overload]
+            offsets: Any = np.frombuffer(bounds, offset_type)[values.offset :]
             return _Column(name, memoryview(offsets), memoryview(b"" if text is None else text), None)
         if pa.types.is_integer(values.type) or values.type in (pa.float32(), pa.float64()):
             numbers = memoryview(values.to_numpy(zero_copy_only=True))

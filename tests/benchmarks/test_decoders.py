@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import decoders, smollm
-from benchmarks.plain import Figures, Pairs
+from benchmarks.pairs import Pairs, pairs_of
+from benchmarks.plain import Figures
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,7 +21,7 @@ def pairs() -> Pairs:
         smollm.path()
     except SystemExit as missing:
         pytest.skip(str(missing))
-    return decoders.pairs_of("medquad")
+    return pairs_of("medquad")
 
 
 @pytest.mark.timeout(1200)

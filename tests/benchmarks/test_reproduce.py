@@ -1,5 +1,6 @@
 """Trials of the papers' claims: their configs, how they are named, and what the tables say of them."""
 
+import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -116,12 +117,12 @@ def test_an_order_holds_is_reversed_or_is_not_metrics():
     assert "order_kept_share" not in reproduce.metrics(sides)
 
 
-@pytest.mark.parametrize(("hybrid", "expected"), [(0.69, 1), (0.67, 0)])
-def test_a_hybrid_may_be_a_little_below_its_better_half(hybrid: float, expected: int):
-    name = reproduce.LIGHTRETRIEVER
-    sides = {name: side(0.7), f"{name} (sparse)": side(0.3), f"{name} (hybrid)": side(hybrid)}
-    metrics = reproduce.metrics(found(("smollm", f"methods/{name}", True, sides)))
-    assert (metrics["hybrid_not_below_halves"], metrics["hybrids"]) == (expected, 1)
+def test_what_the_decoders_learned_is_repeated(tmp_path: Path):
+    file = tmp_path / "decoders.json"
+    with pytest.raises(SystemExit, match=r"run python -m benchmarks\.decoders"):
+        reproduce.learned(file)
+    file.write_text(json.dumps({"metrics": {"decoder_r10": 0.9, "twinbert_r10": 1.0}}))
+    assert reproduce.learned(file) == {"decoder_r10": 0.9}
 
 
 def test_what_training_adds_is_over_the_same_models_before():
