@@ -183,7 +183,21 @@ def search(
     refine_factor: int,
     allowed: RowMask | None = None,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """Search the chosen lists of one shard.
+    """Search the chosen lists of one shard: the k best of its :func:`candidates`, padded with -inf and -1."""
+    found = candidates(lists, queries, chosen=chosen, k=k, refine_factor=refine_factor, allowed=allowed)
+    return topk.merge(*found, k=k)
+
+
+def candidates(
+    lists: Lists,
+    queries: Float[ndarray, "queries dim"],
+    *,
+    chosen: Chosen,
+    k: int,
+    refine_factor: int,
+    allowed: RowMask | None = None,
+) -> tuple[Float[ndarray, "queries candidates"], Int[ndarray, "queries candidates"]]:
+    """Rows of one shard, among which its k best are, in any order.
 
     Args:
         lists: the shard.
@@ -194,13 +208,12 @@ def search(
         allowed: the rows that may be found; None: all.
 
     Returns:
-        Scores and rows, best first, padded with -inf and -1; fewer than k columns where the shard has fewer
-        rows. Ties go to the lower row.
+        Scores and rows; where a row is -1, any score. Ties are to go to the lower row.
     """
     if lists.kept is None:
-        return topk.merge(*scan(lists, queries, chosen=chosen, k=k, allowed=allowed), k=k)
+        return scan(lists, queries, chosen=chosen, k=k, allowed=allowed)
     rows = scan(lists, queries, chosen=chosen, k=k * refine_factor, allowed=allowed)[1]
-    return best(lists.kept, queries, rows, k=k)
+    return scores(lists.kept, queries, rows), rows
 
 
 def scan(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import ceil
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 import pyarrow as pa
@@ -146,6 +146,7 @@ def search(
     refine_factor: int,
     exact: bool = False,
     masks: Masks | None = None,
+    alive: Masks | None = None,
 ) -> Ranking:
     """Find the k best documents of each query.
 
@@ -156,23 +157,26 @@ def search(
         nprobe: inverted lists to scan where all documents are allowed.
         refine_factor: candidates rescored by kept vectors, per document asked for.
         exact: score every document by the vectors kept; without these, scan all lists.
-        masks: rows allowed in each segment.
+        masks: rows allowed in each segment; None: all.
+        alive: rows of each segment that were not deleted or replaced, of which `masks` are a part. An index
+            built anew would not have the others, and scan as many lists.
 
     Returns:
         Scores and rows, best first; at most k columns, padded with -inf and -1. Ties go to the lower row.
     """
-    masks = masks or [None] * len(segments)
-    starts = accumulate(map(len, segments), initial=0)
-    every = zip(starts, segments, masks, strict=False)
-    pieces = [piece for piece in every if len(piece[1]) and (piece[2] is None or piece[2].count)]
+    every = [None] * len(segments)
+    sizes = [*map(len, segments)]  # asked once: faiss takes a microsecond to answer
+    starts = accumulate(sizes, initial=0)
+    found = map(_Piece, starts, sizes, segments, masks or every)
+    pieces = [piece for piece in found if piece.allowed]
     if not pieces or not len(queries):
         return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
-    documents = sum(map(len, segments))
-    allowed = sum(len(lists) if mask is None else mask.count for _, lists, mask in pieces)
-    nlist = max(lists.coarse.ntotal for _, lists, _ in pieces)
-    widened = nlist if exact else min(nlist, ceil(nprobe * documents / allowed))
+    documents, allowed = sum(sizes), sum(piece.allowed for piece in pieces)
+    left = sum(map(_count, sizes, alive or every))
+    nlist = max(piece.lists.coarse.ntotal for piece in pieces)
+    widened = nlist if exact else min(nlist, ceil(nprobe * left / allowed))
     scanned = documents * widened / nlist
-    has_vectors = all(lists.kept is not None for _, lists, _ in pieces)
+    has_vectors = all(piece.lists.kept is not None for piece in pieces)
     if has_vectors and (exact or (allowed < documents and allowed * RESCORE_COST <= scanned)):
         return _score_all(pieces, queries, k=k)
 
@@ -236,50 +240,66 @@ def require_hybrid(layout: IndexLayout) -> None:
         )
 
 
-_Pieces = Sequence[tuple[int, ivf.Lists, RowMask | None]]  # first row, vectors, allowed rows
+class _Piece(NamedTuple):
+    """A segment of a search: its rows are numbered from `first` on."""
+
+    first: int
+    rows: int
+    lists: ivf.Lists
+    mask: RowMask | None  # the rows that may be found; None: all
+
+    @property
+    def allowed(self) -> int:
+        """Number of rows that may be found."""
+        return _count(self.rows, self.mask)
+
+
+def _count(rows: int, mask: RowMask | None) -> int:
+    return rows if mask is None else mask.count
 
 
 def _probe(
-    pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int, nprobe: int, refine_factor: int
+    pieces: Sequence[_Piece],
+    queries: Float[ndarray, "queries dim"],
+    *,
+    k: int,
+    nprobe: int,
+    refine_factor: int,
 ) -> Ranking:
     """Scan the lists of each query's nearest centroids in every segment."""
     chosen: dict[int, ivf.Chosen] = {}
-    rankings = []
-    for _, lists, mask in pieces:
-        coarse = lists.coarse
+    found = []
+    for piece in pieces:
+        coarse = piece.lists.coarse
         if id(coarse) not in chosen:
             chosen[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
-        found = ivf.search(
-            lists,
-            queries,
-            chosen=chosen[id(coarse)],
-            k=k,
-            refine_factor=refine_factor,
-            allowed=mask,
+        own = chosen[id(coarse)]
+        found.append(
+            ivf.candidates(
+                piece.lists, queries, chosen=own, k=k, refine_factor=refine_factor, allowed=piece.mask
+            )
         )
-        rankings.append(found)
-    return _merge(pieces, rankings, k=k)
+    return _best(pieces, found, k=k)
 
 
-def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int) -> Ranking:
+def _score_all(pieces: Sequence[_Piece], queries: Float[ndarray, "queries dim"], *, k: int) -> Ranking:
     """Score every allowed document: cheaper than a scan where a filter leaves few."""
-    rankings = []
-    for _, lists, mask in pieces:
-        rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask.rows)
+    found = []
+    for piece in pieces:
+        rows = np.arange(piece.rows) if piece.mask is None else np.flatnonzero(piece.mask.rows)
         every = np.broadcast_to(rows, (len(queries), len(rows)))
-        rankings.append(ivf.best(lists.kept, queries, every, k=k))
-    return _merge(pieces, rankings, k=k)
+        found.append(ivf.best(piece.lists.kept, queries, every, k=k))
+    return _best(pieces, found, k=k)
 
 
-def _merge(pieces: _Pieces, rankings: Sequence[Ranking], *, k: int) -> Ranking:
-    """The k best of all segments, with rows counted from the first segment on."""
-    counted = [
-        (scores, np.where(rows < 0, -1, rows + start) if start else rows)
-        for (start, _, _), (scores, rows) in zip(pieces, rankings, strict=True)
-    ]
-    if len(counted) == 1:
-        return counted[0]
-    scores, rows = (np.hstack(columns) for columns in zip(*counted, strict=True))
+def _best(pieces: Sequence[_Piece], found: Sequence[Ranking], *, k: int) -> Ranking:
+    """The k best of the candidates of all segments, with rows counted from the first segment on."""
+    for piece, (_, rows) in zip(pieces, found, strict=True):
+        if piece.first:
+            _count_from(rows, piece.first)
+    if len(found) == 1:
+        return topk.merge(*found[0], k=k)
+    scores, rows = (np.concatenate(columns, axis=1) for columns in zip(*found, strict=True))
     return topk.merge(scores, rows, k=k)
 
 
@@ -304,6 +324,16 @@ def _unit(queries):
         for j in range(queries.shape[1]):
             unit[q, j] = queries[q, j] / length
     return unit, -1
+
+
+@jit
+@no_type_check
+def _count_from(rows, first):
+    """Add the first row of a segment to its rows, in place; -1 stays."""
+    for q in range(rows.shape[0]):
+        for c in range(rows.shape[1]):
+            if rows[q, c] >= 0:
+                rows[q, c] += first
 
 
 @jit

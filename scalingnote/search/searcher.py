@@ -441,6 +441,7 @@ class Searcher:
             refine_factor=layout.refine_factor,
             exact=exact,
             masks=masks,
+            alive=view.alive,
         )
         if terms is None:
             return self._candidates(view, rows, dense, None)
@@ -463,14 +464,14 @@ class Searcher:
     ) -> list[Candidates]:
         """Candidates of each query, of a live index with their documents; without trailing rows of -1."""
         shards, inside = view.place(rows)
-        ids, dense = candidate_ids(shards, inside), dense.astype(np.float32, copy=False)
+        ids, dense, lookup = candidate_ids(shards, inside), dense.astype(np.float32, copy=False), view.lookup
         answers = []
         for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
             own = query, slice(count)
-            places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
-            # Those of a built shard are read last, by with_documents.
-            readers = ((view.lookup.get(shard), row) for shard, row in places)
-            documents = [read and read(row) for read, row in readers] if view.lookup else ()
+            documents: Sequence[Any] = ()
+            if lookup:  # those of a built shard are read last, by with_documents
+                places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
+                documents = [lookup[shard](row) if shard in lookup else None for shard, row in places]
             terms = None if sparse is None else sparse[own]
             found = Candidates(
                 *(ids[own], shards[own], dense[own], terms, documents),
