@@ -8,9 +8,9 @@ finds the candidates. A document's score is summed in the same order among any c
 equal documents have equal scores everywhere. Ties go to the lower row.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, no_type_check
 from weakref import WeakKeyDictionary
@@ -67,6 +67,23 @@ class RowMask:
     def selector(self) -> Any:
         """For faiss, as long as this mask is kept."""
         return faiss.IDSelectorBitmap(len(self._bits), faiss.swig_ptr(self._bits))
+
+    @cached_property
+    def parameters(self) -> Callable[[int], Any]:
+        """A function of nprobe: faiss's parameters of a scan, which threads may share."""
+        return lru_cache(partial(_scan_parameters, selector=self.selector))
+
+
+def _scan_parameters(nprobe: int, *, selector: Any = None) -> Any:
+    parameters = faiss.SearchParametersIVF()
+    parameters.nprobe = nprobe
+    if selector is not None:
+        parameters.sel = selector
+    return parameters
+
+
+# Made once: that takes as long as scanning a dozen lists.
+_all_rows = lru_cache(_scan_parameters)
 
 
 def empty(quantizer: Quantizer) -> Lists:
@@ -225,17 +242,15 @@ def scan(
     allowed: RowMask | None = None,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """The k best rows of the chosen lists by their codes, best first; where a row is -1, any score."""
-    k = min(k, max(len(lists), 1))
+    count = len(lists)  # faiss takes a microsecond to answer
+    k = min(k, max(count, 1))
     if lists.index is None:
         return _compare_all(lists.kept, queries, k=k, allowed=allowed)
     list_scores, list_numbers = chosen
-    scores = np.full((len(queries), k), -np.inf, np.float32)
+    scores = np.empty((len(queries), k), np.float32)
     rows = np.full((len(queries), k), -1, np.int64)
-    if len(lists) and len(queries):
-        parameters = faiss.SearchParametersIVF()
-        parameters.nprobe = list_numbers.shape[1]
-        if allowed is not None:
-            parameters.sel = allowed.selector
+    if count and len(queries):
+        parameters = (_all_rows if allowed is None else allowed.parameters)(list_numbers.shape[1])
         # faiss's Python wrapper would take nprobe from the index, which threads share.
         lists.index.search_preassigned_c(
             len(queries),
