@@ -10,8 +10,8 @@ because it runs for every request.
 import asyncio
 import hashlib
 import re
+import secrets
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -269,7 +269,7 @@ def request_id(header: bytes) -> str:
     """The id that a client sent, if it is short and printable; else a new one."""
     if 0 < len(header) <= 64 and header.isascii() and header.decode().isprintable() and b" " not in header:
         return header.decode()
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def _host_name(host: bytes) -> str:
