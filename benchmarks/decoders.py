@@ -6,7 +6,8 @@ SmolLM2's first layers, LoRA, batches of 16 with in-batch negatives only; medqua
 split by focus. Held out are 100 questions and a pool of 150 answers; chance finds the right one among ten for
 a question in 15. The plain lines (benchmarks/plain.py) are PyTorch, transformers and peft: where they
 differ from the package, the fault is ours. The decoder reads a query `whole`, or as LightRetriever's
-`tokens`, one by one after an instruction; with its whole objective (`all losses`) documents have term
+`tokens`, one by one after an instruction; documents, too, in the ablations of its Table 4 (`light both`, and
+`light documents`, whose queries are read whole); with its whole objective (`all losses`) documents have term
 weights, too, and learn from the whole query. Or a small encoder reads queries (`encoder`, as in ScalingDoc),
 or both sides (`two encoders`, as in TwinBERT), or learns a trained decoder's embeddings of the queries
 (`student`, as in ScalingNote; `R@10 before` is the decoder's then).
@@ -27,6 +28,7 @@ from benchmarks import minilm, plain, smollm
 from benchmarks.pairs import POOL, Pairs, pairs_of
 from benchmarks.plain import (
     BATCH,
+    BY_TOKENS,
     DOCUMENT_TOKENS,
     INSTRUCTION,
     PEAK_LR,
@@ -177,14 +179,16 @@ def _towers(read: Read, layers: int, reading: Figures) -> Figures:
     backbone = {"kind": "pretrained", "path": str(minilm.path()), "layers": plain.ENCODER_LAYERS}
     encoder = {"backbone": backbone, "pooling": "auto", "normalise": False}
     document: Figures = {"prompt": prompt, "max_length": DOCUMENT_TOKENS + 2} | decoder | lora
-    if read == "tokens":
+    if read in BY_TOKENS["query"]:
         query: Figures = {"kind": "token_wise", "instruction": INSTRUCTION, "max_length": QUERY_TOKENS}
-    elif read in ("whole", "student"):  # a student's teacher
-        query = {"max_length": QUERY_TOKENS + 1} | decoder | lora
-    else:
+    elif "encoder" in read:
         query = {"max_length": QUERY_TOKENS} | encoder | lora
+    else:
+        query = {"max_length": QUERY_TOKENS + 1} | decoder | lora
     if read == "two encoders":
         document = {"max_length": DOCUMENT_TOKENS} | encoder | lora
+    elif read in BY_TOKENS["document"]:
+        document |= {"reads": "tokens"}
     return {"query": query, "document": document, "dim": plain.dim_of(read)}
 
 
@@ -224,6 +228,8 @@ def scored(towers: Artifact, asking: Artifact, pairs: Pairs) -> Figures:
 STEPS: Mapping[Read, int] = {
     "whole": 60,
     "tokens": 120,
+    "light both": 120,
+    "light documents": 120,
     "encoder": 150,
     "two encoders": 150,
     "student": 600,
@@ -232,6 +238,8 @@ ALL_LOSSES_STEPS = 150
 NAMES: Mapping[Read, str] = {
     "whole": "decoder",
     "tokens": "tokens",
+    "light both": "light_both",
+    "light documents": "light_documents",
     "encoder": "scalingdoc",
     "two encoders": "twinbert",
     "student": "scalingnote_student",

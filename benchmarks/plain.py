@@ -23,14 +23,20 @@ QUERIES = 100  # of those held out; they are searched among all answers held out
 ENCODER_LAYERS = minilm.SMALL_LAYERS
 TEACHER_STEPS, STUDENT_BATCH = 60, 64
 INSTRUCTION = "Retrieve documents that answer the query: "
-Read = Literal["whole", "tokens", "encoder", "two encoders", "student"]
+Read = Literal["whole", "tokens", "light both", "light documents", "encoder", "two encoders", "student"]
+BY_TOKENS: Mapping[
+    str, tuple[Read, ...]
+] = {  # sides whose tokens are read one by one (LightRetriever, Table 4)
+    "query": ("tokens", "light both"),
+    "document": ("light both", "light documents"),
+}
 Figures = dict[str, Any]
 Side = Callable[[Sequence[str]], torch.Tensor]  # texts -> unit vectors
 
 
 def dim_of(read: Read) -> int:
     """The dimension that both sides project to: the decoder's own, without a projection, or the encoder's."""
-    return smollm.HIDDEN if read in ("whole", "tokens") else minilm.DIM
+    return minilm.DIM if read in ("encoder", "two encoders", "student") else smollm.HIDDEN
 
 
 class Decoder(nn.Module):
@@ -68,9 +74,9 @@ class Decoder(nn.Module):
         """Unit vectors of the first tokens of each text."""
         return F.normalize(self.embed(texts, length=length), dim=1)
 
-    def token_means(self, texts: Sequence[str], *, length: int) -> torch.Tensor:
+    def token_means(self, texts: Sequence[str], *, length: int, instruction: str) -> torch.Tensor:
         """LightRetriever's queries: the mean of a text's tokens, each read behind an instruction."""
-        rows, ahead = self.ids(texts, length), self.ids([INSTRUCTION], length)[0]
+        rows, ahead = self.ids(texts, length), self.ids([instruction], length)[0]
         distinct = sorted({token for row in rows for token in row})
         vectors = self.states([[*ahead, token] for token in distinct])
         place = {token: number for number, token in enumerate(distinct)}
@@ -117,8 +123,12 @@ def train(pairs: Pairs, *, read: Read, layers: int, steps: int) -> Figures:
     dim = dim_of(read)
     reader = Encoder(dim) if read == "two encoders" else Decoder(layers, dim)
     asker = Encoder(dim) if read == "encoder" else reader
-    ask = asker.token_means if read == "tokens" and isinstance(asker, Decoder) else asker
-    queries, documents = partial(ask, length=QUERY_TOKENS), partial(reader, length=DOCUMENT_TOKENS)
+    queries: Side = partial(asker, length=QUERY_TOKENS)
+    documents: Side = partial(reader, length=DOCUMENT_TOKENS)
+    if isinstance(asker, Decoder) and read in BY_TOKENS["query"]:
+        queries = partial(asker.token_means, length=QUERY_TOKENS, instruction=INSTRUCTION)
+    if isinstance(reader, Decoder) and read in BY_TOKENS["document"]:
+        documents = partial(reader.token_means, length=DOCUMENT_TOKENS, instruction="")
     before = recalls(pairs, queries, documents)
     losses = _contrast(pairs, queries, documents, nn.ModuleList([asker, reader]), steps)
     return {"R@10 before": before["dense R@10"]} | described(losses) | recalls(pairs, queries, documents)
