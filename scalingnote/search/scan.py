@@ -4,8 +4,8 @@
 
 A *segment* is vectors that are scanned together: those of the shards a searcher holds, or those written to a
 live shard since. Rows are numbered from the first segment to the last. A search for k returns k documents if
-k are allowed: the fewer are allowed, the more lists are scanned; if only few are, each is scored; and a scan
-that returns too few is repeated over all lists.
+k are allowed: the fewer a filter allows, the more lists are scanned; if only few are, each is scored; and a
+scan that returns too few is repeated over all lists.
 """
 
 import json

@@ -79,3 +79,20 @@ def test_k_results_come_back_whenever_k_exist(
 def test_a_short_scan_is_repeated_over_more_lists() -> None:
     _, rows = scan.search(FINE, queries(DOCUMENTS, 5), k=1000, nprobe=1, refine_factor=1)
     assert (rows >= 0).all()
+
+
+def test_a_filter_widens_a_scan_and_deleted_rows_do_not() -> None:
+    quantizer = families.train(DOCUMENTS, FastScan(refine="flat"), nlist=LISTS, seed=0)
+    kept = np.random.default_rng(0).random(COUNT) < 0.6
+    whole, anew = ivf.empty(quantizer), ivf.empty(quantizer)
+    ivf.add(whole, DOCUMENTS)
+    ivf.add(anew, DOCUMENTS[kept])
+    probes, sizes = queries(DOCUMENTS, 20), {"k": 20, "nprobe": 3, "refine_factor": COUNT}
+    masks = [ivf.RowMask(kept)]
+    _, expected = scan.search([anew], probes, **sizes)
+    _, found = scan.search([whole], probes, masks=masks, alive=masks, **sizes)
+    np.testing.assert_array_equal(found, np.flatnonzero(kept)[expected])
+    filtered, _ = scan.search([whole], probes, masks=masks, **sizes)
+    deleted, _ = scan.search([whole], probes, masks=masks, alive=masks, **sizes)
+    assert (filtered >= deleted).all()
+    assert (filtered > deleted).any()
