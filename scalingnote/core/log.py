@@ -40,6 +40,8 @@ def configure(*, rank: int = 0) -> None:
         handler = _CurrentStderr()
         handler.setFormatter(_Formatter())
         root.addHandler(handler)
+        # transformers imports it to save a model, and it writes to standard output that it found no GPU.
+        logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

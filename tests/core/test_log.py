@@ -2,6 +2,8 @@
 
 import logging
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -74,3 +76,14 @@ def test_a_line_of_any_kind_postpones_the_status(lines: list[str]):
             log.note_line()
             time.sleep(0.01)
         assert "status" not in lines
+
+
+def test_warnings_of_deepspeed_stay_out_of_the_output():
+    script = (
+        "import logging, sys; from scalingnote.core.log import configure; configure(); configure();"
+        "theirs = logging.getLogger('DeepSpeed'); theirs.addHandler(logging.StreamHandler(sys.stdout));"
+        "theirs.setLevel(logging.WARNING);"  # as the package leaves its logger
+        "theirs.warning('found no GPU'); theirs.error('a real fault')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "a real fault\n"
