@@ -23,6 +23,9 @@ import psutil
 ROOT = "scalingnote"
 PROGRESS_INTERVAL_S = 5.0
 SILENCE_S = 7.0  # without a line, after which the status of the work at hand is logged
+# Imported wherever transformers saves a model or peft adds adapters, and they warn of hardware and kernels
+# that a run may not need: DeepSpeed on standard output, where commands print JSON.
+OTHERS_WITH_WARNINGS = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
 LINE = re.compile(r"\d\d:\d\d:\d\d \w+ ")  # start of every line of this package
 
 
@@ -40,8 +43,8 @@ def configure(*, rank: int = 0) -> None:
         handler = _CurrentStderr()
         handler.setFormatter(_Formatter())
         root.addHandler(handler)
-        # transformers imports it to save a model, and it writes to standard output that it found no GPU.
-        logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+        for name in OTHERS_WITH_WARNINGS:
+            logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
