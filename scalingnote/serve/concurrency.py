@@ -11,7 +11,8 @@ VersionHandle      calls what a part of the application holds for a version of t
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
@@ -89,6 +90,10 @@ class ThreadBatcher(Generic[Input, Output]):
         self._start_batch(loop)
 
 
+class LoopFuture(asyncio.Future[Any]):
+    """Filled by the event loop itself, in its next turns: the last that a call waits for."""
+
+
 class LoopBatcher(Generic[Input, Output]):
     """Batches the calls of two turns of the event loop; a single call waits for one idle turn.
 
@@ -109,7 +114,7 @@ class LoopBatcher(Generic[Input, Output]):
     async def __call__(self, value: Input) -> Output:
         """The output for one input."""
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[Output] = loop.create_future()
+        result: asyncio.Future[Output] = LoopFuture(loop=loop)
         self._waiting.append((value, result))
         if len(self._waiting) == 1:  # scheduled twice: after the rest of this turn, and after the next
             loop.call_soon(loop.call_soon, self._run_batch, loop)
@@ -243,13 +248,37 @@ async def gather_in_time(calls: Sequence[Awaitable[T]], *, deadline_s: float) ->
 
 async def _in_time(number: int, call: Awaitable[T], deadline_s: float) -> T | None:
     try:
+        # A timer takes a third of the time of a search, and could not end what the loop itself does.
+        if isinstance(call, Coroutine):
+            waits_for = call.send(None)
+            call = _continue(call, waits_for)
+            if isinstance(waits_for, LoopFuture):
+                return await call
         async with asyncio.timeout(deadline_s):
             return await call
+    except StopIteration as ended:  # without a wait
+        answer: T = ended.value
+        return answer
     except TimeoutError:
         log.warning("call %d of the fan-out took longer than %.3gs and was left out", number, deadline_s)
     except Exception:  # an error of one shard must not cost the results of the others
         log.exception("call %d of the fan-out failed and was left out", number)
     return None
+
+
+@types.coroutine
+def _continue(call: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
+    """The rest of a coroutine that was started, and waits for something."""
+    while True:
+        try:
+            step = partial(call.send, (yield waits_for))
+        except BaseException as error:  # it may handle the end of its task
+            step = partial(call.throw, error)
+        try:
+            waits_for = step()
+        except StopIteration as ended:
+            answer: T = ended.value
+            return answer
 
 
 STEPS = ("encode", "search", "escalate", "rerank")  # of a search

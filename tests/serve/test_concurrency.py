@@ -124,10 +124,21 @@ def test_a_slow_or_failing_call_costs_the_others_nothing():
     async def fail() -> int:
         raise OSError("the disk is gone")
 
+    async def answer_at_once() -> int:
+        return 5
+
+    async def answer_late() -> int:  # its first wait fails, and it waits again
+        with pytest.raises(OSError, match="gone"):
+            await asyncio.gather(answer(6), fail())
+        return await answer(6)
+
+    double = LoopBatcher(lambda values: [2 * value for value in values], max_batch=8)
+    fail_all = LoopBatcher(lambda values: [OSError("the disk is gone") for _ in values], max_batch=8)
     stuck = [answer(n, after_s=600) for n in range(50)]  # ten seconds, were the deadlines added up
-    calls = [answer(1, after_s=0.05), answer(2), fail(), answer(4), *stuck]
+    calls = [answer(1, after_s=0.05), answer(2), fail(), answer(4), answer_at_once(), answer_late()]
+    calls += [double(4), fail_all(0), *stuck]
     start = time.monotonic()
-    assert asyncio.run(gather_in_time(calls, deadline_s=0.2)) == [1, 2, None, 4, *[None] * 50]
+    assert asyncio.run(gather_in_time(calls, deadline_s=0.2)) == [1, 2, None, 4, 5, 6, 8, None, *[None] * 50]
     assert time.monotonic() - start < 8
     assert cancelled == [*range(50)]
 
