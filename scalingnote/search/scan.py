@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import ceil
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
 import pyarrow as pa
@@ -166,17 +166,17 @@ def search(
     """
     every = [None] * len(segments)
     sizes = [*map(len, segments)]  # asked once: faiss takes a microsecond to answer
+    counts = _counts(sizes, masks or every)
     starts = accumulate(sizes, initial=0)
-    found = map(_Piece, starts, sizes, segments, masks or every)
-    pieces = [piece for piece in found if piece.allowed]
+    found = zip(starts, segments, masks or every, counts, strict=False)
+    pieces = [(start, lists, mask) for start, lists, mask, count in found if count]
     if not pieces or not len(queries):
         return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
-    documents, allowed = sum(sizes), sum(piece.allowed for piece in pieces)
-    left = sum(map(_count, sizes, alive or every))
-    nlist = max(piece.lists.coarse.ntotal for piece in pieces)
+    documents, allowed, left = sum(sizes), sum(counts), sum(_counts(sizes, alive or every))
+    nlist = max(lists.coarse.ntotal for _, lists, _ in pieces)
     widened = nlist if exact else min(nlist, ceil(nprobe * left / allowed))
     scanned = documents * widened / nlist
-    has_vectors = all(piece.lists.kept is not None for piece in pieces)
+    has_vectors = all(lists.kept is not None for _, lists, _ in pieces)
     if has_vectors and (exact or (allowed < documents and allowed * RESCORE_COST <= scanned)):
         return _score_all(pieces, queries, k=k)
 
@@ -240,63 +240,46 @@ def require_hybrid(layout: IndexLayout) -> None:
         )
 
 
-class _Piece(NamedTuple):
-    """A segment of a search: its rows are numbered from `first` on."""
-
-    first: int
-    rows: int
-    lists: ivf.Lists
-    mask: RowMask | None  # the rows that may be found; None: all
-
-    @property
-    def allowed(self) -> int:
-        """Number of rows that may be found."""
-        return _count(self.rows, self.mask)
+_Pieces = Sequence[tuple[int, ivf.Lists, RowMask | None]]  # first row, vectors, allowed rows
 
 
-def _count(rows: int, mask: RowMask | None) -> int:
-    return rows if mask is None else mask.count
+def _counts(sizes: Sequence[int], masks: Masks) -> list[int]:
+    """Number of rows of each segment that a mask leaves."""
+    return [size if mask is None else mask.count for size, mask in zip(sizes, masks, strict=True)]
 
 
 def _probe(
-    pieces: Sequence[_Piece],
-    queries: Float[ndarray, "queries dim"],
-    *,
-    k: int,
-    nprobe: int,
-    refine_factor: int,
+    pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int, nprobe: int, refine_factor: int
 ) -> Ranking:
     """Scan the lists of each query's nearest centroids in every segment."""
     chosen: dict[int, ivf.Chosen] = {}
     found = []
-    for piece in pieces:
-        coarse = piece.lists.coarse
+    for _, lists, mask in pieces:
+        coarse = lists.coarse
         if id(coarse) not in chosen:
             chosen[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
         own = chosen[id(coarse)]
         found.append(
-            ivf.candidates(
-                piece.lists, queries, chosen=own, k=k, refine_factor=refine_factor, allowed=piece.mask
-            )
+            ivf.candidates(lists, queries, chosen=own, k=k, refine_factor=refine_factor, allowed=mask)
         )
     return _best(pieces, found, k=k)
 
 
-def _score_all(pieces: Sequence[_Piece], queries: Float[ndarray, "queries dim"], *, k: int) -> Ranking:
+def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int) -> Ranking:
     """Score every allowed document: cheaper than a scan where a filter leaves few."""
     found = []
-    for piece in pieces:
-        rows = np.arange(piece.rows) if piece.mask is None else np.flatnonzero(piece.mask.rows)
+    for _, lists, mask in pieces:
+        rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask.rows)
         every = np.broadcast_to(rows, (len(queries), len(rows)))
-        found.append(ivf.best(piece.lists.kept, queries, every, k=k))
+        found.append(ivf.best(lists.kept, queries, every, k=k))
     return _best(pieces, found, k=k)
 
 
-def _best(pieces: Sequence[_Piece], found: Sequence[Ranking], *, k: int) -> Ranking:
+def _best(pieces: _Pieces, found: Sequence[Ranking], *, k: int) -> Ranking:
     """The k best of the candidates of all segments, with rows counted from the first segment on."""
-    for piece, (_, rows) in zip(pieces, found, strict=True):
-        if piece.first:
-            _count_from(rows, piece.first)
+    for (first, _, _), (_, rows) in zip(pieces, found, strict=True):
+        if first:
+            _count_from(rows, first)
     if len(found) == 1:
         return topk.merge(*found[0], k=k)
     scores, rows = (np.concatenate(columns, axis=1) for columns in zip(*found, strict=True))
