@@ -24,9 +24,8 @@ ENCODER_LAYERS = minilm.SMALL_LAYERS
 TEACHER_STEPS, STUDENT_BATCH = 60, 64
 INSTRUCTION = "Retrieve documents that answer the query: "
 Read = Literal["whole", "tokens", "light both", "light documents", "encoder", "two encoders", "student"]
-BY_TOKENS: Mapping[
-    str, tuple[Read, ...]
-] = {  # sides whose tokens are read one by one (LightRetriever, Table 4)
+# Sides whose tokens are read one by one (LightRetriever, Table 4).
+BY_TOKENS: Mapping[str, tuple[Read, ...]] = {
     "query": ("tokens", "light both"),
     "document": ("light both", "light documents"),
 }
