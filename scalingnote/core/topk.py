@@ -143,6 +143,18 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 @jit
 @no_type_check
+def count_from(first, rows):
+    """Rows of a part as those of the whole, in which the part begins at row `first`; -1 stays."""
+    counted = rows.astype(np.int64)
+    flat = counted.reshape(-1)
+    for place in range(flat.size):
+        if flat[place] >= 0:
+            flat[place] += first
+    return counted
+
+
+@jit
+@no_type_check
 def heap_push(scores, rows, place, score, row):
     """Put a candidate into a heap at its first free place."""
     while place > 0:

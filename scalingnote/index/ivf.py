@@ -191,20 +191,6 @@ def choose_lists(queries: Float[ndarray, "queries dim"], coarse: Any, *, nprobe:
     return scores, numbers
 
 
-def search(
-    lists: Lists,
-    queries: Float[ndarray, "queries dim"],
-    *,
-    chosen: Chosen,
-    k: int,
-    refine_factor: int,
-    allowed: RowMask | None = None,
-) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """Search the chosen lists of one shard: the k best of its :func:`candidates`, padded with -inf and -1."""
-    found = candidates(lists, queries, chosen=chosen, k=k, refine_factor=refine_factor, allowed=allowed)
-    return topk.merge(*found, k=k)
-
-
 def candidates(
     lists: Lists,
     queries: Float[ndarray, "queries dim"],
@@ -225,7 +211,7 @@ def candidates(
         allowed: the rows that may be found; None: all.
 
     Returns:
-        Scores and rows; where a row is -1, any score. Ties are to go to the lower row.
+        Scores and rows for :func:`topk.merge`; where a row is -1, any score.
     """
     if lists.kept is None:
         return scan(lists, queries, chosen=chosen, k=k, allowed=allowed)

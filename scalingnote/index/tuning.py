@@ -294,7 +294,7 @@ def _measure_shards(
         lists = _reopen(number, run)
         for nprobe in probes:
             share = candidates(lists, run.queries, nprobe=nprobe, k=depth)
-            share = share._replace(rows=_count_from(first_row, share.rows))
+            share = share._replace(rows=topk.count_from(first_row, share.rows))
             found[nprobe] = join(found[nprobe], share, depth=depth) if nprobe in found else share
     exact, background = _exact_answers(run, first, documents=documents)
     points = [
@@ -319,7 +319,8 @@ def _measure_shard_hybrid(
     assert terms is not None
     lists = _reopen(number, run)
     chosen = ivf.choose_lists(queries, lists.coarse, nprobe=layout.nprobe)
-    _, rows = ivf.search(lists, queries, chosen=chosen, k=k, refine_factor=layout.refine_factor)
+    nearest = ivf.candidates(lists, queries, chosen=chosen, k=k, refine_factor=layout.refine_factor)
+    _, rows = topk.merge(*nearest, k=k)
     files = {
         name: fs.read_bytes(fs.join(run.output, part)) for name, part in shard.term_files(number).items()
     }
@@ -327,8 +328,8 @@ def _measure_shard_hybrid(
     found = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
     doc_ids = read_table(fs.join(run.output, shard.columns_file(number)))["doc_id"]
     judged = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
-    found = replace(found, ids=_count_from(first_row, found.ids))
-    return number, (found, _count_from(first_row, judged))
+    found = replace(found, ids=topk.count_from(first_row, found.ids))
+    return number, (found, topk.count_from(first_row, judged))
 
 
 def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Sequence[int]) -> list[float]:
@@ -342,7 +343,8 @@ def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Se
         start = time.process_time()
         for query in queries:
             chosen = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
-            ivf.search(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
+            nearest = ivf.candidates(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
+            topk.merge(*nearest, k=k)
         timed.append(round((time.process_time() - start) / len(queries) * 1e6, 1))
     return timed
 
@@ -356,12 +358,8 @@ def _exact_answers(
     for number, first_row in first.items():
         share = np.load(io.BytesIO(fs.read_bytes(run.work(f"exact/{number:05d}.npz"))))
         total += share["total"]
-        best.add(slice(None), share["scores"], _count_from(first_row, share["rows"]))
+        best.add(slice(None), share["scores"], topk.count_from(first_row, share["rows"]))
     return best.ids, round(hybrid.background_of(run.queries, (total / documents)[np.newaxis]), 6)
-
-
-def _count_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, "*shape"]:
-    return np.where(rows < 0, -1, rows.astype(np.int64) + first_row)
 
 
 def _reopen(number: int, run: IndexRun) -> ivf.Lists:

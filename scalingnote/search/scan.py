@@ -277,12 +277,13 @@ def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: in
 
 def _best(pieces: _Pieces, found: Sequence[Ranking], *, k: int) -> Ranking:
     """The k best of the candidates of all segments, with rows counted from the first segment on."""
-    for (first, _, _), (_, rows) in zip(pieces, found, strict=True):
-        if first:
-            _count_from(rows, first)
-    if len(found) == 1:
-        return topk.merge(*found[0], k=k)
-    scores, rows = (np.concatenate(columns, axis=1) for columns in zip(*found, strict=True))
+    counted = [
+        (scores, topk.count_from(first, rows) if first else rows)
+        for (first, _, _), (scores, rows) in zip(pieces, found, strict=True)
+    ]
+    if len(counted) == 1:
+        return topk.merge(*counted[0], k=k)
+    scores, rows = (np.concatenate(columns, axis=1) for columns in zip(*counted, strict=True))
     return topk.merge(scores, rows, k=k)
 
 
@@ -307,16 +308,6 @@ def _unit(queries):
         for j in range(queries.shape[1]):
             unit[q, j] = queries[q, j] / length
     return unit, -1
-
-
-@jit
-@no_type_check
-def _count_from(rows, first):
-    """Add the first row of a segment to its rows, in place; -1 stays."""
-    for q in range(rows.shape[0]):
-        for c in range(rows.shape[1]):
-            if rows[q, c] >= 0:
-                rows[q, c] += first
 
 
 @jit

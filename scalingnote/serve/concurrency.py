@@ -248,7 +248,7 @@ async def gather_in_time(calls: Sequence[Awaitable[T]], *, deadline_s: float) ->
 
 async def _in_time(number: int, call: Awaitable[T], deadline_s: float) -> T | None:
     try:
-        # A timer takes a third of the time of a search, and could not end what the loop itself does.
+        # A timer takes longer than a table to encode a query, and could not end what the loop itself does.
         if isinstance(call, Coroutine):
             waits_for = call.send(None)
             call = _continue(call, waits_for)

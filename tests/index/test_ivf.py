@@ -51,7 +51,8 @@ def _search(
     allowed: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     chosen = ivf.choose_lists(asked, lists.coarse, nprobe=nprobe)
-    return ivf.search(lists, asked, chosen=chosen, k=k, refine_factor=factor, allowed=allowed)
+    found = ivf.candidates(lists, asked, chosen=chosen, k=k, refine_factor=factor, allowed=allowed)
+    return topk.merge(*found, k=k)
 
 
 def _recall(found: np.ndarray, exact: np.ndarray) -> float:
@@ -282,12 +283,7 @@ def test_many_centroids_are_found_in_a_graph_and_all_lists_by_comparison(
     lists = [ivf.empty(each) for each in (flat, graph)]
     for each in lists:
         ivf.add(each, documents)
-    found = [
-        ivf.search(
-            each, asked, chosen=ivf.choose_lists(asked, each.coarse, nprobe=128), k=10, refine_factor=8
-        )
-        for each in lists
-    ]
+    found = [_search(each, asked, k=10, nprobe=128, factor=8) for each in lists]
     assert (found[0][1] == found[1][1]).mean() > 0.99
 
 
