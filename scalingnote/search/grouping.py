@@ -46,10 +46,10 @@ def next_depth(found: "Results", passages: int, *, k: int, depth: int) -> int | 
 def best_per_document(results: "Results") -> "Results":
     """Results with passages as results with documents, in the order of their best passages."""
     first: dict[str, int] = {}
-    for place, row in enumerate(results.best.documents):
+    for place, row in enumerate(results.documents):
         first.setdefault(document_of(row["doc_id"]), place)
     found = results.take([*first.values()])
-    return found.with_documents([as_document(row) for row in found.best.documents])
+    return found.with_documents([as_document(row) for row in found.documents])
 
 
 def first_passages(tables: Iterable[pa.Table]) -> list[pa.Table]:

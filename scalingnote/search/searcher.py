@@ -98,6 +98,7 @@ class Results:
 
     best: Candidates
     scores: Sequence[float]
+    documents: Sequence[Any]  # mappings, or their JSON; None, or empty: not read yet
 
     def __len__(self) -> int:
         return len(self.best)
@@ -105,22 +106,22 @@ class Results:
     @property
     def is_read(self) -> bool:
         """Whether every result has its document."""
-        documents = self.best.documents
-        return len(documents) == len(self) and not any(row is None for row in documents)
+        return len(self.documents) == len(self) and not any(row is None for row in self.documents)
 
     def take(self, places: Sequence[int]) -> "Results":
         """The results at these places."""
-        return Results(self.best.take(places), [self.scores[place] for place in places])
+        documents = [self.documents[place] for place in places] if self.documents else ()
+        return Results(self.best.take(places), [self.scores[place] for place in places], documents)
 
     def with_documents(self, documents: Sequence[Mapping[str, Any]]) -> "Results":
         """The same results with their documents."""
-        return replace(self, best=replace(self.best, documents=documents))
+        return Results(self.best, self.scores, documents)
 
     def hits(self) -> list[SearchHit]:
         """The results one by one."""
         best = self.best
         sparse = [None] * len(self) if best.sparse is None else best.sparse.tolist()
-        columns = (self.scores, best.documents, best.shards.tolist(), best.dense.tolist(), sparse)
+        columns = (self.scores, self.documents, best.shards.tolist(), best.dense.tolist(), sparse)
         return [SearchHit(*row) for row in zip(*columns, strict=True)]
 
 
@@ -139,7 +140,7 @@ def with_documents(results: Results, store: DocumentStore) -> Results:
     """Results with their documents; those of a built index from the store of the same version."""
     if results.is_read:
         return results
-    given = results.best.documents or [None] * len(results)
+    given = results.documents or [None] * len(results)
     places = candidate_places(results.best.ids.tolist())
     return results.with_documents(
         [
@@ -169,8 +170,10 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
         # On the path of every search: for a few dozen candidates Python is ten times as fast as numpy.
         columns = zip((-candidates.dense).tolist(), ids, range(len(ids)), strict=True)
         nearest = sorted(columns)[:k]
-        scores = [-negative for negative, _, _ in nearest]
-        return Results(candidates.take([place for _, _, place in nearest]), scores)
+        scores, order = [-negative for negative, _, _ in nearest], [place for _, _, place in nearest]
+        # One searcher has them in this order.
+        best = candidates if order == [*range(len(ids))] else candidates.take(order)
+        return Results(best, scores, best.documents)
     depth = max(k, joining.candidates)
     both = HybridCandidates(candidates.ids[None], candidates.dense[None], candidates.sparse[None])
     if len(ids) > depth:  # of several searchers, each with as many by either score
@@ -185,7 +188,7 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
     )
     places = {number: place for place, number in enumerate(ids)}
     ranked = candidates.take([places[number] for number in best[best >= 0].tolist()])
-    return Results(ranked, joined[best >= 0].tolist())
+    return Results(ranked, joined[best >= 0].tolist(), ranked.documents)
 
 
 def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -> Candidates:

@@ -119,7 +119,7 @@ class Api(FastAPI):
         scope["route"] = route
         request = Request(scope, receive, send)
         try:
-            body = _validate(model, await request.body())
+            body = _validate(model, await _read_body(receive))
             response = await (handler(body, request) if takes_request else handler(body))
         except Exception as error:
             response = await _on_error(request, error)
@@ -153,6 +153,18 @@ class Api(FastAPI):
             return handler
 
         return add
+
+
+async def _read_body(receive: Receive) -> bytes:
+    """The body of a request; the framework's generator of its pieces takes as long as a search's encoder."""
+    pieces, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        pieces.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(pieces)
 
 
 def _validate(model: type[BaseModel], body: bytes) -> BaseModel:

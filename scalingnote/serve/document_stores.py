@@ -115,13 +115,11 @@ class DocumentStores:
         """
         version = results.best.version
         if results.is_read:
-            documents = results.best.documents
-            return results.with_documents(
-                [from_json(d) if isinstance(d, bytes) else d for d in documents]
-            ), True
+            rows = results.documents
+            return results.with_documents([from_json(r) if isinstance(r, bytes) else r for r in rows]), True
         if version not in self._uris:
             raise unavailable(f"version {version} of the index is no longer kept: try again")
-        ids, given = results.best.ids.tolist(), results.best.documents or [None] * len(results)
+        ids, given = results.best.ids.tolist(), results.documents or [None] * len(results)
         known = {number: row for number, row in zip(ids, given, strict=True) if row is not None}  # of a delta
         store = self._stores.get(version)
         if store is not None:

@@ -107,9 +107,10 @@ class Service:
         taught = arm.version is None and self.versions.has_teacher(version)
         teacher = self._teacher if text and not encoded.personalised and taught else None
         wanted = max(request.k, depth, COMPARED if teacher else 0)
-        student = replace(
-            encoded,
-            terms=encoded.terms if layout.sparse else None,
+        student = Query(
+            encoded.embedding,
+            encoded.terms if layout.sparse else None,
+            encoded.personalised,
             k=grouping.first_depth(wanted) if layout.passages else wanted,
             nprobe=request.nprobe,
             where=where,
@@ -304,7 +305,7 @@ class Service:
         Results as they are, and no scores, when the cross-encoder does not answer.
         """
         assert self._deployed.reranker is not None  # or rerank_depth would have refused the request
-        best = results.best.documents[: request.rerank]
+        best = results.documents[: request.rerank]
         texts = [" ".join(filter(None, (document["title"], document["snippet"]))) for document in best]
         call = self._deployed.reranker.score.remote(request.query, texts)
         (scores,) = await gather_in_time([call], deadline_s=timer.left_s())
@@ -457,7 +458,7 @@ def _hits(
         reranked: the cross-encoder's scores of the first results.
     """
     best = results.best
-    pairs = zip(best.documents[:k], results.scores, strict=False)
+    pairs = zip(results.documents[:k], results.scores, strict=False)
     hits = [{**document, "score": score} for document, score in pairs]
     for place, hit in enumerate(hits if explain else ()):
         hit["explain"] = {

@@ -181,7 +181,7 @@ def search(
 
 
 def documents_of(found: Candidates, store: DocumentStore) -> Sequence[Any]:
-    return with_documents(Results(found, found.dense.tolist()), store).best.documents
+    return with_documents(Results(found, found.dense.tolist(), found.documents), store).documents
 
 
 def ids(answers: list[Found]) -> list[list[str]]:
