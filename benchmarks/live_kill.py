@@ -27,8 +27,8 @@ from numpy import ndarray
 
 from scalingnote.core.log import get_logger
 from scalingnote.index import families, ivf, shard
-from scalingnote.index.config import IVFPQ, Family, IndexConfig, LiveConfig
-from scalingnote.index.live import versions, wal
+from scalingnote.index.config import IVFPQ, Family, IndexConfig
+from scalingnote.index.live import live_shard, versions, wal
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import scan
 from scalingnote.search.delta import SearcherWithDelta
@@ -175,8 +175,8 @@ class Child:
 
 def serve(folder: str, index: str | None, delta: bool, connection: Connection) -> None:
     """The child: one operation after the other, each acknowledged when it is done."""
-    wal.SEGMENT_BYTES = 100_000
-    live = LiveIndex(f"{folder}/live", index, delta=delta, config=LiveConfig(merge_rows=64))
+    wal.SEGMENT_BYTES, live_shard.MERGE_ROWS = 100_000, 64
+    live = LiveIndex(f"{folder}/live", index, delta=delta)
     find = partial(search_with_delta if delta else search, live)
     while True:
         kind, number, argument = connection.recv()

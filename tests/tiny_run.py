@@ -36,7 +36,7 @@ def write_config(folder: Path) -> Path:
             "qrels": write_lines(folder / "qrels.jsonl", qrels),
             "documents_per_part": 4,
         },
-        "collect": {"decontamination": None, "top_k": 2, "top_t": 10, "resources": {"workers": 1}},
+        "collect": {"decontamination": False, "top_k": 2, "top_t": 10, "resources": {"workers": 1}},
         # One worker each: what is tested is who remembers what, and a second one takes long to start.
         "planner": {"kind": "statistics", "resources": {"workers": 1}},
         "encode": {"resources": {"workers": 1}},

@@ -19,12 +19,6 @@ class PositionClicks(Config):
         ge=0,
         description="position bias: rank r is examined with probability 1/r**eta (Joachims et al. 2017)",
     )
-    sessions_per_query: int = Field(3, ge=1, description="how often each training query is issued")
-    results_per_session: int = Field(10, ge=1, description="length of the exposed list")
-    relevant_per_session: int = Field(
-        3, ge=1, description="maximum number of relevant documents in a session"
-    )
-    noise: float = Field(0.05, ge=0, le=1, description="P(click | examined) of a non-relevant document")
     ranker_skill: float = Field(
         1.0, ge=0, description="how far up the simulated engine puts relevant documents; 0 shuffles them"
     )

@@ -23,10 +23,14 @@ from scalingnote.storage.schema import IMPRESSIONS
 # Bounds the memory of the (sessions, candidates) matrices: 300 MB for lists of ten. Random numbers are drawn
 # chunk by chunk, so a log longer than one chunk changes with this number (its distribution does not).
 _SESSIONS_PER_CHUNK = 65_536
+SESSIONS_PER_QUERY = 3
+RESULTS_PER_SESSION = 10
+_RELEVANT_PER_SESSION = 3  # at most
 _SAME_TOPIC_SHARE = 0.7  # of the non-relevant exposures, drawn from the relevant one's topic
 # P(click | examined) and P(satisfied | clicked) of the highest grade, lower grades in proportion; and the
 # latter of a non-relevant document.
 ATTRACTIVENESS, SATISFACTION, SATISFACTION_NOISE = 0.9, 0.8, 0.05
+CLICK_NOISE = 0.05  # P(click | examined) of a non-relevant document
 # Median seconds on a document, and the spread: standard deviation of their natural logarithm. So 81 % of the
 # satisfied clicks and 8 % of the others last the customary 30 s (Fox et al. 2005).
 _SATISFIED_DWELL_S, _UNSATISFIED_DWELL_S, _DWELL_SIGMA = 60.0, 10.0, 0.8
@@ -163,10 +167,10 @@ def draw_result_lists(
 ) -> ResultLists:
     """Draw a list for each of `queries` (indices into `judged`).
 
-    No list repeats a document; a list is shorter than `results_per_session` if the pool is small.
+    No list repeats a document; a list is shorter than RESULTS_PER_SESSION if the pool is small.
     """
-    length = config.results_per_session
-    relevant = min(config.relevant_per_session, length)
+    length = RESULTS_PER_SESSION
+    relevant = min(_RELEVANT_PER_SESSION, length)
     count, start = judged.count[queries, None], judged.start[queries, None]
     # A cyclic window of the query's relevant documents, starting at a random one.
     offsets = rng.integers(count) + np.arange(relevant)
@@ -236,11 +240,11 @@ def simulate(
     # Generators of their own, so that lists and times depend on neither satisfaction nor appeal.
     behavior_rng, user_rng = rng.spawn(2)
     pool = pool_by_topic(topics)
-    sessions = rng.permutation(np.repeat(np.arange(len(judged.query_ids)), config.sessions_per_query))
+    sessions = rng.permutation(np.repeat(np.arange(len(judged.query_ids)), SESSIONS_PER_QUERY))
     for first in range(0, len(sessions), _SESSIONS_PER_CHUNK):
         queries = sessions[first : first + _SESSIONS_PER_CHUNK]
         shown = draw_result_lists(queries, judged, pool, config=config, rng=rng)
-        attraction = probability_by_grade(shown.grades, best=ATTRACTIVENESS, other=config.noise)
+        attraction = probability_by_grade(shown.grades, best=ATTRACTIVENESS, other=CLICK_NOISE)
         if appeal:
             users = user_rng.integers(config.users, size=len(queries))
             attraction = attraction * appeal(users[:, None], shown.docs)

@@ -92,13 +92,6 @@ class BM25Config(Config):
 
     k1: float = Field(1.2, ge=0, description="term saturation; Lucene's default")
     b: float = Field(0.75, ge=0, le=1, description="length normalisation; Lucene's default")
-    max_vocabulary: int = Field(
-        1_000_000,
-        ge=1,
-        le=1 << 24,
-        description="number of words to index, the most frequent ones; each takes about 100 bytes of memory "
-        "in every query encoder; rarer words are not found",
-    )
     language: Language | Literal["auto"] = Field(
         "auto",
         description="of the documents' and the queries' words: they become stems (Snowball) without stop "

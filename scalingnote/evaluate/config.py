@@ -68,12 +68,6 @@ class EvaluateConfig(Config):
     )
     names: MethodNames = MethodNames()
     hybrid: Hybrid = Hybrid()
-    max_exact_documents: int = Field(
-        10_000_000,
-        ge=1,
-        description="maximum pool of exact search and BM25; of a larger one they search a seeded sample of "
-        "about this many documents, and all judged ones. The index is always searched as a whole",
-    )
     bm25: bool = Field(True, description="compare with BM25 over the same documents")
     baseline: str | None = Field(
         None,

@@ -48,6 +48,9 @@ from scalingnote.storage.shuffle import TaskRunner
 INDEX_RECALL_AT = (10, 100)
 RUN_DEPTH = 100  # results kept per query and method: the deepest measure beside R@K
 QUERIES_PER_SEARCH = 256
+# Of a larger pool, exact search and BM25 search a seeded sample of about so many documents, and all judged
+# ones; the index is always searched as a whole.
+MAX_EXACT_DOCUMENTS = 10_000_000
 TERM_SCORES, WORD_SCORES = "(terms)", "(words)"  # scores that are no method of their own name
 Ranked = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]  # scores and rows; a row of -1 is none
 _NUMBERS = {name: pa.int64() for name in ("query", "shard", "rank")}
@@ -212,8 +215,8 @@ class Methods:
         return "teacher_embeddings" if own else "embeddings"
 
     def pool(self, name: str, *, test: TestSet) -> Pool:
-        """The documents of a parent artifact; above `max_exact_documents`, a sample with all judged ones."""
-        sample, most = None, self.config.max_exact_documents
+        """The documents of a parent artifact; above MAX_EXACT_DOCUMENTS, a sample with all judged ones."""
+        sample, most = None, MAX_EXACT_DOCUMENTS
         total = self.parents["embeddings"].counts["documents"]
         if total > most:
             judged = pa.array(sorted({doc for judged in test.qrels.values() for doc in judged}), pa.string())

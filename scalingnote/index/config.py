@@ -120,9 +120,6 @@ class IndexConfig(Config):
 class LiveConfig(Config):
     """How an index accepts writes, and when compaction writes a new version."""
 
-    merge_rows: int = Field(
-        1024, ge=1, description="rows of a shard searched exactly before they are merged into lists"
-    )
     compact_at: float | None = Field(
         None,
         gt=0,

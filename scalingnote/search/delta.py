@@ -21,7 +21,6 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from scalingnote.core.errors import ArtifactError
-from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
 from scalingnote.index.live import versions, wal
 from scalingnote.index.live.delta import open_empty, overridden
 from scalingnote.index.live.live_shard import LiveShard
@@ -130,12 +129,9 @@ class Delta:
         folder: of the live index.
         version: of its register.
         name: of the version, which candidates name.
-        config: settings of the shard.
     """
 
-    def __init__(
-        self, folder: str | Path, version: LiveVersion, *, name: str = "", config: LiveConfig = LIVE_DEFAULTS
-    ) -> None:
+    def __init__(self, folder: str | Path, version: LiveVersion, *, name: str = "") -> None:
         opened, log = OpenVersion(version, open_empty(folder)), versions.log_folder(folder, 0)
         self._log, self._name, self._layout = log, name, opened.layout
         self._number = open_layout(version.open()).shards  # its candidates come after those of the index
@@ -148,7 +144,6 @@ class Delta:
             strongest=opened.config.terms,
             similarity=opened.layout.similarity,
             follow=True,
-            merge_rows=config.merge_rows,
             whole_documents=opened.layout.passages,
         )
         self._doc_ids: set[str] = set()

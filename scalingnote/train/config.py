@@ -143,9 +143,6 @@ class Batching(Config):
     sources: Literal["mixed", "homogeneous"] = Field(
         "mixed", description="homogeneous: all rows of a batch, on all ranks, are of one source and hop"
     )
-    length_window: int = Field(
-        1, ge=1, description="batches over which rows are sorted by length, so that padding is short; 1: none"
-    )
 
 
 class DataAccess(ExecutionConfig):

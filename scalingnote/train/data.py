@@ -1,7 +1,7 @@
 """Training rows: stored on disk and read by number, in an order that is a function of step and seed.
 
     Store   folder of Arrow files by table, memory-mapped; a row is one read through the page cache
-    Order   step ─► places in the epoch ─permuted─► slots ─► part and draw ─permuted─► rows ─► by length
+    Order   step ─► places in the epoch ─permuted─► slots ─► part and draw ─permuted─► rows
 
 A random order over a hundred million rows needs no memory, and all ranks of a machine share the page cache.
 The order has no state: a resumed run, a restarted worker or another number of ranks sees the same batches.
@@ -12,7 +12,7 @@ the other, across epochs, so a large part with few epochs is read whole before a
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,10 +32,9 @@ from scalingnote.train.config import Batching, Schedule
 STORE = "store.json"
 ABSENT = -1  # in place of a document's row number, where a row has fewer negatives than others
 _FEISTEL_ROUNDS = 12
-_SLOTS, _PART, _WINDOW = range(3)  # purpose of a permutation, part of its key: equal keys would correlate
+_SLOTS, _PART = range(2)  # purpose of a permutation, part of its key: equal keys would correlate
 RowNumbers = Int64[ndarray, " rows"]
 StepRows = Int64[ndarray, "steps batch"]
-LengthOf = Callable[[RowNumbers], ndarray]
 
 
 class RowTable:
@@ -207,7 +206,7 @@ class Order:
     ) -> None:
         batching = batching or Batching()
         self._names, self._batch = list(sizes), global_batch
-        self._seed, self._window = seed % 2**64, batching.length_window
+        self._seed = seed % 2**64
         self._sizes = np.array(list(sizes.values()), dtype=np.int64)
         self._homogeneous = batching.sources == "homogeneous"
         passes = [epochs[part] for part in sizes] if epochs else 1
@@ -227,7 +226,6 @@ class Order:
         # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
         tail = self._sizes % global_batch if self._homogeneous else 0
         self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
-        self._last: tuple[tuple[int, int], StepRows] | None = None
 
     @classmethod
     def of(
@@ -241,23 +239,15 @@ class Order:
         batch, seed = config.global_batch, config.seed
         return cls(sizes, global_batch=batch, seed=seed, batching=batching, epochs=epochs)
 
-    @property
-    def sorts(self) -> bool:
-        """Whether rows are sorted by length, so that `length_of` is needed."""
-        return self._window > 1
-
     def steps(self, schedule: Schedule) -> int:
         """Steps of a run."""
         steps = round(self.steps_per_epoch * schedule.epochs)
         return steps if schedule.max_steps is None else min(steps, schedule.max_steps)
 
-    def batch(self, step: int, *, length_of: LengthOf | None = None) -> Int64[ndarray, " batch"]:
-        """Row numbers of a step's global batch; `length_of` rows is called where batches are sorted."""
+    def batch(self, step: int) -> Int64[ndarray, " batch"]:
+        """Row numbers of a step's global batch."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        window, place = divmod(within, self._window)
-        if self._last is None or self._last[0] != (epoch, window):  # the last window is cached
-            self._last = (epoch, window), self._rows_of_window(epoch, window, length_of)
-        rows: Int64[ndarray, " batch"] = self._last[1][place]
+        rows: Int64[ndarray, " batch"] = self._rows(*self._draws(epoch, np.array([within])))[0]
         return rows
 
     def _require_slots(self) -> None:
@@ -266,24 +256,6 @@ class Order:
                 f"{self._names[part]} ({self._sizes[part]:,} rows) would not fill one batch of "
                 f"{self._batch} in an epoch: set batching.sources=mixed, or raise its epochs"
             )
-
-    def _rows_of_window(self, epoch: int, window: int, length_of: LengthOf | None) -> StepRows:
-        first = window * self._window
-        steps = np.arange(first, min(first + self._window, self.steps_per_epoch))
-        parts, draws = self._draws(epoch, steps)
-        rows = self._rows(parts, draws)
-        if not self.sorts or length_of is None:
-            return rows
-        # Sort within the window, cut into batches again, and shuffle these: their order must not be by
-        # length.
-        kinds = parts[:, 0] if self._homogeneous else np.zeros(len(steps), np.int64)
-        for kind in np.unique(kinds).tolist():
-            at = np.flatnonzero(kinds == kind)
-            flat = rows[at].reshape(-1)
-            by_length = flat[np.argsort(length_of(flat), kind="stable")].reshape(len(at), -1)
-            key = (self._seed, _WINDOW, epoch, window, kind)
-            rows[at] = by_length[permute(np.arange(len(at)), size=len(at), key=key)]
-        return rows
 
     def _draws(self, epoch: int, steps: Int64[ndarray, " steps"]) -> tuple[StepRows, StepRows]:
         """The part of every row of a batch, and which draw of that part it is, counted over all epochs."""
@@ -349,17 +321,10 @@ class MappedShares:
         self._rank, self._world = rank, world
 
     def __call__(self, step: int) -> RankShare:
-        """Every `world`-th row, so that ranks get equally long rows where a batch is sorted by length."""
-        chosen = self._order.batch(step, length_of=self._lengths)[self._rank :: self._world]
+        """Every `world`-th row of the step's batch."""
+        chosen = self._order.batch(step)[self._rank :: self._world]
         places = stand_ins(self._rows.values("documents", chosen))
         return RankShare(self._rows, chosen, self._documents, places)
-
-    def _lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
-        """Tokens of each row's longest document: the width of a padded batch."""
-        documents = stand_ins(self._rows.values("documents", rows))
-        lengths = self._documents.lengths(documents.reshape(-1)).reshape(documents.shape)
-        longest: ndarray = lengths.max(axis=1)
-        return longest
 
 
 def _feistel(

@@ -123,7 +123,7 @@ def _stream(
     """Write the stream of a run if it has one; returns :func:`mean_tokens` of its rows, or None without."""
     limit, store = config.data.copy_limit_gb, prepared.store
     size = sum(file.bytes for table in ("train", "documents") for file in Store.files(store, table)) / 1e9
-    large = size > limit and not order.sorts and ("://" in store or not limit)
+    large = size > limit and ("://" in store or not limit)
     if not steps or not large:
         return None
     pool = np.empty(0, np.int64)

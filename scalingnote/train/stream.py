@@ -29,7 +29,6 @@ import pyarrow.ipc
 from jaxtyping import Int64
 from numpy import ndarray
 
-from scalingnote.core.errors import ConfigError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.shuffle import JsonRecord, TaskRunner, named_stream, run_slices, scatter, stream
@@ -110,13 +109,7 @@ def write_stream(
 
     `batch` is the number of rows of each of the `steps`, `pool` the documents of the validation sample.
     Returns ``query_tokens`` and ``document_tokens`` of all rows of the run, and the ``bytes`` of the stream.
-    ConfigError where batches are sorted by length, for which no task holds all lengths.
     """
-    if order.sorts:
-        raise ConfigError(
-            "batching.length_window sorts rows by length, which a stream cannot: set it to 1, or "
-            "train.data.copy_limit_gb above 0"
-        )
     folder = fs.join(store, "stream")
     index = fs.join(folder, INDEX_FILE)
     if fs.exists(index):

@@ -51,7 +51,7 @@ def test_click_through_falls_with_position_as_stated():
 def test_better_grades_get_more_clicks():
     qrels = judged(2000, grades=(1, 3))
     grade_of = {(r["query_id"], r["doc_id"]): r["relevance"] for r in qrels.to_pylist()}
-    table = log(qrels, eta=0.0, noise=0.05)
+    table = log(qrels, eta=0.0)
     keys = [
         grade_of.get(pair, 0)
         for pair in zip(table["query_id"].to_pylist(), table["doc_id"].to_pylist(), strict=True)
@@ -71,11 +71,11 @@ def test_a_skilled_engine_ranks_relevant_documents_higher():
 
 
 def test_a_session_is_a_list_without_repeats_or_gaps():
-    table = log(judged(200, grades=(2, 1, 0)), sessions_per_query=2)
+    table = log(judged(200, grades=(2, 1, 0)))
     sessions = {}
     for row in table.to_pylist():
         sessions.setdefault(row["session_id"], []).append(row)
-    assert len(sessions) == 400
+    assert len(sessions) == 600
     for rows in sessions.values():
         assert [row["position"] for row in rows] == list(range(1, 11))
         assert len({row["doc_id"] for row in rows}) == 10

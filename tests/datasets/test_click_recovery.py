@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from scalingnote.datasets import simulate as simulator
 from scalingnote.datasets.config import PositionClicks
 from scalingnote.datasets.simulate import simulate
 from scalingnote.storage.schema import QRELS
@@ -25,13 +26,7 @@ GRADES = GRADES.ravel()
 ATTRACTIVENESS = np.array([0.15, 0.3, 0.6, 0.9])[GRADES]
 SATISFIED = (0.05, 0.8 / 3, 1.6 / 3, 0.8)  # by grade
 SATISFACTION = np.array(SATISFIED)[GRADES]
-USERS = PositionClicks(
-    eta=0.7,
-    ranker_skill=1.5,
-    sessions_per_query=5000,
-    results_per_session=K,
-    noise=0.15,
-)
+USERS = PositionClicks(eta=0.7, ranker_skill=1.5)
 
 
 @dataclass
@@ -45,6 +40,14 @@ class Log:
 
 @pytest.fixture(scope="module")
 def log():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(simulator, "SESSIONS_PER_QUERY", 5000)
+        patched.setattr(simulator, "RESULTS_PER_SESSION", K)
+        patched.setattr(simulator, "CLICK_NOISE", 0.15)
+        return _simulated()
+
+
+def _simulated():
     qrels = [
         {"query_id": f"q{n // DOCS}", "doc_id": f"d{n % DOCS}", "relevance": grade}
         for n, grade in enumerate(GRADES.tolist())

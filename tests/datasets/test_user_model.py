@@ -85,7 +85,7 @@ def test_a_config_may_set_one_field_of_the_default_model():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"noize": 0.5}, "did you mean 'noise'"),
+        ({"etta": 0.5}, "did you mean 'eta'"),
         ({"eta": -1.0}, "greater than or equal to 0"),
     ],
 )

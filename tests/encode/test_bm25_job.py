@@ -120,8 +120,12 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
     assert not counted
 
 
-def test_the_most_frequent_words_are_kept_and_lengths_count_all(dataset: Artifact, tmp_path: Path):
-    few = job.run(BM25Config(max_vocabulary=3), dataset=dataset.uri, output=str(tmp_path / "few"))
+def test_the_most_frequent_words_are_kept_and_lengths_count_all(
+    dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "MAX_VOCABULARY", 3)
+        few = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "few"))
     frequent = few.table("vocabulary.parquet")
     assert frequent["documents"].to_pylist() == sorted(frequent["documents"].to_pylist(), reverse=True)
     assert frequent["word"].to_pylist()[0] == "tensors" or frequent["documents"].to_pylist()[0] >= 2

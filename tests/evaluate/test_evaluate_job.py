@@ -283,10 +283,10 @@ def test_shards_are_searched_apart_and_merged_in_any_order(world, monkeypatch):
     assert found(3, lambda task, items: map(task, reversed(items))) == whole
 
 
-def test_exact_search_of_a_sample_is_said_in_the_report(world, searcher, here, tmp_path):
+def test_exact_search_of_a_sample_is_said_in_the_report(world, searcher, here, tmp_path, monkeypatch):
     made, *_ = world
-    config = CONFIG.model_copy(update={"max_exact_documents": 40})
-    artifact = job.run(config, **uris(made, *ALL), output=str(tmp_path / "report"))
+    monkeypatch.setattr(retrieval_methods, "MAX_EXACT_DOCUMENTS", 40)
+    artifact = job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "report"))
     report = artifact.read_json("report.json")
     searched = report["sample"]["documents"]
     assert 40 < searched < 80  # with 12 that are judged

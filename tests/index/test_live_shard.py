@@ -14,7 +14,7 @@ from scalingnote.core.errors import ArtifactError, ConfigError, DataError, Searc
 from scalingnote.index import families, ivf
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
-from scalingnote.index.live import live_state, wal
+from scalingnote.index.live import live_shard, live_state, wal
 from scalingnote.index.live.live_shard import LiveShard, owners
 from scalingnote.index.shard import DocIds, Shard
 from scalingnote.storage import arrow
@@ -59,7 +59,7 @@ def test_any_history_equals_brute_force_over_what_was_acknowledged(
     base: Shard, shared: families.Quantizer, tmp_path_factory: pytest.TempPathFactory, history: list
 ) -> None:
     folder, truth, drawn = tmp_path_factory.mktemp("log"), dict(BASE), iter(NEW)
-    live = LiveShard(base, shared, log=folder, merge_rows=10_000)
+    live = LiveShard(base, shared, log=folder)
     for step, (kind, numbers) in enumerate(history):
         doc_ids = [f"d{number}" for number in numbers]
         match kind:
@@ -75,7 +75,7 @@ def test_any_history_equals_brute_force_over_what_was_acknowledged(
                 live.merge()
             case "reopen":
                 live.close()
-                live = LiveShard(base, shared, log=folder, merge_rows=10_000)
+                live = LiveShard(base, shared, log=folder)
         assert len(live) == len(truth)
         assert search(live.snapshot, shared, ASKED, k=7) == brute_force(truth, ASKED, k=7)
     assert sorted(search(live.snapshot, shared, ASKED[:1], k=200)[0]) == sorted(truth)
@@ -142,10 +142,11 @@ def test_a_filter_sees_the_documents_of_every_segment(live: LiveShard, shared: f
 
 
 def test_searches_during_writes_lose_and_double_nothing(
-    base: Shard, shared: families.Quantizer, tmp_path: Path
+    base: Shard, shared: families.Quantizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One document is written over and over, by threads, while others search for it and lists are merged."""
-    live = LiveShard(base, shared, log=tmp_path, merge_rows=16)
+    monkeypatch.setattr(live_shard, "MERGE_ROWS", 16)
+    live = LiveShard(base, shared, log=tmp_path)
     live.upsert(table(["hot"]), ASKED[:1])
     stop, wrong = threading.Event(), []
 

@@ -24,7 +24,6 @@ from live_histories import (
 from live_shards import DIM, NLIST, index, table
 from scalingnote.core.errors import DataError, SearchError
 from scalingnote.index import filters
-from scalingnote.index.config import LiveConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.live_searcher import LiveSearcher
@@ -81,8 +80,8 @@ def _agree(live: LiveIndex, truth: dict[str, Document], uri: str) -> None:
 def test_any_history_is_searched_like_an_index_built_anew(
     built: Artifact, tmp_path_factory: pytest.TempPathFactory, history: list
 ) -> None:
-    folder, config = tmp_path_factory.mktemp("live"), LiveConfig(merge_rows=10_000)
-    live, truth = play(history, LiveIndex(folder / "live", built.uri, config=config), BASE, config=config)
+    folder = tmp_path_factory.mktemp("live")
+    live, truth = play(history, LiveIndex(folder / "live", built.uri), BASE)
     _agree(live, truth, f"{folder}/anew")
     live.close()
 

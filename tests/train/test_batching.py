@@ -159,7 +159,7 @@ def test_known_positives_are_a_querys_own_then_its_answers(prepared: PreparedSto
     assert store.facts["known"] == max(len(known) for known in store["train"].lists("known", everything))
 
 
-@pytest.mark.parametrize("batching", [Batching(), Batching(length_window=3), Batching(sources="homogeneous")])
+@pytest.mark.parametrize("batching", [Batching(), Batching(sources="homogeneous")])
 def test_the_global_batch_is_the_same_set_for_any_number_of_ranks(
     prepared: PreparedStore, batching: Batching
 ):

@@ -114,32 +114,6 @@ def test_a_homogeneous_batch_is_of_one_part_and_has_no_row_twice():
         Order(SIZES, global_batch=30, seed=0, batching=Batching(sources="homogeneous"))
 
 
-@pytest.mark.parametrize("sources", ["mixed", "homogeneous"])
-@pytest.mark.parametrize("window", [3, 4, 100])
-def test_a_length_window_moves_rows_between_its_batches_only(sources, window: int):
-    length = np.random.default_rng(0).integers(1, 50, 120)
-    plain = Order(SIZES, global_batch=10, seed=3, batching=Batching(sources=sources))
-    sorted_ = Order(SIZES, global_batch=10, seed=3, batching=Batching(sources=sources, length_window=window))
-    before, after = epoch(plain), epoch(sorted_, length_of=lambda rows: length[rows])
-    for start in range(0, len(before), window):
-        cut = slice(start, start + window)
-        assert sorted(before[cut].ravel().tolist()) == sorted(after[cut].ravel().tolist())
-    assert (parts(before)[:, 0] == parts(after)[:, 0]).all() or sources == "mixed"
-    padding = [(length[rows].max(axis=1, keepdims=True) - length[rows]).sum() for rows in (before, after)]
-    assert padding[1] < (0.7 if sources == "mixed" else 0.95) * padding[0]
-    widths = length[after].max(axis=1)
-    assert widths.tolist() != sorted(widths.tolist())
-
-
-def test_windows_are_the_same_whichever_step_comes_first():
-    length = np.random.default_rng(0).integers(1, 50, 120)
-    batching = Batching(length_window=4)
-    forward = epoch(Order(SIZES, global_batch=10, seed=3, batching=batching), length_of=length.__getitem__)
-    order = Order(SIZES, global_batch=10, seed=3, batching=batching)
-    for step in reversed(range(len(forward))):
-        assert order.batch(step, length_of=length.__getitem__).tolist() == forward[step].tolist()
-
-
 def test_a_hundred_million_rows_cost_a_batch():
     sizes = {"click/multi": 60_000_000, "click/one": 39_999_999, "relevance/one": 7}
     order = Order(sizes, global_batch=512, seed=0)

@@ -12,7 +12,7 @@ import torch
 import ranks
 import tiny
 from in_process import without_ray
-from scalingnote.core.errors import ConfigError, TrainingError
+from scalingnote.core.errors import TrainingError
 from scalingnote.models import dual_encoder
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
@@ -211,13 +211,6 @@ def test_a_killed_shuffle_goes_on_and_gives_the_same_files(made, monkeypatch):
     }  # fmt: skip
 
 
-def test_rows_that_are_sorted_by_length_are_refused(made):
-    store, *_ = made
-    sizes = Store.facts_of(store)["sizes"]
-    with pytest.raises(ConfigError, match=r"set it to 1, or train\.data\.copy_limit_gb above"):
-        write_stream(store, order(sizes, length_window=4), steps=1, batch=BATCH, pool=np.empty(0, np.int64))
-
-
 def test_a_streamed_run_learns_what_a_mapped_one_does(parents, tmp_path: Path, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setattr(stream, "CHUNK_ROWS", 3 * BATCH)
@@ -254,28 +247,21 @@ def test_a_streamed_run_needs_no_validation(parents, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("store", "gb", "limit", "window", "streamed"),
+    ("store", "gb", "limit", "streamed"),
     [
-        ("s3://bucket/store", 40, 32, 1, True),
-        ("s3://bucket/store", 20, 32, 1, False),
-        ("s3://bucket/store", 40, 32, 8, False),  # sorted by length: a stream cannot
-        ("/shared/disk/store", 40, 32, 1, False),
-        ("/shared/disk/store", 1, 0, 1, True),
+        ("s3://bucket/store", 40, 32, True),
+        ("s3://bucket/store", 20, 32, False),
+        ("/shared/disk/store", 40, 32, False),
+        ("/shared/disk/store", 1, 0, True),
     ],
 )
 def test_a_stream_is_written_where_every_node_would_copy_much(
-    store: str, gb: int, limit: float, window: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
+    store: str, gb: int, limit: float, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ):
     totals = {"query_tokens": 100, "document_tokens": 2000, "bytes": 1}
     monkeypatch.setattr(job, "write_stream", lambda *_, **__: totals)
     monkeypatch.setattr(Store, "files", staticmethod(lambda *_: [StoredFile("a", 1, gb * 10**9 // 2)]))
-    config = CONFIG.model_copy(
-        update={
-            "data": DataAccess(copy_limit_gb=limit),
-            "batching": Batching(length_window=window),
-            "validation": None,
-        }
-    )
+    config = CONFIG.model_copy(update={"data": DataAccess(copy_limit_gb=limit), "validation": None})
     prepared = PreparedStore(store, {}, {"click/one": 5 * BATCH}, 10, 3)
     found = job._stream(config, prepared, Order.of(config, prepared.sizes, config.batching), 2)
     assert found == ((100 / 24, 2000 / 24) if streamed else None)

@@ -26,7 +26,6 @@ from scalingnote.triplets.collect.config import (
     BM25Ranker,
     CollectConfig,
     CrossEncoderConfig,
-    DecontaminationConfig,
     ScoreTable,
 )
 from scalingnote.triplets.collect.job import run
@@ -49,17 +48,14 @@ ONE_HOP = CollectConfig(
     parts=4,
     validation_fraction=0.3,
     association=None,
-    decontamination=None,
+    decontamination=False,
     resources=Resources(workers=1),
 )
 # In a shop of so few words, all are frequent: importances are near 0. Caps must choose among equals.
 CONFIG = ONE_HOP.model_copy(
-    update={
-        "association": AssociationConfig(click_threshold=0, relevance_threshold=0, max_associates=1),
-        "max_multi_hop": 1,
-    }
+    update={"association": AssociationConfig(click_threshold=0, relevance_threshold=0, max_associates=1)}
 )
-PLANNER = Statistics(fields=("title",), min_df=1)
+PLANNER = Statistics(fields=("title",))
 
 
 def table(schema, rows):
@@ -362,7 +358,7 @@ SHARDS = {
 def test_killed_in_every_step_a_run_repeats_no_finished_item_and_shards_decide_nothing(
     dataset, planner, tmp_path, monkeypatch
 ):
-    config = CONFIG.model_copy(update={"decontamination": DecontaminationConfig()})
+    config = CONFIG.model_copy(update={"decontamination": True})
     without_ray(monkeypatch)
     whole = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
     for name, value in SHARDS.items():

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scalingnote.triplets.collect.config import DecontaminationConfig
 from scalingnote.triplets.collect.decontamination import (
     CLEAN,
     EXACT,
@@ -23,7 +22,7 @@ TEXTS = st.lists(st.text("ab 12高血々カー한", max_size=12), max_size=8)
 
 
 def verdict(test: str, train: str, **knobs) -> int:
-    return int(Decontaminator(pa.array([test]), DecontaminationConfig(**knobs))(pa.array([train]))[0])
+    return int(Decontaminator(pa.array([test]), **knobs)(pa.array([train]))[0])
 
 
 # --- exact ---------------------------------------------------------------------------------------------
@@ -51,19 +50,19 @@ def test_normalised(query, normal):
 
 def test_exact_duplicates():
     tests = pa.array(["x y", "What is asthma", "what is asthma?"])
-    found = Decontaminator(tests, DecontaminationConfig())(pa.array(["What is Asthma!", "unheard of"]))
+    found = Decontaminator(tests)(pa.array(["What is Asthma!", "unheard of"]))
     assert found.tolist() == [EXACT, CLEAN]
 
 
 def test_queries_without_a_word_match_nothing():
-    decontaminator = Decontaminator(pa.array(["?!", "", None, "a"]), DecontaminationConfig(max_distance=20))
+    decontaminator = Decontaminator(pa.array(["?!", "", None, "a"]), max_distance=20)
     assert decontaminator(pa.array(["?", "...", None, "", "A!"])).tolist() == [0, 0, 0, 0, EXACT]
 
 
 def test_no_test_queries_and_no_training_queries():
     nothing = pa.array([], pa.string())
-    assert Decontaminator(nothing, DecontaminationConfig())(pa.array(["a"])).tolist() == [CLEAN]
-    assert len(Decontaminator(pa.array(["a"]), DecontaminationConfig())(nothing)) == 0
+    assert Decontaminator(nothing)(pa.array(["a"])).tolist() == [CLEAN]
+    assert len(Decontaminator(pa.array(["a"]))(nothing)) == 0
 
 
 # --- near ----------------------------------------------------------------------------------------------
@@ -102,24 +101,17 @@ def test_other_questions_in_the_same_words_are_not(test, train):
     assert verdict(test, train, max_distance=20) == CLEAN
 
 
-def test_bits_alone_decide_when_letters_are_not_compared():
-    one, other = "高血压怎么办", "低血压怎么办"  # 8 bits apart
-    assert verdict(one, other, max_distance=8, extra_letters=None) == NEAR
-    assert verdict(one, other, max_distance=7, extra_letters=None) == CLEAN
-
-
 def test_a_farther_fingerprint_counts_where_a_closer_one_is_not_confirmed():
     tests = ["低血压怎么办", "高血压怎么办呢啊", "高血压怎么办呢", "高血压怎么办呀"]
-    decontaminator = Decontaminator(pa.array(tests), DecontaminationConfig(max_distance=20))
+    decontaminator = Decontaminator(pa.array(tests), max_distance=20)
     assert decontaminator(pa.array(["高血压怎么办"])).tolist() == [NEAR]
 
 
 @settings(max_examples=60, deadline=None)
-@given(TEXTS, TEXTS, st.integers(0, 20), st.sampled_from([None, 0, 3]))
+@given(TEXTS, TEXTS, st.integers(0, 20), st.sampled_from([0, 3]))
 def test_search_equals_comparing_every_pair(tests, trains, max_distance, extra):
     tests, trains = pa.array(tests, pa.string()), pa.array(trains, pa.string())
-    config = DecontaminationConfig(max_distance=max_distance, extra_letters=extra)
-    found = Decontaminator(tests, config)(trains)
+    found = Decontaminator(tests, max_distance=max_distance, extra_letters=extra)(trains)
     known, texts = normalise(tests).to_pylist(), normalise(trains).to_pylist()
     for text, code, verdict in zip(texts, fingerprints(normalise(trains)), found, strict=True):
         if text and text in known:
@@ -127,10 +119,7 @@ def test_search_equals_comparing_every_pair(tests, trains, max_distance, extra):
             continue
         distances = np.bitwise_count(fingerprints(normalise(tests)) ^ code).tolist()
         near = any(
-            text
-            and other
-            and distance <= max_distance
-            and (extra is None or same_words(text, other, extra=extra))
+            text and other and distance <= max_distance and same_words(text, other, extra=extra)
             for other, distance in zip(known, distances, strict=True)
         )
         assert verdict == (NEAR if near else CLEAN)

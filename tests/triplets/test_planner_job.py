@@ -27,7 +27,7 @@ LEARNED = Learned(
 def test_both_backends_from_one_dataset(cluster, tmp_path, monkeypatch):
     source = tiny.dataset(str(tmp_path / "dataset"), rows_per_part=7)
     monkeypatch.setattr(job, "MAX_WORDS", 50)
-    config = Statistics(min_df=2)
+    config = Statistics()
     counted = job.run(config, dataset=source.uri, output=str(tmp_path / "counted"))
     texts = [" ".join([d["title"], d["topic"], d["content"]]) for d in tiny.document_rows()]
     held = Counter(word for text in texts for word in set(words(text)))
@@ -53,7 +53,7 @@ def test_both_backends_from_one_dataset(cluster, tmp_path, monkeypatch):
         again = job.run(section, dataset=source.uri, output=artifact.uri)
         assert again.digest == artifact.digest
     with pytest.raises(ArtifactError, match="choose another output"):
-        job.run(Statistics(min_df=3), dataset=source.uri, output=counted.uri)
+        job.run(Statistics(corpus="queries"), dataset=source.uri, output=counted.uri)
 
 
 def test_of_the_queries_only_those_for_training_are_counted():

@@ -41,6 +41,7 @@ from scalingnote.storage.schema import DOCUMENT_COLUMNS, TEXT_COLUMNS
 from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, named_parts, run_slices, slices
 
 log = get_logger("bm25")
+MAX_VOCABULARY = 1_000_000  # the most frequent words: each takes 100 bytes of every query encoder
 MAX_QUERY_TERMS = 512  # of a query; later ones are ignored
 
 
@@ -51,7 +52,7 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
     ``sparse_query/`` is what :class:`SparseQuery` reads.
 
     Args:
-        config: BM25's constants, the language, and the size of the vocabulary.
+        config: BM25's constants, and the language.
         dataset: URI of the dataset.
         output: URI of the artifact.
 
@@ -68,7 +69,7 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
         work,
         partial(read_words, dataset=source, language=language),
         texts=source.counts["documents"],
-        most=config.max_vocabulary,
+        most=MAX_VOCABULARY,
         folder=draft.work(),
         each=cluster.map_tasks,
         section="bm25",

@@ -83,7 +83,6 @@ class LiveIndex:
                     strongest=opened.config.terms,
                     similarity=opened.layout.similarity,
                     follow=follow,
-                    merge_rows=self._config.merge_rows,
                     whole_documents=self._empty is not None and opened.layout.passages,
                 )
                 on_failure.callback(each.close)

@@ -22,7 +22,6 @@ from numpy import ndarray
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import get_logger
 from scalingnote.index import families, ivf
-from scalingnote.index.config import LIVE_DEFAULTS
 from scalingnote.index.live import wal
 from scalingnote.index.live.live_state import (
     Delete,
@@ -38,6 +37,8 @@ from scalingnote.index.live.live_state import (
 from scalingnote.index.shard import Shard
 from scalingnote.models.published_model import Similarity
 from scalingnote.storage.shuffle import bucket_of
+
+MERGE_ROWS = 1024  # of a shard, searched exactly before they are merged into lists
 
 
 class MovedError(DataError):
@@ -72,7 +73,6 @@ class LiveShard:
         strongest: int | None = None,
         similarity: Similarity = "cosine",
         follow: bool = False,
-        merge_rows: int = LIVE_DEFAULTS.merge_rows,
         whole_documents: bool = False,
     ) -> None:
         """Open at the last acknowledged write.
@@ -87,14 +87,13 @@ class LiveShard:
             strongest: terms indexed per document, where the index holds terms; None: all.
             similarity: of the index; by cosine, vectors are scaled to length 1.
             follow: read only, and show the writes of another process.
-            merge_rows: see LiveConfig.
             whole_documents: see LiveState; of a delta of passages.
 
         Raises:
             ConfigError: another process writes this log.
             ArtifactError: an acknowledged record is damaged or missing.
         """
-        self._folder, self._merge_rows, self._shards = Path(log), merge_rows, shards
+        self._folder, self._shards = Path(log), shards
         self._strongest = strongest
         self._similarity: Similarity = similarity
         self._whole_documents = whole_documents
@@ -285,7 +284,7 @@ class LiveShard:
     def _merge_if_long(self) -> None:
         """In the background, one at a time."""
         idle = self._merge is None or self._merge.done()
-        if idle and len(self.snapshot.tail) >= self._merge_rows:
+        if idle and len(self.snapshot.tail) >= MERGE_ROWS:
             # Should it fail, the rows are still searched exactly, and the next write tries again.
             self._merge = self._background.submit(log_failure, self.merge, f"{self._folder}: merging")
 

@@ -64,20 +64,6 @@ class AssociationConfig(Config):
     )
 
 
-class DecontaminationConfig(Config):
-    """Which queries are near duplicates of a test query (SimHash; LightRetriever, appendix, Table 6)."""
-
-    max_distance: int = Field(
-        12,
-        ge=0,
-        le=20,
-        description="bits of 64 by which fingerprints of near duplicates may differ; 3 in the literature",
-    )
-    extra_letters: int | None = Field(
-        3, ge=0, description="letters that near duplicates may not share; null: fingerprints alone decide"
-    )
-
-
 class CrossEncoderConfig(Config):
     """A cross-encoder that scores BM25's candidates."""
 
@@ -141,12 +127,9 @@ class CollectConfig(Config):
     association: AssociationConfig | None = Field(
         AssociationConfig(), description="null: no multi-hop triplets"
     )
-    max_multi_hop: int = Field(
-        4, ge=1, description="multi-hop triplets per query and source, strongest association first"
-    )
     mixing: Mixing = Mixing()
-    decontamination: DecontaminationConfig | None = Field(
-        DecontaminationConfig(), description="null: training queries may repeat test queries"
+    decontamination: bool = Field(
+        True, description="remove training queries that equal or nearly equal a test query; false: they stay"
     )
     query_generation: QueryGenerationConfig | None = Field(
         None, description="further queries for distillation (EmbedDistill, section 4.3)"

@@ -1,8 +1,9 @@
 """Training queries that repeat a test query, exactly or nearly.
 
-Exact: equal after normalisation. Near: 64-bit SimHash fingerprints (Charikar 2002; Manku et al. 2007) within
-a Hamming distance, confirmed by a comparison of words. A typing error in a short query changes more than ten
-bits, and so does the name of another disease in the same question: fingerprints alone cannot tell them apart.
+Exact: equal after normalisation. Near: 64-bit SimHash fingerprints (Charikar 2002; Manku et al. 2007;
+LightRetriever, appendix, Table 6) within a Hamming distance, confirmed by a comparison of words. A typing
+error in a short query changes more than ten bits, and so does the name of another disease in the same
+question: fingerprints alone cannot tell them apart.
 """
 
 import re
@@ -18,9 +19,10 @@ from numpy import ndarray
 
 from scalingnote.datasets.column_checks import normal_text
 from scalingnote.triplets.collect.association import mix_bits
-from scalingnote.triplets.collect.config import DecontaminationConfig
 
 CLEAN, EXACT, NEAR = 0, 1, 2
+MAX_DISTANCE = 12  # bits of 64 by which fingerprints of near duplicates may differ; 3 in the literature
+EXTRA_LETTERS = 3  # that near duplicates may not share
 
 # Han and kana: scripts without spaces between words.
 _CJK_RANGES = [(0x3005, 0x3007), (0x3040, 0x30FF), (0x31F0, 0x31FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF)]
@@ -33,11 +35,22 @@ _SLICE_QUERIES = 1 << 14  # bounds the memory of features
 
 
 class Decontaminator:
-    """Finds training queries that repeat one of the test queries."""
+    """Finds training queries that repeat one of the test queries.
 
-    def __init__(self, test_queries: pa.Array | pa.ChunkedArray, config: DecontaminationConfig) -> None:
-        """Index the test queries. Queries without a letter, digit or symbol never match."""
-        self._config = config
+    Args:
+        test_queries: those without a letter, digit or symbol never match.
+        max_distance: bits by which the fingerprints of near duplicates may differ.
+        extra_letters: that near duplicates may not share.
+    """
+
+    def __init__(
+        self,
+        test_queries: pa.Array | pa.ChunkedArray,
+        *,
+        max_distance: int = MAX_DISTANCE,
+        extra_letters: int = EXTRA_LETTERS,
+    ) -> None:
+        self._max_distance, self._extra = max_distance, extra_letters
         texts = normalise(test_queries)
         self._texts = texts.filter(pc.not_equal(texts, ""))
         # A flat index, because at a distance of 12 bits multi-index hashing visits most of its buckets:
@@ -61,14 +74,11 @@ class Decontaminator:
         if not len(texts) or not self._index.ntotal:
             return
         # Faiss excludes the radius itself.
-        limits, _, matches = self._index.range_search(
-            _bytes(fingerprints(texts)), self._config.max_distance + 1
-        )
-        extra = self._config.extra_letters
+        limits, _, matches = self._index.range_search(_bytes(fingerprints(texts)), self._max_distance + 1)
         for row in np.flatnonzero(np.diff(limits.astype(np.int64))).tolist():
             found = self._texts.take(pa.array(matches[int(limits[row]) : int(limits[row + 1])])).to_pylist()
             text = texts[row].as_py()
-            if extra is None or any(same_words(text, other, extra=extra) for other in found):
+            if any(same_words(text, other, extra=self._extra) for other in found):
                 yield row
 
 

@@ -453,4 +453,4 @@ class QueryWriting:
 def _decontaminator(context: CollectContext) -> Decontaminator | None:
     if not context.config.decontamination or not len(context.test_queries):
         return None
-    return Decontaminator(context.test_queries, context.config.decontamination)
+    return Decontaminator(context.test_queries)

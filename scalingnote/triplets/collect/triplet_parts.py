@@ -44,6 +44,7 @@ from scalingnote.triplets.collect.triplets import (
 )
 from scalingnote.triplets.planner.planner import words
 
+MAX_MULTI_HOP = 4  # triplets per query and source, strongest association first
 OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
 SAMPLE_ROWS = 20  # per source
 MAX_POSITIVES_SHOWN = 5
@@ -70,7 +71,7 @@ def transfer(item: Item, context: CollectContext) -> Counts:
             associates=rows_of_numbers(chosen["associate"]),
             queries=chosen["query"].to_numpy().astype(np.int64),
             strength=chosen["strength"].to_numpy(),
-            limit=OFFERED_PER_ACCEPTED * context.config.max_multi_hop,
+            limit=OFFERED_PER_ACCEPTED * MAX_MULTI_HOP,
             seed=context.config.seed,
         )
         numbers, at = rows["row"].cast(pa.uint64()), rows.schema.get_field_index("row")
@@ -99,9 +100,7 @@ def write_part(item: Item, context: CollectContext) -> JsonRecord:
         across = in_validation[candidates["row"].to_numpy()] != _in_validation(candidates["via"], config)
         candidates = candidates.filter(pa.array(~across))
         counts["multi_across_split"] = int(across.sum())
-        multi_hop, left_out = select_multi_hop(
-            candidates, known, limit=config.max_multi_hop, seed=config.seed
-        )
+        multi_hop, left_out = select_multi_hop(candidates, known, limit=MAX_MULTI_HOP, seed=config.seed)
         counts.update(left_out)
         triplets.append(_triplets(multi_hop, queries, in_validation, hop="multi"))
     # All answers, also those without a triplet (short clicks, no negative): `mine` must not draw them.

@@ -22,7 +22,6 @@ class Statistics(Config):
         min_length=1,
         description="fields of a document whose words are counted",
     )
-    min_df: int = Field(2, ge=1, description="a word that fewer texts hold is not kept: mostly misspellings")
     resources: Resources = Field(Resources(), description="tasks that count")
 
 
