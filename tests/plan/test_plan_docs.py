@@ -95,7 +95,7 @@ def test_two_billion_documents_by_hand():
     assert figures(SHOWN, "query encoders") == pytest.approx([359, 359 * core], abs=0.5)
     assert figures(SHOWN, "gateways") == pytest.approx([134, 134 * core], abs=0.5)
     assert ceil(20_000 / 83534 * slower / 0.6) == 1  # "needs one core"
-    month = 512 * 0.023 + monthly[1024] + (359 + 118) * core
+    month = 512 * 0.023 + monthly[1024] + (359 + 134) * core
     assert figures(SHOWN, "a month")[0] == pytest.approx(month, abs=0.5)
     offline = sum(figures(SHOWN, stage)[5] for stage in CONSTANTS["stages"])
     assert figures(SHOWN, "once") == pytest.approx([4.0 * sum(work.values()) + offline], abs=3)

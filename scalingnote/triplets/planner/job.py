@@ -58,7 +58,7 @@ _PAIRS = pa.schema({name: pa.string() for name in PAIR_COLUMNS})
 _ROWS_BEFORE_FOLD = 1 << 20
 Examples = tuple[list[list[str]], list[Float32[ndarray, " _"]], int]
 MAX_WORDS = 2_000_000  # kept, the most frequent ones; 12 bytes each
-MIN_TEXTS = 2  # that hold a word: rarer ones are mostly misspellings
+MIN_DF = 2  # texts that hold a word: rarer ones are mostly misspellings
 MAX_QUERIES = 100_000  # to learn from, drawn evenly
 MAX_QUERY_POSITIVES = 20  # read of a query, drawn evenly
 VALIDATION_FRACTION = 0.1  # of the queries, which only measure
@@ -107,7 +107,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> dict[str, int]
         partial(_read_words, dataset=source, config=config),
         texts=sum(source.rows_of(source.table_parts(config.corpus)).values()),
         most=MAX_WORDS,
-        least=MIN_TEXTS,
+        least=MIN_DF,
         folder=draft.work(),
         each=partial(cluster.map_tasks, resources=config.resources),
         section="planner",
