@@ -171,7 +171,7 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
         columns = zip((-candidates.dense).tolist(), ids, range(len(ids)), strict=True)
         nearest = sorted(columns)[:k]
         scores, order = [-negative for negative, _, _ in nearest], [place for _, _, place in nearest]
-        # One searcher has them in this order.
+        # The candidates of a single searcher are in this order already.
         best = candidates if order == [*range(len(ids))] else candidates.take(order)
         return Results(best, scores, best.documents)
     depth = max(k, joining.candidates)
