@@ -99,8 +99,8 @@ def test_an_order_holds_is_reversed_or_is_not_metrics():
     )
     rows = {(row["said to be better"], row["than"]): row["holds"] for row in reproduce.orders(sides)}
     assert rows == {
-        ("scalingdual, SmolLM2", "scalingdoc, SmolLM2"): "yes",
-        ("scalingdoc, SmolLM2", "twinbert, SmolLM2"): "reversed",
+        ("scalingdual", "scalingdoc"): "yes",
+        ("scalingdoc", "twinbert"): "reversed",
     }
     assert reproduce.metrics(sides) == {
         "orders_compared": 2,
