@@ -34,7 +34,7 @@ ABSENT = -1  # in place of a document's row number, where a row has fewer negati
 _FEISTEL_ROUNDS = 12
 _SLOTS, _PART = range(2)  # purpose of a permutation, part of its key: equal keys would correlate
 RowNumbers = Int64[ndarray, " rows"]
-StepRows = Int64[ndarray, "steps batch"]
+BatchRows = Int64[ndarray, " batch"]
 
 
 class RowTable:
@@ -244,11 +244,9 @@ class Order:
         steps = round(self.steps_per_epoch * schedule.epochs)
         return steps if schedule.max_steps is None else min(steps, schedule.max_steps)
 
-    def batch(self, step: int) -> Int64[ndarray, " batch"]:
+    def batch(self, step: int) -> BatchRows:
         """Row numbers of a step's global batch."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        rows: Int64[ndarray, " batch"] = self._rows(*self._draws(epoch, np.array([within])))[0]
-        return rows
+        return self._rows(*self._draws(*divmod(step, self.steps_per_epoch)))
 
     def _require_slots(self) -> None:
         for part in np.flatnonzero(self._quota == 0).tolist():
@@ -257,24 +255,26 @@ class Order:
                 f"{self._batch} in an epoch: set batching.sources=mixed, or raise its epochs"
             )
 
-    def _draws(self, epoch: int, steps: Int64[ndarray, " steps"]) -> tuple[StepRows, StepRows]:
-        """The part of every row of a batch, and which draw of that part it is, counted over all epochs."""
+    def _draws(self, epoch: int, step: int) -> tuple[BatchRows, BatchRows]:
+        """The part of every row of a batch, and which draw of that part it is, counted over all epochs.
+
+        `step` is counted within the epoch.
+        """
         row = np.arange(self._batch)
-        places = steps[:, None] if self._homogeneous else steps[:, None] * self._batch + row
+        places = np.array([step]) if self._homogeneous else step * self._batch + row
         ends = np.cumsum(self._quota)
-        slots = permute(places.reshape(-1), size=int(ends[-1]), key=(self._seed, _SLOTS, epoch))
+        slots = permute(places, size=int(ends[-1]), key=(self._seed, _SLOTS, epoch))
         parts = np.searchsorted(ends, slots, side="right")
         draws = epoch * self._quota[parts] + slots - (ends - self._quota)[parts]
-        parts, draws = parts.reshape(places.shape), draws.reshape(places.shape)
         if self._homogeneous:
-            return np.repeat(parts, self._batch, axis=1), draws * self._batch + row
+            return np.repeat(parts, self._batch), draws * self._batch + row
         return parts, draws
 
-    def _rows(self, parts: StepRows, draws: StepRows) -> StepRows:
+    def _rows(self, parts: BatchRows, draws: BatchRows) -> BatchRows:
         starts = np.cumsum(self._sizes) - self._sizes
         passes, within = np.divmod(draws, self._pass[parts])
         rows = np.empty_like(draws)
-        for part, number in np.unique(np.stack([parts.ravel(), passes.ravel()]), axis=1).T.tolist():
+        for part, number in np.unique(np.stack([parts, passes]), axis=1).T.tolist():
             chosen = (parts == part) & (passes == number)
             key = (self._seed, _PART, part, number)
             rows[chosen] = starts[part] + permute(within[chosen], size=int(self._sizes[part]), key=key)
