@@ -20,7 +20,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft, open_artifact, write_file
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
 from scalingnote.storage.shuffle import run_slices
-from scalingnote.triplets.collect import job, steps
+from scalingnote.triplets.collect import job, steps, triplet_parts
 from scalingnote.triplets.collect.config import (
     AssociationConfig,
     BM25Ranker,
@@ -359,6 +359,7 @@ def test_killed_in_every_step_a_run_repeats_no_finished_item_and_shards_decide_n
     dataset, planner, tmp_path, monkeypatch
 ):
     config = CONFIG.model_copy(update={"decontamination": True})
+    monkeypatch.setattr(triplet_parts, "MAX_MULTI_HOP", 1)
     without_ray(monkeypatch)
     whole = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
     for name, value in SHARDS.items():
