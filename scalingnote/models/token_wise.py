@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.core.log import get_logger
+from scalingnote.core.log import Progress, get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention, first_position
@@ -170,8 +170,12 @@ class TokenWise(TokenReader):
         device = self.instruction.device
         ahead = self._instruction_ids(instruction).to(device)
         tokens = torch.arange(self.tokenizer.backend_tokenizer.get_vocab_size(), device=device)
-        parts = tokens.split(BLOCKS * _TABLE_LINES)
-        return np.concatenate([self.token_vectors(ids, ahead).cpu().numpy() for ids in parts])
+        rows = []
+        with Progress("train", total=len(tokens), unit="tokens of the table") as progress:
+            for ids in tokens.split(BLOCKS * _TABLE_LINES):
+                rows.append(self.token_vectors(ids, ahead).cpu().numpy())
+                progress.advance(len(ids))
+        return np.concatenate(rows)
 
     def lookup(self, instruction: str | None = None) -> LookupTower:
         """Return the lookup tower with the same embeddings, but an empty query gets the table's mean.

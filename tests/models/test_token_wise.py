@@ -14,6 +14,7 @@ from pydantic import ValidationError
 import families
 import tiny
 from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig, TowerConfig
@@ -137,6 +138,13 @@ def test_the_saved_table_gives_what_the_whole_model_gives(scratch: TokenWise, tm
     whole = scratch(batch_of(scratch, QUERIES, packed=True))
     assert table.prompt.rows(QUERIES) == scratch.prompt.rows(QUERIES)
     torch.testing.assert_close(table(batch_of(table, QUERIES, packed=True)), whole, **TIGHT)
+
+
+def test_a_table_that_is_computed_shows_progress(scratch: TokenWise, monkeypatch: pytest.MonkeyPatch):
+    lines: list[str] = []
+    monkeypatch.setattr(get_logger("train"), "info", lambda text, *values: lines.append(text % values))
+    rows = scratch.table(scratch.config.instruction)
+    assert lines[-1].startswith(f"{len(rows):,} tokens of the table in")
 
 
 def test_every_further_task_has_a_table_behind_its_own_instruction(tmp_path: Path):
