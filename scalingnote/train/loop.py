@@ -197,11 +197,14 @@ class _Run:
         return values
 
     def finish_step(self, done: int) -> bool:
-        """After `done` steps: measure and save a checkpoint where due; returns whether to stop early."""
+        """After `done` steps: measure and save a checkpoint where due; returns whether to stop early.
+
+        The last step has one, too: to write the model (merge adapters, compute a table) may take long, or fail.
+        """
         best, stop = self._measure(done)
         preempted = self._first_notice()
-        regular = done % self.schedule.checkpoint_every == 0
-        if (regular and done < self.steps and not stop) or best or preempted:
+        regular = done % self.schedule.checkpoint_every == 0 or done == self.steps
+        if regular or stop or best or preempted:
             self.checkpoints.save(done, self.engine, asdict(self.history), best=best)
         if preempted:
             self.checkpoints.wait()

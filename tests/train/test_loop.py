@@ -132,9 +132,13 @@ def test_any_number_is_a_seed(tmp_path: Path):
     assert not same(small, large)
 
 
-def test_checkpoints_are_written_on_the_way_but_not_at_the_end(tmp_path: Path):
-    train(Regression(), tmp_path, every=2)
-    assert steps_in(tmp_path) == [8, 10]
+def test_the_last_step_has_a_checkpoint_so_that_no_step_is_repeated_when_saving_fails(tmp_path: Path):
+    whole = Regression()
+    history = train(whole, tmp_path, every=5)
+    assert steps_in(tmp_path) == [10, 12]
+    again = Regression()
+    assert train(again, tmp_path, until=0) == history  # no batch is read
+    assert same(whole, again)
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_a_remedy(tmp_path: Path):
@@ -212,7 +216,7 @@ def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
     assert len(seen) == STEPS
     assert seen[2] == []
     assert seen[3] == [3]
-    assert steps_in(tmp_path) == [3]
+    assert steps_in(tmp_path) == [3, STEPS]
 
 
 def test_a_run_that_is_interrupted_as_it_stops_early_stays_stopped(
