@@ -3,8 +3,9 @@
     python -m benchmarks.reproduce --json docs/results/reproduce.json --trials docs/results/trials.jsonl
 
 A decoder is SmolLM2-135M's first layers (benchmarks/smollm.py), pooled at its end token as the papers' are;
-an encoder is all-MiniLM-L6-v2 (benchmarks/minilm.py). BM25, the models before training, and hybrids with BM25
-are in every table. An order of two methods counts if nDCG@10 differs by a paired two-sided t-test
+all of them for the orders that four layers cannot tell (smollm-30). An encoder is all-MiniLM-L6-v2
+(benchmarks/minilm.py). BM25, the models before training, and hybrids with BM25 are in every table.
+An order of two methods counts if nDCG@10 differs by a paired two-sided t-test
 over queries, p < 0.05 after Holm's correction for all orders. Finished trials are not run again
 (benchmarks/trials.py): interrupt this, and start it again. Whether a decoder learns at all, and whether
 LightRetriever's hybrid of all 30 layers is below its halves, is measured by benchmarks/decoders.py, and
@@ -34,8 +35,9 @@ from scalingnote.train import prepare, tokens
 NDCG, SIGNIFICANT = "nDCG@10", 0.05
 LEARNED = ("decoder_r10", "lightretriever_dense_r10", "whole_decoders", "hybrid_not_below_halves")
 SEEDS = {"medquad": 3, "feedbackqa": 3, "scifact": 1, "stackexchange_devops": 1}
-STEPS = {"smollm": 150, "minilm-native": 60, "smollm-gpu": 512}
-SHORT = {"smollm": "SmolLM2", "minilm": "MiniLM"}
+STEPS = {"smollm": 150, "minilm-native": 60, "smollm-30": 100, "smollm-gpu": 512}
+SHORT = {"smollm": "SmolLM2", "smollm-30": "SmolLM2, 30 layers", "minilm-native": "MiniLM"}
+DEEP = "smollm-30"
 ON_GPU = "-gpu"  # all layers, whole corpora, longer texts, batches of 64
 HALF_OF_THEIR_DOCUMENTS = dict.fromkeys(("medquad", "stackexchange_devops"), ("dataset.max_documents=3000",))
 LIGHT = "ablations/lightretriever-"
@@ -57,10 +59,13 @@ DECODERS = (
     (f"{LIGHT}without-instruction", True),
     (f"{LIGHT}embedding-layer", True),
 )
+# What bags of words are level with while four layers learn: pairs that need a decoder that reads.
+NEEDS_DEPTH = (f"methods/{LIGHTRETRIEVER}-dense", f"{LIGHT}light-both", f"{LIGHT}light-documents")
 # By backbone, in order of worth: files of configs/, and whether they are trained.
 METHODS: Mapping[str, Sequence[tuple[str, bool]]] = {
     "smollm": DECODERS,
     "minilm-native": (("methods/native", False), *((f"methods/{name}", True) for name in (*LADDER, *CE))),
+    DEEP: [(method, True) for method in NEEDS_DEPTH],
     f"smollm{ON_GPU}": DECODERS,
 }
 Found = Mapping[str, Mapping[str, Row]]  # by dataset: query side, as `label` has it -> its results
@@ -132,9 +137,10 @@ def main() -> None:
 def settings() -> dict[str, Any]:
     """What the page says of the trials."""
     decoder = {"layers": smollm.LAYERS, "of": smollm.ALL_LAYERS, "millions": 135, "steps": STEPS["smollm"]}
+    deep = {"layers": smollm.ALL_LAYERS, "steps": STEPS[DEEP]}
     encoder = {"layers": minilm.SMALL_LAYERS, "steps": STEPS["minilm-native"]}
     sizes = minilm.CPU._asdict() | {"cores": 2, "p": SIGNIFICANT, "negatives": 1}
-    return {"decoder": decoder, "encoder": encoder, "sizes": sizes}
+    return {"decoder": decoder, "deep decoder": deep, "encoder": encoder, "sizes": sizes}
 
 
 # --- trials ------------------------------------------------------------------------------------------------
@@ -182,7 +188,7 @@ def label(one: Trial, side: str) -> str:
         return side
     name, plus, _ = side.partition(" + bm25")
     before = ", untrained" if one.steps == 0 and one.method != "methods/native" else ""
-    return f"{name}, {SHORT[one.backbone.partition('-')[0]]}{before}{plus}"
+    return f"{name}, {SHORT[one.backbone.removesuffix(ON_GPU)]}{before}{plus}"
 
 
 # --- tables ------------------------------------------------------------------------------------------------
@@ -207,9 +213,8 @@ def orders(found: Found) -> Rows:
     pairs = [
         (dataset, order, sides[order.better], sides[order.worse])
         for dataset, sides in found.items()
-        for order in ORDERS
-        if order.better in sides and order.worse in sides
-        if sides[order.better].sides.keys() & sides[order.worse].sides.keys()  # a seed in common
+        for order in (_deepest(order, sides) for order in ORDERS)
+        if _compared(order, sides)
     ]
     p = holm({str(at): p_value(better, worse) for at, (*_, better, worse) in enumerate(pairs)})
     rows = []
@@ -228,9 +233,23 @@ def orders(found: Found) -> Rows:
     return rows
 
 
+def _compared(order: Order, sides: Mapping[str, Row]) -> bool:
+    """Whether both query sides are there, with a seed in common."""
+    both = [sides[name].sides.keys() for name in (order.better, order.worse) if name in sides]
+    return len(both) == 2 and bool(both[0] & both[1])
+
+
+def _deepest(order: Order, sides: Mapping[str, Row]) -> Order:
+    """The order of the same methods with all layers, if both were trained so; else the order as it is."""
+    better, worse = (name.replace(SHORT["smollm"], SHORT[DEEP]) for name in (order.better, order.worse))
+    deep = order._replace(better=better, worse=worse)
+    return deep if _compared(deep, sides) else order
+
+
 def method_of(label: str) -> str:
-    """The method of a query side, without its backbone, of which each paper's orders have one."""
-    return label.partition(",")[0]
+    """The method of a query side, without its model, of which each paper's orders have one."""
+    method, _, model = label.partition(", ")
+    return ", ".join([method, *model.split(", ")[1:]])
 
 
 def p_value(row: Row, other: Row) -> float:

@@ -37,8 +37,8 @@ TERMS = 1024  # stored of a document
 STUDENT_LR = 3e-3  # its projection starts at random: at 3e-4 it loses more, at 1e-2 everything
 
 
-def overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
-    """What puts SmolLM2, with LoRA, into every tower of a config that is a decoder: its first layers on CPUs.
+def overrides(config: RunConfig, *, layers: int = LAYERS, sizes: Sizes = CPU) -> list[str]:
+    """What puts SmolLM2's first `layers`, with LoRA, into every tower of a config that is a decoder.
 
     Every view of a document, and a query, is the state at an end token. ScalingNote's methods project it, as
     the paper does; LightRetriever's embeddings are the states themselves, of texts in lower case behind a
@@ -48,7 +48,7 @@ def overrides(config: RunConfig, *, sizes: Sizes = CPU) -> list[str]:
     model, knobs = path(), minilm.settings(config, sizes)
     knobs += [f"train.optimizer.{name}={value}" for name, value in SCHEDULE.items()]
     backbone: dict[str, Any] = {"kind": "pretrained", "path": str(model)}
-    backbone["layers"] = None if sizes.gpu else LAYERS
+    backbone["layers"] = None if layers == ALL_LAYERS else layers
     tower: dict[str, Any] = {"kind": "transformer", "lora": {"rank": RANK, "alpha": 2 * RANK}}
     lightretriever = "[TITLE_QUERY]" not in config.train.document.prompt
     if lightretriever:

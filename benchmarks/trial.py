@@ -37,7 +37,8 @@ TEACHERS: dict[str, Callable[[RunConfig], list[str]]] = {
     "minilm": minilm.overrides,
     "minilm-native": minilm.native_overrides,
     "smollm": smollm.overrides,
-    "smollm-gpu": partial(smollm.overrides, sizes=minilm.GPU),
+    "smollm-30": partial(smollm.overrides, layers=smollm.ALL_LAYERS),
+    "smollm-gpu": partial(smollm.overrides, layers=smollm.ALL_LAYERS, sizes=minilm.GPU),
 }  # by backbone: what puts it in place of towers from scratch
 
 

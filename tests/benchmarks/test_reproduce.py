@@ -59,8 +59,7 @@ def test_a_decoder_is_pooled_at_its_end_token_in_every_trial():
         for tower in (config.train.query, config.train.document):
             if isinstance(tower, TowerConfig) and tower.backbone.path == "models/smollm":
                 decoders += 1
-                gpu = one.backbone.endswith(reproduce.ON_GPU)
-                assert tower.backbone.layers == (None if gpu else smollm.LAYERS)
+                assert tower.backbone.layers == (smollm.LAYERS if one.backbone == "smollm" else None)
                 assert tower.pooling == "placeholders"
                 assert tower.lora is not None
                 assert config.train.dim == (smollm.HIDDEN if tower.projection == "none" else minilm.DIM)
@@ -115,6 +114,21 @@ def test_an_order_holds_is_reversed_or_is_not_metrics():
     )
     assert [row["holds"] for row in reproduce.orders(sides)] == ["not significant"]
     assert "order_kept_share" not in reproduce.metrics(sides)
+
+
+def test_a_pair_with_all_layers_counts_in_place_of_the_same_pair_with_few():
+    dense, both = "methods/lightretriever-dense", "ablations/lightretriever-light-both"
+    named = {dense: "lightretriever-dense", both: "lightretriever-light-both"}
+    few = [
+        ("smollm", dense, True, {named[dense]: side(0.4)}),
+        ("smollm", both, True, {named[both]: side(0.6)}),
+    ]
+    deep = ("smollm-30", dense, True, {named[dense]: side(0.7)})
+    (row,) = reproduce.orders(found(*few, deep))  # one side of the pair is missing
+    assert (row["said to be better"], row["holds"]) == (named[dense], "reversed")
+    (row,) = reproduce.orders(found(*few, deep, ("smollm-30", both, True, {named[both]: side(0.5)})))
+    assert (row["said to be better"], row["holds"]) == (f"{named[dense]}, 30 layers", "yes")
+    assert row["than"] == f"{named[both]}, 30 layers"
 
 
 def test_what_the_decoders_learned_is_repeated(tmp_path: Path):
