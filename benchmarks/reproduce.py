@@ -59,7 +59,7 @@ DECODERS = (
     (f"{LIGHT}without-instruction", True),
     (f"{LIGHT}embedding-layer", True),
 )
-# What bags of words are level with while four layers learn: pairs that need a decoder that reads.
+# LightRetriever's Table 4: means of single tokens are level with whole texts that four layers read.
 NEEDS_DEPTH = (f"methods/{LIGHTRETRIEVER}-dense", f"{LIGHT}light-both", f"{LIGHT}light-documents")
 # By backbone, in order of worth: files of configs/, and whether they are trained.
 METHODS: Mapping[str, Sequence[tuple[str, bool]]] = {
