@@ -247,7 +247,7 @@ def _deepest(order: Order, sides: Mapping[str, Row]) -> Order:
 
 
 def method_of(label: str) -> str:
-    """The method of a query side, without its model, of which each paper's orders have one."""
+    """The method of a query side, without the model that each paper's orders have: `x`, or `x, 30 layers`."""
     method, _, model = label.partition(", ")
     return ", ".join([method, *model.split(", ")[1:]])
 

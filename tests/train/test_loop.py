@@ -238,3 +238,15 @@ def test_a_run_that_is_interrupted_as_it_stops_early_stays_stopped(
     assert 6 in steps_in(tmp_path)
     assert train(resumed, tmp_path, every=100, validation=validation, validate=dict) == history
     assert same(stopped, resumed)
+
+
+def test_a_run_that_stops_early_has_a_checkpoint_of_that_step(tmp_path: Path):
+    found = iter([0.5, 0.4, 0.3])
+    validation = Validation(every=2, patience=2)
+    stopped, resumed = Regression(), Regression()
+    history = train(
+        stopped, tmp_path, every=100, validation=validation, validate=lambda: {"MRR@10": next(found)}
+    )
+    assert steps_in(tmp_path) == [2, 6]  # the best one, and that of the end
+    assert train(resumed, tmp_path, until=0, every=100, validation=validation, validate=dict) == history
+    assert same(stopped, resumed)
