@@ -131,6 +131,17 @@ def test_a_pair_with_all_layers_counts_in_place_of_the_same_pair_with_few():
     assert row["than"] == f"{named[both]}, 30 layers"
 
 
+def test_with_all_layers_no_method_has_more_steps_than_one_that_a_paper_puts_below_it():
+    dense, *rivals = reproduce.NEEDS_DEPTH
+    for dataset in reproduce.SEEDS:
+        first, *others = (
+            reproduce.trial(dataset, "smollm-30", method, 0, trained=True, options=OPTIONS).steps
+            for method in (dense, *rivals)
+        )
+        assert first in (100, 200)
+        assert all(steps >= first for steps in others)
+
+
 def test_what_the_decoders_learned_is_repeated(tmp_path: Path):
     file = tmp_path / "decoders.json"
     with pytest.raises(SystemExit, match=r"run python -m benchmarks\.decoders"):
