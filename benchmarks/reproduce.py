@@ -61,8 +61,8 @@ DECODERS = (
 )
 # LightRetriever's Table 4: means of single tokens are level with whole texts that four layers read.
 NEEDS_DEPTH = (f"methods/{LIGHTRETRIEVER}-dense", f"{LIGHT}light-both", f"{LIGHT}light-documents")
-# Half the steps of its rival cost half an hour of a core less, and do not favour it.
-DENSE_STEPS_ON = {"stackexchange_devops": 100}
+# By dataset, backbone and method: half the steps of its rival, half an hour of a core less, do not favour it.
+FEWER_STEPS = {("stackexchange_devops", DEEP, NEEDS_DEPTH[0]): 100}
 # By backbone, in order of worth: files of configs/, and whether they are trained.
 METHODS: Mapping[str, Sequence[tuple[str, bool]]] = {
     "smollm": DECODERS,
@@ -139,7 +139,7 @@ def main() -> None:
 def settings() -> dict[str, Any]:
     """What the page says of the trials."""
     decoder = {"layers": smollm.LAYERS, "of": smollm.ALL_LAYERS, "millions": 135, "steps": STEPS["smollm"]}
-    deep = {"layers": smollm.ALL_LAYERS, "steps": STEPS[DEEP], "fewer": DENSE_STEPS_ON}
+    deep = {"layers": smollm.ALL_LAYERS, "steps": STEPS[DEEP], "fewer": [*FEWER_STEPS.values()]}
     encoder = {"layers": minilm.SMALL_LAYERS, "steps": STEPS["minilm-native"]}
     sizes = minilm.CPU._asdict() | {"cores": 2, "p": SIGNIFICANT, "negatives": 1}
     return {"decoder": decoder, "deep decoder": deep, "encoder": encoder, "sizes": sizes}
@@ -168,9 +168,7 @@ def trial(dataset: str, backbone: str, method: str, seed: int, *, trained: bool,
     own += ("distill.global_batch=64", f"distill.epochs={10 if backbone.startswith('smollm') else 3}")
     if LIGHTRETRIEVER in method:
         own += ("evaluate.hybrid.dense_weight=0.7", "evaluate.hybrid.raw=false")
-    usual = STEPS[backbone]
-    if (backbone, method) == (DEEP, NEEDS_DEPTH[0]):
-        usual = DENSE_STEPS_ON.get(dataset, usual)
+    usual = FEWER_STEPS.get((dataset, backbone, method), STEPS[backbone])
     steps = (options.steps or usual) if trained else 0
     return Trial(dataset, backbone, method, seed, steps, (*own, *options.overrides))
 

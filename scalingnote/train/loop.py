@@ -199,7 +199,7 @@ class _Run:
     def finish_step(self, done: int) -> bool:
         """After `done` steps: measure and save a checkpoint where due; returns whether to stop early.
 
-        The last step has one, too: to write the model (merge adapters, compute a table) takes long, or fails.
+        The last step has one, too: writing the model (merged adapters, a table) can take long, and can fail.
         """
         best, stop = self._measure(done)
         preempted = self._first_notice()

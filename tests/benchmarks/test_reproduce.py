@@ -131,7 +131,7 @@ def test_a_pair_with_all_layers_counts_in_place_of_the_same_pair_with_few():
     assert row["than"] == f"{named[both]}, 30 layers"
 
 
-def test_with_all_layers_no_method_has_more_steps_than_one_that_a_paper_puts_below_it():
+def test_the_better_side_of_a_deep_pair_has_no_more_steps():
     dense, *rivals = reproduce.NEEDS_DEPTH
     for dataset in reproduce.SEEDS:
         first, *others = (
