@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from scalingnote.models.backbone import train_tokenizer
-from scalingnote.train.distillation import student as students
+from scalingnote.train.distillation import new_words
 
 ENGLISH = [
     "what is osteoporosis",
@@ -52,43 +52,43 @@ def found(tokenizer: Tokenizer, text: str, words: list[str]) -> list[tuple[str, 
 
 def test_words_are_ranked_by_queries_then_by_characters():
     tokenizer = byte_level()
-    words = students.mine_words(ENGLISH, tokenizer, tokens=9, min_count=1)
+    words = new_words.mine_words(ENGLISH, tokenizer, tokens=9, min_count=1)
     counts = {word: sum(word in text.split() for text in ENGLISH) for word in words}
     assert words == sorted(words, key=lambda word: (-counts[word], word))
     assert words[:4] == ["art", "is", "of", "osteoporosis"]
-    assert students.mine_words(ENGLISH[::-1], tokenizer, tokens=9, min_count=1) == words
-    assert students.mine_words(ENGLISH, tokenizer, tokens=1, min_count=1) == ["art"]
-    assert "heart" not in students.mine_words(ENGLISH, tokenizer, tokens=9, min_count=2)
+    assert new_words.mine_words(ENGLISH[::-1], tokenizer, tokens=9, min_count=1) == words
+    assert new_words.mine_words(ENGLISH, tokenizer, tokens=1, min_count=1) == ["art"]
+    assert "heart" not in new_words.mine_words(ENGLISH, tokenizer, tokens=9, min_count=2)
 
 
 def test_known_tokens_numbers_and_characters_are_not_mined():
     tokenizer = byte_level()
     tokenizer.add_tokens(["heart"])
-    words = students.mine_words(["heart 1234 5.5 我", "heart 1234 5.5 我"], tokenizer, tokens=9, min_count=1)
+    words = new_words.mine_words(["heart 1234 5.5 我", "heart 1234 5.5 我"], tokenizer, tokens=9, min_count=1)
     assert words == []
 
 
 def test_chinese_is_segmented_by_the_planners_dictionary():
-    words = students.mine_words(CHINESE, byte_level(), tokens=3, min_count=2)
+    words = new_words.mine_words(CHINESE, byte_level(), tokens=3, min_count=2)
     assert words == ["治疗", "高血压"]
 
 
 def test_what_a_tokenizer_does_not_know_at_all_is_worth_a_token():
     tokenizer = word_pieces()
     assert tokenizer.encode("naïveté λόγος").tokens[-1] == "[UNK]"
-    assert students.mine_words(["λόγος"], tokenizer, tokens=9, min_count=1) == ["λόγος"]
+    assert new_words.mine_words(["λόγος"], tokenizer, tokens=9, min_count=1) == ["λόγος"]
 
 
 def test_words_are_mined_as_written_unless_lowered():
     texts = ["Ein Zebra", "zebra crossing"]
-    assert "Zebra" in students.mine_words(texts, byte_level(), tokens=9, min_count=1)
-    assert students.mine_words(texts, word_pieces(), tokens=9, min_count=2) == ["zebra"]
+    assert "Zebra" in new_words.mine_words(texts, byte_level(), tokens=9, min_count=1)
+    assert new_words.mine_words(texts, word_pieces(), tokens=9, min_count=2) == ["zebra"]
 
 
 @pytest.mark.parametrize("make", [byte_level, word_pieces, marked_spaces])
 def test_an_english_word_is_found_alone_and_never_inside_another(make):
     tokenizer = make()
-    students.add_words(tokenizer, ["art", "osteoporosis"])
+    new_words.add_words(tokenizer, ["art", "osteoporosis"])
     seen = found(tokenizer, "heart art (osteoporosis) party", ["art", "osteoporosis"])
     assert [text for _, text in seen] == ["art", "osteoporosis"]
     assert found(tokenizer, "heart party osteoporosislike smart", ["art", "osteoporosis"]) == []
@@ -97,7 +97,7 @@ def test_an_english_word_is_found_alone_and_never_inside_another(make):
 @pytest.mark.parametrize("make", [byte_level, word_pieces, marked_spaces])
 def test_the_space_before_a_new_word_is_no_token(make):
     before, after = make(), make()
-    students.add_words(after, ["osteoporosis"])
+    new_words.add_words(after, ["osteoporosis"])
     pieces = before.encode("osteoporosis", add_special_tokens=False).ids
     spaced = before.encode("men osteoporosis men", add_special_tokens=False).ids
     new = after.encode("men osteoporosis men", add_special_tokens=False).ids
@@ -112,7 +112,7 @@ def test_the_space_before_a_new_word_is_no_token(make):
 @pytest.mark.parametrize("make", [byte_level, word_pieces])
 def test_the_longest_chinese_word_is_found_between_others(make):
     tokenizer = make()
-    students.add_words(tokenizer, ["血压", "高血压", "治疗"])
+    new_words.add_words(tokenizer, ["血压", "高血压", "治疗"])
     seen = [text for _, text in spans(tokenizer, "什么是高血压怎么治疗")]
     assert "高血压" in seen
     assert "治疗" in seen
@@ -126,7 +126,7 @@ def spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
 
 def test_offsets_cover_the_text_in_order():
     tokenizer = byte_level()
-    students.add_words(tokenizer, ["osteoporosis", "高血压", "治疗"])
+    new_words.add_words(tokenizer, ["osteoporosis", "高血压", "治疗"])
     text = "what is osteoporosis 什么是高血压怎么治疗 in men"
     encoding = tokenizer.encode(text, add_special_tokens=False)
     starts = [start for start, _ in encoding.offsets]
@@ -141,12 +141,14 @@ def test_offsets_cover_the_text_in_order():
 def test_a_new_row_starts_at_the_mean_of_its_pieces(make):
     before, after = make(), make()
     words = ["osteoporosis", "高血压"]
-    students.add_words(after, words)
+    new_words.add_words(after, words)
     size = before.get_vocab_size()
     assert [after.token_to_id(word) for word in words] == [size, size + 1]
     table = torch.randn(size + 2, 6, generator=torch.Generator().manual_seed(0))
     filled = table.clone()
-    students.initialize_word_rows(filled, words, before=before, after=after)
+    padding = Tokenizer.from_str(before.to_str())
+    padding.enable_padding(length=9)  # as that of all-MiniLM-L6-v2
+    new_words.initialize_word_rows(filled, words, before=padding, after=after)
     assert torch.equal(filled[:size], table[:size])
     for word, text in zip(words, (" osteoporosis", "高血压"), strict=True):
         pieces = before.encode(text, add_special_tokens=False).ids

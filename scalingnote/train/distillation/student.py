@@ -10,24 +10,13 @@ embeddings would weigh 28 GB.
 documents, are known to the teacher; a student with random rows never learns them, and answers the queries of
 new topics badly. A transformer takes the teacher's token embeddings. The rows of a lookup table are
 embeddings of queries, read by no layer; it takes the teacher's embeddings of every token read alone.
-
-*New words* (ScalingNote, section 3.3) are frequent words of the queries as tokens of the student's own. The
-planner segments queries into words, Chinese by its dictionary. A tokenizer finds added tokens before it
-splits a text:
-
-* A word between spaces must stand alone (`single_word`), or "art" would be cut out of "heart". It includes
-  the space before it, as the pieces it replaces did, or that space would become a token.
-* Han characters stand between other ones, so that rule would never let them match. There the tokenizer takes
-  the longest word from the left, which is segmentation by maximum matching: it may divide other words than
-  the planner would, but in the same way in training and in serving.
 """
 
 import json
 import re
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -42,12 +31,11 @@ from jaxtyping import Float, Float32
 from numpy import ndarray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
-from scalingnote.core.words import HAN, fold_with_places
 from scalingnote.models import backbone as backbones
 from scalingnote.models import lookup, lookup_table
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
@@ -61,8 +49,8 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.distillation.config import DistillConfig
+from scalingnote.train.distillation.new_words import add_words, initialize_word_rows, mine_words
 from scalingnote.train.distillation.own_vocabulary import fit_rows, read_tokenizer, train_word_pieces
-from scalingnote.triplets.planner.planner import words
 
 log = get_logger("distill")
 START_FILE = "start.json"
@@ -70,7 +58,6 @@ MAX_COUNTED_TEXTS = 1_000_000  # that features and weights are counted in: furth
 MAX_FITTED_TEXTS = 100_000  # that rows start from, with their vectors in memory
 MIN_WORD_COUNT = 5  # queries that must hold a new word
 _LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.(\d+)\.")
-_HAN = re.compile(f"[{HAN}]")
 
 
 @dataclass(frozen=True)
@@ -397,77 +384,3 @@ def fit_width(tokens: Float[Tensor, "vocabulary hidden"], *, width: int) -> Floa
     _, directions = torch.linalg.eigh((tokens.T @ tokens).double())
     rotated: Tensor = tokens @ directions[:, -width:].flip(1).to(tokens.dtype)
     return rotated
-
-
-# --- new words ----------------------------------------------------------------------------------------------
-
-
-def mine_words(queries: Iterable[str], tokenizer: Tokenizer, *, tokens: int, min_count: int) -> list[str]:
-    """The words that occur in most queries and that the student's tokenizer breaks into pieces.
-
-    At most `tokens` words that occur in at least `min_count` queries, by falling count, then by their
-    characters; without numbers and single Han characters.
-    """
-    lowers = tokenizer.normalizer is not None and tokenizer.normalizer.normalize_str("A") == "a"
-    counts: Counter[str] = Counter()
-    for query in queries:
-        counts.update(set(_words_as_written(query.lower() if lowers else query)))
-    ranked = sorted(
-        (word for word, count in counts.items() if count >= min_count and _is_word(word)),
-        key=lambda word: (-counts[word], word),
-    )
-    new: list[str] = []
-    for word in ranked:
-        if len(new) == tokens:
-            break
-        if not any(_is_token(tokenizer, text) for text in (word, f" {word}")):
-            new.append(word)
-    return new
-
-
-def add_words(tokenizer: Tokenizer, new: Sequence[str]) -> None:
-    """Add words to a tokenizer, in this order, after the tokens it has."""
-    # A normalizer that replaces spaces by marks hides where a word ends: words are then matched before it.
-    # It also marks the text after a word, so the word must take that text's own space.
-    normalizer = tokenizer.normalizer
-    marks = normalizer is not None and normalizer.normalize_str("a b") != "a b"
-    normalized = normalizer is not None and not marks
-    added = []
-    for word in new:
-        alone = not _HAN.search(word)
-        added.append(
-            AddedToken(word, single_word=alone, lstrip=alone, rstrip=alone and marks, normalized=normalized)
-        )
-    tokenizer.add_tokens(added)
-
-
-def initialize_word_rows(
-    table: Float[Tensor, "rows width"], new: Sequence[str], *, before: Tokenizer, after: Tokenizer
-) -> None:
-    """Set the rows of new words to the mean of the rows of their pieces, the space before them included."""
-    with torch.no_grad():
-        for word in new:
-            pieces = before.encode(word if _HAN.search(word) else f" {word}", add_special_tokens=False).ids
-            table[after.token_to_id(word)] = table[pieces].mean(0)
-
-
-def _words_as_written(query: str) -> Iterable[str]:
-    """The words of a query as written in it, without those that normalising changed."""
-    text, places = fold_with_places(query)
-    at = 0
-    for word in words(query):
-        start = text.index(word, at)
-        at = start + len(word)
-        written = query[places[start] : places[at]]
-        if written.casefold() == word:
-            yield written
-
-
-def _is_word(word: str) -> bool:
-    return len(word) > 1 and any(character.isalpha() for character in word)
-
-
-def _is_token(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text is one token, other than the unknown token."""
-    tokens = tokenizer.encode(text, add_special_tokens=False).tokens
-    return len(tokens) == 1 and tokens[0] != getattr(tokenizer.model, "unk_token", None)
