@@ -1,9 +1,7 @@
-// A `static` table of `scalingnote distill --student static` in plain JavaScript: a browser, node, an edge function.
-//
+// A table of `scalingnote distill --student static` in plain JavaScript: a browser, node, an edge function.
 //   import { loadTable } from "./static_table.mjs";
 //   const table = await loadTable(async (name) => (await fetch(`/my-model/${name}`)).arrayBuffer());
 //   const vector = table.encode("how to parse a date");        // Float32Array of length 1
-//
 // `read(name)` gives the bytes of a file of the published folder. Tokenizers: WordPiece of BERT's family.
 
 const text = (bytes) => new TextDecoder().decode(bytes);
@@ -28,21 +26,16 @@ export async function loadTable(read) {
 
 // Folders of the StaticEmbedding and the Dense module of queries: of a Router, or of modules.json.
 async function queryModules(json) {
-  const folders = await json("router_config.json").then((router) => router.structure.query, () => null);
-  const modules = folders ?? (await json("modules.json")).map((module) => module.path);
+  const routed = await json("router_config.json").then((router) => router.structure.query, () => null);
+  const modules = routed ?? (await json("modules.json")).map((module) => module.path);
   const named = (kind) => modules.find((folder) => folder.includes(kind));
-  if (!named("StaticEmbedding")) throw new Error(`queries pass ${modules}: distil with --student static`);
+  if (!named("StaticEmbedding")) throw new Error(`queries pass ${modules}, which is no table of tokens alone: distil with --student static`);
   return [named("StaticEmbedding"), named("Dense")];
 }
 
-function linear(vector, weight, bias) {
-  const [out, size] = weight.shape;
-  return Float32Array.from({ length: out }, (_, row) => {
-    let sum = bias ? bias.data[row] : 0;
-    for (let i = 0; i < size; i++) sum += weight.data[row * size + i] * vector[i];
-    return sum;
-  });
-}
+const linear = (vector, { shape: [out, size], data }, bias) =>
+  Float32Array.from({ length: out }, (_, row) =>
+    vector.reduce((sum, value, i) => sum + data[row * size + i] * value, bias ? bias.data[row] : 0));
 
 // Tensors of a safetensors file: float32 only, which the folder has.
 function tensors(buffer) {
@@ -55,47 +48,61 @@ function tensors(buffer) {
   }));
 }
 
-const CHINESE = /[\u4e00-\u9fff\u3400-\u4dbf\u{20000}-\u{2a6df}\u{2a700}-\u{2b73f}\u{2b740}-\u{2b81f}\u{2b920}-\u{2ceaf}\uf900-\ufaff\u{2f800}-\u{2fa1f}]/u;
-const PUNCTUATION = /[!-/:-@[-`{-~]|\p{P}/u;
-const SPACE = /^\p{White_Space}$/u;
+const CHINESE = /[\u4e00-\u9fff\u3400-\u4dbf\u{20000}-\u{2a6df}\u{2a700}-\u{2b73f}\u{2b740}-\u{2b81f}\u{2b920}-\u{2ceaf}\uf900-\ufaff\u{2f800}-\u{2fa1f}]/gu;
+const PUNCTUATION = /[!-/:-@[-`{-~]|\p{P}/gu;
+const CONTROL = /[^\P{C}\t\n\r]|\ufffd/gu;
+const [ENDS_A_WORD, BEGINS_A_WORD] = [/[\p{L}\p{M}\p{N}\p{Pc}]$/u, /^[\p{L}\p{M}\p{N}\p{Pc}]/u];
 
 function wordPiece(settings) {
   const { model, normalizer, pre_tokenizer: words, added_tokens: added, truncation } = settings;
   if (model.type !== "WordPiece" || normalizer?.type !== "BertNormalizer" || words?.type !== "BertPreTokenizer") {
     throw new Error(`a tokenizer of ${model.type}: this file reads WordPiece of BERT's family`);
   }
-  const special = new Map(added.map((token) => [token.content, token.id]));
-  const escaped = [...special.keys()].map((token) => token.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
-  const split = escaped.length ? new RegExp(`(${escaped.join("|")})`) : null;
-  const limit = truncation?.max_length ?? Infinity;
+  const asWritten = addedTokens(added.filter((token) => !token.normalized), (content) => content);
+  const inNormal = addedTokens(added.filter((token) => token.normalized), (content) => normalize(content, normalizer));
   return (query) => {
     const ids = [];
-    for (const part of split ? query.split(split) : [query]) {
-      if (special.has(part)) ids.push(special.get(part));
-      else for (const word of split_words(normalize(part, normalizer))) ids.push(...pieces(word, model));
+    const add = (id) => ids.push(id);
+    const addPieces = (part) => splitWords(part).forEach((word) => ids.push(...pieces(word, model)));
+    asWritten(query, add, (part) => inNormal(normalize(part, normalizer), add, addPieces));
+    return ids.slice(0, truncation?.max_length ?? Infinity);
+  };
+}
+
+// Calls `onToken` and `onText` with the added tokens of a text and what is between them: the longest from the
+// left. One that must stand alone and does not is no token, but no other one begins inside it.
+function addedTokens(tokens, form) {
+  const known = new Map(tokens.map((token) => [form(token.content), token]));
+  const longest = Math.max(0, ...[...known.keys()].map((content) => content.length));
+  const begins = new Set([...known.keys()].map((content) => content.slice(0, 2)));
+  const isAlone = (text, start, end) => !ENDS_A_WORD.test(text.slice(0, start)) && !BEGINS_A_WORD.test(text.slice(end));
+  return (text, onToken, onText) => {
+    let done = 0;
+    for (let at = 0; at < text.length; at++) {
+      let end = begins.has(text.slice(at, at + 2)) ? Math.min(at + longest, text.length) : at;
+      while (end > at && !known.has(text.slice(at, end))) end--;
+      if (end === at) continue;
+      const token = known.get(text.slice(at, end));
+      if (!token.single_word || isAlone(text, at, end)) {
+        onText(text.slice(done, at));
+        onToken(token.id);
+        done = end;
+      }
+      at = end - 1;
     }
-    return ids.slice(0, limit);
+    onText(text.slice(done));
   };
 }
 
 function normalize(query, { clean_text: clean, handle_chinese_chars: chinese, strip_accents: strip, lowercase }) {
-  let characters = [...query];
-  if (clean) {
-    characters = characters
-      .filter((c) => "\t\n\r".includes(c) || (c !== "\ufffd" && !/\p{C}/u.test(c)))
-      .map((c) => (SPACE.test(c) ? " " : c));
-  }
-  if (chinese) characters = characters.map((c) => (CHINESE.test(c) ? ` ${c} ` : c));
-  let normal = characters.join("");
+  let normal = clean ? query.replace(CONTROL, "").replace(/\p{White_Space}/gu, " ") : query;
+  if (chinese) normal = normal.replace(CHINESE, " $& ");
   if (strip ?? lowercase) normal = normal.normalize("NFD").replace(/\p{Mn}/gu, "");
   // Character by character: a final sigma stays a sigma.
   return lowercase ? [...normal].map((c) => c.toLowerCase()).join("") : normal;
 }
 
-function split_words(normal) {
-  const spaced = [...normal].map((c) => (PUNCTUATION.test(c) ? ` ${c} ` : c)).join("");
-  return spaced.split(/\p{White_Space}+/u).filter((word) => word);
-}
+const splitWords = (normal) => normal.replace(PUNCTUATION, " $& ").split(/\p{White_Space}+/u).filter((word) => word);
 
 function pieces(word, { vocab, unk_token: unknown, continuing_subword_prefix: prefix, max_input_chars_per_word: most }) {
   const characters = [...word];

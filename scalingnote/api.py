@@ -279,7 +279,7 @@ def run_config(
         values |= _model_values(model, endpoint)
         values |= {} if count is None else {"pseudo_queries.count": count}
         values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
-    values |= {"distill.inherit_tokens": False} if vectors or endpoint else {}
+    values |= {"distill.tokenizer": "own"} if vectors or endpoint else {}
     values |= {"distill.student.backbone.path": student} if is_model else {}
     values |= {"dataset.columns": json.dumps(columns)} if columns else {}
     with resources.as_file(recipe) as path:

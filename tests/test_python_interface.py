@@ -42,7 +42,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("student", "knobs"), [("static", ()), ("table", ()), ("table", ("distill.student.attention=true",))]
+    ("student", "knobs"),
+    [
+        ("static", ()),
+        ("table", ()),
+        ("table", ("distill.student.attention=true", "distill.student.centring=0")),
+    ],
 )
 def test_a_model_and_texts_become_a_query_encoder(
     tmp_path: Path, texts: Path, student: str, knobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

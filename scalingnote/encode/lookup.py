@@ -10,19 +10,18 @@ EmbeddingBag takes 1.4 us, with sums rounded to float16, and 2.8 us with learned
 takes 10 to 30 us, or 2 us from cached words (:class:`WordTokenizer`).
 """
 
-import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy import ndarray
 from tokenizers import Tokenizer
 
 from scalingnote.core.array_types import Float32, Int16, Int64
+from scalingnote.encode.word_tokenizer import WordTokenizer
 from scalingnote.models.lookup_table import read_table
-from scalingnote.models.prompt import cut_characters, tokenize, without_limits
+from scalingnote.models.prompt import without_limits
 
 _BATCH_QUERIES = 16  # their rows fit in a core's cache (18 tokens of 384 dimensions: 440 KB)
 _MAX_CACHED_SHARES = 128  # arrays of equal shares are made once for queries of fewer tokens
@@ -176,113 +175,3 @@ def _attend(
     weights /= weights.sum(axis=1, keepdims=True)
     mean: ndarray = shares @ weights @ rows @ out
     return mean
-
-
-MAX_CACHED_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
-MAX_WORD_CHARACTERS = 40  # longer words are rare and rarely repeated
-MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
-_NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
-_PRE_TOKENIZERS = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
-# Expressions by which byte-level tokenizers split texts besides that of ByteLevel itself: Qwen's and Llama's.
-# In all of them a space only begins a piece, unless another white space follows it.
-_SPLITS = tuple(
-    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for numbers in (r"\p{N}", r"\p{N}{1,3}")
-)
-
-
-class WordTokenizer:
-    """Tokenizes text word by word with a cache: most words cost a dictionary lookup.
-
-    BERT's tokenizers never look across a space, and those with byte-level BPE (GPT-2's, Qwen's) read it as
-    the beginning of the next word: the tokens of a text are those of its words, end to end. If that does not
-    hold (another kind of tokenizer, an added token in the text, white space other than single spaces), the
-    text is tokenized as a whole. The tokens are the same in every case.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """`tokenizer` must neither pad nor truncate."""
-        self._tokenizer = tokenizer
-        facts = json.loads(tokenizer.to_str())
-        self._markers, self._space = _markers(facts), " " if _is_byte_level(facts) else ""
-        self._first: dict[str, list[int]] = {}  # the first word of a text
-        self._words: dict[str, list[int]] = {} if self._space else self._first
-
-    def ids(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """Return the first `max_tokens` token ids of each text, without special tokens."""
-        if self._markers is None:
-            return [ids[:max_tokens] for ids in tokenize(self._tokenizer, texts, max_tokens)]
-        rows: list[list[int]] = []
-        others: list[int] = []
-        for number, text in enumerate(texts):
-            ids = self._of_words(cut_characters(text, max_tokens))
-            if ids is None:
-                others.append(number)
-            rows.append([] if ids is None else ids[:max_tokens])
-        if others:
-            missing = tokenize(self._tokenizer, [texts[number] for number in others], max_tokens)
-            for number, ids in zip(others, missing, strict=True):
-                rows[number] = ids[:max_tokens]
-        return rows
-
-    def _of_words(self, text: str) -> list[int] | None:
-        """Return the ids of all words; None if the text must be tokenized as a whole."""
-        # The space is the only printable character that is white space.
-        if not text.isprintable() or (self._space and "  " in text):
-            return None
-        for marker in self._markers or ():
-            if marker in text:
-                return None
-        first, *others = text.split(" ")
-        ids = self._first.get(first)
-        text_ids = list(self._learn(self._first, first, "") if ids is None else ids)
-        words = self._words
-        for word in others:
-            ids = words.get(word)
-            text_ids += self._learn(words, word, self._space) if ids is None else ids
-        return text_ids
-
-    def _learn(self, words: dict[str, list[int]], word: str, space: str) -> list[int]:
-        """Tokenize a word after `space` and cache it in `words`."""
-        ids: list[int] = self._tokenizer.encode(space + word, add_special_tokens=False).ids
-        if len(word) <= MAX_WORD_CHARACTERS:
-            if len(words) >= MAX_CACHED_WORDS:
-                words.clear()
-            words[word] = ids
-        return ids
-
-
-def _markers(facts: dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the first characters of added tokens; None if words cannot be tokenized separately."""
-    normalizer, pre_tokenizer = facts["normalizer"], facts["pre_tokenizer"]
-    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-    word_piece = (
-        facts["model"]["type"] == "WordPiece" and (pre_tokenizer or {}).get("type") in _PRE_TOKENIZERS
-    )
-    if not (word_piece or _is_byte_level(facts)) or any(step["type"] not in _NORMALIZERS for step in steps):
-        return None
-    markers = {token["content"][0] for token in facts["added_tokens"]}
-    markers |= {character for marker in markers for character in (marker.lower(), marker.upper())}
-    plain = all(len(marker) == 1 and not marker.isalnum() for marker in markers)
-    return tuple(sorted(markers)) if plain and len(markers) <= MAX_MARKERS else None
-
-
-def _is_byte_level(facts: dict[str, Any]) -> bool:
-    """Return whether the tokenizer is byte-level BPE that splits texts before single spaces."""
-    pre_tokenizer, model = facts["pre_tokenizer"] or {}, facts["model"]
-    if model["type"] != "BPE" or model.get("dropout"):
-        return False
-    splits_at_spaces = False
-    for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
-        pattern = step.get("pattern", {})
-        match step.get("type"):
-            case "ByteLevel" if not step["add_prefix_space"]:
-                splits_at_spaces |= step["use_regex"]
-            case "Split" if pattern.get("Regex") in _SPLITS and step["behavior"] == "Isolated":
-                splits_at_spaces = True
-            case "Split" if " " not in pattern.get("String", " ") and not step["invert"]:
-                pass
-            case _:
-                return False
-    return splits_at_spaces

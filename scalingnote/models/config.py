@@ -166,7 +166,21 @@ class LookupConfig(Config):
     attention: bool = Field(
         False, description="one head over the looked-up rows: which tokens stand together matters"
     )
+    centring: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="of a student: while it learns, every text has one more row, which takes what all texts "
+        "have in common; at the end this share of their mean embedding is subtracted from every row (SIF "
+        "subtracts a common component, too); 0: neither",
+    )
     storage: Literal["float32", "float16", "int8"] = Field("float16", description="of the saved table")
+
+    @model_validator(mode="after")
+    def _can_be_centred(self) -> "LookupConfig":
+        if self.attention and self.centring:
+            raise ValueError("a table with attention cannot be centred: set centring to 0")
+        return self
 
 
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # also of a folder

@@ -6,8 +6,17 @@ The embedding of a query is the mean of its tokens' rows.
     rows       [tokens, dim]      looked up; with one head of attention over them, if configured
     embedding  [queries, 1, dim]  sum(weight x row) / sum(weight)
 
-Every option starts without effect: attention adds 0, rows of features are 0, and weights are 1 unless start
-weights are given. A query without tokens gets the mean of the token rows. On disk it is a :class:`Table`.
+*New words* are tokens that stand for several others, such as "blood pressure". While the tower learns, one is
+read as its pieces followed by itself, and its own row is what the pieces lack: a rare one changes little, and
+the pieces learn from it too. On disk (:class:`Table`) its row is the weighted mean of all of these and its
+weight their sum, so a query is read as one row per token, with the same embedding.
+
+*The prior* is a row that every text has in training and no query has afterwards. It takes what all texts have
+in common, most of it in short texts, so that the other rows need not contain it. A table without it is near
+the mean of all texts, and finds the documents that are near it too often.
+
+Every option starts without effect: attention adds 0, rows of features and new words are 0, and weights are 1
+unless start weights are given. A query without tokens gets the mean of the rows of all tokens, as on disk.
 """
 
 import math
@@ -25,15 +34,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.models.batch import Batch
+from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup_table import LookupFeatures, Storage, Table, quantize_rows
 from scalingnote.models.prompt import TokenRow, tokenize, without_limits
 
-# Learning rates under RowAdam relative to token rows (docs/guides/distil.md); pairs are many and rare.
-BIGRAM_RATE = 0.25
+# Learning rates under RowAdam relative to token rows (docs/guides/distil.md); pairs and new words are rare.
+PAIR_RATE = 0.25
 END_RATE = 0.5
 WEIGHT_RATE = 2.5
+Pieces = Mapping[int, Sequence[int]]  # of each new word, by its number
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class LookupStart:
     feature_keys: Int64[ndarray, " features"]
     weights: Float32[ndarray, " rows"] | None = None  # of tokens, then of features
     rows: Float32[ndarray, "tokens dim"] | None = None  # None: random, or a teacher's
+    prior: Float32[ndarray, " dim"] | None = None  # the teacher's mean embedding, of a table that is centred
 
 
 class LookupPrompt:
@@ -51,13 +62,24 @@ class LookupPrompt:
     views = ("query",)
 
     def __init__(
-        self, tokenizer: Tokenizer, *, max_length: int, features: LookupFeatures | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+        features: LookupFeatures | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         self.tokenizer, self._max_length, self._features = tokenizer, max_length, features
+        self.pieces = pieces or {}
 
     def rows(self, queries: Sequence[str]) -> list[TokenRow]:
-        """Return a row per query: at most `max_length` tokens, then features. Its position is not used."""
+        """Return a row per query: at most `max_length` tokens, new words after their pieces, then features.
+
+        Its position is not used.
+        """
         rows = [ids[: self._max_length] for ids in tokenize(self.tokenizer, queries, self._max_length)]
+        if self.pieces:
+            rows = [[part for token in ids for part in (*self.pieces.get(token, ()), token)] for ids in rows]
         if self._features is not None:
             rows = [self._features.extend(ids) for ids in rows]
         return [TokenRow(ids, [0]) for ids in rows]
@@ -111,6 +133,8 @@ class LookupTower(nn.Module):
         storage: Storage = "float16",
         seed: int = 0,
         features: LookupFeatures | None = None,
+        pieces: Pieces | None = None,
+        prior: Float[Tensor, " dim"] | None = None,
         made_from: Mapping[str, str] | None = None,
     ) -> None:
         """Make a tower of a table; ConfigError if `tokenizer` has more tokens than it has rows.
@@ -124,12 +148,14 @@ class LookupTower(nn.Module):
             storage: number format of the saved table.
             seed: of the attention.
             features: token pairs and end tokens that have rows.
+            pieces: of new words; a row of theirs is added to those of its pieces.
+            prior: row of every text, with weight 1, until :meth:`centre` drops it; it is not saved.
             made_from: as of :class:`Table`.
         """
         super().__init__()
         self.tokenizer, self.max_length, self.dim = without_limits(tokenizer), max_length, table.shape[1]
-        self.prompt = LookupPrompt(tokenizer, max_length=max_length, features=features)
-        self._features = features
+        self.prompt = LookupPrompt(tokenizer, max_length=max_length, features=features, pieces=pieces)
+        self._features, self._pieces = features, dict(pieces or {})
         self.tokens = len(table) - (0 if features is None else len(features))
         if tokenizer.get_vocab_size() > self.tokens:
             raise ConfigError(
@@ -138,10 +164,12 @@ class LookupTower(nn.Module):
             )
         self._storage, self.made_from = storage, dict(made_from or {})
         self.table = nn.Parameter(table.detach().float().clone())
-        if features is not None:  # read by train/engine.py
-            pairs = torch.from_numpy(features.are_bigrams)
-            rates = torch.cat([torch.ones(self.tokens), torch.where(pairs, BIGRAM_RATE, END_RATE)])
-            self.table.row_rates = rates  # type: ignore[attr-defined]
+        rates = torch.ones(len(table))
+        rates[list(self._pieces)] = PAIR_RATE
+        if features is not None:
+            rates[self.tokens :] = torch.where(torch.from_numpy(features.are_bigrams), PAIR_RATE, END_RATE)
+        self.table.row_rates = rates  # type: ignore[attr-defined]  # read by train/engine.py
+        self.prior = None if prior is None else nn.Parameter(prior.detach().float().clone()[None])
         self.log_weights: nn.Parameter | None = None
         if weighting == "learned":
             # Logarithms, so that weights stay positive and their sum is a valid divisor.
@@ -170,10 +198,13 @@ class LookupTower(nn.Module):
         weight_sums = lengths.float()
         if weights is not None:
             weight_sums = torch.zeros_like(weight_sums).index_add(0, row, weights)
+        if self.prior is not None:
+            total, weight_sums = total + self.prior, weight_sums + 1
         embeddings: Tensor = total / weight_sums.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         empty = lengths == 0
         if empty.any():
-            embeddings = torch.where(empty[:, None], self.table[: self.tokens].mean(0), embeddings)
+            mean = self._saved_rows()[0][: self.tokens].mean(0)
+            embeddings = torch.where(empty[:, None], mean, embeddings)
         return embeddings
 
     def _attend(
@@ -186,19 +217,48 @@ class LookupTower(nn.Module):
         attended: Tensor = attention(looked_up, mask)
         return attended[mask]
 
+    def _saved_rows(self) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, " rows"] | None]:
+        """Return the row and the weight of each token as a whole; weights are None if all are 1."""
+        weights = None if self.log_weights is None else self.log_weights.exp()
+        if not self._pieces:
+            return self.table, weights
+        weights = torch.ones_like(self.table[:, 0]) if weights is None else weights
+        new = torch.tensor([*self._pieces], device=self.table.device)
+        parts = [[*own, word] for word, own in self._pieces.items()]
+        lengths = torch.tensor([len(own) for own in parts], device=new.device)
+        ids = torch.tensor([part for own in parts for part in own], device=new.device)
+        sums = F.embedding_bag(
+            ids, self.table, lengths.cumsum(0) - lengths, mode="sum", per_sample_weights=weights[ids]
+        )
+        of = torch.repeat_interleave(torch.arange(len(new), device=new.device), lengths)
+        totals = torch.zeros_like(weights[new]).index_add(0, of, weights[ids])
+        rows = self.table.index_copy(0, new, sums / totals[:, None])
+        return rows, weights.index_copy(0, new, totals)
+
+    def centre(self, texts: Sequence[TokenRow], *, share: float) -> None:
+        """Drop the prior, and subtract `share` of the mean embedding of some texts from every embedding.
+
+        An embedding is a weighted mean of rows, so that it is subtracted from every row. Not with attention.
+        """
+        self.prior = None
+        with torch.no_grad():
+            mean = self(collate(texts, pad=self.pad, packed=True)).mean((0, 1))
+            self.table.sub_(share * mean)
+
     def save(
         self, folder: Path, *, storage: Storage | None = None, merge_adapters: bool | None = None
     ) -> None:
         """Write the tower's folder, in `storage` or the tower's own; a table has no adapters to merge."""
         del merge_adapters
-        values, scales = quantize_rows(self.table.detach().cpu().numpy(), storage or self._storage)
-        weights = None if self.log_weights is None else self.log_weights.detach().exp().cpu().numpy()
+        with torch.no_grad():
+            rows, weights = self._saved_rows()
+        values, scales = quantize_rows(rows.detach().cpu().numpy(), storage or self._storage)
         Table(
             values,
             self.tokenizer.to_str(),
             self.max_length,
             scales=scales,
-            token_weights=weights,
+            token_weights=None if weights is None else weights.detach().cpu().numpy(),
             attention=None if self.attention is None else self.attention.matrices(),
             feature_keys=None if self._features is None else self._features.keys,
             made_from=self.made_from,
@@ -246,20 +306,24 @@ def build(
     tokenizer_json: str | None,
     seed: int,
     start: LookupStart | None = None,
+    pieces: Pieces | None = None,
 ) -> LookupTower:
-    """Build a tower that is ready to train; rows of tokens are the start's or random, those of features 0.
+    """Build a tower that is ready to train; rows of tokens are the start's or random, others are 0.
 
-    Without `start` it has no features and equal weights. ConfigError without a tokenizer.
+    `pieces` are the new words. Without `start` it has no features, equal weights and no prior. ConfigError
+    without a tokenizer.
     """
     if tokenizer_json is None:
         raise ConfigError("a lookup tower needs a tokenizer trained on the corpus, or its teacher's")
     tokenizer = Tokenizer.from_str(tokenizer_json)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(tokenizer.get_vocab_size(), dim, generator=generator) * dim**-0.5
-    if start is not None and start.rows is not None:
-        rows = torch.from_numpy(start.rows)
+    start = LookupStart(np.empty(0, np.int64)) if start is None else start
+    rows[list(pieces or {})] = 0
+    if start.rows is not None:
+        rows[: len(start.rows)] = torch.from_numpy(start.rows)
     features = None
-    if start is not None and len(start.feature_keys):
+    if len(start.feature_keys):
         features = LookupFeatures(start.feature_keys, tokens=len(rows))
         rows = torch.cat([rows, torch.zeros(len(features), dim)])
     tower = LookupTower(
@@ -271,7 +335,9 @@ def build(
         storage=config.storage,
         seed=seed,
         features=features,
+        pieces=pieces,
+        prior=None if start.prior is None else torch.from_numpy(start.prior),
     )
-    if start is not None and start.weights is not None and tower.log_weights is not None:
+    if start.weights is not None and tower.log_weights is not None:
         tower.log_weights.data.copy_(torch.from_numpy(start.weights).log())
     return tower

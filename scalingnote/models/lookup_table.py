@@ -61,7 +61,7 @@ from scalingnote.models.published_model import (
 
 MIN_FEATURE_TEXTS = 2  # training texts that a feature must occur in
 FREQUENCY_SMOOTHING = 3e-4  # share of all tokens at which a start weight is one half (Arora et al. 2017, SIF)
-FEATURE_WEIGHT = 0.5  # start weight of features
+FEATURE_WEIGHT = 0.5  # start weight of features and of new words
 
 
 class LookupFeatures:

@@ -122,7 +122,7 @@ class RunConfig(Config):
         if self.distill is not None and self.distill.reads_tokens and not self.teacher.tokens:
             raise ValueError(
                 "a lookup student starts from the teacher's embeddings of single tokens: leave "
-                "teacher.tokens at true, or set distill.inherit_tokens to false"
+                "teacher.tokens at true, or set distill.tokenizer to own"
             )
         if self.cross_encoder is not None and self.pseudo_queries is not None:
             raise ValueError("a cross-encoder reads a query beside a document: leave pseudo_queries out")
@@ -154,6 +154,6 @@ class RunConfig(Config):
             raise ValueError("endpoint is a teacher of pseudo-queries: set distill and pseudo_queries")
         if student.teacher_layers is not None or student.inherits or student.reads:
             raise ValueError(
-                "of endpoint and vectors a student gets vectors of texts alone: set distill.inherit_tokens "
-                "to false, and leave distill.teacher_layers and losses over documents out"
+                "of endpoint and vectors a student gets vectors of texts alone: set distill.tokenizer to "
+                "own, and leave distill.teacher_layers and losses over documents out"
             )

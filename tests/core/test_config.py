@@ -214,7 +214,7 @@ def test_a_lookup_student_needs_the_teachers_tokens():
     quickstart, lookup = CONFIGS / "quickstart/python_docs.yaml", "distill.student={kind: lookup}"
     with pytest.raises(ConfigError, match=r"leave teacher\.tokens at true"):
         load(RunConfig, [quickstart], [lookup, "teacher.tokens=false"])
-    load(RunConfig, [quickstart], [lookup, "teacher.tokens=false", "distill.inherit_tokens=false"])
+    load(RunConfig, [quickstart], [lookup, "teacher.tokens=false", "distill.tokenizer=own"])
 
 
 def test_where_it_runs_is_not_what_it_is():

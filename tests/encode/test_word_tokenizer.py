@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from scalingnote.encode import lookup
-from scalingnote.encode.lookup import WordTokenizer
+from scalingnote.encode import word_tokenizer
+from scalingnote.encode.word_tokenizer import WordTokenizer
+from scalingnote.train.distillation.new_words import add_words
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", *"abcdé?!'中[]ß", *(f"##{letter}" for letter in "abcdé"), "ab", "##cd"]
 TEXT = st.text(alphabet="abcdABÉéx ?!'[]中ß\t\u00a0\u0301\u2003\x00", max_size=40)
@@ -51,7 +52,7 @@ QWEN, LLAMA = (
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         normalizer=normalizers.NFC(),
     )
-    for pattern in lookup._SPLITS
+    for pattern in word_tokenizer._SPLITS
 )
 SPACED = st.text(alphabet="abcABÉ  _?!'s[]中129␞\t\u00a0\u0301\n\x00", max_size=40)
 
@@ -63,6 +64,34 @@ def test_byte_level_words_begin_with_their_space(tokenizer: Tokenizer, texts: li
     assert words._markers == ("[",)
     expected = [tokenizer.encode(text, add_special_tokens=False).ids[:room] for text in texts]
     assert words.ids(texts, room) == expected == words.ids(texts, room)
+
+
+NEW = ["ab", "a b", "b a", "ba ab", "b ba", "a-b", "abba", "b abb", "é a", "bb b"]
+PLAIN_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+READ_WITH_NEW_WORDS = [bert(), byte_level(PLAIN_BYTES), byte_level(PLAIN_BYTES, normalizer=normalizers.NFC())]
+for made in READ_WITH_NEW_WORDS:
+    add_words(made, NEW)
+CLOSE_WORDS = st.lists(
+    st.sampled_from([*NEW, "a", "b", "bab", "aa", "É", "Ab", "b,", "-a", "", "中a", "[CLS]"])
+)
+
+
+@pytest.mark.parametrize("tokenizer", READ_WITH_NEW_WORDS, ids=["BERT", "bytes", "NFC bytes"])
+@given(texts=st.lists(CLOSE_WORDS.map(" ".join), max_size=4), room=st.integers(1, 30))
+def test_new_words_and_pairs_are_the_tokenizers_own(
+    tokenizer: Tokenizer, texts: list[str], room: int
+) -> None:
+    words = WordTokenizer(tokenizer)
+    assert words._markers == ("[",)
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids[:room] for text in texts]
+    assert words.ids(texts, room) == expected == words.ids(texts, room)
+
+
+def test_a_pair_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = WordTokenizer(READ_WITH_NEW_WORDS[0])
+    first = tokens.ids(["cd a b a", "ba ab"], 8)
+    monkeypatch.setattr(tokens, "_tokenizer", None)  # asked again, it would fail
+    assert tokens.ids(["cd a b a", "ba ab"], 8) == first
 
 
 @given(st.lists(st.one_of(TEXT, st.just("ab [CLS] cd"), st.just("a[cls]")), max_size=4), st.integers(1, 30))
@@ -79,11 +108,16 @@ def test_a_word_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_dictionary_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "MAX_CACHED_WORDS", 2)
+    monkeypatch.setattr(word_tokenizer, "MAX_CACHED_WORDS", 2)
     tokens = WordTokenizer(BERT)
     text = "a b c d ab a"
     assert tokens.ids([text], 20) == [BERT.encode(text, add_special_tokens=False).ids]
     assert len(tokens._words) <= 2
+    monkeypatch.setattr(word_tokenizer, "MAX_CACHED_PAIRS", 2)
+    made = READ_WITH_NEW_WORDS[0]
+    tokens = WordTokenizer(made)
+    assert tokens.ids([text], 20) == [made.encode(text, add_special_tokens=False).ids]
+    assert len(tokens._after) <= 2
 
 
 def test_other_tokenizers_read_whole_texts() -> None:
@@ -103,4 +137,4 @@ def test_other_tokenizers_read_whole_texts() -> None:
 
 def test_a_marker_is_looked_for_in_both_cases() -> None:
     facts = json.loads(BERT.to_str())
-    assert lookup._markers(facts) == ("[",)
+    assert word_tokenizer._markers(facts) == ("[",)

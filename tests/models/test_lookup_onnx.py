@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.models.lookup_onnx import INPUT, export_table
 from scalingnote.models.lookup_table import Table, frequent_features, quantize_rows
+from scalingnote.train.distillation.new_words import add_words
 
 onnxruntime = pytest.importorskip("onnxruntime")
 WORDS = {
@@ -18,6 +19,7 @@ WORDS = {
     "chinese": list("打开文件读写路径线程"),
     "arabic": ["افتح", "ملف", "اقرأ", "اكتب", "مسار", "خيط"],
 }
+NEW = ["open file", "file path", "reads", "читать файл", "文件", "线程路径", "افتح ملف"]
 DIM, LONGEST = 24, 12
 
 
@@ -26,6 +28,7 @@ def tokenizer() -> Tokenizer:
     made = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer()
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    add_words(made, NEW)
     return made
 
 

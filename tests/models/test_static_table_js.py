@@ -22,6 +22,8 @@ ODD = [
     "打开file读取😀",
     "x" * 120,
     "İstanbul ﬁle ½",
+    "reopen file open files Open  File, OPEN FILE-path open file path",
+    "打开文件线程路径文",
 ]
 SCRIPT = """
 import { readFile } from "node:fs/promises";

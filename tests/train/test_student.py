@@ -1,12 +1,15 @@
 """Every student a config can ask for: what it starts from, how it reads, what is saved of it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
+from tokenizers import Tokenizer
 
 import tiny
 from scalingnote.encode.encoder import Encoder
@@ -24,6 +27,7 @@ LEARNT = backbone.train_tokenizer(QUERIES, vocabulary=330)
 DIM = 8
 TRANSFORMER = tiny.query_tower(tiny.BIDIRECTIONAL)
 LOOKUP = LookupConfig(max_length=16, weighting="learned")
+CENTRED = LOOKUP.model_copy(update={"centring": 0.25})
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +64,10 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
         draft.write_bytes(
             f"teacher/{name}.safetensors", safetensors.torch.save({"weight": weight.contiguous()})
         )
-    draft.write_bytes("teacher/tokenizer.json", made.tokenizer.backend_tokenizer.to_str().encode())
+    limits = Tokenizer.from_str(made.tokenizer.backend_tokenizer.to_str())
+    limits.enable_padding(length=20)
+    limits.enable_truncation(3)
+    draft.write_bytes("teacher/tokenizer.json", limits.to_str().encode())
     return draft.commit(counts={})
 
 
@@ -83,12 +90,12 @@ def embedded(made: object, queries: list[str] = QUERIES[:9]) -> torch.Tensor:
 WORDS = 6
 CASES = {
     "transformer": {},
-    "own tokens": {"inherit_tokens": False},
+    "own tokens": {"tokenizer": "own"},
     "new words": {"new_vocabulary": WORDS},
     "teacher's layers": {"teacher_layers": "even"},
     "teacher's layers, new words": {"teacher_layers": (0, 2), "new_vocabulary": WORDS},
     "lookup": {"student": LOOKUP},
-    "lookup, own tokens": {"student": LOOKUP, "inherit_tokens": False},
+    "lookup, own tokens": {"student": LOOKUP, "tokenizer": "own"},
     "lookup, new words": {"student": LOOKUP, "new_vocabulary": WORDS},
     "lookup, attention": {"student": LookupConfig(max_length=16, attention=True)},
 }
@@ -101,7 +108,8 @@ def test_a_student_reads_as_its_prompt_and_is_saved_whole(teacher: Artifact, tmp
     made.save(tmp_path / "query")
     again = dual_encoder.load_query_tower(tmp_path / "query")
     assert type(again) is type(made)
-    assert again.prompt.rows(QUERIES) == prompt.rows(QUERIES)
+    if not (isinstance(made, LookupTower) and knobs.get("new_vocabulary")):  # a saved new word is one row
+        assert again.prompt.rows(QUERIES) == prompt.rows(QUERIES)
     near = 2e-3 if isinstance(made, LookupTower) else 1e-6  # tables are stored as float16
     torch.testing.assert_close(embedded(again), embedded(made), atol=near, rtol=near)
     # Another rank, or another run, makes the same one.
@@ -110,13 +118,70 @@ def test_a_student_reads_as_its_prompt_and_is_saved_whole(teacher: Artifact, tmp
         assert torch.equal(one, other)
 
 
+def test_a_tokenizer_that_pads_and_cuts_is_read_without(teacher: Artifact, tmp_path: Path):
+    """Published ones may pad every text to 128 tokens: a table would learn from pads that no query has."""
+    read = Tokenizer.from_str(teacher.read_bytes("teacher/tokenizer.json").decode())
+    assert read.padding
+    assert read.truncation
+    made, prompt = built(teacher, tmp_path, config(student=LOOKUP))
+    plain = Tokenizer.from_str(LEARNT)
+    expected = [plain.encode(query, add_special_tokens=False).ids[:16] for query in QUERIES]
+    assert [row.ids for row in prompt.rows(QUERIES)] == expected
+    assert [row.ids for row in made.prompt.rows(QUERIES)] == expected
+
+
 def test_new_words_shorten_rows(teacher: Artifact, tmp_path: Path):
     short = [word for query in QUERIES for word in query.split()]
     _, plain = built(teacher, tmp_path / "plain", config())
-    for number, knobs in enumerate(({}, {"student": LOOKUP}, {"inherit_tokens": False})):
+    for number, knobs in enumerate(({}, {"tokenizer": "own"})):
         _, longer = built(teacher, tmp_path / str(number), config(new_vocabulary=WORDS, **knobs))
         with_words = sum(len(row.ids) for row in longer.rows(short))
         assert with_words < sum(len(row.ids) for row in plain.rows(short))
+
+
+def test_a_table_reads_new_words_after_their_pieces_at_first_alike(teacher: Artifact, tmp_path: Path):
+    most = 300
+    plain, _ = built(teacher, tmp_path / "plain", config(student=LOOKUP))
+    made, prompt = built(teacher, tmp_path / "new", config(student=LOOKUP, new_vocabulary=most))
+    new = json.loads((tmp_path / "new" / "start" / "words.json").read_text())
+    assert len(new) == most == len(made.table) - len(plain.table)
+    torch.testing.assert_close(made.table[:-most], plain.table)
+    assert not made.table[-most:].any()
+    pair = next(word for word in new if " " in word)
+    pieces, row = (read.rows([f" {pair}"])[0].ids for read in (plain.prompt, prompt))
+    assert row == [*pieces, len(plain.table) + new.index(pair)]
+    made.save(tmp_path / "query")
+    saved = dual_encoder.load_query_tower(tmp_path / "query")
+    assert saved.prompt.rows([f" {pair}"])[0].ids == row[-1:]
+
+
+def test_the_prior_of_a_table_is_in_every_text_while_it_learns(teacher: Artifact, tmp_path: Path):
+    made, prompt = built(teacher, tmp_path / "centred", config(student=CENTRED, new_vocabulary=WORDS))
+    plain, _ = built(teacher, tmp_path / "plain", config(student=LOOKUP, new_vocabulary=WORDS))
+    vectors = arrow.l2_normalize(arrow.to_numpy(teacher.table("embeddings")["embedding"]))
+    np.testing.assert_allclose(made.prior.detach()[0], vectors.mean(0), atol=1e-6)
+    rows = prompt.rows(QUERIES[:9])
+    sums = torch.stack([made.log_weights[row.ids].detach().exp().sum() for row in rows])[:, None]
+    expected = (embedded(plain) * sums + made.prior.detach()) / (sums + 1)
+    torch.testing.assert_close(embedded(made), expected, atol=1e-6, rtol=1e-5)
+    made.save(tmp_path / "query", storage="float32")
+    saved = dual_encoder.load_query_tower(tmp_path / "query")
+    torch.testing.assert_close(embedded(saved), embedded(plain), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("knobs", [{"new_vocabulary": WORDS}, {"student": {"bigrams": 50, "ends": True}}])
+def test_a_table_is_centred_by_the_mean_of_its_texts(
+    knobs: dict[str, Any], teacher: Artifact, tmp_path: Path
+):
+    student = CENTRED.model_copy(update=knobs.pop("student", {}))
+    made, prompt = built(teacher, tmp_path, config(student=student, **knobs))
+    made.save(tmp_path / "before", storage="float32")
+    before = embedded(dual_encoder.load_query_tower(tmp_path / "before"))
+    made.centre(prompt.rows(QUERIES[:9]), share=0.25)
+    torch.testing.assert_close(embedded(made), before - 0.25 * before.mean(0), atol=1e-5, rtol=1e-4)
+    made.save(tmp_path / "after", storage="float32")
+    after = dual_encoder.load_query_tower(tmp_path / "after")
+    torch.testing.assert_close(embedded(after), embedded(made), atol=1e-5, rtol=1e-4)
 
 
 def test_a_student_of_all_the_teachers_layers_is_the_teacher(teacher: Artifact, tmp_path: Path):
@@ -149,6 +214,11 @@ def test_a_pretrained_student_grows_too(teacher: Artifact, tmp_path: Path):
 
 
 def test_knobs_that_contradict_each_other_are_refused():
+    for knobs in ({"attention": True}, {"bigrams": 5}, {"ends": True}):
+        with pytest.raises(ValueError, match="new words are for tables of tokens alone"):
+            config(student=LookupConfig(**knobs), new_vocabulary=5)
+    with pytest.raises(ValueError, match="attention cannot be centred"):
+        LookupConfig(attention=True, centring=0.1)
     with pytest.raises(ValueError, match="a lookup student has no layers"):
         config(student=LOOKUP, teacher_layers="even")
     with pytest.raises(ValueError, match="brings its own weights"):

@@ -50,39 +50,50 @@ def found(tokenizer: Tokenizer, text: str, words: list[str]) -> list[tuple[str, 
     ]
 
 
+def test_pairs_are_words_beside_each_other():
+    texts = ["heart-failure, heart failure", "of heart failure. heart"]
+    mined = new_words.mine_words(texts, word_pieces(), tokens=9, min_count=1, pairs=True)
+    assert mined == ["failure", "heart", "heart failure", "heart-failure", "of", "of heart"]
+    assert (
+        new_words.mine_words(["高血压治疗"], byte_level(), tokens=9, min_count=1, pairs=True)[-1]
+        == "高血压治疗"
+    )
+
+
 def test_words_are_ranked_by_queries_then_by_characters():
     tokenizer = byte_level()
-    words = new_words.mine_words(ENGLISH, tokenizer, tokens=9, min_count=1)
+    words = new_words.mine_words(ENGLISH, tokenizer, tokens=9, min_count=1, pairs=False)
     counts = {word: sum(word in text.split() for text in ENGLISH) for word in words}
     assert words == sorted(words, key=lambda word: (-counts[word], word))
     assert words[:4] == ["art", "is", "of", "osteoporosis"]
-    assert new_words.mine_words(ENGLISH[::-1], tokenizer, tokens=9, min_count=1) == words
-    assert new_words.mine_words(ENGLISH, tokenizer, tokens=1, min_count=1) == ["art"]
-    assert "heart" not in new_words.mine_words(ENGLISH, tokenizer, tokens=9, min_count=2)
+    assert new_words.mine_words(ENGLISH[::-1], tokenizer, tokens=9, min_count=1, pairs=False) == words
+    assert new_words.mine_words(ENGLISH, tokenizer, tokens=1, min_count=1, pairs=False) == ["art"]
+    assert "heart" not in new_words.mine_words(ENGLISH, tokenizer, tokens=9, min_count=2, pairs=False)
 
 
 def test_known_tokens_numbers_and_characters_are_not_mined():
     tokenizer = byte_level()
     tokenizer.add_tokens(["heart"])
-    words = new_words.mine_words(["heart 1234 5.5 我", "heart 1234 5.5 我"], tokenizer, tokens=9, min_count=1)
+    texts = ["heart 1234 5.5 我", "heart 1234 5.5 我"]
+    words = new_words.mine_words(texts, tokenizer, tokens=9, min_count=1, pairs=False)
     assert words == []
 
 
 def test_chinese_is_segmented_by_the_planners_dictionary():
-    words = new_words.mine_words(CHINESE, byte_level(), tokens=3, min_count=2)
+    words = new_words.mine_words(CHINESE, byte_level(), tokens=3, min_count=2, pairs=False)
     assert words == ["治疗", "高血压"]
 
 
 def test_what_a_tokenizer_does_not_know_at_all_is_worth_a_token():
     tokenizer = word_pieces()
     assert tokenizer.encode("naïveté λόγος").tokens[-1] == "[UNK]"
-    assert new_words.mine_words(["λόγος"], tokenizer, tokens=9, min_count=1) == ["λόγος"]
+    assert new_words.mine_words(["λόγος"], tokenizer, tokens=9, min_count=1, pairs=False) == ["λόγος"]
 
 
 def test_words_are_mined_as_written_unless_lowered():
     texts = ["Ein Zebra", "zebra crossing"]
-    assert "Zebra" in new_words.mine_words(texts, byte_level(), tokens=9, min_count=1)
-    assert new_words.mine_words(texts, word_pieces(), tokens=9, min_count=2) == ["zebra"]
+    assert "Zebra" in new_words.mine_words(texts, byte_level(), tokens=9, min_count=1, pairs=False)
+    assert new_words.mine_words(texts, word_pieces(), tokens=9, min_count=2, pairs=False) == ["zebra"]
 
 
 @pytest.mark.parametrize("make", [byte_level, word_pieces, marked_spaces])

@@ -81,22 +81,18 @@ class DistillConfig(Schedule):
         "as -1; even: `backbone.layers` of them at equal distances, the last included. The teacher's kind "
         "and sizes then hold, and all its tokens and its projection are copied. null: random weights",
     )
-    inherit_tokens: bool = Field(
-        True,
-        description="a student from scratch starts with the teacher's tokenizer and token embeddings, "
-        "instead of its own `vocabulary`; "
-        "false: it learns a tokenizer of its own from the training queries",
-    )
-    tokenizer: str | None = Field(
-        None,
-        description="tokenizer.json, or a folder or hub id with one, of a student that inherits no tokens; "
-        "null: it learns one",
+    tokenizer: str = Field(
+        "teacher",
+        description="of a student from scratch; teacher: its tokenizer and its token embeddings; own: one of "
+        "`vocabulary` tokens, learnt from the training queries; else a tokenizer.json, or a folder or hub id "
+        "with one",
     )
     new_vocabulary: int = Field(
         0,
         ge=0,
-        description="frequent words of the queries that become tokens of their own, at most so many: shorter "
-        "rows, and an embedding per word; the paper's student has 84,522 tokens in all",
+        description="frequent words of the queries that become tokens of their own, at most so many; in a "
+        "lookup table also pairs of adjacent words, each added to its pieces. The paper's student has 84,522 "
+        "tokens in all",
     )
     losses: DistillLosses = DistillLosses()
     optimizer: Optimizer = Optimizer(peak_lr=1e-3)
@@ -115,7 +111,7 @@ class DistillConfig(Schedule):
     def inherits(self) -> bool:
         """Whether the student starts with the teacher's tokenizer and its weights of each token."""
         own = isinstance(self.student, TowerConfig) and isinstance(self.student.backbone, Pretrained)
-        return self.inherit_tokens and self.teacher_layers is None and not own
+        return self.tokenizer == "teacher" and self.teacher_layers is None and not own
 
     @property
     def reads_tokens(self) -> bool:
@@ -138,6 +134,12 @@ class DistillConfig(Schedule):
         published = isinstance(self.student, TowerConfig) and self.student.pooling != "placeholders"
         if published and self.new_vocabulary:
             raise ValueError("a published student reads by its own tokenizer: leave new_vocabulary out")
+        table = self.student if isinstance(self.student, LookupConfig) else None
+        if table is not None and self.new_vocabulary and (table.bigrams or table.ends or table.attention):
+            raise ValueError(
+                "new words are for tables of tokens alone: set new_vocabulary to 0, or leave the student's "
+                "bigrams, ends and attention out"
+            )
         return self
 
 

@@ -6,13 +6,17 @@ reads the documents.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from scalingnote.core import cluster
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
-from scalingnote.models.config import Scratch
+from scalingnote.models.config import LookupConfig, Scratch
 from scalingnote.models.dual_encoder import build_tower
+from scalingnote.models.lookup import LookupTower
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.published_model import Similarity
 from scalingnote.models.tower import Tower
@@ -20,14 +24,15 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.train import tokens
-from scalingnote.train.data import Order, Store
+from scalingnote.train.data import Order, Store, permute
 from scalingnote.train.distillation import agreement, prepare, student
 from scalingnote.train.distillation.config import DistillConfig
 from scalingnote.train.distillation.objective import LessonBatches, StageTwo
-from scalingnote.train.distillation.prepare import CandidateSources
+from scalingnote.train.distillation.prepare import LESSONS, CandidateSources
 from scalingnote.train.job import Failure, Settings, finished_steps, launch, start_rank, train_rank
 
 log = get_logger("distill")
+MAX_CENTRING_TEXTS = 4096  # whose mean embedding stands for that of all
 
 
 def run(
@@ -115,13 +120,18 @@ def _worker(settings: Settings) -> Failure | None:
         build_stage=build_stage,
         schedule=config,
         settings=settings,
-        save=_save,
+        save=partial(_save, config=config, store=store),
         validation=config.validation,
         validate_with=lambda engine: agreement.validator(store, engine, config, pad=stage.student.pad),
     )
 
 
-def _save(stage: StageTwo, folder: Path) -> None:
+def _save(stage: StageTwo, folder: Path, *, config: DistillConfig, store: Store) -> None:
+    share = config.student.centring if isinstance(config.student, LookupConfig) else 0.0
+    if share and (total := len(store[LESSONS])):
+        drawn = permute(np.arange(min(total, MAX_CENTRING_TEXTS)), size=total, key=(config.seed % 2**64, 0))
+        assert isinstance(stage.student, LookupTower)
+        stage.student.centre(store[LESSONS].tokens(drawn), share=share)
     stage.student.save(folder / "query")
     if stage.document is not None:
         stage.document.save(folder / "document")
@@ -137,7 +147,7 @@ def _require_fitting_teacher(config: DistillConfig, teacher: Artifact, embedding
     if config.reads_tokens and student.token_file("alone") not in teacher.manifest.parts:
         raise ConfigError(
             f"{teacher.uri} holds no embeddings of single tokens, which a lookup student starts from: "
-            "encode the queries with teacher.tokens=true, or set distill.inherit_tokens=false"
+            "encode the queries with teacher.tokens=true, or set distill.tokenizer=own"
         )
     if embeddings is not None and similarity_of(embeddings) != similarity_of(teacher):
         raise ConfigError(
@@ -179,7 +189,7 @@ def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) 
     """Tokenizer JSON of a student for documents that starts from scratch."""
     if config.document is None or not isinstance(config.document.backbone, Scratch):
         return None
-    if config.inherit_tokens:
+    if config.tokenizer == "teacher":
         return student.teacher_tokenizer(parents["query_embeddings"])
     triplets, dataset = parents["triplets"], parents["dataset"]
     named, _ = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
@@ -198,6 +208,6 @@ def _document_student(
     made = build_tower(config.document, role="document", dim=dim, tokenizer_json=tokenizer, seed=config.seed)
     if similarity_of(teacher) == "dot":
         made.native = replace(made.native, similarity="dot")  # type: ignore[type-var]
-    if config.inherit_tokens and isinstance(config.document.backbone, Scratch):
+    if config.tokenizer == "teacher" and isinstance(config.document.backbone, Scratch):
         student.inherit_token_embeddings(made.token_embeddings, student.token_weights(teacher, "tokens"))
     return made

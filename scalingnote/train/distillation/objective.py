@@ -29,6 +29,7 @@ from scalingnote.models.tower import Tower
 from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.train.data import ABSENT, Order, Store
 from scalingnote.train.distillation.config import DistillLosses
+from scalingnote.train.distillation.prepare import LESSONS
 from scalingnote.train.engine import Encode, Objective, WeightedLosses, gather, rank
 from scalingnote.train.losses import (
     SCORE_LOSSES,
@@ -248,8 +249,8 @@ class LessonBatches:
             lessons = self._store["rows"].values("lesson", rows)
             weights = torch.from_numpy(self._store["rows"].values("weight", rows))
             candidates = self._candidates(rows, weights)
-        queries = collate(self._store["lessons"].tokens(lessons), pad=self._pad, packed=True)
-        teacher = torch.from_numpy(self._store["lessons"].values("teacher", lessons))
+        queries = collate(self._store[LESSONS].tokens(lessons), pad=self._pad, packed=True)
+        teacher = torch.from_numpy(self._store[LESSONS].values("teacher", lessons))
         return Lesson(queries, teacher, weights, candidates)
 
     def _candidates(

@@ -44,6 +44,7 @@ from scalingnote.train.prepare import file_name, merge_hashes, number_documents,
 from scalingnote.train.tokens import query_number
 
 log = get_logger("distill")
+LESSONS = "lessons"  # table of the store: rows of training
 VALIDATION = "validation"  # table of the store: rows like those of training, which no step draws
 _TRIPLET_COLUMNS = ["query_id", "positive", "negatives", "source", "hop", "weight", "split"]
 _QUERY_COLUMNS = ["query_id", "query", "embedding", "split"]
@@ -84,12 +85,12 @@ def prepare(
         group = 1 if candidates is None else _write_names(candidates, folder=folder, each=each)
         task = partial(_lessons_of_slice, teacher=teacher, prompt=prompt, folder=folder)
         parts = slices(teacher, "embeddings")
-        records = run_slices("lessons", task, parts, folder=folder, each=each, section="distill")
+        records = run_slices(LESSONS, task, parts, folder=folder, each=each, section="distill")
         tables = {
             name: [file for record in records for file in named_parts(record[key])]
-            for name, key in (("lessons", "files"), (VALIDATION, "validation"))
+            for name, key in ((LESSONS, "files"), (VALIDATION, "validation"))
         }
-        facts = {"sizes": {"lessons": total_rows(tables["lessons"])}, "dim": records[0]["dim"]}
+        facts = {"sizes": {LESSONS: total_rows(tables[LESSONS])}, "dim": records[0]["dim"]}
         if candidates is not None:
             more, counted = _write_candidates(
                 candidates, teacher, records, group=group, folder=folder, each=each
@@ -108,7 +109,7 @@ def _lessons_of_slice(
 ) -> JsonRecord:
     table = pa.concat_tables(teacher.table(part, _QUERY_COLUMNS) for part in item[1])
     written: dict[str, Any] = {}
-    for name, split, key in (("lessons", "train", "files"), (VALIDATION, "validation", "validation")):
+    for name, split, key in ((LESSONS, "train", "files"), (VALIDATION, "validation", "validation")):
         rows = lesson_rows(table.filter(pc.equal(table["split"], split)), prompt=prompt)
         written[key] = write_tables(folder, {f"{name}/{item[0]:05d}.arrow": rows})
     return written | {"dim": table.schema.field("embedding").type.list_size}

@@ -41,22 +41,22 @@ from scalingnote.models import lookup, lookup_table
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
 from scalingnote.models.dual_encoder import build_tower
 from scalingnote.models.lookup import LookupPrompt, LookupStart, LookupTower
-from scalingnote.models.lookup_table import LookupFeatures, npy_bytes
-from scalingnote.models.prompt import QueryPrompt, tokenize
+from scalingnote.models.lookup_table import FEATURE_WEIGHT, LookupFeatures, npy_bytes
+from scalingnote.models.prompt import QueryPrompt, without_limits
 from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.distillation.config import DistillConfig
-from scalingnote.train.distillation.new_words import add_words, initialize_word_rows, mine_words
+from scalingnote.train.distillation.new_words import add_words, initialize_word_rows, mine_words, pieces_of
 from scalingnote.train.distillation.own_vocabulary import fit_rows, read_tokenizer, train_word_pieces
 
 log = get_logger("distill")
 START_FILE = "start.json"
+MIN_WORD_COUNT = 4  # queries that must hold a new word
 MAX_COUNTED_TEXTS = 1_000_000  # that features and weights are counted in: further ones change them little
 MAX_FITTED_TEXTS = 100_000  # that rows start from, with their vectors in memory
-MIN_WORD_COUNT = 5  # queries that must hold a new word
 _LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.(\d+)\.")
 
 
@@ -84,18 +84,19 @@ def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> S
             _copy_teacher_layers(config, teacher, fs.join(folder, "backbone"))
         elif (learnt := _tokenizer(config, teacher)) is not None:
             fs.write_bytes(fs.join(folder, "tokenizer.json"), learnt.encode())
-        if config.new_vocabulary or isinstance(config.student, LookupConfig):
-            # New words are counted with the tokenizer as it is without them, features and weights with them.
-            plain = replace(_read(folder, _list(folder)), words=(), lookup=None)
-            tokenizer = build_prompt(config, plain).tokenizer
+        is_lookup = isinstance(config.student, LookupConfig)
         if config.new_vocabulary:
             queries = tokens.distinct_queries(teacher, "embeddings")
-            new = mine_words(queries, tokenizer, tokens=config.new_vocabulary, min_count=MIN_WORD_COUNT)
+            plain = build_prompt(config, _read(folder, _list(folder))).tokenizer
+            new = mine_words(
+                queries, plain, tokens=config.new_vocabulary, min_count=MIN_WORD_COUNT, pairs=is_lookup
+            )
             log.info("%s new words: %s...", f"{len(new):,}", ", ".join(new[:8]))
             fs.write_bytes(fs.join(folder, "words.json"), json.dumps(new, ensure_ascii=False).encode())
-            add_words(tokenizer, new)
         if isinstance(config.student, LookupConfig):
-            for name, array in _lookup_arrays(config, config.student, teacher, tokenizer).items():
+            prompt = build_prompt(config, _read(folder, _list(folder)))
+            assert isinstance(prompt, LookupPrompt)
+            for name, array in _lookup_arrays(config, config.student, teacher, prompt).items():
                 fs.write_bytes(fs.join(folder, name), npy_bytes(array))
         fs.write_bytes(fs.join(folder, START_FILE), json.dumps({"files": _list(folder)}).encode())
     return read_start(folder)
@@ -117,15 +118,15 @@ def _read(folder: str, listed: Mapping[str, int]) -> StudentStart:
         local / name if (local / name).exists() else None
         for name in ("tokenizer.json", "words.json", "backbone")
     )
-    keys, weights, rows = (
+    keys, weights, rows, prior = (
         np.load(local / name) if (local / name).exists() else None
-        for name in ("feature_keys.npy", "weights.npy", "rows.npy")
+        for name in ("feature_keys.npy", "weights.npy", "rows.npy", "prior.npy")
     )
     return StudentStart(
         None if tokenizer is None else tokenizer.read_text(encoding="utf-8"),
         () if new is None else tuple(json.loads(new.read_text(encoding="utf-8"))),
         backbone,
-        None if keys is None else LookupStart(keys, weights, rows),
+        None if keys is None else LookupStart(keys, weights, rows, prior),
     )
 
 
@@ -134,12 +135,14 @@ def build_prompt(config: DistillConfig, start: StudentStart) -> QueryPrompt | Lo
     student = _tower_config(config, start)
     prompt = tokens.build_prompt(student, role="query", tokenizer_json=start.tokenizer)
     assert isinstance(prompt, QueryPrompt | LookupPrompt)
-    add_words(prompt.tokenizer, start.words)
-    if isinstance(prompt, LookupPrompt) and start.lookup is not None:
-        size = prompt.tokenizer.get_vocab_size()
-        features = LookupFeatures(start.lookup.feature_keys, tokens=size)
-        return LookupPrompt(prompt.tokenizer, max_length=student.max_length, features=features)
-    return prompt
+    if not isinstance(prompt, LookupPrompt):
+        add_words(prompt.tokenizer, start.words)
+        return prompt
+    tokenizer, pieces = _with_new_words(start)
+    features = None
+    if start.lookup is not None:
+        features = LookupFeatures(start.lookup.feature_keys, tokens=tokenizer.get_vocab_size())
+    return LookupPrompt(tokenizer, max_length=student.max_length, features=features, pieces=pieces)
 
 
 def build_student(
@@ -173,15 +176,25 @@ def build_student(
 def _build_lookup(
     config: DistillConfig, student: LookupConfig, start: StudentStart, *, teacher: Artifact, dim: int
 ) -> LookupTower:
-    assert start.tokenizer is not None, "a lookup's start has a tokenizer"
-    before, after = Tokenizer.from_str(start.tokenizer), Tokenizer.from_str(start.tokenizer)
-    add_words(after, start.words)
-    made = lookup.build(student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed, start=start.lookup)
+    tokenizer, pieces = _with_new_words(start)
+    first = start.lookup
+    assert first is not None, "a lookup's start has its features"
     if config.inherits:
-        inherit_lookup_rows(made, token_weights(teacher, "alone"))
-    initialize_word_rows(made.table, start.words, before=before, after=after)
+        own = tokenizer.get_vocab_size() - len(pieces)
+        first = replace(first, rows=token_weights(teacher, "alone")[:own].numpy())
+    made = lookup.build(
+        student, dim=dim, tokenizer_json=tokenizer.to_str(), seed=config.seed, start=first, pieces=pieces
+    )
     made.made_from["query_embeddings"] = teacher.digest
     return made
+
+
+def _with_new_words(start: StudentStart) -> tuple[Tokenizer, dict[int, list[int]]]:
+    """The tokenizer of a table, and the pieces of each new word by its number."""
+    assert start.tokenizer is not None, "a lookup's start has a tokenizer"
+    before, tokenizer = (Tokenizer.from_str(start.tokenizer) for _ in range(2))
+    add_words(tokenizer, start.words)
+    return tokenizer, pieces_of(start.words, before=before, after=tokenizer)
 
 
 def _tower_config(config: DistillConfig, start: StudentStart) -> TowerConfig | LookupConfig:
@@ -198,7 +211,7 @@ def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
     """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
     if config.inherits:
         return teacher_tokenizer(teacher)
-    if config.tokenizer is not None:
+    if config.tokenizer not in ("teacher", "own"):
         return read_tokenizer(config.tokenizer)
     texts = partial(tokens.distinct_queries, teacher, "embeddings")
     if isinstance(config.student, LookupConfig):
@@ -207,8 +220,12 @@ def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
 
 
 def teacher_tokenizer(teacher: Artifact) -> str:
-    """Tokenizer JSON of the teacher, which its job wrote."""
-    return teacher.read_bytes("teacher/tokenizer.json").decode()
+    """Tokenizer JSON of the teacher, which its job wrote, without limits.
+
+    A published one may pad every text to a fixed length: a table would learn from pads that no query has.
+    """
+    written = Tokenizer.from_str(teacher.read_bytes("teacher/tokenizer.json").decode())
+    return str(without_limits(written).to_str())
 
 
 def token_weights(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary width"]:
@@ -222,25 +239,47 @@ def token_file(name: str) -> str:
 
 
 def _lookup_arrays(
-    config: DistillConfig, student: LookupConfig, teacher: Artifact, tokenizer: Tokenizer
+    config: DistillConfig, student: LookupConfig, teacher: Artifact, prompt: LookupPrompt
 ) -> dict[str, ndarray]:
-    """Features, starting weights and rows of a table by the names of their files, as far as it has them."""
-    if config.inherits and not (student.bigrams or student.ends or student.weighting == "learned"):
-        return {}
-    length, size = student.max_length, tokenizer.get_vocab_size()
-    rows = [ids[:length] for texts in _training_texts(teacher) for ids in tokenize(tokenizer, texts, length)]
+    """Features, start weights, rows and prior of a table by the names of their files, as far as it has them.
+
+    `prompt` reads a text with new words, without features.
+    """
+    arrays: dict[str, ndarray] = {"feature_keys.npy": np.empty(0, np.int64)}
+    if student.centring:
+        arrays["prior.npy"] = _mean_embedding(teacher)
+    learns_weights = student.weighting == "learned"
+    if config.inherits and not (student.bigrams or student.ends or learns_weights):
+        return arrays
+    size = prompt.tokenizer.get_vocab_size()
+    rows = [row.ids for texts in _training_texts(teacher) for row in prompt.rows(texts)]
     keys = lookup_table.frequent_features(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
     log.info("the table has rows for %s tokens and %s features", f"{size:,}", f"{len(keys):,}")
-    arrays = {"feature_keys.npy": keys}
+    arrays["feature_keys.npy"] = keys
     weights = np.ones(size, np.float32)
-    if student.weighting == "learned":
+    if learns_weights:
         counts = np.bincount(np.fromiter(chain.from_iterable(rows), np.int64), minlength=size)
         weights = lookup_table.start_weights(counts, LookupFeatures(keys, tokens=size))
+        weights[list(prompt.pieces)] = FEATURE_WEIGHT
         arrays["weights.npy"] = weights
     if not config.inherits:
         fitted = rows[:MAX_FITTED_TEXTS]
         arrays["rows.npy"] = fit_rows(fitted, _training_vectors(teacher, len(fitted)), weights[:size])
     return arrays
+
+
+def _mean_embedding(teacher: Artifact) -> Float32[ndarray, " dim"]:
+    """The mean of the teacher's embeddings of training texts, each of length 1."""
+    sums: list[ndarray] = []
+    count = 0
+    for batch in teacher.batches("embeddings", columns=["embedding", "split"]):
+        found = batch.filter(pc.equal(batch["split"], "train"))["embedding"]
+        sums.append(arrow.l2_normalize(arrow.to_numpy(found)).sum(axis=0))
+        count += len(found)
+        if count >= MAX_COUNTED_TEXTS:
+            break
+    mean: ndarray = (np.sum(sums, axis=0) / max(count, 1)).astype(np.float32)
+    return mean
 
 
 def _training_texts(teacher: Artifact) -> Iterator[list[str]]:
@@ -362,13 +401,6 @@ def inherit_token_embeddings(table: nn.Embedding, teacher: Float[Tensor, "vocabu
     rows = min(len(teacher), table.num_embeddings)
     with torch.no_grad():
         table.weight[:rows] = fit_width(teacher, width=table.embedding_dim)[:rows]
-
-
-def inherit_lookup_rows(student: LookupTower, teacher: Float[Tensor, "vocabulary dim"]) -> None:
-    """Fill the first rows of a lookup table with the teacher's embeddings of its tokens, each read alone."""
-    rows = min(len(teacher), student.tokens)
-    with torch.no_grad():
-        student.table[:rows] = teacher[:rows]
 
 
 def fit_width(tokens: Float[Tensor, "vocabulary hidden"], *, width: int) -> Float[Tensor, "vocabulary width"]:
