@@ -47,6 +47,12 @@ def configure(*, rank: int = 0) -> None:
             logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
+def configure_unless_set() -> None:
+    """Configure the log of a script or a notebook; a program that has set up its own logging keeps it."""
+    if not logging.getLogger().handlers and logging.getLogger(ROOT).level == logging.NOTSET:
+        configure()
+
+
 class _CurrentStderr(logging.StreamHandler[TextIO]):
     """Writes to what `sys.stderr` is at the time of a line."""
 

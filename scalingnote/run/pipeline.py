@@ -13,7 +13,7 @@ import yaml
 
 from scalingnote.core.config import dump, validate
 from scalingnote.core.errors import ArtifactError, ConfigError
-from scalingnote.core.log import elapsed_status, get_logger, status_lines
+from scalingnote.core.log import configure_unless_set, elapsed_status, get_logger, status_lines
 from scalingnote.encode import engines
 from scalingnote.encode.config import IngestConfig
 from scalingnote.evaluate.experiment.config import ExperimentConfig
@@ -37,6 +37,7 @@ def run(
     `record` makes this, once it is finished, the run that `search` and `serve` find, and puts its report at
     the top of run_dir.
     """
+    configure_unless_set()
     chosen = stages.of(config) if chosen is None else list(chosen)
     built: dict[str, Artifact] = {}
     started = False

@@ -19,7 +19,7 @@ from torch import nn
 from scalingnote.core import cluster, errors, ray_internals
 from scalingnote.core.config import dump, validate
 from scalingnote.core.errors import ConfigError, ScalingNoteError, TrainingError
-from scalingnote.core.log import configure, get_logger
+from scalingnote.core.log import configure, configure_unless_set, get_logger
 from scalingnote.models import dual_encoder
 from scalingnote.models.config import TokenWiseConfig
 from scalingnote.models.token_wise import TokenWise
@@ -240,10 +240,12 @@ def _cause(error: TrainingFailedError, settings: Settings, restarts: int) -> Sca
 def start_rank(config: type[S], settings: Settings) -> tuple[S, int, int]:
     """A rank's config, its number and the number of ranks; a worker calls it first."""
     context = ray.train.get_context()
-    configure(rank=context.get_world_rank())
     validated = validate(config, settings["config"], source=settings["section"])
-    if validated.resources.workers:
+    if validated.resources.workers:  # a process of its own
+        configure(rank=context.get_world_rank())
         torch.set_num_threads(max(int(validated.resources.cpus_per_worker), 1))
+    else:
+        configure_unless_set()
     return validated, context.get_world_rank(), context.get_world_size()
 
 

@@ -78,6 +78,22 @@ def test_a_line_of_any_kind_postpones_the_status(lines: list[str]):
         assert "status" not in lines
 
 
+@pytest.mark.parametrize(
+    ("setting_up", "expected"),
+    [
+        ("", r"\d\d:\d\d:\d\d encode   done\n"),
+        ("logging.basicConfig(format='mine: %(message)s');", "mine: seen\n"),
+    ],
+)
+def test_a_program_without_logging_shows_lines_and_another_keeps_its_own(setting_up: str, expected: str):
+    script = (
+        f"import logging; {setting_up} from scalingnote.core import log; log.configure_unless_set();"
+        "log.get_logger('encode').info('done'); logging.getLogger('app').warning('seen')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert re.match(expected, done.stderr)
+
+
 def test_warnings_of_deepspeed_stay_out_of_the_output():
     script = (
         "import logging, sys; from scalingnote.core.log import configure; configure(); configure();"

@@ -16,19 +16,16 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import safetensors.torch
 import torch
-from jaxtyping import Float, Float32
-from numpy import ndarray
+from jaxtyping import Float
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -37,26 +34,23 @@ from torch import Tensor, nn
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
 from scalingnote.models import backbone as backbones
-from scalingnote.models import lookup, lookup_table
+from scalingnote.models import lookup
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
 from scalingnote.models.dual_encoder import build_tower
 from scalingnote.models.lookup import LookupPrompt, LookupStart, LookupTower
-from scalingnote.models.lookup_table import FEATURE_WEIGHT, LookupFeatures, npy_bytes
+from scalingnote.models.lookup_table import LookupFeatures, npy_bytes
 from scalingnote.models.prompt import QueryPrompt, without_limits
 from scalingnote.models.tower import Tower
-from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.distillation.config import DistillConfig
 from scalingnote.train.distillation.new_words import add_words, initialize_word_rows, mine_words, pieces_of
-from scalingnote.train.distillation.own_vocabulary import fit_rows, read_tokenizer, train_word_pieces
+from scalingnote.train.distillation.table_start import read_tokenizer, start_arrays, train_word_pieces
 
 log = get_logger("distill")
 START_FILE = "start.json"
 MIN_WORD_COUNT = 4  # queries that must hold a new word
-MAX_COUNTED_TEXTS = 1_000_000  # that features and weights are counted in: further ones change them little
-MAX_FITTED_TEXTS = 100_000  # that rows start from, with their vectors in memory
 _LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.(\d+)\.")
 
 
@@ -96,7 +90,7 @@ def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> S
         if isinstance(config.student, LookupConfig):
             prompt = build_prompt(config, _read(folder, _list(folder)))
             assert isinstance(prompt, LookupPrompt)
-            for name, array in _lookup_arrays(config, config.student, teacher, prompt).items():
+            for name, array in start_arrays(config, config.student, teacher, prompt).items():
                 fs.write_bytes(fs.join(folder, name), npy_bytes(array))
         fs.write_bytes(fs.join(folder, START_FILE), json.dumps({"files": _list(folder)}).encode())
     return read_start(folder)
@@ -236,71 +230,6 @@ def token_weights(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary wid
 def token_file(name: str) -> str:
     """The part of the teacher's artifact with weights of its tokens: ``tokens`` or ``alone``."""
     return f"teacher/{name}.safetensors"
-
-
-def _lookup_arrays(
-    config: DistillConfig, student: LookupConfig, teacher: Artifact, prompt: LookupPrompt
-) -> dict[str, ndarray]:
-    """Features, start weights, rows and prior of a table by the names of their files, as far as it has them.
-
-    `prompt` reads a text with new words, without features.
-    """
-    arrays: dict[str, ndarray] = {"feature_keys.npy": np.empty(0, np.int64)}
-    if student.centring:
-        arrays["prior.npy"] = _mean_embedding(teacher)
-    learns_weights = student.weighting == "learned"
-    if config.inherits and not (student.bigrams or student.ends or learns_weights):
-        return arrays
-    size = prompt.tokenizer.get_vocab_size()
-    rows = [row.ids for texts in _training_texts(teacher) for row in prompt.rows(texts)]
-    keys = lookup_table.frequent_features(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
-    log.info("the table has rows for %s tokens and %s features", f"{size:,}", f"{len(keys):,}")
-    arrays["feature_keys.npy"] = keys
-    weights = np.ones(size, np.float32)
-    if learns_weights:
-        counts = np.bincount(np.fromiter(chain.from_iterable(rows), np.int64), minlength=size)
-        weights = lookup_table.start_weights(counts, LookupFeatures(keys, tokens=size))
-        weights[list(prompt.pieces)] = FEATURE_WEIGHT
-        arrays["weights.npy"] = weights
-    if not config.inherits:
-        fitted = rows[:MAX_FITTED_TEXTS]
-        arrays["rows.npy"] = fit_rows(fitted, _training_vectors(teacher, len(fitted)), weights[:size])
-    return arrays
-
-
-def _mean_embedding(teacher: Artifact) -> Float32[ndarray, " dim"]:
-    """The mean of the teacher's embeddings of training texts, each of length 1."""
-    sums: list[ndarray] = []
-    count = 0
-    for batch in teacher.batches("embeddings", columns=["embedding", "split"]):
-        found = batch.filter(pc.equal(batch["split"], "train"))["embedding"]
-        sums.append(arrow.l2_normalize(arrow.to_numpy(found)).sum(axis=0))
-        count += len(found)
-        if count >= MAX_COUNTED_TEXTS:
-            break
-    mean: ndarray = (np.sum(sums, axis=0) / max(count, 1)).astype(np.float32)
-    return mean
-
-
-def _training_texts(teacher: Artifact) -> Iterator[list[str]]:
-    """Texts of the training split, batch by batch, at most :data:`MAX_COUNTED_TEXTS`."""
-    count = 0
-    for batch in teacher.batches("embeddings", columns=["query", "split"]):
-        texts = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
-        yield texts[: MAX_COUNTED_TEXTS - count]
-        count += len(texts)
-        if count >= MAX_COUNTED_TEXTS:
-            return
-
-
-def _training_vectors(teacher: Artifact, count: int) -> Float32[ndarray, "texts dim"]:
-    """Unit vectors of the first texts of the training split."""
-    found: list[ndarray] = []
-    for batch in teacher.batches("embeddings", columns=["embedding", "split"]):
-        found.append(arrow.to_numpy(batch.filter(pc.equal(batch["split"], "train"))["embedding"]))
-        if sum(map(len, found)) >= count:
-            break
-    return arrow.l2_normalize(np.concatenate(found)[:count])
 
 
 def _copy_teacher_layers(config: DistillConfig, teacher: Artifact, target: str) -> None:

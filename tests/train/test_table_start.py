@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.train.distillation.own_vocabulary import fit_rows, read_tokenizer, train_word_pieces
+from scalingnote.train.distillation.table_start import fit_rows, read_tokenizer, train_word_pieces
 
 TEXTS = ["Joining tensors", "a tensor joins another", "Über Tensoren", "张量 连接", "joined, rejoined"]
 
@@ -22,7 +22,7 @@ def test_pieces_are_of_lower_case_words_and_equal_in_every_process(tmp_path: Pat
     assert tokenizer.encode("☃").tokens == ["[UNK]"]
     assert "##" not in "".join(token.content for token in tokenizer.get_added_tokens_decoder().values())
     program = (
-        "from scalingnote.train.distillation.own_vocabulary import train_word_pieces as train; import sys;"
+        "from scalingnote.train.distillation.table_start import train_word_pieces as train; import sys;"
         f"sys.stdout.buffer.write(train({TEXTS!r}, vocabulary=80).encode())"
     )
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout

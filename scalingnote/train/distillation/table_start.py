@@ -1,0 +1,173 @@
+"""What a table starts from: the training texts, and the teacher's vectors of them.
+
+    texts              ─► features, start weights
+    vectors            ─► the prior, their mean
+
+Where the teacher gives no tokens, because only its vectors are known, a table has tokens of its own:
+
+    texts              ─► WordPiece, or a tokenizer that the user names
+    texts and vectors  ─► rows whose weighted mean comes nearest to the vectors (ridge regression)
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import scipy.sparse
+from jaxtyping import Float, Float32
+from numpy import ndarray
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.trainers import WordPieceTrainer
+
+from scalingnote.core.errors import ConfigError
+from scalingnote.core.log import get_logger
+from scalingnote.core.model_files import local_folder
+from scalingnote.models import lookup_table
+from scalingnote.models.config import LookupConfig
+from scalingnote.models.lookup import LookupPrompt
+from scalingnote.models.lookup_table import FEATURE_WEIGHT, LookupFeatures
+from scalingnote.models.prompt import without_limits
+from scalingnote.storage import arrow
+from scalingnote.storage.artifact import Artifact
+from scalingnote.train.distillation.config import DistillConfig
+
+log = get_logger("distill")
+UNKNOWN = "[UNK]"
+MAX_COUNTED_TEXTS = 1_000_000  # that features and weights are counted in: further ones change them little
+MAX_FITTED_TEXTS = 100_000  # that rows start from, with their vectors in memory
+ROW_RIDGE = 1.0  # of the squared norm of rows, where a text's vector has length 1
+FIT_STEPS = 20  # of conjugate gradients: the error on held-out texts does not fall further
+
+
+def read_tokenizer(path: str) -> str:
+    """Tokenizer JSON of a file, or of a model's folder or hub id; ConfigError if there is none."""
+    file = Path(path) if path.endswith(".json") else local_folder(path) / "tokenizer.json"
+    try:
+        return str(without_limits(Tokenizer.from_file(str(file))).to_str())
+    except Exception as error:  # the library raises no class of its own
+        raise ConfigError(f"distill.tokenizer: {file} is no tokenizer ({error})") from None
+
+
+def train_word_pieces(texts: Iterable[str], *, vocabulary: int) -> str:
+    """Tokenizer JSON of pieces of lower-case words, learnt from texts; equal texts give equal JSON."""
+    texts, normalizer, splitter = list(texts), BertNormalizer(), BertPreTokenizer()
+    words = (word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
+    inner = sorted({character for word in words for character in word[1:]})
+    # Named to the trainer, or it would number them in the order of a hash map, another one in each process.
+    named = [UNKNOWN, *(f"##{character}" for character in inner)]
+    trainer = WordPieceTrainer(vocab_size=vocabulary, special_tokens=named, show_progress=False)
+    learner = Tokenizer(WordPiece(unk_token=UNKNOWN))
+    learner.normalizer, learner.pre_tokenizer = normalizer, splitter
+    learner.train_from_iterator(texts, trainer)
+    tokenizer = Tokenizer(WordPiece(vocab=learner.get_vocab(), unk_token=UNKNOWN))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    return str(tokenizer.to_str())
+
+
+def start_arrays(
+    config: DistillConfig, student: LookupConfig, teacher: Artifact, prompt: LookupPrompt
+) -> dict[str, ndarray]:
+    """Return features, start weights, rows and prior by the names of their files, as far as a table has them.
+
+    `prompt` reads a text with new words, without features.
+    """
+    arrays: dict[str, ndarray] = {"feature_keys.npy": np.empty(0, np.int64)}
+    if student.centring:
+        arrays["prior.npy"] = _mean_embedding(teacher)
+    learns_weights = student.weighting == "learned"
+    if config.inherits and not (student.bigrams or student.ends or learns_weights):
+        return arrays
+    size = prompt.tokenizer.get_vocab_size()
+    rows = [row.ids for texts in _training_texts(teacher) for row in prompt.rows(texts)]
+    keys = lookup_table.frequent_features(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
+    log.info("the table has rows for %s tokens and %s features", f"{size:,}", f"{len(keys):,}")
+    arrays["feature_keys.npy"] = keys
+    weights = np.ones(size, np.float32)
+    if learns_weights:
+        counts = np.bincount(np.fromiter(chain.from_iterable(rows), np.int64), minlength=size)
+        weights = lookup_table.start_weights(counts, LookupFeatures(keys, tokens=size))
+        weights[list(prompt.pieces)] = FEATURE_WEIGHT
+        arrays["weights.npy"] = weights
+    if not config.inherits:
+        fitted = rows[:MAX_FITTED_TEXTS]
+        arrays["rows.npy"] = fit_rows(fitted, _training_vectors(teacher, len(fitted)), weights[:size])
+    return arrays
+
+
+def _mean_embedding(teacher: Artifact) -> Float32[ndarray, " dim"]:
+    """The mean of the teacher's embeddings of training texts, each of length 1."""
+    sums: list[ndarray] = []
+    count = 0
+    for batch in teacher.batches("embeddings", columns=["embedding", "split"]):
+        found = batch.filter(pc.equal(batch["split"], "train"))["embedding"]
+        sums.append(arrow.l2_normalize(arrow.to_numpy(found)).sum(axis=0))
+        count += len(found)
+        if count >= MAX_COUNTED_TEXTS:
+            break
+    mean: ndarray = (np.sum(sums, axis=0) / max(count, 1)).astype(np.float32)
+    return mean
+
+
+def _training_texts(teacher: Artifact) -> Iterator[list[str]]:
+    """Texts of the training split, batch by batch, at most :data:`MAX_COUNTED_TEXTS`."""
+    count = 0
+    for batch in teacher.batches("embeddings", columns=["query", "split"]):
+        texts = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
+        yield texts[: MAX_COUNTED_TEXTS - count]
+        count += len(texts)
+        if count >= MAX_COUNTED_TEXTS:
+            return
+
+
+def _training_vectors(teacher: Artifact, count: int) -> Float32[ndarray, "texts dim"]:
+    """Unit vectors of the first texts of the training split."""
+    found: list[ndarray] = []
+    for batch in teacher.batches("embeddings", columns=["embedding", "split"]):
+        found.append(arrow.to_numpy(batch.filter(pc.equal(batch["split"], "train"))["embedding"]))
+        if sum(map(len, found)) >= count:
+            break
+    return arrow.l2_normalize(np.concatenate(found)[:count])
+
+
+def fit_rows(
+    texts: Sequence[Sequence[int]],
+    vectors: Float32[ndarray, "texts dim"],
+    weights: Float32[ndarray, " tokens"],
+) -> Float32[ndarray, "tokens dim"]:
+    """Rows W that minimise |S W - vectors|^2 + ROW_RIDGE |W|^2 by conjugate gradients; of unseen tokens 0.
+
+    Args:
+        texts: token ids of each text.
+        vectors: what the weighted mean of a text's rows is to give, of length 1.
+        weights: of each token in the mean, S.
+    """
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    ids = np.concatenate([np.asarray(each, np.int64) for each in texts])
+    shape = (len(texts), len(weights))
+    starts = np.concatenate([[0], lengths.cumsum()])
+    shares = scipy.sparse.csr_array((weights[ids], ids, starts), shape)
+    shares = scipy.sparse.diags_array(1 / np.maximum(shares.sum(axis=1), 1e-12)) @ shares
+    return _solve(shares.astype(np.float32), vectors).astype(np.float32)
+
+
+def _solve(shares: Any, vectors: Float[ndarray, "texts dim"]) -> Float[ndarray, "tokens dim"]:
+    """Conjugate gradients on the normal equations, all columns at once."""
+    transposed = shares.T.tocsr()
+    rows = np.zeros((shares.shape[1], vectors.shape[1]), np.float32)
+    residual = transposed @ vectors
+    direction, norms = residual.copy(), (residual**2).sum(axis=0)
+    for _ in range(FIT_STEPS):
+        image = transposed @ (shares @ direction) + ROW_RIDGE * direction
+        step = norms / np.maximum((direction * image).sum(axis=0), 1e-30)
+        rows += step * direction
+        residual -= step * image
+        after = (residual**2).sum(axis=0)
+        direction = residual + after / np.maximum(norms, 1e-30) * direction
+        norms = after
+    return rows
