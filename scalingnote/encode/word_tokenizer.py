@@ -3,23 +3,26 @@
     text ─► words between spaces ─► cached tokens of each ─► ids, as the tokenizer gives them for the text
 
 BERT's tokenizers never look across a space, and those with byte-level BPE (GPT-2's, Qwen's) read it as the
-beginning of the next word: the tokens of a text are those of its words, end to end. A table's new words may
-be pairs of words, which are looked up first. If a text may be read in another way (another kind of tokenizer,
-white space other than single spaces, a pair of which only a part is in the text), it is tokenized as a whole.
-The tokens are the same in every case.
+beginning of the next word: the tokens of a text are those of its words, end to end. If a text may be read in
+another way (another kind of tokenizer, white space other than single spaces), it is tokenized as a whole. The
+tokens are the same in every case.
+
+A table's new words may be pairs of words, so that the tokens of a word depend on the next one, and on how far
+the one before it reached. The library takes new words from the left, the longest first; one that does not
+stand alone is none, but the search goes on behind it: in "of these cells", "of the" hides "these cells".
 """
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from scalingnote.models.prompt import cut_characters, tokenize
 
 MAX_CACHED_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
-MAX_CACHED_PAIRS = 262_144  # pairs of adjacent words, about 40 MB; the same
-_SEPARATE, _UNKNOWN = -1, -2  # two words are no new word; only the whole text tells
+MAX_CACHED_PAIRS = 262_144  # words with the next one, about 40 MB; the same
 MAX_WORD_CHARACTERS = 40  # longer words are rare and rarely repeated
 MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
 _NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
@@ -33,30 +36,37 @@ _SPLITS = tuple(
 )
 
 
+class _Step(NamedTuple):
+    """Tokens of a word, and from which characters of the next one new words and other text are read."""
+
+    ids: list[int]
+    search: int
+    text: int
+
+
 class WordTokenizer:
-    """A tokenizer with a cache of words and of pairs of words."""
+    """A tokenizer with a cache of words, and of words with the next one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """`tokenizer` must neither pad nor truncate."""
         self._tokenizer = tokenizer
         facts = json.loads(tokenizer.to_str())
         self._markers, self._space = _markers(facts), " " if _is_byte_level(facts) else ""
-        self._normalizer = tokenizer.normalizer if _are_normalized(facts) else None
-        contents = ((self._form(token["content"]), int(token["id"])) for token in _new_words(facts))
-        self._pairs = {content: number for content, number in contents if " " in content}
-        self._beginnings = {content.partition(" ")[0] for content in self._pairs}
-        self._after: dict[tuple[str, str], int] = {}  # what two adjacent words are together
         self._first: dict[str, list[int]] = {}  # the first word of a text
         self._words: dict[str, list[int]] = {} if self._space else self._first
+        self._pairs = _NewWordReader(tokenizer, facts, space=self._space) if _has_pairs(facts) else None
+        self._steps: dict[tuple[str, str, int, int, str], _Step | None] = {}
 
     def ids(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """Return the first `max_tokens` token ids of each text, without special tokens."""
         if self._markers is None:
             return [ids[:max_tokens] for ids in tokenize(self._tokenizer, texts, max_tokens)]
+        read = self._of_words if self._pairs is None else self._of_pairs
         rows: list[list[int]] = []
         others: list[int] = []
         for number, text in enumerate(texts):
-            ids = self._of_words(cut_characters(text, max_tokens))
+            beginning = cut_characters(text, max_tokens)
+            ids = read(beginning) if self._has_words(beginning) else None
             if ids is None:
                 others.append(number)
             rows.append([] if ids is None else ids[:max_tokens])
@@ -66,34 +76,22 @@ class WordTokenizer:
                 rows[number] = ids[:max_tokens]
         return rows
 
-    def _of_words(self, text: str) -> list[int] | None:
-        """Return the ids of all words; None if the text must be tokenized as a whole."""
+    def _has_words(self, text: str) -> bool:
+        """Whether a text is words with single spaces and without markers."""
         # The space is the only printable character that is white space.
         if not text.isprintable() or (self._space and "  " in text):
-            return None
-        for marker in self._markers or ():
-            if marker in text:
-                return None
-        all_words = text.split(" ")
-        cache, space = self._first, ""
-        text_ids: list[int] = []
-        together = _SEPARATE
-        for number, word in enumerate(all_words):
-            if together >= 0:  # the pair that ends here is read
-                together = _SEPARATE
-                continue
-            if self._pairs and number + 1 < len(all_words):
-                both = (word, all_words[number + 1])
-                found = self._after.get(both)
-                together = self._learn_pair(both) if found is None else found
-                if together == _UNKNOWN:
-                    return None
-            if together >= 0:
-                text_ids.append(together)
-            else:
-                ids = cache.get(word)
-                text_ids += self._learn(cache, word, space) if ids is None else ids
-            cache, space = self._words, self._space
+            return False
+        return not any(marker in text for marker in self._markers or ())
+
+    def _of_words(self, text: str) -> list[int]:
+        """Return the ids of all words, one by one."""
+        first, *others = text.split(" ")
+        ids = self._first.get(first)
+        text_ids = list(self._learn(self._first, first, "") if ids is None else ids)
+        words = self._words
+        for word in others:
+            ids = words.get(word)
+            text_ids += self._learn(words, word, self._space) if ids is None else ids
         return text_ids
 
     def _learn(self, words: dict[str, list[int]], word: str, space: str) -> list[int]:
@@ -105,40 +103,156 @@ class WordTokenizer:
             words[word] = ids
         return ids
 
-    def _learn_pair(self, both: tuple[str, str]) -> int:
-        """Return and cache the number of the new word that two words are, _SEPARATE, or _UNKNOWN.
+    def _of_pairs(self, text: str) -> list[int] | None:
+        """Return the ids of all words, each with the next one; None if the text must be read as a whole."""
+        words = text.split(" ")
+        text_ids: list[int] = []
+        search = start = 0
+        space = ""
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            key = (word, following, search, start, space)
+            step = self._steps.get(key, _NEW)
+            if step is _NEW:
+                step = self._learn_step(key)
+            if step is None:
+                return None
+            ids, search, start = step
+            text_ids += ids
+            space = self._space
+        return text_ids
 
-        A new word that begins in the first and ends in the second, without being both, is no token if it
-        does not stand alone, but no other one can begin inside it; only the tokenizer knows.
+    def _learn_step(self, key: tuple[str, str, int, int, str]) -> _Step | None:
+        assert self._pairs is not None
+        step = self._pairs.read(*key)
+        if max(len(key[0]), len(key[1])) <= MAX_WORD_CHARACTERS:
+            if len(self._steps) >= MAX_CACHED_PAIRS:
+                self._steps.clear()
+            self._steps[key] = step
+        return step
+
+
+_NEW: Any = object()  # no step, nor None
+_UNKNOWN = -1  # two new words that are equal once they are normalised: the library has either
+
+
+class _Word(NamedTuple):
+    """A word as new words are compared with it, its tokens without new words, and where these may begin.
+
+    `starts` are pairs of that place and of the end of the longest new word within the word, or 0.
+    """
+
+    form: str
+    ids: list[int]
+    starts: list[tuple[int, int]]
+
+
+class _NewWordReader:
+    """Finds new words in a word and the next one, as the library finds them in a text."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: Mapping[str, Any], *, space: str) -> None:
+        """`space` is what stands before a word of a text but the first, for the tokenizer."""
+        new, self._space = _new_words(facts), space
+        self._normalizer = tokenizer.normalizer if any(token["normalized"] for token in new) else None
+        self._numbers: dict[str, int] = {}
+        for token in new:
+            form = self._form(token["content"])
+            self._numbers[form] = _UNKNOWN if form in self._numbers else int(token["id"])
+        self._longest = max(map(len, self._numbers))
+        self._begin_pairs = {content.partition(" ")[0] for content in self._numbers if " " in content}
+        others = [token for token in facts["added_tokens"] if not token["single_word"]]
+        self._plain = Tokenizer.from_str(json.dumps({**facts, "added_tokens": others}))
+        self._words: dict[tuple[str, str], _Word] = {}
+
+    def read(self, word: str, following: str, search: int, start: int, space: str) -> _Step | None:
+        """Return what a word is, None if only the library can tell.
+
+        Args:
+            word: a word of the text.
+            following: the next one, empty for the last.
+            search: from which character of `word` on new words are searched.
+            start: from which one on it is not part of a new word that was found before.
+            space: what stands before the word.
         """
-        first, second = map(self._form, both)
-        found = self._pairs.get(f"{first} {second}", _SEPARATE)
-        starts = range(len(first)) if found == _SEPARATE else ()
-        for rest in (first[start:] for start in starts):
-            if rest in self._beginnings and any(
-                f"{rest} {second[:end]}" in self._pairs for end in range(1, len(second) + 1)
-            ):
-                found = _UNKNOWN
-        if " " in first or " " in second:
-            found = _UNKNOWN
-        if max(map(len, both)) <= MAX_WORD_CHARACTERS:
-            if len(self._after) >= MAX_CACHED_PAIRS:
-                self._after.clear()
-            self._after[both] = found
-        return found
+        form, plain, starts = self._word(word, space)
+        after = self._word(following, self._space).form if following else ""
+        if " " in form or " " in after:
+            return None
+        both, ids = f"{form} {after}", list[int]()
+        for at, inner_end in starts:
+            end = 0 if at < search else self._pair_end(both, at, len(form)) or inner_end
+            if not end:
+                continue
+            alone, number = _stands_alone(both, at, end), self._numbers[both[at:end]]
+            if alone is None or number == _UNKNOWN:
+                return None
+            if alone:
+                ids += [*self._ids(form, start, at, space), number]
+                start = end
+            search = end
+        if start == 0:
+            ids = plain
+        elif start < len(form):
+            ids += self._ids(form, start, len(form), space)
+        next_word = len(form) + 1
+        return _Step(ids, max(search - next_word, 0), max(start - next_word, 0))
+
+    def _word(self, word: str, space: str) -> _Word:
+        """Return a word from the cache."""
+        known = self._words.get((word, space))
+        if known is None:
+            form = self._form(word)
+            ids: list[int] = self._plain.encode(space + word, add_special_tokens=False).ids
+            known = _Word(form, ids, self._starts(form))
+            if len(self._words) >= MAX_CACHED_WORDS:
+                self._words.clear()
+            if len(word) <= MAX_WORD_CHARACTERS:
+                self._words[word, space] = known
+        return known
+
+    def _starts(self, form: str) -> list[tuple[int, int]]:
+        starts = []
+        for at in range(len(form)):
+            ends = range(min(at + self._longest, len(form)), at, -1)
+            end = next((end for end in ends if form[at:end] in self._numbers), 0)
+            if end or form[at:] in self._begin_pairs:
+                starts.append((at, end))
+        return starts
+
+    def _pair_end(self, both: str, at: int, space: int) -> int:
+        """Return where the longest pair that begins at `at` ends, or 0; `space` is between the words."""
+        if both[at:space] not in self._begin_pairs:
+            return 0
+        return next((end for end in range(len(both), space + 1, -1) if both[at:end] in self._numbers), 0)
+
+    def _ids(self, form: str, start: int, end: int, space: str) -> list[int]:
+        """Return the tokens of a part of a word in which there is no new word."""
+        if start == end:
+            return []
+        text = form[start:end] if start else space + form[:end]
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
 
     def _form(self, text: str) -> str:
         """Return a text as new words are compared with it."""
         return text if self._normalizer is None else str(self._normalizer.normalize_str(text))
 
 
+def _stands_alone(text: str, start: int, end: int) -> bool | None:
+    """Whether no word character is beside a part of a text; None if one may or may not be."""
+    beside = [text[place] for place in (start - 1, end) if 0 <= place < len(text)]
+    kinds = [unicodedata.category(character) for character in beside]
+    if any(kind[0] in "LM" or kind in ("Nd", "Pc") for kind in kinds):
+        return False
+    return None if any(kind in ("Nl", "No", "So", "Cf") for kind in kinds) else True
+
+
+def _has_pairs(facts: Mapping[str, Any]) -> bool:
+    return any(" " in token["content"] for token in _new_words(facts))
+
+
 def _new_words(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the added tokens that are words."""
     return [token for token in facts["added_tokens"] if token["single_word"]]
-
-
-def _are_normalized(facts: Mapping[str, Any]) -> bool:
-    return any(token["normalized"] for token in _new_words(facts))
 
 
 def _markers(facts: dict[str, Any]) -> tuple[str, ...] | None:

@@ -87,6 +87,16 @@ def test_new_words_and_pairs_are_the_tokenizers_own(
     assert words.ids(texts, room) == expected == words.ids(texts, room)
 
 
+def test_new_words_that_are_equal_once_normalised_are_left_to_the_library() -> None:
+    tokenizer = bert()
+    add_words(tokenizer, ["ab a", "AB A", "ab", "Ab"])
+    words = WordTokenizer(tokenizer)
+    texts = ["ab a", "ab b", "b AB", "cd b"]
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    assert words.ids(texts, 9) == expected
+    assert [words._of_pairs(text) is None for text in texts] == [True, True, True, False]
+
+
 def test_a_pair_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = WordTokenizer(READ_WITH_NEW_WORDS[0])
     first = tokens.ids(["cd a b a", "ba ab"], 8)
@@ -117,7 +127,7 @@ def test_a_full_dictionary_starts_again(monkeypatch: pytest.MonkeyPatch) -> None
     made = READ_WITH_NEW_WORDS[0]
     tokens = WordTokenizer(made)
     assert tokens.ids([text], 20) == [made.encode(text, add_special_tokens=False).ids]
-    assert len(tokens._after) <= 2
+    assert len(tokens._steps) <= 2
 
 
 def test_other_tokenizers_read_whole_texts() -> None:
