@@ -8,7 +8,7 @@ documents, pseudo-queries are drawn from them, and students learn only from thos
 queries and judgements are used for measuring only. Quality is nDCG@10 with linear gain (trec_eval's) over all
 documents; "kept" is a student's over the teacher's.
 
-- static (a table of tokens: `table_kept_mean`), table (with rows for pairs of tokens and end tokens:
+- static (a table of tokens, with words and pairs of words: `table_kept_mean`), table (with rows for pairs of tokens and end tokens:
   `attention_or_terms_kept_mean`): the student's own ranking
 - bm25s: that library with an English stemmer, and the stop words, k1 and b of ours (`bm25_under_lucene_max`:
   by how much nDCG@10 of ours is behind on the worst set)

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from scalingnote.models.prompt import cut_characters, tokenize
 
 MAX_CACHED_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
-MAX_CACHED_PAIRS = 262_144  # words with the next one, about 40 MB; the same
+MAX_CACHED_PAIRS = 131_072  # words with the next one, about 35 MB; the same
 MAX_WORD_CHARACTERS = 40  # longer words are rare and rarely repeated
 MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
 _NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
