@@ -8,8 +8,8 @@ documents, pseudo-queries are drawn from them, and students learn only from thos
 queries and judgements are used for measuring only. Quality is nDCG@10 with linear gain (trec_eval's) over all
 documents; "kept" is a student's over the teacher's.
 
-- static (a table of tokens, with words and pairs of words: `table_kept_mean`), table (with rows for pairs of tokens and end tokens:
-  `attention_or_terms_kept_mean`): the student's own ranking
+- static (a table of tokens, with words and pairs of words: `table_kept_mean`), table (with rows for pairs of
+  tokens and end tokens: `attention_or_terms_kept_mean`): the student's own ranking
 - bm25s: that library with an English stemmer, and the stop words, k1 and b of ours (`bm25_under_lucene_max`:
   by how much nDCG@10 of ours is behind on the worst set)
 - escalated30: the table's best 100, in the teacher's order for the 30 % of the queries with most doubt
@@ -444,7 +444,9 @@ def plot(summary: Sequence[Row], speeds: Mapping[str, Row], path: Path) -> None:
         label = "embeddings only" if kind == "nDCG@10" else "with BM25"
         axes.scatter(rates, [each[kind] for each in rows], marker=marker, label=label)
         for each, rate in zip(rows, rates, strict=True):
-            axes.annotate(each["method"], (rate, each[kind]), xytext=(6, 4), textcoords="offset points")
+            side, offset = ("left", 6) if rate == max(rates) else ("right", -6)  # tables are near each other
+            place = {"xytext": (offset, 4), "textcoords": "offset points", "ha": side}
+            axes.annotate(each["method"], (rate, each[kind]), **place)
     lexical = next(each for each in summary if each["method"] == "bm25")
     axes.axhline(lexical["nDCG@10"], color="gray", linestyle="--", label="BM25 only")
     axes.set(xscale="log", xlabel="queries encoded per second, one thread, one at a time", ylabel="nDCG@10")
