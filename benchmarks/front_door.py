@@ -445,8 +445,8 @@ def plot(summary: Sequence[Row], speeds: Mapping[str, Row], path: Path) -> None:
         axes.scatter(rates, [each[kind] for each in rows], marker=marker, label=label)
         for each, rate in zip(rows, rates, strict=True):
             side, offset = ("left", 6) if rate == max(rates) else ("right", -6)  # tables are near each other
-            place = {"xytext": (offset, 4), "textcoords": "offset points", "ha": side}
-            axes.annotate(each["method"], (rate, each[kind]), **place)
+            at, by = (rate, each[kind]), (offset, 4)
+            axes.annotate(each["method"], at, xytext=by, textcoords="offset points", ha=side)
     lexical = next(each for each in summary if each["method"] == "bm25")
     axes.axhline(lexical["nDCG@10"], color="gray", linestyle="--", label="BM25 only")
     axes.set(xscale="log", xlabel="queries encoded per second, one thread, one at a time", ylabel="nDCG@10")
