@@ -37,11 +37,11 @@ _SPLITS = tuple(
 
 
 class _Step(NamedTuple):
-    """Tokens of a word, and from which characters of the next one new words and other text are read."""
+    """Tokens of a word, and `search` and `start` of the next one (:meth:`_NewWordReader.read`)."""
 
     ids: list[int]
     search: int
-    text: int
+    start: int
 
 
 class WordTokenizer:
@@ -122,12 +122,14 @@ class WordTokenizer:
         return text_ids
 
     def _learn_step(self, key: tuple[str, str, int, int, str]) -> _Step | None:
+        """Read a word with the next one and cache what it is; None also if one of them is long."""
         assert self._pairs is not None
+        if max(len(key[0]), len(key[1])) > MAX_WORD_CHARACTERS:
+            return None
         step = self._pairs.read(*key)
-        if max(len(key[0]), len(key[1])) <= MAX_WORD_CHARACTERS:
-            if len(self._steps) >= MAX_CACHED_PAIRS:
-                self._steps.clear()
-            self._steps[key] = step
+        if len(self._steps) >= MAX_CACHED_PAIRS:
+            self._steps.clear()
+        self._steps[key] = step
         return step
 
 
@@ -205,11 +207,11 @@ class _NewWordReader:
             known = _Word(form, ids, self._starts(form))
             if len(self._words) >= MAX_CACHED_WORDS:
                 self._words.clear()
-            if len(word) <= MAX_WORD_CHARACTERS:
-                self._words[word, space] = known
+            self._words[word, space] = known
         return known
 
     def _starts(self, form: str) -> list[tuple[int, int]]:
+        """Return `starts` of :class:`_Word`."""
         starts = []
         for at in range(len(form)):
             ends = range(min(at + self._longest, len(form)), at, -1)

@@ -97,6 +97,14 @@ def test_new_words_that_are_equal_once_normalised_are_left_to_the_library() -> N
     assert [words._of_pairs(text) is None for text in texts] == [True, True, True, False]
 
 
+def test_a_long_word_beside_pairs_is_left_to_the_library() -> None:
+    words = WordTokenizer(READ_WITH_NEW_WORDS[0])
+    texts = ["ab " + "a" * 41 + " a b", "a" * 900]
+    expected = [READ_WITH_NEW_WORDS[0].encode(text, add_special_tokens=False).ids[:64] for text in texts]
+    assert words.ids(texts, 64) == expected
+    assert [words._of_pairs(text) for text in texts] == [None, None]
+
+
 def test_a_pair_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = WordTokenizer(READ_WITH_NEW_WORDS[0])
     first = tokens.ids(["cd a b a", "ba ab"], 8)
