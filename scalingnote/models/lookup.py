@@ -250,8 +250,7 @@ class LookupTower(nn.Module):
     ) -> None:
         """Write the tower's folder, in `storage` or the tower's own; a table has no adapters to merge."""
         del merge_adapters
-        with torch.no_grad():
-            rows, weights = self._saved_rows()
+        rows, weights = self._saved_rows()
         values, scales = quantize_rows(rows.detach().cpu().numpy(), storage or self._storage)
         Table(
             values,

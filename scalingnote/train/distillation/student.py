@@ -127,16 +127,16 @@ def _read(folder: str, listed: Mapping[str, int]) -> StudentStart:
 def build_prompt(config: DistillConfig, start: StudentStart) -> QueryPrompt | LookupPrompt:
     """The prompt by which the student reads a query, without drawing or loading weights."""
     student = _tower_config(config, start)
+    if isinstance(student, LookupConfig):
+        tokenizer, pieces = _with_new_words(start)
+        features = None
+        if start.lookup is not None:
+            features = LookupFeatures(start.lookup.feature_keys, tokens=tokenizer.get_vocab_size())
+        return LookupPrompt(tokenizer, max_length=student.max_length, features=features, pieces=pieces)
     prompt = tokens.build_prompt(student, role="query", tokenizer_json=start.tokenizer)
-    assert isinstance(prompt, QueryPrompt | LookupPrompt)
-    if not isinstance(prompt, LookupPrompt):
-        add_words(prompt.tokenizer, start.words)
-        return prompt
-    tokenizer, pieces = _with_new_words(start)
-    features = None
-    if start.lookup is not None:
-        features = LookupFeatures(start.lookup.feature_keys, tokens=tokenizer.get_vocab_size())
-    return LookupPrompt(tokenizer, max_length=student.max_length, features=features, pieces=pieces)
+    assert isinstance(prompt, QueryPrompt)
+    add_words(prompt.tokenizer, start.words)
+    return prompt
 
 
 def build_student(

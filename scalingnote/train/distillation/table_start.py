@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import scipy.sparse
 from jaxtyping import Float, Float32
@@ -84,7 +85,8 @@ def start_arrays(
     if config.inherits and not (student.bigrams or student.ends or learns_weights):
         return arrays
     size = prompt.tokenizer.get_vocab_size()
-    rows = [row.ids for texts in _training_texts(teacher) for row in prompt.rows(texts)]
+    texts = _training_columns(teacher, "query", MAX_COUNTED_TEXTS)
+    rows = [row.ids for column in texts for row in prompt.rows(column.to_pylist())]
     keys = lookup_table.frequent_features(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
     log.info("the table has rows for %s tokens and %s features", f"{size:,}", f"{len(keys):,}")
     arrays["feature_keys.npy"] = keys
@@ -104,35 +106,27 @@ def _mean_embedding(teacher: Artifact) -> Float32[ndarray, " dim"]:
     """The mean of the teacher's embeddings of training texts, each of length 1."""
     sums: list[ndarray] = []
     count = 0
-    for batch in teacher.batches("embeddings", columns=["embedding", "split"]):
-        found = batch.filter(pc.equal(batch["split"], "train"))["embedding"]
-        sums.append(arrow.l2_normalize(arrow.to_numpy(found)).sum(axis=0))
-        count += len(found)
-        if count >= MAX_COUNTED_TEXTS:
-            break
+    for embeddings in _training_columns(teacher, "embedding", MAX_COUNTED_TEXTS):
+        sums.append(arrow.l2_normalize(arrow.to_numpy(embeddings)).sum(axis=0))
+        count += len(embeddings)
     mean: ndarray = (np.sum(sums, axis=0) / max(count, 1)).astype(np.float32)
     return mean
 
 
-def _training_texts(teacher: Artifact) -> Iterator[list[str]]:
-    """Texts of the training split, batch by batch, at most :data:`MAX_COUNTED_TEXTS`."""
-    count = 0
-    for batch in teacher.batches("embeddings", columns=["query", "split"]):
-        texts = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
-        yield texts[: MAX_COUNTED_TEXTS - count]
-        count += len(texts)
-        if count >= MAX_COUNTED_TEXTS:
-            return
-
-
 def _training_vectors(teacher: Artifact, count: int) -> Float32[ndarray, "texts dim"]:
     """Unit vectors of the first texts of the training split."""
-    found: list[ndarray] = []
-    for batch in teacher.batches("embeddings", columns=["embedding", "split"]):
-        found.append(arrow.to_numpy(batch.filter(pc.equal(batch["split"], "train"))["embedding"]))
-        if sum(map(len, found)) >= count:
-            break
-    return arrow.l2_normalize(np.concatenate(found)[:count])
+    found = _training_columns(teacher, "embedding", count)
+    return arrow.l2_normalize(np.concatenate([arrow.to_numpy(column) for column in found]))
+
+
+def _training_columns(teacher: Artifact, name: str, count: int) -> Iterator[pa.Array]:
+    """A column of the first `count` texts of the training split, batch by batch."""
+    for batch in teacher.batches("embeddings", columns=[name, "split"]):
+        column = batch.filter(pc.equal(batch["split"], "train"))[name][:count]
+        yield column
+        count -= len(column)
+        if not count:
+            return
 
 
 def fit_rows(
