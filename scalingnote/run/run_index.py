@@ -45,7 +45,7 @@ class Index:
         run_dir: a run that `scalingnote run CONFIG` finished.
         form: of the query tower: "auto" (the fastest), "lookup", "torch", "onnx", "onnx_int8".
         escalate: share of the queries, from 0 to 1, that the teacher encodes in place of the student: those
-            for which the student's ten best scores are closest together. The threshold is tuned on the run's
+            for which the student's five best scores are closest together. The threshold is tuned on the run's
             queries, test queries left out, or on its pseudo-queries.
 
     Raises:
@@ -82,7 +82,7 @@ class Index:
     def encode(self, query: str) -> "Query":
         """Embedding and terms of a query: the teacher's embedding where the student is uncertain."""
         encoded = self.query_path([query])
-        # Ten results more are searched to decide: under 0.1 ms, where the teacher encodes in 10 ms.
+        # Five results more are searched to decide: under 0.1 ms, where the teacher encodes in 10 ms.
         if self._teacher is not None and self._doubts(encoded)[0] > self._threshold:
             encoded = self._teacher([query])
         return encoded[0]

@@ -71,7 +71,7 @@ class Escalation(Config):
     """A teacher, in replicas of its own, encodes the queries that the student is least certain about."""
 
     share: float = Field(
-        0.3, gt=0, le=1, description="of a gateway's latest queries: those whose ten best scores are closest"
+        0.3, gt=0, le=1, description="of a gateway's latest queries: those whose five best scores vary least"
     )
     teacher: str | None = Field(
         None, description="URI of a dual_encoder or student; None: the run's own, that the student learnt of"

@@ -1,11 +1,11 @@
 """Which queries the teacher encodes in place of the student.
 
-    search ─► ten best scores close together? ─► the teacher encodes the query ─► search again
-                                              └► otherwise: unchanged
+    search ─► five best scores close together? ─► the teacher encodes the query ─► search again
+                                               └► otherwise: unchanged
 
 A student finds nearly the same documents as its teacher, but orders them worse. The order is uncertain if the
-ten best scores have a small standard deviation. :class:`scalingnote.Index` tunes the threshold on held-out
-queries, :mod:`scalingnote.serve.escalation` on its latest ones.
+five best scores have a small standard deviation for their height. :class:`scalingnote.Index` tunes the
+threshold on held-out queries, :mod:`scalingnote.serve.escalation` on its latest ones.
 """
 
 from collections import deque
@@ -16,17 +16,18 @@ from numpy import ndarray
 
 from scalingnote.core.errors import ConfigError
 
-COMPARED = 10  # best scores whose standard deviation is taken
+COMPARED = 5  # best scores whose variation is taken
 WINDOW = 1000  # latest queries that a share is a share of
 MIN_QUERIES = 100  # before the first one escalates, unless all do
 TUNING_INTERVAL = 20  # queries
 
 
 def doubt(scores: Float[ndarray, "queries k"]) -> Float[ndarray, " queries"]:
-    """How uncertain the student's order is: minus the standard deviation of a query's ten best scores.
+    """How uncertain the student's order is: minus the coefficient of variation of a query's five best scores.
 
-    `scores` are best first, -inf where a query has no further candidate. The result is at most 0, which is
-    most doubt; -inf where there are fewer than two candidates to order.
+    That is their standard deviation over their mean. `scores` are best first, -inf where a query has no
+    further candidate. The result is at most 0, which is most doubt, also where the mean is not above 0: nothing
+    is like the query. It is -inf where there are fewer than two candidates to order.
     """
     best = scores[:, :COMPARED].astype(np.float64)
     found = np.isfinite(best)
@@ -35,7 +36,8 @@ def doubt(scores: Float[ndarray, "queries k"]) -> Float[ndarray, " queries"]:
     mean = best.sum(axis=1) / count
     squares = np.where(found, best - mean[:, None], 0.0) ** 2
     deviation = np.sqrt(squares.sum(axis=1) / count)
-    return np.where(found.sum(axis=1) > 1, -deviation, -np.inf)
+    variation = np.divide(deviation, mean, out=np.zeros_like(mean), where=mean > 0)
+    return np.where(found.sum(axis=1) > 1, -variation, -np.inf)
 
 
 def threshold(doubts: Float[ndarray, " queries"], share: float) -> float:

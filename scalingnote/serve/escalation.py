@@ -1,6 +1,6 @@
 """The teacher for queries that the student is uncertain about: asked if it has room, for a short time.
 
-    student's search ─► ten best scores close together? ─► teacher's embedding, in time ─► search again
+    student's search ─► five best scores close together? ─► teacher's embedding, in time ─► search again
                              └► no: as it is                     └► none: the student's answer, and the reason
 
 What the student is certain of never leaves the gateway. A teacher that is slow or dead costs an uncertain

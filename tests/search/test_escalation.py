@@ -9,16 +9,19 @@ from scalingnote.search.escalation import MIN_QUERIES, DoubtWindow, doubt, thres
 INF = float("inf")
 
 
-def test_doubt_is_minus_the_deviation_of_the_ten_best():
+def test_doubt_is_minus_the_variation_of_the_five_best():
     scores = np.array([np.linspace(1, 0, 12), np.ones(12)])
-    assert doubt(scores).tolist() == pytest.approx([-np.std(np.linspace(1, 0, 12)[:10]), 0.0])
+    best = np.linspace(1, 0, 12)[:5]
+    assert doubt(scores).tolist() == pytest.approx([-np.std(best) / np.mean(best), 0.0])
+    assert doubt(0.5 * scores) == pytest.approx(doubt(scores))
+    assert doubt(np.array([[0.1, -0.1], [-0.2, -0.9]])).tolist() == [0.0, 0.0]  # nothing is like the query
 
 
 def test_doubt_with_few_candidates():
     scores = np.array(
         [[0.9, 0.5, -INF, -INF], [0.9, -INF, -INF, -INF], [-INF] * 4, [0.4, 0.4, 0.4, 0.4]], np.float32
     )
-    assert doubt(scores).tolist() == pytest.approx([-0.2, -INF, -INF, 0.0])
+    assert doubt(scores).tolist() == pytest.approx([-0.2 / 0.7, -INF, -INF, 0.0])
     assert doubt(scores[:, :1]).tolist() == [-INF] * 4
     assert doubt(np.empty((0, 3))).tolist() == []
 
@@ -52,7 +55,7 @@ def test_threshold_errors():
 
 def test_the_share_is_of_the_latest_queries():
     def spread(value: float) -> np.ndarray:
-        return 0.9 - value * np.arange(10, dtype=np.float32)
+        return 0.9 - 0.1 * value * np.arange(10, dtype=np.float32)
 
     rng = np.random.default_rng(0)
     window = DoubtWindow(share=0.3)
