@@ -1,6 +1,6 @@
 """Files and types that a query, and a few documents, pass in this process, traced for benchmarks/house.py.
 
-The helpers of tests/ build the inputs: for the query a small index and a query tower, for the documents a
+The helpers of tests/ build the inputs: for the query a small index and a lookup table, as docs/architecture.md walks; for the documents a
 dataset and a document tower, which the jobs `encode` and `index` then read.
 """
 
@@ -38,7 +38,7 @@ def trace_query() -> Walk:
     from scalingnote.serve import api
 
     with tempfile.TemporaryDirectory() as folder:
-        index, tower = pair.built(Path(folder) / "index"), pair.student(f"{folder}/student")
+        index, tower = pair.built(Path(folder) / "index"), pair.table(f"{folder}/table")
         tracer = _Tracer(counts=False)
         with tracer.on():
             config = ServeConfig(allow_unauthenticated=True)

@@ -324,8 +324,11 @@ class TrainConfig(Schedule):
             raise ValueError("align has no effect: it needs sparse, or query.kind=token_wise")
         if self.align and isinstance(self.query, LookupConfig):
             raise ValueError("align needs a query tower with a backbone, and a lookup has none")
-        if isinstance(self.query, LookupConfig) and self.query.centring:
-            raise ValueError("query.centring is for students (stage II): leave it out")
+        of_students = ("bigrams", "ends", "centring")  # stage I has no texts to fill them from
+        if isinstance(self.query, LookupConfig) and (
+            given := [name for name in of_students if getattr(self.query, name)]
+        ):
+            raise ValueError(f"query.{given[0]} is for students (stage II): leave it out")
         whole = isinstance(self.strategy, Ddp | None)
         if isinstance(self.query, TokenWiseConfig) and self.query.reads == "embeddings" and not whole:
             raise ValueError("query.reads=embeddings reads a table that the strategy shards: choose ddp")

@@ -19,6 +19,7 @@ from scalingnote.models.config import LookupConfig, Pretrained
 from scalingnote.models.lookup import LookupTower
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.train.config import TrainConfig
 from scalingnote.train.distillation import student as students
 from scalingnote.train.distillation.config import DistillConfig
 
@@ -219,6 +220,9 @@ def test_knobs_that_contradict_each_other_are_refused():
             config(student=LookupConfig(**knobs), new_vocabulary=5)
     with pytest.raises(ValueError, match="attention cannot be centred"):
         LookupConfig(attention=True, centring=0.1)
+    for name, value in {"bigrams": 5, "ends": True, "centring": 0.1}.items():
+        with pytest.raises(ValueError, match=f"query.{name} is for students"):
+            TrainConfig(query=LookupConfig(**{name: value}))
     with pytest.raises(ValueError, match="a lookup student has no layers"):
         config(student=LOOKUP, teacher_layers="even")
     with pytest.raises(ValueError, match="brings its own weights"):

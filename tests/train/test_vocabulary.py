@@ -96,6 +96,14 @@ def test_words_are_mined_as_written_unless_lowered():
     assert new_words.mine_words(texts, word_pieces(), tokens=9, min_count=2, pairs=False) == ["zebra"]
 
 
+def test_one_of_words_that_are_normalised_alike_is_mined():
+    texts = ["der krüppel", "der krüppel", "the kruppel"]
+    mined = new_words.mine_words(texts, word_pieces(), tokens=9, min_count=1, pairs=False)
+    assert mined == ["der", "krüppel", "the"]
+    as_written = new_words.mine_words(texts, byte_level(), tokens=9, min_count=1, pairs=False)
+    assert as_written == ["der", "krüppel", "kruppel", "the"]
+
+
 @pytest.mark.parametrize("make", [byte_level, word_pieces, marked_spaces])
 def test_an_english_word_is_found_alone_and_never_inside_another(make):
     tokenizer = make()

@@ -40,9 +40,11 @@ def mine_words(
     """Return the words that most queries hold and that the student's tokenizer breaks into pieces.
 
     At most `tokens` words of at least `min_count` queries, by falling count, then by their characters;
-    without numbers and single Han characters. With `pairs` also two words beside each other.
+    without numbers and single Han characters. With `pairs` also two words beside each other. Of words that
+    the tokenizer's normalizer makes equal ("krüppel", "kruppel") only the first: it would take either.
     """
-    lowers = tokenizer.normalizer is not None and tokenizer.normalizer.normalize_str("A") == "a"
+    normalizer = tokenizer.normalizer
+    lowers = normalizer is not None and normalizer.normalize_str("A") == "a"
     counts: Counter[str] = Counter()
     for query in queries:
         written = query.lower() if lowers else query
@@ -55,13 +57,14 @@ def mine_words(
         (word for word, count in counts.items() if count >= min_count and _is_word(word)),
         key=lambda word: (-counts[word], word),
     )
-    new: list[str] = []
+    new: dict[str, str] = {}  # as a text is normalised -> as it is written
     for word in ranked:
         if len(new) == tokens:
             break
-        if not any(_is_token(tokenizer, text) for text in (word, f" {word}")):
-            new.append(word)
-    return new
+        form = word if normalizer is None else normalizer.normalize_str(word)
+        if form not in new and not any(_is_token(tokenizer, text) for text in (word, f" {word}")):
+            new[form] = word
+    return [*new.values()]
 
 
 def add_words(tokenizer: Tokenizer, new: Sequence[str]) -> None:

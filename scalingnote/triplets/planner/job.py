@@ -40,7 +40,7 @@ from numpy import ndarray
 from scalingnote.core import cluster
 from scalingnote.core.config import identity
 from scalingnote.core.errors import DataError
-from scalingnote.core.log import configure, get_logger
+from scalingnote.core.log import configure_unless_set, get_logger
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.encode.lexical.frequencies import count_frequencies
 from scalingnote.storage import filesystem as fs
@@ -157,7 +157,7 @@ def _train(config: Learned, dataset: str, folder: str, target: str) -> tuple[dic
 
     from scalingnote.triplets.planner import learned
 
-    configure()
+    configure_unless_set()
     torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
     texts, targets, pairs = read_examples(config, folder)
     if not texts:
