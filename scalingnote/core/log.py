@@ -166,7 +166,7 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._status.close()
-        if kind is None:
+        if kind is None and self._done:
             seconds = time.monotonic() - self._start
             rate = _rate_text(self.rate)
             self._log.info("%s %s in %.1fs (%s/s)", f"{self._done:,}", self._unit, seconds, rate)

@@ -231,11 +231,16 @@ def cut_summary(counts: Mapping[str, int]) -> str:
     """What was cut, in words: of the counts of an artifact of embeddings; empty if they do not tell."""
     if "cut_texts" not in counts:
         return ""
-    texts, cut, lost = counts["documents"], counts["cut_texts"], counts["lost_tokens"]
+    texts, cut = counts["documents"], counts["cut_texts"]
     if not cut:
         return f"none of {texts:,} texts is longer than the model reads"
-    share = lost / max(counts["tokens"] + lost, 1)
+    share = lost_share(counts)
     return f"{cut:,} of {texts:,} texts are longer than the model reads: {share:.1%} of all tokens are lost"
+
+
+def lost_share(counts: Mapping[str, int]) -> float:
+    """The share of all tokens that were cut."""
+    return counts["lost_tokens"] / max(counts["tokens"] + counts["lost_tokens"], 1)
 
 
 class EncodingTally:
