@@ -26,8 +26,8 @@ def doubt(scores: Float[ndarray, "queries k"]) -> Float[ndarray, " queries"]:
     """How uncertain the student's order is: minus the coefficient of variation of a query's five best scores.
 
     That is their standard deviation over their mean. `scores` are best first, -inf where a query has no
-    further candidate. The result is at most 0, which is most doubt, also where the mean is not above 0: nothing
-    is like the query. It is -inf where there are fewer than two candidates to order.
+    further candidate. The result is at most 0, which is most doubt, also where the mean is not above 0:
+    nothing is like the query. It is -inf where there are fewer than two candidates to order.
     """
     best = scores[:, :COMPARED].astype(np.float64)
     found = np.isfinite(best)
