@@ -8,7 +8,6 @@ from access_lines import line, requests
 from scalingnote.core.errors import DataError
 from scalingnote.evaluate.experiment import access_log
 
-LARGEST = "Input should be less than or equal to 340282346638528860000000000000000000000"
 BROKEN = {
     b"{nonsense}\n": "invalid JSON",
     b"[1]\n": "Input should be an object",
@@ -20,8 +19,8 @@ BROKEN = {
     line(doc_ids=["d", 1]): "doc_ids: Input should be a valid string",
     line(time=1).replace(b"1,", b"1e999,", 1): "time: Input should be less than 100000000000",
     line(timings_ms=[1]): "timings_ms: Input should be an object",
-    line(timings_ms={"total": 10**400}): f"timings_ms: total: {LARGEST}",
-    line(timings_ms={"total": float("nan")}): f"timings_ms: total: {LARGEST}",
+    line(timings_ms={"total": 10**400}): "timings_ms: total: Input should be a finite number",
+    line(timings_ms={"total": float("nan")}): "timings_ms: total: Input should be a finite number",
     line(time=1_700_000_000_123_456_789): "time: Input should be less than 100000000000",
     line(query="\ud800"): "invalid JSON",
     line()[:50]: "torn: the file ends within the line",
@@ -47,7 +46,7 @@ def test_files_are_found_once_and_packed_ones_are_read(tmp_path):
     (tmp_path / "other.jsonl").write_bytes(b"no log\n")
     found = access_log.find_logs([str(tmp_path), f"{tmp_path}/access-a.j*"])
     assert [Path(uri).name for uri in found] == ["access-a.jsonl", "access-a.17.jsonl.gz"]
-    assert [row["total_ms"] for row in requests(*map(Path, found))[0]] == [2.0**24, 2.0, 2.0]
+    assert [row["total_ms"] for row in requests(*map(Path, found))[0]] == [2**24 + 1, 2.0, 2.0]
     with pytest.raises(DataError, match="no file at"):
         access_log.find_logs([str(tmp_path), str(tmp_path / "nothing")])
     torn = tmp_path / "access-b.jsonl.gz"

@@ -137,7 +137,7 @@ def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path):
     rows[0]["query"], rows[1]["doc_ids"], rows[2]["status"] = None, None, 503
     samples = []
     for size in (1000, 37):
-        sample, rng = outcomes.SAMPLE.empty_table(), np.random.default_rng(0)
+        sample, rng = outcomes.REQUEST_SAMPLE.empty_table(), np.random.default_rng(0)
         for batch in batches(rows, tmp_path, size=size):
             requests = access_log.select_requests(batch, CONFIG, Quarantine())
             sample = outcomes.draw_sample(sample, requests, per_arm=100, rng=rng)

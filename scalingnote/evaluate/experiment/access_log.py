@@ -36,12 +36,11 @@ REQUESTS = pa.schema(
         "doc_ids": pa.list_(pa.string()),  # best first
         "shards": pa.int32(),
         "shards_answered": pa.int32(),
-        "total_ms": pa.float32(),
+        "total_ms": pa.float64(),
     }
 )
 TABLE = "access log"  # name in the quarantine
 LOG_NAMES = "**/access-*.jsonl*"  # below a folder
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_TIME_S = 1e11  # since 1970; times in milliseconds are larger
 SEARCH_PATH = "/search"
 
@@ -99,7 +98,7 @@ def _lines(uri: str, quarantine: Quarantine) -> Iterator[bytes]:
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
-_Float32 = Annotated[float, Field(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Line(BaseModel):
@@ -117,7 +116,7 @@ class _Line(BaseModel):
     doc_ids: list[str] | None = None
     shards: _Count | None = None
     shards_answered: _Count | None = None
-    timings_ms: dict[str, _Float32 | None] | None = None
+    timings_ms: dict[str, _Finite | None] | None = None
 
     def request(self) -> dict[str, Any]:
         """A row of REQUESTS."""

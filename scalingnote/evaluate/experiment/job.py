@@ -50,7 +50,6 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
     place = fs.absolute(fs.join(output, hashlib.sha256(identity.encode()).hexdigest()[:12]))
     draft = Draft(place, kind="experiment", config=config, parents=parents)
     if draft.finished:
-        log.info("finished before: %s", place)
         return draft.existing()
     if config.relevance:
         cluster.connect()
@@ -63,15 +62,9 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
         units = outcomes.add_sums([units, judged])
     rejected = dict(sorted(quarantine.rejected.items()))
     counts = {"requests": len(requests), "units": len(units), "rejected": sum(rejected.values())}
-    result = report.compare_arms(config, requests, units) | {
-        "requests": {
-            "used": len(requests),
-            "left_out": dict(quarantine.left_out),
-            "rejected": counts["rejected"],
-        },
-        "judge": judge,
-        "environment": environment(),
-    }
+    logged = {"used": len(requests), "left_out": dict(quarantine.left_out), "rejected": counts["rejected"]}
+    result = report.compare_arms(config, requests, units)
+    result |= {"requests": logged, "judge": judge, "environment": environment()}
     result["warnings"] = report.warnings(result)
     for text in result["warnings"]:
         log.warning("%s", text)

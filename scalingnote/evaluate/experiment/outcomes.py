@@ -35,7 +35,7 @@ MEASURES = (  # in the order of reports
     "errors",
 )
 MAX_PARTIAL_SUMS = 64  # of batches in memory, before they are added up
-SAMPLE = pa.schema(
+REQUEST_SAMPLE = pa.schema(
     [*(REQUESTS.field(name) for name in ("request_id", *KEYS, "query", "doc_ids")), ("drawn", pa.float64())]
 )
 SHOWN = pa.schema({**dict.fromkeys([*KEYS, *PAIR], pa.string()), "rank": pa.int64()})
@@ -46,7 +46,7 @@ class Outcomes(NamedTuple):
 
     requests: pa.Table  # `arm`, `time` and `latency_ms` of each
     units: pa.Table  # of :func:`add_sums`
-    sample: pa.Table  # SAMPLE
+    sample: pa.Table  # REQUEST_SAMPLE
 
 
 def read_outcomes(config: ExperimentConfig, logs: Sequence[str], quarantine: Quarantine) -> Outcomes:
@@ -68,17 +68,18 @@ def read_outcomes(config: ExperimentConfig, logs: Sequence[str], quarantine: Qua
     per_arm = config.relevance.requests_per_arm if config.relevance else 0
     requests: list[pa.Table] = []
     sums: list[pa.Table] = []
-    sample, rng = SAMPLE.empty_table(), np.random.default_rng(0)
+    sample, rng = REQUEST_SAMPLE.empty_table(), np.random.default_rng(0)
     with Progress("compare", total=len(logs), unit="log files") as progress:
         for uri in logs:
             for batch in read_requests([uri], quarantine):
                 selected = select_requests(batch, config, quarantine)
                 values = measure_requests(selected, signals)
                 requests.append(values.select(["arm", "latency_ms"]).append_column("time", selected["time"]))
-                sums = [*sums, sum_by_unit(values)]
+                sums.append(sum_by_unit(values))
                 if len(sums) == MAX_PARTIAL_SUMS:
                     sums = [add_sums(sums)]
-                sample = draw_sample(sample, selected, per_arm=per_arm, rng=rng)
+                if per_arm:
+                    sample = draw_sample(sample, selected, per_arm=per_arm, rng=rng)
             progress.advance(1)
     if not sum(map(len, requests)):
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in quarantine.left_out.items())
@@ -166,18 +167,18 @@ def draw_sample(sample: pa.Table, requests: pa.Table, *, per_arm: int, rng: np.r
     """A uniform sample of each arm's answered text queries: those with the smallest random numbers, `drawn`.
 
     Args:
-        sample: SAMPLE of the requests before.
+        sample: REQUEST_SAMPLE of the requests before.
         requests: further ones.
         per_arm: size of the sample.
         rng: the same one for all requests, so that a sample does not depend on how they are divided.
     """
     answered = pc.and_(pc.less(requests["status"], 400), pc.is_valid(requests["query"]))
     table = requests.filter(pc.and_(answered, pc.is_valid(requests["doc_ids"])))
-    table = table.append_column("drawn", pa.array(rng.random(len(table)))).select(SAMPLE.names)
+    table = table.append_column("drawn", pa.array(rng.random(len(table)))).select(REQUEST_SAMPLE.names)
     candidates = pa.concat_tables([sample, table]).sort_by("drawn")
     arms = (pc.equal(candidates["arm"], arm) for arm in pc.unique(candidates["arm"]).to_pylist())
     of_arms = (candidates.filter(arm).slice(0, per_arm) for arm in arms)
-    return pa.concat_tables([SAMPLE.empty_table(), *of_arms]).combine_chunks()
+    return pa.concat_tables([REQUEST_SAMPLE.empty_table(), *of_arms]).combine_chunks()
 
 
 def shown_documents(sample: pa.Table) -> pa.Table:

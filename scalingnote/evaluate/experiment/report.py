@@ -14,7 +14,6 @@ so units (users) are the independent observations: the ratio's variance is that 
 in metric analytics"). With one request per unit this is the Welch test.
 """
 
-import math
 from typing import Any
 from warnings import catch_warnings
 
@@ -59,25 +58,23 @@ def unit_values(units: pa.Table, measure: str) -> Float[ndarray, " units"]:
 
 def arm_difference(
     control: Float[ndarray, " control"], treatment: Float[ndarray, " treatment"]
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Compare two arms in one measure by Welch's t-test (Welch, 1947).
 
     Returns:
-        `difference` (treatment minus control), `low` and `high` of its interval, and the two-sided `p`; NaN
-        with fewer than two units in an arm, or if nothing varies.
+        `difference` (treatment minus control; None with an empty arm), `low` and `high` of its interval, and
+        the two-sided `p` (None with fewer than two units in an arm, or if nothing varies).
     """
-    arms = (treatment, control)
-    found = {"difference": _mean(treatment) - _mean(control), **dict.fromkeys(("low", "high", "p"), math.nan)}
-    if min(map(len, arms)) < 2 or all(np.ptp(arm) <= ROUNDING * np.abs(arm).max() for arm in arms):
+    arms, found = (treatment, control), dict[str, float | None].fromkeys(("difference", "low", "high", "p"))
+    units = min(map(len, arms))
+    if units:
+        found["difference"] = float(treatment.mean() - control.mean())
+    if units < 2 or all(np.ptp(arm) <= ROUNDING * np.abs(arm).max() for arm in arms):
         return found
     with catch_warnings(action="ignore"):  # one of the arms may be constant
         test = stats.ttest_ind(*arms, equal_var=False)
     low, high = test.confidence_interval(1 - SIGNIFICANCE_LEVEL)
     return found | {"low": float(low), "high": float(high), "p": float(test.pvalue)}
-
-
-def _mean(values: Float[ndarray, " units"]) -> float:
-    return float(values.mean()) if len(values) else math.nan
 
 
 def compare_arms(config: ExperimentConfig, requests: pa.Table, units: pa.Table) -> ExperimentReport:
@@ -93,39 +90,28 @@ def compare_arms(config: ExperimentConfig, requests: pa.Table, units: pa.Table) 
         facts[arm.name] = {
             "share": arm.share,
             "units": len(of_arm),
-            "means": {name: _mean(own[name]) for name in measured},
+            "means": {name: float(one.mean()) if len(one) else None for name, one in own.items()},
             "latency_ms": [float(np.percentile(times, at)) if len(times) else None for at in PERCENTILES],
         }
     control, *others = values
-    comparisons: dict[str, dict[str, dict[str, float]]] = {arm: {} for arm in others}
+    comparisons: dict[str, dict[str, dict[str, float | None]]] = {arm: {} for arm in others}
     for name in measured:
         found = {arm: arm_difference(values[control][name], values[arm][name]) for arm in others}
-        p_holm = holm({arm: difference["p"] for arm, difference in found.items()})
+        p_holm = holm({arm: p for arm in others if (p := found[arm]["p"]) is not None})
         for arm_name, difference in found.items():
-            comparisons[arm_name][name] = difference | {"p_holm": p_holm[arm_name]}
-    sizes = np.array([facts[arm.name]["units"] for arm in arms])
-    shares = np.array([arm.share for arm in arms])
+            comparisons[arm_name][name] = difference | {"p_holm": p_holm.get(arm_name)}
+    sizes, shares = (np.array([fact[key] for fact in facts.values()]) for key in ("units", "share"))
     p = float(stats.chisquare(sizes, shares / shares.sum() * sizes.sum()).pvalue)
     span = pc.min_max(requests["time"]).as_py()
-    report: ExperimentReport = _json_values(
-        {
-            "experiment": config.split.name,
-            "control": control,
-            "alpha": SIGNIFICANCE_LEVEL,
-            "days": (span["max"] - span["min"]) / DAY_S,
-            "arms": facts,
-            "comparisons": comparisons,
-            "sample_ratio": {"p": p, "mismatch": p < MISMATCH_LEVEL},
-        }
-    )
-    return report
-
-
-def _json_values(value: Any) -> Any:
-    """Values for JSON: null for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: _json_values(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {
+        "experiment": config.split.name,
+        "control": control,
+        "alpha": SIGNIFICANCE_LEVEL,
+        "days": (span["max"] - span["min"]) / DAY_S,
+        "arms": facts,
+        "comparisons": comparisons,
+        "sample_ratio": {"p": p, "mismatch": p < MISMATCH_LEVEL},
+    }
 
 
 # --- what report.md and report.html show --------------------------------------------------------------------
@@ -175,16 +161,16 @@ def summary(report: ExperimentReport) -> str:
         f"{name} {arm['units']:,} ({arm['share']:.0%})" for name, arm in report["arms"].items()
     )
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in requests["left_out"].items())
-    text = (
+    judged = "results were not judged"
+    if judge:
+        judged = (
+            f"{judge['pairs']:,} pairs judged by {judge['path']}, {judge['unknown']:,} without a score; "
+            f"irrelevant below {judge['irrelevant_below']:g}"
+        )
+    return (
         f"{requests['used']:,} requests in {report['days']:.1f} days; left out: {left_out or 'none'}; "
         f"unusable lines: {requests['rejected']:,}; units: {groups}; "
-        f"sample ratio p = {report['sample_ratio']['p']:.2g}; "
-    )
-    if not judge:
-        return f"{text}results were not judged"
-    return text + (
-        f"{judge['pairs']:,} pairs judged by {judge['path']}, {judge['unknown']:,} without a score; "
-        f"irrelevant below {judge['irrelevant_below']:g}"
+        f"sample ratio p = {report['sample_ratio']['p']:.2g}; {judged}"
     )
 
 
