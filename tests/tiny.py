@@ -3,9 +3,14 @@
 import functools
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from scalingnote.core.config import Config
 from scalingnote.models import backbone
@@ -105,6 +110,38 @@ def cross_encoder(uri: str, *, pooling: str = "special", temperature: float | No
         Path(draft.path("model"))
     )
     return draft.commit(counts={})
+
+
+def pair_classifier(
+    folder: Path, texts: list[str], architecture: type = BertForSequenceClassification, **knobs: Any
+) -> str:
+    """An untrained cross-encoder of transformers, whose scores are far apart; returns its path."""
+    tokenizer = Tokenizer.from_str(backbone.train_tokenizer(texts, vocabulary=300))
+    special = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)
+    config = BertConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=48,
+        initializer_range=1.0,
+        **{"num_labels": 1, **knobs},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        architecture(config).save_pretrained(folder)
+    return str(folder)
 
 
 def query_tower(backbone: Scratch = CAUSAL) -> TowerConfig:

@@ -79,18 +79,6 @@ def draw_groups(axes: Axes, groups: Mapping[str, Sequence[float]], names: Sequen
     _add_legend(axes, drawn, names)
 
 
-def draw_intervals(axes: Axes, intervals: Mapping[str, tuple[float, float, float]]) -> None:
-    """A row per name: its low end, value and high end around 0; every row has its own scale."""
-    for place, (low, value, high) in enumerate(intervals.values()):
-        reach = max(abs(low), abs(high))
-        axes.plot([low / reach, high / reach], [place, place], color=COLOURS[0], linewidth=2)
-        axes.plot([value / reach], [place], "o", color=COLOURS[0])
-    axes.axvline(0, color=_INK, linewidth=0.8)
-    axes.set(xlim=(-1.1, 1.1), xticks=[])
-    axes.set_yticks(range(len(intervals)), list(intervals))
-    axes.invert_yaxis()
-
-
 def _add_legend(axes: Axes, drawn: Sequence[Artist], names: Sequence[str]) -> None:
     """Name what is drawn, to the right; given with its names, because matplotlib hides labels like _a."""
     axes.legend(drawn, names, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -8,7 +8,6 @@ from access_lines import line, requests
 from scalingnote.core.errors import DataError
 from scalingnote.evaluate.experiment import access_log
 
-LARGEST = "Input should be less than or equal to 340282346638528860000000000000000000000"
 BROKEN = {
     b"{nonsense}\n": "invalid JSON",
     b"[1]\n": "Input should be an object",
@@ -17,12 +16,11 @@ BROKEN = {
     line(time=None): "time: Input should be a valid number",
     line(status="200"): "status: Input should be a valid integer",
     line(k=2**31): "k: Input should be less than 2147483648",
-    line(personalised=1): "personalised: Input should be a valid boolean",
     line(doc_ids=["d", 1]): "doc_ids: Input should be a valid string",
-    line(scores=[float("nan")]): f"scores: {LARGEST}",
     line(time=1).replace(b"1,", b"1e999,", 1): "time: Input should be less than 100000000000",
     line(timings_ms=[1]): "timings_ms: Input should be an object",
-    line(timings_ms={"total": 10**400}): f"timings_ms: total: {LARGEST}",
+    line(timings_ms={"total": 10**400}): "timings_ms: total: Input should be a finite number",
+    line(timings_ms={"total": float("nan")}): "timings_ms: total: Input should be a finite number",
     line(time=1_700_000_000_123_456_789): "time: Input should be less than 100000000000",
     line(query="\ud800"): "invalid JSON",
     line()[:50]: "torn: the file ends within the line",
@@ -41,20 +39,15 @@ def test_what_is_broken_costs_itself_alone(tmp_path):
     assert (len(requests(whole)[0]), requests(whole)[1]) == (2, {})
 
 
-def test_integers_of_any_size_are_read_where_numbers_are_real(tmp_path):
-    (tmp_path / "access-a.jsonl").write_bytes(line(timings_ms={"total": 2**24 + 1}, scores=[2**24 + 1, 1]))
-    rows, rejected = requests(tmp_path / "access-a.jsonl")
-    assert (rows[0]["total_ms"], rows[0]["scores"], rejected) == (2.0**24, [2.0**24, 1.0], {})
-
-
 def test_files_are_found_once_and_packed_ones_are_read(tmp_path):
-    (tmp_path / "access-a.jsonl").write_bytes(line())
-    (tmp_path / "access-a.17.jsonl.gz").write_bytes(gzip.compress(line() * 2))
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "access-a.jsonl").write_bytes(line(timings_ms={"total": 2**24 + 1}))  # an integer, too
+    (tmp_path / "deep/access-a.17.jsonl.gz").write_bytes(gzip.compress(line() * 2))
     (tmp_path / "other.jsonl").write_bytes(b"no log\n")
     found = access_log.find_logs([str(tmp_path), f"{tmp_path}/access-a.j*"])
-    assert [Path(uri).name for uri in found] == ["access-a.17.jsonl.gz", "access-a.jsonl"]
-    assert len(requests(*map(Path, found))[0]) == 3
-    with pytest.raises(DataError, match="no access log at"):
+    assert [Path(uri).name for uri in found] == ["access-a.jsonl", "access-a.17.jsonl.gz"]
+    assert [row["total_ms"] for row in requests(*map(Path, found))[0]] == [2**24 + 1, 2.0, 2.0]
+    with pytest.raises(DataError, match="no file at"):
         access_log.find_logs([str(tmp_path), str(tmp_path / "nothing")])
     torn = tmp_path / "access-b.jsonl.gz"
     torn.write_bytes(gzip.compress(os.urandom(1 << 16).hex().encode())[:1000])

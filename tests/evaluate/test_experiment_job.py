@@ -1,25 +1,26 @@
-"""The report from logs on disk: a planted effect, a planted mismatch, and every ranking model as a judge."""
+"""The report from logs on disk: a planted effect, a planted mismatch, and a cross-encoder as the judge."""
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import tiny
 from in_process import without_ray
 from scalingnote.cli import main as cli
-from scalingnote.core.bm25 import BM25, document_texts
+from scalingnote.core.bm25 import document_texts
 from scalingnote.core.config import load
-from scalingnote.core.errors import ArtifactError, ConfigError, DataError
-from scalingnote.evaluate.experiment import job
-from scalingnote.evaluate.experiment.config import DualPooledJudge, ExperimentConfig, arm_of
+from scalingnote.core.errors import DataError
+from scalingnote.evaluate.experiment import job, outcomes, report
+from scalingnote.evaluate.experiment.config import ExperimentConfig, arm_of
 from scalingnote.run import pipeline
-from scalingnote.train.cross_encoder.pairs import PairEncoder
-from scalingnote.triplets.collect.config import BM25Ranker
+from scalingnote.triplets.collect import transformer_models
+from scalingnote.triplets.collect.transformer_models import PairScorer
 
 ARMS = "split={name: towers, arms: [{name: control, share: 0.5}, {name: student, share: 0.5}]}"
+JUDGE = "relevance.judge.path=words"
 DOCUMENTS = tiny.document_rows()
 
 
@@ -28,11 +29,29 @@ def dataset(tmp_path_factory):
     return tiny.dataset(str(tmp_path_factory.mktemp("world") / "dataset"))
 
 
+class WordScorer:
+    """The share of the query's words that the document has."""
+
+    blocks: ClassVar[list[int]] = []
+    dies_at = 0
+
+    def __init__(self, config):
+        assert config.path == "words"
+
+    def score(self, queries, documents):
+        self.blocks.append(len(queries))
+        if len(self.blocks) == self.dies_at:
+            raise KeyboardInterrupt
+        words = [(set(q.split()), set(d.split())) for q, d in zip(queries, documents, strict=True)]
+        return np.array([len(asked & read) / len(asked) for asked, read in words], np.float32)
+
+
 @pytest.fixture
 def here(monkeypatch):
-    """Judges in this process: that it is done on Ray is tested once."""
-
+    """Judging by words, in this process: that models judge on Ray is tested once."""
     without_ray(monkeypatch)
+    monkeypatch.setattr(transformer_models, "PairScorer", WordScorer)
+    monkeypatch.setattr(WordScorer, "blocks", [])
 
 
 def write_logs(folder: Path, config: ExperimentConfig, *, users: int = 300, lost: float = 0.0) -> None:
@@ -79,24 +98,22 @@ def config(folder: Path, *more: str) -> ExperimentConfig:
     return load(ExperimentConfig, [], [f"logs=[{folder}]", ARMS, *signals, *more])
 
 
-def test_a_planted_effect_is_found_and_the_rest_is_not(cluster, dataset, tmp_path):
-    settings = config(tmp_path, "relevance.requests_per_arm=150")
+def test_a_planted_effect_is_found_and_the_rest_is_not(here, dataset, tmp_path):
+    settings = config(tmp_path, JUDGE, "relevance.requests_per_arm=150")
     write_logs(tmp_path, settings)
     made = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out"))
     result = made.read_json("report.json")
     assert result["warnings"] == []
-    assert result["requests"] == {
-        "read": 1202,
-        "rejected": 2,
-        "used": 1200,
-        "rated": 1200,
-        "clicked": result["requests"]["clicked"],
-        "left_out": {},
+    assert result["requests"] == {"used": 1200, "rejected": 2, "left_out": {}}
+    assert result["judge"] == {
+        "path": "words",
+        "irrelevant_below": 0.5,
+        "pairs": made.table("judged").num_rows,
+        "unknown": 0,
     }
     found = result["comparisons"]["student"]
-    means = {
-        arm: {m: v["mean"] for m, v in result["arms"][arm]["measures"].items()} for arm in result["arms"]
-    }
+    assert list(found) == sorted(outcomes.MEASURES)
+    means = {arm: facts["means"] for arm, facts in result["arms"].items()}
     assert means["student"]["click_through"] == 1
     assert means["control"]["click_through"] == pytest.approx(0.5, abs=0.05)
     # Of 4 shown documents one more is relevant in half of the answers.
@@ -107,33 +124,29 @@ def test_a_planted_effect_is_found_and_the_rest_is_not(cluster, dataset, tmp_pat
     for measure in ("fewer_than_5", "latency_ms"):
         assert found[measure]["p"] > 0.05
         assert found[measure]["low"] < 0 < found[measure]["high"]
-    assert found["errors"] == found["partial"] | {"relative": None}
-    assert (found["errors"]["difference"], found["errors"]["p"]) == (0, None)
-    assert set(result["arms"]["control"]["latency_ms"]) == {"encode", "search", "total"}
+    nothing = {"difference": 0, "low": None, "high": None, "p": None, "p_holm": None}
+    assert found["errors"] == found["partial"] == nothing
     assert sum(arm["units"] for arm in result["arms"].values()) == 300 == made.counts["units"]
-    assert made.table("judged")["score"].null_count == 0
     assert made.table("rejected")["reason"].to_pylist() == ["torn: the file ends within the line"] * 2
-    html = Path(made.file("report.html")).read_text()
-    text = Path(made.file("report.md")).read_text()
-    for name in found:
-        assert name in html
-        assert name in text
+    assert len(made.table("sample")) == 300
+    for name in ("report.html", "report.md"):
+        text = Path(made.file(name)).read_text()
+        assert report.summary(result).split("units")[0] in text
+        assert all(measure in text for measure in found)
     # Nothing changed: nothing is done again. The log has grown: another report.
-    again = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out"))
-    assert again.digest == made.digest
+    assert job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out")).digest == made.digest
     (tmp_path / "access-c.jsonl").write_text("{}\n")
-    grown = job._checksums(settings, job._check_inputs(settings, dataset))
-    assert grown != made.manifest.info["inputs_sha256"]
+    grown = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out"))
+    assert (grown.uri != made.uri, grown.counts["rejected"]) == (True, 3)
 
 
-def test_a_mismatch_is_said_loudly(here, dataset, tmp_path, capsys):
-    settings = config(tmp_path, "relevance=null", "start=2001-09-10T00:00:00Z")
+def test_a_mismatch_is_said_loudly(here, dataset, tmp_path):
+    settings = config(tmp_path, "start=2001-09-10T00:00:00Z")
     write_logs(tmp_path, settings, lost=0.4)
     made = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out"))
     result = made.read_json("report.json")
     assert result["sample_ratio"]["mismatch"]
     assert result["warnings"][0].startswith("SAMPLE RATIO MISMATCH (p = ")
-    assert "covers 7" not in result["warnings"][-1]
     assert result["requests"]["left_out"]["outside of start and end"] > 0
     assert not made.names("judged")
     assert not any(name.startswith("irrelevant") for name in result["comparisons"]["student"])
@@ -141,64 +154,54 @@ def test_a_mismatch_is_said_loudly(here, dataset, tmp_path, capsys):
     assert "SAMPLE RATIO MISMATCH" in Path(made.file("report.md")).read_text()
 
 
+def test_what_makes_a_report_doubtful_is_said():
+    requests = {"used": 980, "left_out": {"not by this split": 20}}
+    doubtful = {"sample_ratio": {"mismatch": False}, "requests": requests, "days": 6.9}
+    other_arms, days = report.warnings(doubtful)
+    assert other_arms.startswith("20 requests were answered by another arm")
+    assert days.startswith("The log covers 6.9 days")
+
+
 def test_a_killed_report_keeps_what_was_judged(here, dataset, tmp_path, monkeypatch):
-    settings = config(tmp_path, "relevance.requests_per_arm=50")
+    settings = config(tmp_path, JUDGE, "relevance.requests_per_arm=50")
     write_logs(tmp_path, settings)
     monkeypatch.setattr(job, "PAIRS_PER_BLOCK", 100)
-    passes = []
-    monkeypatch.setattr(
-        job,
-        "document_rows",
-        lambda *given, texts=job.document_rows: passes.append(1) or texts(*given),
-    )
     whole = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "whole"))
-    blocks = []
-
-    def dying(judge, pairs, documents, judge_pairs=job.judge_pairs):
-        blocks.append(len(pairs))
-        if len(blocks) == 3:
-            raise KeyboardInterrupt
-        return judge_pairs(judge, pairs, documents)
-
-    monkeypatch.setattr(job, "judge_pairs", dying)
+    WordScorer.blocks.clear()
+    monkeypatch.setattr(WordScorer, "dies_at", 3)
     with pytest.raises(KeyboardInterrupt):
         job.run(settings, dataset=dataset.uri, output=str(tmp_path / "killed"))
     made = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "killed"))
-    total = whole.table("judged").num_rows
     # The two that were finished are not judged again; the third, which died, is.
-    assert blocks[:4] == [100, 100, 100, 100]
-    assert sum(blocks) == total + 100
-    assert len(passes) == 2  # over the corpus: one a report, however many blocks there are
-    assert made.table("judged").equals(whole.table("judged"))
+    assert WordScorer.blocks[:4] == [100, 100, 100, 100]
+    assert sum(WordScorer.blocks) == whole.table("judged").num_rows + 100
+    for name in ("judged", "units"):
+        assert made.table(name).equals(whole.table(name))
 
 
-def test_bm25_judges_by_the_best_document_of_the_query(dataset):
-    documents = dataset.table("documents")
-    texts = document_texts(documents)
-    queries = [documents["content"][0].as_py(), documents["content"][0].as_py(), "no such words"]
-    pairs = pa.table({"query": queries, "doc_id": ["d000", "d001", "d000"]})
-    pairs = pa.concat_tables([pairs, pa.table({"query": ["x"], "doc_id": ["gone"]})])
-    judging = job.load_judge(BM25Ranker(), dataset)
-    known = job.document_rows(dataset, pairs["doc_id"].combine_chunks())
-    scores = job.judge_pairs(judging, pairs, known)["score"].to_pylist()
-    plain = BM25.build(texts).scores(queries[0])
-    assert scores[:2] == pytest.approx([plain[0] / plain.max(), plain[1] / plain.max()])
-    assert scores[0] == 1.0
-    assert scores[2:] == [None, None]
+def test_a_cross_encoder_judges_on_ray(cluster, dataset, tmp_path):
+    model = tiny.pair_classifier(tmp_path / "model", [row["content"] for row in DOCUMENTS])
+    settings = config(tmp_path, f"relevance.judge.path={model}", "relevance.requests_per_arm=9")
+    write_logs(tmp_path, settings)
+    found = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out")).table("judged")
+    text_of = dict(zip(dataset.table("documents")["doc_id"].to_pylist(), texts(dataset), strict=True))
+    scorer = PairScorer(settings.relevance.judge)
+    expected = scorer.score(found["query"].to_pylist(), [text_of[i] for i in found["doc_id"].to_pylist()])
+    np.testing.assert_allclose(found["score"].to_numpy(), expected, atol=1e-6)
+    assert np.ptp(expected) > 0.1
 
 
-def test_our_own_cross_encoder_judges_by_its_logit(dataset, tmp_path):
-    teacher = tiny.cross_encoder(str(tmp_path / "teacher"))
-    judging = job.load_judge(DualPooledJudge(uri=teacher.uri), dataset)
-    documents = job.document_rows(dataset, pa.array(["d003", "d001"]))
-    queries = ["ba ko", "li me"]
-    temperature = 0.05  # of the cosine that it was trained with
-    encoder = PairEncoder.load(teacher.directory("model"), temperature=temperature)
-    model = encoder.model
-    rows = model.document_prompt.rows(*(documents[name].to_pylist() for name in job.DOCUMENT_COLUMNS[1:]))
-    logits = encoder.scores(model.query_prompt.rows(queries), rows)
-    np.testing.assert_allclose(judging(queries, documents), 1 / (1 + np.exp(-logits)), rtol=1e-6)
-    assert judging([], documents.slice(0, 0)).shape == (0,)
+def texts(dataset) -> list[str]:
+    return document_texts(dataset.table("documents"))
+
+
+def test_documents_that_are_gone_have_no_score(here, dataset, tmp_path):
+    settings = config(tmp_path, JUDGE)
+    write_logs(tmp_path, settings, users=40)
+    smaller = tiny.dataset(str(tmp_path / "smaller"), count=48)
+    result = job.run(settings, dataset=smaller.uri, output=str(tmp_path / "out")).read_json("report.json")
+    assert 0.3 < result["judge"]["unknown"] / result["judge"]["pairs"] < 0.7
+    assert 0 < result["arms"]["control"]["means"]["irrelevant@4"] < 1
 
 
 def test_bad_input_is_refused_before_work_is_spent(here, dataset, tmp_path, monkeypatch):
@@ -208,21 +211,12 @@ def test_bad_input_is_refused_before_work_is_spent(here, dataset, tmp_path, monk
     for name in ("feedback", "clicks"):
         (tmp_path / f"{name}.jsonl").write_text('{"request_id": "r", "satisfied": 1, "doc_id": "d"}\n')
     run = {"dataset": dataset.uri, "output": str(tmp_path / "out")}
-    with pytest.raises(
-        DataError, match=r"no request of experiment 'towers' in 1 files of 1 lines \(1 not a search"
-    ):
+    with pytest.raises(DataError, match=r"no request of experiment 'towers' in 1 files \(left out: 1 not a "):
         job.run(config(tmp_path), **run)
-    monkeypatch.setattr(job, "_read_logs", None)
-    with pytest.raises(DataError, match="no access log at"):
-        job.run(config(tmp_path, "logs=[/nowhere]"), **run)
-    with pytest.raises(DataError, match="no file at /nowhere"):
-        job.run(config(tmp_path, "feedback=/nowhere"), **run)
-    wrong = "relevance.judge={kind: cross_encoder_artifact, uri: /nowhere}"
-    with pytest.raises(ArtifactError, match="no finished 'cross_encoder' artifact"):
-        job.run(config(tmp_path, wrong), **run)
-    monkeypatch.setattr(job, "MAX_BM25_DOCUMENTS", 1)
-    with pytest.raises(ConfigError, match=r"BM25 as a judge holds all .* set relevance\.judge"):
-        job.run(config(tmp_path), **run)
+    monkeypatch.setattr(outcomes, "read_outcomes", None)
+    for wrong in ("logs=[/nowhere]", "feedback=/nowhere"):
+        with pytest.raises(DataError, match="no file at /nowhere"):
+            job.run(config(tmp_path, wrong), **run)
 
 
 def test_the_command_prints_the_table(here, dataset, tmp_path, monkeypatch, capsys):
@@ -232,7 +226,7 @@ def test_the_command_prints_the_table(here, dataset, tmp_path, monkeypatch, caps
     monkeypatch.setattr(pipeline, "locate", lambda *_: dataset)
     path = tmp_path / "experiment.yaml"
     path.write_text(json.dumps(settings.model_dump(mode="json")))
-    command = ["experiment", str(path), "--set", "relevance=null", "--set", f"run_dir={tmp_path}/run"]
+    command = ["experiment", str(path), "--set", f"run_dir={tmp_path}/run"]
     assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert "| satisfaction" in out
@@ -253,11 +247,12 @@ def test_the_config_in_the_repository_parses():
     assert load(ExperimentConfig, [root / "configs/experiment.yaml"]).split.arms[1].name == "student"
 
 
-@pytest.mark.parametrize(("below", "share"), [(0.0, 0), (1.5, 1)])  # BM25 relative to the best: 0 to 1
+@pytest.mark.parametrize(("below", "share"), [(0.0, 0), (1.5, 1)])  # scores are from 0 to 1
 def test_documents_with_a_score_below_the_bound_are_irrelevant(here, dataset, tmp_path, below, share):
-    settings = config(tmp_path, f"relevance.irrelevant_below={below}", "relevance.requests_per_arm=9")
+    more = (f"relevance.irrelevant_below={below}", "relevance.requests_per_arm=9")
+    settings = config(tmp_path, JUDGE, *more)
     write_logs(tmp_path, settings, users=40)
     made = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out"))
     for arm in made.read_json("report.json")["arms"].values():
-        assert arm["measures"]["irrelevant@4"]["mean"] == arm["measures"]["irrelevant@20"]["mean"] == share
+        assert arm["means"]["irrelevant@4"] == arm["means"]["irrelevant@20"] == share
     assert f"irrelevant below {below:g}" in Path(made.file("report.md")).read_text()

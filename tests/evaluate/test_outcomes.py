@@ -6,21 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet
 import pytest
 
 from scalingnote.core.errors import DataError
 from scalingnote.datasets.input_files import Quarantine
 from scalingnote.evaluate.experiment import access_log, outcomes
-from scalingnote.evaluate.experiment.access_log import RequestFilter
-from scalingnote.evaluate.experiment.config import Arm, TrafficSplit, arm_of
-from scalingnote.evaluate.experiment.report import unit_sums
+from scalingnote.evaluate.experiment.config import Arm, ExperimentConfig, TrafficSplit, arm_of
 
 SPLIT = TrafficSplit(name="x", arms=(Arm(name="a", share=0.6), Arm(name="b", share=0.4)))
+CONFIG = ExperimentConfig(logs=("log",), split=SPLIT)
 
 
-def logged(count: int, *, users: int = 40, seed: int = 0) -> list[dict]:
-    rng = np.random.default_rng(seed)
+def logged(count: int, *, users: int = 40) -> list[dict]:
+    rng = np.random.default_rng(0)
     rows = []
     for number in range(count):
         unit = f"u:{rng.integers(users)}"
@@ -43,10 +43,13 @@ def logged(count: int, *, users: int = 40, seed: int = 0) -> list[dict]:
     return rows
 
 
-def batches(rows: list[dict], folder: Path, *, size: int = 64):
-    path = folder / "access-a.jsonl"
+def write_lines(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return access_log.read_requests([str(path)], Quarantine(), rows=size)
+    return str(path)
+
+
+def batches(rows: list[dict], folder: Path, *, size: int = 64):
+    return access_log.read_requests([write_lines(folder / "access-a.jsonl", rows)], Quarantine(), rows=size)
 
 
 def test_only_what_the_split_decided_is_compared(tmp_path):
@@ -60,9 +63,13 @@ def test_only_what_the_split_decided_is_compared(tmp_path):
     rows[4]["unit"] = None
     rows[5]["arm"] = other[rows[5]["arm"]]
     rows[6] |= {"arm": None, "status": 503}
-    selection = RequestFilter(SPLIT, start=1000.0, end=2000.0)
-    kept = pa.concat_tables(map(selection, batches(rows, tmp_path, size=7)))
-    assert selection.left_out == {
+    times = {"start": "1970-01-01T00:16:40Z", "end": "1970-01-01T00:33:20Z"}  # 1000 and 2000 s
+    config, quarantine = ExperimentConfig(logs=("log",), split=SPLIT, **times), Quarantine()
+    of_batch = (
+        access_log.select_requests(one, config, quarantine) for one in batches(rows, tmp_path, size=7)
+    )
+    kept = pa.concat_tables(of_batch)
+    assert quarantine.left_out == {
         "not a search": 1,
         "outside of start and end": 2,
         "refused (4xx)": 1,
@@ -71,19 +78,21 @@ def test_only_what_the_split_decided_is_compared(tmp_path):
     }
     assert kept["request_id"].to_pylist() == [f"r{i}" for i in range(6, 60)]
     assert kept["arm"].to_pylist() == [arm_of(unit, SPLIT).name for unit in kept["unit"].to_pylist()]
-    assert (selection.first, selection.last) == (1006.0, 1059.0)
 
 
-def test_sums_are_those_added_up_by_hand(tmp_path):
+def test_sums_are_those_added_up_by_hand(tmp_path, monkeypatch):
     rows = logged(500)
     rng = np.random.default_rng(1)
     satisfied = {f"r{i}": float(rng.random()) for i in range(0, 500, 3)}
-    clicked = {f"r{i}": frozenset({f"d{rng.integers(20)}"}) for i in range(0, 500, 2)}
-    found = outcomes.Outcomes(satisfied=satisfied, clicked=clicked)
-    selection = RequestFilter(SPLIT)
-    for batch in batches(rows, tmp_path, size=3):  # more batches than pieces are kept
-        if len(requests := selection(batch)):
-            found.add(requests)
+    clicked = {f"r{i}" for i in range(0, 500, 2)}
+    ratings = [{"request_id": key, "satisfied": value} for key, value in satisfied.items()]
+    write_lines(tmp_path / "feedback.jsonl", ratings)
+    write_lines(tmp_path / "clicks.jsonl", [{"request_id": key, "doc_id": "d1"} for key in clicked])
+    signals = {name: str(tmp_path / f"{name}.jsonl") for name in ("feedback", "clicks")}
+    logs = [write_lines(tmp_path / f"access-{n}.jsonl", rows[n : n + 5]) for n in range(0, 500, 5)]
+    config = ExperimentConfig(logs=logs, split=SPLIT, **signals)
+    monkeypatch.setattr(outcomes, "MAX_PARTIAL_SUMS", 7)  # fewer than there are files
+    found = outcomes.read_outcomes(config, logs, Quarantine())
 
     sums: defaultdict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
@@ -102,122 +111,98 @@ def test_sums_are_those_added_up_by_hand(tmp_path):
             observe(row, "fewer_than_5", len(row["doc_ids"]) < 5)
         observe(row, "partial", row["shards_answered"] < 4)
         observe(row, "latency_ms", np.float32(row["timings_ms"]["total"]))
-        observe(row, "click_through", bool(clicked.get(row["request_id"], set()) & set(row["doc_ids"])))
+        observe(row, "click_through", row["request_id"] in clicked)
         if row["request_id"] in satisfied:
             observe(row, "satisfaction", satisfied[row["request_id"]])
 
-    units = found.units()
-    measures = outcomes.measures(judged=False, satisfaction=True, clicks=True)
-    assert {m.name for m in measures} == {key[2] for key in sums}
-    for arm in ("a", "b"):
-        for measure in (m.name for m in measures):
-            ours = unit_sums(units, arm, measure)
-            theirs = sorted(pair for key, pair in sums.items() if key[::2] == (arm, measure))
-            np.testing.assert_allclose(sorted(zip(ours.sum, ours.count, strict=True)), theirs, rtol=1e-6)
-        times = [r["timings_ms"]["total"] for r in rows if (r["arm"], r["status"]) == (arm, 200)]
-        percentiles = found.percentiles(arm, (50, 99))
-        assert percentiles == {"total": pytest.approx(np.percentile(times, (50, 99)).tolist(), rel=1e-6)}
+    ours = {}
+    for unit in found.units.to_pylist():
+        for name in (name.removesuffix(".sum") for name in unit if name.endswith(".sum")):
+            if unit[f"{name}.count"]:
+                ours[unit["arm"], unit["unit"], name] = [unit[f"{name}.sum"], unit[f"{name}.count"]]
+    assert ours.keys() == sums.keys()
+    for key, pair in sums.items():
+        assert ours[key] == pytest.approx(pair, rel=1e-6)
+    times = [row["timings_ms"]["total"] for row in rows if row["status"] == 200]
+    np.testing.assert_allclose(found.requests["latency_ms"].drop_null(), times, rtol=1e-6)
+    assert found.requests["time"].to_pylist() == [row["time"] for row in rows if row["status"] != 422]
+    assert not len(found.sample)
 
 
-def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path, monkeypatch):
+def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path):
     rows = logged(1000)
     for number, row in enumerate(rows):
         unit = f"u:{number}"
-        row |= {"status": 200, "request_id": "same", "unit": unit, "arm": arm_of(unit, SPLIT).name}
-    rows[0]["query"] = None
+        row |= {"status": 200, "unit": unit, "arm": arm_of(unit, SPLIT).name}
+    rows[0]["query"], rows[1]["doc_ids"], rows[2]["status"] = None, None, 503
     samples = []
-    monkeypatch.setattr(outcomes, "DEPTHS", (2, 5))
     for size in (1000, 37):
-        sample, selection = outcomes.RequestSample(100), RequestFilter(SPLIT)
+        sample, rng = outcomes.REQUEST_SAMPLE.empty_table(), np.random.default_rng(0)
         for batch in batches(rows, tmp_path, size=size):
-            sample.add(selection(batch))
-        samples.append(sample.table())
+            requests = access_log.select_requests(batch, CONFIG, Quarantine())
+            sample = outcomes.draw_sample(sample, requests, per_arm=100, rng=rng)
+        samples.append(sample)
     assert samples[0].equals(samples[1])
     assert Counter(samples[0]["arm"].to_pylist()) == {"a": 100, "b": 100}
-    assert max(map(len, samples[0]["doc_ids"].to_pylist())) == 5
-    drawn = set(samples[0]["unit"].to_pylist())
-    early = sum(row["unit"] in drawn for row in rows[:500])
-    assert 60 < early < 140
-    assert outcomes.RequestSample(5).table().num_rows == 0
+    drawn = set(samples[0]["request_id"].to_pylist())
+    assert not drawn & {"r0", "r1", "r2"}
+    assert 60 < sum(row["request_id"] in drawn for row in rows[:500]) < 140
 
 
 def test_irrelevant_documents_are_counted_to_each_depth(monkeypatch):
-    monkeypatch.setattr(outcomes, "DEPTHS", (2, 20))
+    monkeypatch.setattr(outcomes, "DEPTHS", (2, 3))
     sample = pa.table(
         {
-            "request_id": ["1", "2", "3", "4"],
             "arm": ["a", "a", "b", "b"],
             "unit": ["u", "u", "v", "w"],
             "query": ["q", "p", "q", "q"],
-            "doc_ids": [["x", "y", "z"], ["x"], ["z", "unknown", "y"], []],
+            "doc_ids": [["x", "y", "z", "x"], ["x"], ["z", "unknown", "y"], []],
         }
-    ).slice(0)
-    pairs = outcomes.pairs_to_judge(sample)
-    assert pairs.to_pylist() == [
-        {"query": query, "doc_id": doc_id}
-        for query, doc_id in [("p", "x"), ("q", "unknown"), ("q", "x"), ("q", "y"), ("q", "z")]
-    ]
-    scores = pa.array([0.1, None, 0.9, 0.5, 0.2], pa.float32())
-    judged = pairs.append_column("score", scores)
-    found = outcomes.irrelevant_by_unit(sample, judged, below=0.5)
-    assert {row["unit"]: row for row in found.to_pylist()} == {
-        # u: x relevant, y on the threshold, z irrelevant at the third place; x irrelevant for p
-        "u": row_of("a", "u", {2: (1, 3), 20: (2, 4)}),
-        "v": row_of("b", "v", {2: (1, 1), 20: (1, 2)}),
-    }
-    both = outcomes.join_by_unit(
-        pa.table({"arm": ["b"], "unit": ["w"], "errors.sum": [1.0], "errors.count": [2.0]}), found
     )
-    assert [row["unit"] for row in both.to_pylist()] == ["u", "v", "w"]
-    assert unit_sums(both, "b", "errors").sum.tolist() == [1.0]
-    assert unit_sums(both, "b", "irrelevant@20").count.tolist() == [2.0]
-    part = outcomes.pairs_to_judge(sample.slice(2))  # offsets that begin in the middle
-    assert part["doc_id"].to_pylist() == ["unknown", "y", "z"]
-
-
-def row_of(arm: str, unit: str, depths: dict[int, tuple[float, float]]) -> dict:
-    flat = {
-        f"irrelevant@{k}.{name}": v for k, pair in depths.items() for name, v in zip(NAMES, pair, strict=True)
+    shown = outcomes.shown_documents(sample)
+    assert shown["doc_id"].to_pylist() == ["x", "y", "z", "x", "z", "unknown", "y"]
+    assert shown["rank"].to_pylist() == [0, 1, 2, 0, 0, 1, 2]
+    judged = {"query": list("pqqq"), "doc_id": list("xxyz"), "score": [0.1, 0.9, 0.5, 0.2]}
+    found = outcomes.irrelevant_documents(shown, pa.table(judged), below=0.5)
+    # u: x relevant, y on the threshold, z irrelevant at the third place; x irrelevant for p
+    assert {row["unit"]: [*row.values()][2:] for row in found.to_pylist()} == {
+        "u": [1, 3, 2, 4],
+        "v": [1, 1, 1, 2],
     }
-    return {"arm": arm, "unit": unit, **flat}
+    errors = {"arm": ["b", "b"], "unit": ["w", "v"], "errors.sum": [1.0, 2.0], "errors.count": [2, 2]}
+    both = outcomes.add_sums([pa.table(errors), found])
+    assert sorted(both["unit"].to_pylist()) == ["u", "v", "w"]
+    of_v = both.filter(pc.equal(both["unit"], "v")).to_pylist()[0]
+    assert (of_v["errors.sum"], of_v["irrelevant@3.count"]) == (2.0, 2)
 
 
-NAMES = ("sum", "count")
-
-
-def test_signals_are_read_from_any_of_three_formats(tmp_path):
+def test_signals_are_read_and_bad_rows_set_aside(tmp_path):
     lines = [{"request_id": "1", "satisfied": 1}, {"request_id": "1", "satisfied": 0.25}]
-    lines += [{"request_id": "4"}, {"request_id": "007", "satisfied": 0.5}]
-    path = tmp_path / "feedback.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert outcomes.read_feedback(str(path)) == {"1": 0.25, "007": 0.5}
-    csv = tmp_path / "feedback.csv"
-    csv.write_text("request_id,satisfied\n007,true\n2,false\n")
-    assert outcomes.read_feedback(str(csv)) == {"007": 1.0, "2": 0.0}
-    table = tmp_path / "clicks.parquet"
-    pa.parquet.write_table(pa.table({"request_id": ["1", "1", "2"], "doc_id": ["x", "y", None]}), table)
-    (tmp_path / "clicks.jsonl").write_text('{"request_id": "1", "doc_id": "z", "place": 3}\n')
-    assert outcomes.read_clicks(str(tmp_path / "clicks.*")) == {"1": frozenset("xyz")}
+    lines += [{"request_id": "4"}, {"request_id": "007", "satisfied": False}, {"satisfied": 1}]
+    path, quarantine = tmp_path / "feedback.jsonl", Quarantine()
+    write_lines(path, lines)
+    with path.open("a") as stream:
+        stream.write('{"request_id": "5", "satis')
+    found = outcomes.read_signals(str(path), quarantine, column="satisfied")
+    assert found == {"1": 0.25, "007": 0.0}
+    assert dict(quarantine.rejected) == {
+        f"{path}: lacks one of request_id, satisfied": 2,
+        f"{path}: invalid JSON": 1,
+    }
+    pyarrow.parquet.write_table(pa.table({"request_id": [1, 1, 2]}), tmp_path / "clicks.parquet")
+    assert outcomes.read_signals(str(tmp_path / "clicks.*"), Quarantine()) == {"1": 1.0, "2": 1.0}
 
 
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("clicks.csv", "request,doc\n1,2\n", "is no table of request_id and satisfied"),
-        ("feedback.jsonl", '{"request_id": "1", "satis', "is no table of request_id and satisfied"),
-        ("feedback.csv", "request_id,satisfied\n1,maybe\n", "neither true or false nor a number"),
-        ("feedback.csv", "request_id,satisfied\n1,7\n", "satisfied is 7"),
+        ("clicks.jsonl", '{"request": "1"}', "no row with request_id and satisfied; set aside: 1 x"),
+        ("feedback.jsonl", '{"request_id": "1", "satisfied": "maybe"}', "satisfied is 'maybe'"),
+        ("feedback.jsonl", '{"request_id": "1", "satisfied": 7}', "satisfied is 7: it is true, false or a"),
+        ("feedback.csv", "request_id,satisfied\n1,1\n", "is neither .jsonl nor .parquet"),
     ],
 )
 def test_signals_that_cannot_be_meant_are_refused(tmp_path, name, text, says):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=says):
-        outcomes.read_feedback(str(tmp_path / name))
-
-
-def test_files_of_signals_are_checked_early(tmp_path):
-    (tmp_path / "clicks.txt").write_text("")
-    with pytest.raises(DataError, match="is none of"):
-        outcomes.check_files(str(tmp_path / "clicks.txt"))
-    with pytest.raises(DataError, match="no file at"):
-        outcomes.check_files(str(tmp_path / "nothing.jsonl"))
+        outcomes.read_signals(str(tmp_path / name), Quarantine(), column="satisfied")

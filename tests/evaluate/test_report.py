@@ -199,16 +199,11 @@ def test_methods_stand_at_their_cost_and_quality():
     assert axes.get_xscale() == "log"
 
 
-def test_bars_and_intervals_have_the_lengths_of_their_values():
+def test_bars_have_the_heights_of_their_values():
     axes = Figure().subplots()
     pictures.draw_groups(axes, {"R@1": [0.5, 0.3], "R@10": [0.9, 0.8]}, ["dual", "bm25"])
     assert [bar.get_height() for bar in axes.patches] == [0.5, 0.9, 0.3, 0.8]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["R@1", "R@10"]
-    axes = Figure().subplots()
-    pictures.draw_intervals(axes, {"errors": (-4.0, -1.0, 2.0)})
-    interval, point, zero = axes.lines
-    assert (list(interval.get_xdata()), list(point.get_xdata())) == ([-1.0, 0.5], [-0.25])
-    assert {*zero.get_xdata()} == {0}
 
 
 @pytest.mark.parametrize("suffix", [" (sparse)", " (hybrid)", " (raw hybrid)", " + bm25"])

@@ -245,5 +245,5 @@ def test_queries_of_the_log_come_first(run, encoded, tmp_path):
     assert report["queries"] == {"source": f"the access log in {logs}", "count": 3}
     assert {row["query"] for row in report["changed"]} == {"bakoli", "menura"}  # each once
     assert sorted(pair_comparison.log_queries(str(logs), most=2)) in ([*sent[:2]], sorted(sent[1:]))
-    with pytest.raises(DataError, match="no access log at"):
+    with pytest.raises(DataError, match="no file at"):
         pair_comparison.log_queries(str(tmp_path / "nothing"))

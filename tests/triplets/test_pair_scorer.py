@@ -3,19 +3,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
     BertForSequenceClassification,
     BertModel,
-    PreTrainedTokenizerFast,
 )
 
+import tiny
 from scalingnote.core.errors import ConfigError
-from scalingnote.models.backbone import train_tokenizer
 from scalingnote.triplets.collect.config import CrossEncoderConfig
 from scalingnote.triplets.collect.transformer_models import PairScorer
 
@@ -36,32 +32,7 @@ def checkpoint(tmp_path_factory):
 
 
 def save(folder, architecture, **knobs) -> str:
-    tokenizer = Tokenizer.from_str(train_tokenizer([*QUERIES, *DOCUMENTS] * 2, vocabulary=300))
-    special = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    ).save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=48,
-        initializer_range=1.0,  # scores far apart
-        **knobs,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        architecture(config).save_pretrained(folder)
-    return str(folder)
+    return tiny.pair_classifier(folder, [*QUERIES, *DOCUMENTS] * 2, architecture, **knobs)
 
 
 def one_at_a_time(path: str, max_length: int) -> np.ndarray:

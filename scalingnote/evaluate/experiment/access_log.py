@@ -1,6 +1,6 @@
 """Access logs: reading their requests, and selecting those of an experiment.
 
-    JSON lines of `serve.access_writer` ─read_requests─► batches of REQUESTS ─RequestFilter─► requests by arm
+    JSON lines of `serve.access_writer` ─read_requests─► batches of REQUESTS ─select_requests─► by arm
 
 A line that cannot be used is counted by reason and set aside; the last line of a killed process may be one.
 
@@ -9,27 +9,20 @@ shares, is recognized because its arm differs from that of its unit: the split i
 unit.
 """
 
-import glob
 import io
-import json
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.fs as pafs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from scalingnote.core.errors import DataError
-from scalingnote.datasets.input_files import Quarantine
-from scalingnote.evaluate.experiment.config import TrafficSplit, arm_of
+from scalingnote.datasets.input_files import Quarantine, find_files
+from scalingnote.evaluate.experiment.config import ExperimentConfig, arm_of
 from scalingnote.storage import filesystem as fs
 
-STAGES = ("encode", "search", "rerank", "total")
 REQUESTS = pa.schema(
     {
         "time": pa.float64(),  # seconds since 1970
@@ -40,43 +33,30 @@ REQUESTS = pa.schema(
         "unit": pa.string(),  # what the split hashes
         "query": pa.string(),  # also null if the query was a vector
         "k": pa.int32(),
-        "filter": pa.string(),  # as JSON
         "doc_ids": pa.list_(pa.string()),  # best first
-        "scores": pa.list_(pa.float32()),
-        "personalised": pa.bool_(),
-        "index_version": pa.string(),
         "shards": pa.int32(),
         "shards_answered": pa.int32(),
-        **{f"{stage}_ms": pa.float32() for stage in STAGES},
-        "error": pa.string(),
+        "total_ms": pa.float64(),
     }
 )
 TABLE = "access log"  # name in the quarantine
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
+LOG_NAMES = "**/access-*.jsonl*"  # below a folder
 MAX_TIME_S = 1e11  # since 1970; times in milliseconds are larger
 SEARCH_PATH = "/search"
-MAX_CACHED_UNITS = 1 << 20
 
 
 def find_logs(patterns: Sequence[str]) -> list[str]:
-    """Distinct files of paths, folders, globs or URIs; DataError for one without files."""
+    """Distinct files of paths, patterns of ``*`` and ``?``, and folders, of which LOG_NAMES are taken.
+
+    All may be URIs; DataError for one without files.
+    """
     logs: dict[str, None] = {}
     for pattern in patterns:
-        places = [pattern] if "://" in pattern else sorted(glob.glob(pattern))
-        files = [uri for place in places for uri in _files(place)]
-        if not files:
-            raise DataError(f"no access log at {pattern}: name a file, or a folder of access-*.jsonl")
-        logs |= dict.fromkeys(map(fs.absolute, files))
+        filesystem, path = fs.resolve(pattern)
+        is_folder = filesystem.get_file_info(path).type == pafs.FileType.Directory
+        files = find_files(fs.join(pattern, LOG_NAMES) if is_folder else pattern, ("",))
+        logs |= dict.fromkeys(file.uri for file in files)
     return list(logs)
-
-
-def _files(place: str) -> list[str]:
-    """The file at a URI, or the logs below a folder."""
-    filesystem, path = fs.resolve(place)
-    if filesystem.get_file_info(path).is_file:
-        return [place]
-    names = [PurePosixPath(name) for name in fs.list_files(place)]
-    return [fs.join(place, str(name)) for name in names if name.match("access-*.jsonl*")]
 
 
 def read_requests(
@@ -84,8 +64,13 @@ def read_requests(
 ) -> Iterator[pa.RecordBatch]:
     """Requests of log files as batches of REQUESTS, one in memory at a time; `.gz` files are unpacked.
 
-    Lines that cannot be used go to the quarantine; other fields of a line are ignored. DataError if a file
-    does not exist.
+    Lines that cannot be used, and what cannot be read of a file, go to the quarantine; other fields of a line
+    are ignored.
+
+    Args:
+        files: paths or URIs.
+        quarantine: of what cannot be used.
+        rows: of a batch at most.
     """
     for uri in files:
         requests: list[dict[str, Any]] = []
@@ -106,18 +91,14 @@ def _lines(uri: str, quarantine: Quarantine) -> Iterator[bytes]:
     """Lines that are not empty; the rest of a truncated compressed file is set aside."""
     filesystem, path = fs.resolve(uri)
     try:
-        stream = filesystem.open_input_stream(path)
-    except FileNotFoundError:
-        raise DataError(f"no access log at {uri}: check the path") from None
-    with stream:
-        try:
+        with filesystem.open_input_stream(path) as stream:
             yield from (line for line in io.BufferedReader(stream, 1 << 18) if line.strip())
-        except OSError as error:
-            quarantine.reject(TABLE, uri, f"unreadable from some place on: {error}")
+    except OSError as error:
+        quarantine.reject(TABLE, uri, f"unreadable from some place on: {error}")
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
-_Float32 = Annotated[float, Field(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Line(BaseModel):
@@ -132,23 +113,14 @@ class _Line(BaseModel):
     unit: str | None = None
     query: str | None = None
     k: _Count | None = None
-    filter: Any = None
     doc_ids: list[str] | None = None
-    scores: list[_Float32] | None = None
-    personalised: bool | None = None
-    index_version: str | None = None
     shards: _Count | None = None
     shards_answered: _Count | None = None
-    timings_ms: dict[str, _Float32 | None] | None = None
-    error: str | None = None
+    timings_ms: dict[str, _Finite | None] | None = None
 
     def request(self) -> dict[str, Any]:
         """A row of REQUESTS."""
-        timings = self.timings_ms or {}
-        row = vars(self) | {f"{stage}_ms": timings.get(stage) for stage in STAGES}
-        if self.filter is not None:
-            row["filter"] = json.dumps(self.filter, ensure_ascii=False, sort_keys=True)
-        return row
+        return vars(self) | {"total_ms": (self.timings_ms or {}).get("total")}
 
 
 def _reason(error: ValidationError) -> str:
@@ -160,42 +132,30 @@ def _reason(error: ValidationError) -> str:
     return ": ".join([*names, first["msg"]])
 
 
-class RequestFilter:
-    """Selects the requests of one experiment; `left_out` counts the others by reason."""
+def select_requests(batch: pa.RecordBatch, config: ExperimentConfig, quarantine: Quarantine) -> pa.Table:
+    """The requests of a batch that belong to the experiment, with the `arm` of their unit.
 
-    def __init__(self, split: TrafficSplit, *, start: float = -math.inf, end: float = math.inf) -> None:
-        """Args:
-        split: as it was served.
-        start: first second since 1970.
-        end: first second after the experiment.
-        """
-        self.left_out: Counter[str] = Counter()
-        self.first, self.last = math.inf, -math.inf  # times of its requests
-        self._start, self._end = start, end
-        self._arm: Callable[[str], str] = lru_cache(MAX_CACHED_UNITS)(lambda unit: arm_of(unit, split).name)
-
-    def __call__(self, batch: pa.RecordBatch) -> pa.Table:
-        """The requests of a batch that belong to the experiment, with the `arm` of their unit."""
-        table = pa.Table.from_batches([batch])
-        table = self._keep(table, pc.equal(table["path"], SEARCH_PATH), "not a search")
-        inside = pc.and_(pc.greater_equal(table["time"], self._start), pc.less(table["time"], self._end))
-        table = self._keep(table, inside, "outside of start and end")
-        answered = pc.or_(pc.less(table["status"], 400), pc.greater_equal(table["status"], 500))
-        table = self._keep(table, answered, "refused (4xx)")
-        table = self._keep(table, pc.is_valid(table["unit"]), "without a unit")
-        units = pc.dictionary_encode(table["unit"].combine_chunks())
-        assigned = pa.array(map(self._arm, units.dictionary.to_pylist()), pa.string()).take(units.indices)
+    Args:
+        batch: of REQUESTS.
+        config: of the experiment: the split as it was served, start and end.
+        quarantine: counts the other requests, which are left out, by reason.
+    """
+    units = pc.dictionary_encode(batch["unit"])
+    arms = [arm_of(unit, config.split).name for unit in units.dictionary.to_pylist()]
+    assigned = pa.array(arms, pa.string()).take(units.indices)
+    time, status = batch["time"].to_numpy(), batch["status"].to_numpy()
+    start = config.start.timestamp() if config.start else 0.0
+    end = config.end.timestamp() if config.end else MAX_TIME_S
+    reasons = {
+        "not a search": pc.not_equal(batch["path"], SEARCH_PATH),
+        "outside of start and end": (time < start) | (time >= end),
+        "refused (4xx)": (status >= 400) & (status < 500),
+        "without a unit": pc.is_null(batch["unit"]),
         # A request that failed early has no arm in the log, but its unit determines one.
-        by_split = pc.fill_null(pc.equal(table["arm"], assigned), True)
-        table = table.set_column(table.schema.get_field_index("arm"), "arm", assigned)
-        table = self._keep(table, by_split, "not by this split")
-        if len(table):
-            times = table["time"].to_numpy()
-            self.first, self.last = min(self.first, times.min()), max(self.last, times.max())
-        return table
-
-    def _keep(self, table: pa.Table, which: pa.ChunkedArray, reason: str) -> pa.Table:
-        kept = table.filter(which)
-        if len(kept) < len(table):
-            self.left_out[reason] += len(table) - len(kept)
-        return kept
+        "not by this split": pc.fill_null(pc.not_equal(batch["arm"], assigned), False),
+    }
+    reason = np.select([np.asarray(which) for which in reasons.values()], list(reasons), default="")
+    quarantine.left_out.update(reason[reason != ""].tolist())
+    table = pa.Table.from_batches([batch])
+    table = table.set_column(table.schema.get_field_index("arm"), "arm", assigned)
+    return table.filter(pa.array(reason == ""))

@@ -14,12 +14,11 @@ of the order of arms. When shares change,
 
 import math
 from hashlib import blake2b
-from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
 from scalingnote.core.config import Config, Resources
-from scalingnote.triplets.collect.config import BM25Ranker, CrossEncoderConfig
+from scalingnote.triplets.collect.config import CrossEncoderConfig
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
@@ -60,25 +59,10 @@ class TrafficSplit(Config):
         return self
 
 
-class DualPooledJudge(Config):
-    """A cross-encoder that this system trained."""
-
-    kind: Literal["cross_encoder_artifact"] = "cross_encoder_artifact"
-    uri: str = Field(
-        min_length=1, description="of a cross_encoder artifact; scores are sigmoids of its logits"
-    )
-
-
-AnyJudge = Annotated[BM25Ranker | CrossEncoderConfig | DualPooledJudge, Field(discriminator="kind")]
-
-
 class Relevance(Config):
     """Results judged by a ranking model (ScalingNote, section 4.6)."""
 
-    judge: AnyJudge = Field(
-        BM25Ranker(),
-        description="ranking model; bm25, the fallback, scores a document relative to the query's best one",
-    )
+    judge: CrossEncoderConfig = Field(description="scores each pair of a query and a document that was shown")
     irrelevant_below: float = Field(0.5, description="documents that the judge scores lower are irrelevant")
     requests_per_arm: int = Field(1000, ge=2, description="random sample of logged queries to judge")
 
@@ -91,11 +75,11 @@ class ExperimentConfig(Config):
     split: TrafficSplit = Field(description="as it was served: arms, shares and the experiment's name")
     start: AwareDatetime | None = Field(None, description="earlier requests are left out; with a time zone")
     end: AwareDatetime | None = Field(None, description="requests from then on are left out")
-    relevance: Relevance | None = Field(Relevance(), description="null: results are not judged")
+    relevance: Relevance | None = Field(None, description="null: results are not judged")
     feedback: str | None = Field(
-        None, description=".jsonl, .csv or .parquet of request_id, satisfied (true/false, or 0 to 1)"
+        None, description=".jsonl or .parquet of request_id, satisfied (true/false, or 0 to 1); a glob, too"
     )
-    clicks: str | None = Field(None, description=".jsonl, .csv or .parquet of request_id, doc_id")
+    clicks: str | None = Field(None, description=".jsonl or .parquet of request_id; a glob, too")
     resources: Resources = Resources()
 
     @model_validator(mode="after")
