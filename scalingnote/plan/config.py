@@ -19,7 +19,6 @@ from scalingnote.models.config import BackboneConfig, Scratch
 
 GpuName = Literal["H200", "H100", "A100", "L40S", "L4"]
 QueryTower = Literal["bert-int8", "lookup"]
-Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 CONSTANTS: Mapping[str, Any] = json.loads(
     Path(__file__).with_name("constants.json").read_text(encoding="utf-8")
 )
@@ -135,18 +134,3 @@ class LadderConfig(Config):
         ge=0,
         description="peak_lr is train's times (narrowest width / a rung's width) to this power; 0: the same",
     )
-    budgets: tuple[Size, ...] = Field(
-        (1.0, 10.0, 100.0),
-        description="operations to split by the joint law, as multiples of the largest run",
-    )
-    predict: tuple[tuple[Size, Size], ...] = Field(
-        (), description="models to predict: parameters without embeddings, pairs"
-    )
-
-    @model_validator(mode="after")
-    def _differ(self) -> "LadderConfig":
-        for name in ("backbones", "pairs", "seeds"):
-            values = getattr(self, name)
-            if len(set(map(str, values))) < len(values):
-                raise ValueError(f"ladder.{name} repeats a value: each is run once")
-        return self
