@@ -49,13 +49,6 @@ def test_every_constant_has_a_source():
     assert all(re.match("measured|design: |assumed: ", one["source"]) for one in found)
 
 
-def test_options_that_are_not_given_are_listed_as_assumed():
-    text = plan_text(plan(qps=30_000))
-    assert "--mfu 0.4: share of the GPU's peak that is reached" in text
-    assert "busy share of a core 0.6: headroom" in text
-    assert "--qps" not in text
-
-
 def test_what_is_designed_elsewhere_is_still_so():
     assert constant("index_versions") == ServeConfig.model_fields["versions_kept"].default
     assert constant("semantic_codes") == QuantizeConfig().levels * QuantizeConfig().codes
@@ -68,14 +61,9 @@ def test_what_is_designed_elsewhere_is_still_so():
 
 def test_more_of_anything_never_costs_less():
     base = plan()
-    for more in (
-        {"documents": 2 * 10**9},
-        {"qps": 50_000},
-        {"recall": 0.971},
-        {"tokens": 500},
-        {"pairs": 10**9},
-    ):
-        found = plan(**more)
+    more = {"documents": 2 * 10**9, "qps": 50_000, "recall": 0.971, "tokens": 500, "pairs": 10**9}
+    for name, value in more.items():
+        found = plan(**{name: value})
         assert (found["once"], found["month"]) >= (base["once"], base["month"])
         assert found["once"] > base["once"] or found["month"] > base["month"]
     train, eight, adapted = (
@@ -85,18 +73,6 @@ def test_more_of_anything_never_costs_less():
     assert adapted["gpu_hours"] < train["gpu_hours"]
     assert capacity._round_up(3 * (1 + 1e-15)) == 3.0  # a rounding error adds no replica
     assert capacity._round_up(3.001) == 4.0
-
-
-@pytest.mark.parametrize("tower", ["bert-int8", "lookup"])
-def test_query_encoders_are_as_many_as_their_tokens_ask_for(tower: str):
-    few, more, many = (
-        plan(query_tokens=tokens, query_tower=tower, qps=1e8)["serving"]["query encoders"]["count"]
-        for tokens in (4, constant("encoder_tokens"), 256)
-    )
-    # At the length that was measured, the rate that was measured.
-    assert more == math.ceil(1e8 / constant(f"encoder_rate_{tower}") / constant("busy"))
-    assert few == pytest.approx(more * 4 / constant("encoder_tokens"), rel=0.03)
-    assert many == pytest.approx(more * 256 / constant("encoder_tokens"), rel=0.01)
 
 
 def test_the_recall_chooses_among_what_was_measured():
@@ -143,43 +119,29 @@ def test_a_folder_with_a_config_is_planned_for(tmp_path, capsys):
     assert "folder that holds one" in complaint
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (["--qps", "0"], "qps"),
-        (["--documents", "10.5"], "documents"),
-        (["--tokens", "nan"], "tokens"),
-        (["--qps", "inf"], "qps"),
-        (["--gpu", "H20"], "'H200'"),
-        (["--recall", "1.1"], "recall"),
-        (["--node-memory", "8"], "greater than or equal to 16"),
-    ],
-)
-def test_a_knob_out_of_bounds_is_named(wrong, says, capsys):
-    arguments = ["plan", "--documents", "1e7", "--tokens", "250", "--qps", "10", "--model", MODEL, *wrong]
-    assert cli.main(arguments) == 2
+def test_options_out_of_bounds_are_named_in_one_line(capsys):
+    given = {"documents": "10.5", "tokens": "nan", "qps": "inf", "gpu": "H20", "recall": "1.1"}
+    given |= {"dim": "0", "node-memory": "8"}
+    options = [text for name, value in given.items() for text in (f"--{name}", value)]
+    assert cli.main(["plan", "--model", MODEL, *options]) == 2
     complaint = capsys.readouterr().err
     assert complaint.startswith("scalingnote: plan: ")
     assert complaint.count("\n") == 1
-    assert says in complaint
+    assert all(f"{name.replace('-', '_')}" in complaint for name in given)
+    assert "'H200'" in complaint
 
 
-def row(documents: int, seconds: float, requests: int = 10) -> dict[str, float | str]:
-    return dict.fromkeys(STAGE_FIGURES, 1.0) | {
-        "stage": "index",
-        "documents": documents,
-        "seconds": seconds,
-        "requests": requests,
-    }
+def row(documents: int, seconds: float) -> dict[str, float | str]:
+    return dict.fromkeys(STAGE_FIGURES, 1.0) | {"stage": "index", "documents": documents, "seconds": seconds}
 
 
 def test_costs_are_the_line_through_the_two_largest_sizes():
-    costs = scale.stage_costs([row(10, 99.0), row(3_000, 8.0, 30), row(1_000, 4.0, 10)])
+    costs = scale.stage_costs([row(10, 99.0), row(3_000, 8.0), row(1_000, 4.0)])
     assert costs["seconds"] == pytest.approx([2, 0.002, 0, 0])
     found = stage_figures(costs, documents=10_000)
-    assert found["seconds"] == pytest.approx(2 + 10_000 * 0.002)
-    assert found["requests"] == pytest.approx(100)
-    assert found["driver GB"] == 1.0
+    assert (found["seconds"], found["driver GB"]) == (pytest.approx(2 + 10_000 * 0.002), 1.0)
+    noisy = scale.stage_costs([row(1_000, 4.0), row(10_000, 3.5)])  # noise costs no negative time
+    assert stage_figures(noisy, documents=10**9)["seconds"] == 3.5
 
 
 def product(stage: str, documents: int, count: int) -> dict[str, float | str]:
@@ -205,19 +167,6 @@ def test_queries_and_codes_cost_for_each_document_too(stage, documents, count):
     assert found["requests"] == pytest.approx(wanted["requests"], rel=0.01)
     alone = stage_figures(scale.stage_costs(rows), documents=documents)
     assert alone["seconds"] < 0.5 * wanted["seconds"]
-
-
-def test_noise_costs_no_negative_time():
-    costs = scale.stage_costs([row(1_000, 4.0), row(10_000, 3.5)])
-    assert stage_figures(costs, documents=10**9)["seconds"] == 3.5
-    axes = [
-        product("mine", size, few) | {"seconds": 9.0 - few / 50}
-        for size in (1_000, 4_000)
-        for few in (20, 100)
-    ]
-    rows = [product("mine", size, 20) for size in (1_000, 10_000)]
-    more = stage_figures(scale.stage_costs(rows, axes), documents=10_000, units=10_000)["seconds"]
-    assert more == pytest.approx(rows[-1]["seconds"])
 
 
 def test_the_package_computes_with_what_the_benchmark_measured():

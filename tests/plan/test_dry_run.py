@@ -39,13 +39,6 @@ def test_every_published_run_is_estimated(path: Path, capsys: pytest.CaptureFixt
     assert "nothing is started" in capsys.readouterr().out
 
 
-def test_each_strategy_keeps_less_than_the_one_before():
-    kinds = ["kind: ddp", *(f"kind: deepspeed, stage: {stage}" for stage in (1, 2, 3))]
-    kept = [paper(f"strategy={{{kind}}}").state for kind in kinds]
-    sizes = [state.total - state.gathered for state in kept]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_grad_cache_makes_activations_independent_of_the_batch():
     cache = "memory.grad_cache={query_rows: 8, document_rows: 4}"
     small, large = (paper(cache, f"global_batch={batch}") for batch in (480, 4800))

@@ -103,10 +103,7 @@ def test_a_row_says_what_was_trained(trained: list[Artifact]):
         beside_tables = [w.numel() for name, w in weights.items() if "embed_tokens" not in name]
         assert row["parameters"] == sum(beside_tables)
         assert row["examples"] == artifact.counts["steps"] * STAGE_ONE.global_batch
-        # A query of two words, a positive and a negative of 15 and the prompt's two placeholders.
-        assert 30 * row["examples"] < row["tokens"] < 3 * 40 * row["examples"]
         assert 6 * row["parameters"] < row["operations"] / row["tokens"] < 20 * row["parameters"]
-        assert np.isfinite(row["contrastive_entropy"])
 
 
 def by_hand(uri: Path, *, lora: Lora | None = None, **counts: int) -> Artifact:

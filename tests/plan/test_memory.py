@@ -12,14 +12,7 @@ ROWS, TOKENS = 3, 29  # their product divides no width of the models below
 SIZES = {"trained": 7_000, "frozen": 0, "largest": 900, "gpus": 4, "numbers": "bfloat16"}
 
 
-def model_of(kind: str, *, layers: int, kv_heads: int, head_dim: int) -> torch.nn.Module:
-    decoder = kind != "bert"
-    more = (
-        {"num_key_value_heads": kv_heads}
-        if decoder
-        else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    )
-    more |= {"head_dim": head_dim} if kind == "qwen3" else {}
+def model_of(kind: str, *, layers: int, **more: float) -> torch.nn.Module:
     settings = AutoConfig.for_model(
         kind,
         vocab_size=40,
@@ -30,7 +23,7 @@ def model_of(kind: str, *, layers: int, kv_heads: int, head_dim: int) -> torch.n
         attn_implementation="sdpa",
         **more,
     )
-    return AutoModel.from_config(settings, **({} if decoder else {"add_pooling_layer": False}))
+    return AutoModel.from_config(settings, **({"add_pooling_layer": False} if kind == "bert" else {}))
 
 
 def saved_bytes(model: torch.nn.Module, *, autocast: bool) -> float:
@@ -43,7 +36,6 @@ def saved_bytes(model: torch.nn.Module, *, autocast: bool) -> float:
             kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
-    model.train()
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
     context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
@@ -53,21 +45,24 @@ def saved_bytes(model: torch.nn.Module, *, autocast: bool) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv_heads", "head_dim"), [("qwen2", 2, 16), ("qwen2", 4, 16), ("qwen3", 1, 24), ("bert", 4, 16)]
+    ("kind", "more"),
+    [
+        ("qwen2", {"num_key_value_heads": 2}),
+        ("qwen2", {"num_key_value_heads": 4}),
+        ("qwen3", {"num_key_value_heads": 1, "head_dim": 24}),
+        ("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    ],
 )
 @pytest.mark.parametrize("numbers", ["float32", "autocast", "bfloat16"])
-def test_a_layer_keeps_what_is_counted(kind: str, kv_heads: int, head_dim: int, numbers: str):
-    dtype = torch.bfloat16 if numbers == "bfloat16" else torch.float32
-    one, two = (
-        model_of(kind, layers=layers, kv_heads=kv_heads, head_dim=head_dim).to(dtype) for layers in (1, 2)
-    )
-    autocast = numbers == "autocast"
-    more = round(saved_bytes(two, autocast=autocast) - saved_bytes(one, autocast=autocast), 3)
-    assert layer_bytes(settings_shape(one.config.to_dict(), source=kind), numbers) == more
+def test_a_layer_keeps_what_is_counted(kind: str, more: dict[str, float], numbers: str):
+    dtype, autocast = torch.bfloat16 if numbers == "bfloat16" else torch.float32, numbers == "autocast"
+    one, two = (model_of(kind, layers=layers, **more).to(dtype) for layers in (1, 2))
+    grown = round(saved_bytes(two, autocast=autocast) - saved_bytes(one, autocast=autocast), 3)
+    assert layer_bytes(settings_shape(one.config.to_dict(), source=kind), numbers) == grown
 
 
 def test_checkpointing_keeps_layer_inputs_and_one_layer():
-    shape = settings_shape(model_of("qwen2", layers=30, kv_heads=2, head_dim=16).config.to_dict(), source="")
+    shape = settings_shape(model_of("qwen2", layers=30, num_key_value_heads=2).config.to_dict(), source="")
     plain, little = (tower_bytes(shape, "bfloat16", checkpointing=on) for on in (False, True))
     assert plain - little == 29 * layer_bytes(shape, "bfloat16") - 30 * 2 * shape.hidden
 
