@@ -142,7 +142,6 @@ class Fit:
         """
         pairs, logs = np.stack([self.runs.parameters, self.runs.data]), np.log(self.runs.entropy)
         _, size, runs = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
-        size = size.reshape(-1)  # numpy 2.0 returns a row
         errors = logs - (np.bincount(size, weights=logs) / runs)[size]
         freedom = len(logs) - len(runs)
         return float(np.sqrt((errors**2).sum() / freedom)) if freedom else None
