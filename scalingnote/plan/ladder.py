@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.core.config import validate
-from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.core.log import environment, get_logger
 from scalingnote.core.reports import render
 from scalingnote.models import flops
@@ -98,9 +98,18 @@ def build(config: LadderConfig, trained: Sequence[Artifact], *, output: str) -> 
 
 
 def rung_row(trained: Artifact) -> dict[str, Any]:
-    """The row of a trained dual encoder in the ladder's table."""
+    """The row of a trained dual encoder in the ladder's table.
+
+    Raises:
+        ArtifactError: it was trained before the documents of a pair were counted.
+    """
     config, counts = validate(TrainConfig, trained.manifest.config, source=trained.uri), trained.counts
     assert isinstance(config.query, TowerConfig)  # rung_configs() refuses others
+    if "documents_per_pair" not in counts:
+        raise ArtifactError(
+            f"{trained.uri} was trained by an earlier version, which did not count the documents of a pair: "
+            "delete it and train it again"
+        )
     shape, pairs = backbone_shape(config.document.backbone), counts["pairs"]
     documents = pairs * counts["documents_per_pair"]
     query = flops.row(

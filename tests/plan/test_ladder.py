@@ -12,7 +12,7 @@ import tiny
 from in_process import without_ray
 from scalingnote.cli import main as cli
 from scalingnote.core.config import validate
-from scalingnote.core.errors import ConfigError
+from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.models.config import LookupConfig, Lora, Scratch
 from scalingnote.plan import ladder, laws
 from scalingnote.plan.config import LadderConfig
@@ -129,6 +129,11 @@ ADAPTED = (3 * 2 * 4 * 544 - 2 * 4 * 2560) + 2 * (3 * 2 * 10 * 544 - 2 * 10 * 25
 def test_operations_are_those_of_every_document_by_itself(tmp_path: Path, lora: Lora | None, more: int):
     row = ladder.rung_row(by_hand(tmp_path, lora=lora, documents_per_pair=2))
     assert row["operations"] == 10 * (QUERY + 2 * DOCUMENT + more)
+
+
+def test_a_run_that_counted_no_documents_is_refused(tmp_path: Path):
+    with pytest.raises(ArtifactError, match=r"an earlier version, .* train it again"):
+        ladder.rung_row(by_hand(tmp_path))
 
 
 @pytest.mark.usefixtures("_few_draws")
