@@ -58,12 +58,12 @@ from scalingnote.core.log import get_logger
 from scalingnote.models import backbone, flops, weights
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import collate
-from scalingnote.models.config import Lora, Scratch, Stored
+from scalingnote.models.config import Lora, Pretrained, Scratch, Stored
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.flops import PUBLISHED_SHAPES, Shape, backbone_shape
+from scalingnote.models.flops import Shape, backbone_shape
 from scalingnote.models.prompt import TokenRow
 from scalingnote.models.tower import Tower
-from scalingnote.plan.training_cost import tower_bytes
+from scalingnote.plan.memory import tower_bytes
 from scalingnote.train import engine, strategies
 from scalingnote.train.config import Ddp, Fsdp2, Losses, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.distillation.config import DistillLosses
@@ -117,8 +117,8 @@ def measurements(
     device: torch.device, *, dry: bool, seconds: float, rows: int | None
 ) -> dict[str, Callable[[], list[Figures]]]:
     """Every measurement by name, what matters most first: a table's rows each."""
-    shape = TINY if dry else PUBLISHED_SHAPES["Qwen/Qwen2.5-7B"]
-    small = TINY if dry else PUBLISHED_SHAPES["Qwen/Qwen2.5-1.5B"]
+    shape = TINY if dry else backbone_shape(Pretrained(path="Qwen/Qwen2.5-7B"))
+    small = TINY if dry else backbone_shape(Pretrained(path="Qwen/Qwen2.5-1.5B"))
     rows = rows or (4 if dry else 48)
     found: dict[str, Callable[[], list[Figures]]] = {}
     for work, (_, packings) in kinds(device).items():

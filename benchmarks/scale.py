@@ -44,7 +44,7 @@ from scalingnote.datasets.config import Columns, Logs, TableFile
 from scalingnote.encode.config import BM25Config
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.index.config import IndexConfig
-from scalingnote.plan.capacity import stage_figures
+from scalingnote.plan.capacity import STAGE_FIGURES, stage_figures
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.triplets.collect.config import BM25Ranker, CollectConfig
@@ -64,7 +64,6 @@ MADE_FROM_EMBEDDINGS = ("quantize", "mine")  # which are made before, and not me
 AXES = {"collect (BM25)": "queries", "mine": "queries", "quantize": "codes"}
 PER_PASS = {"mine": QUERIES_PER_BATCH}  # queries for which a stage reads all documents once
 READS_EMBEDDINGS = ("quantize", "index", "mine", "evaluate")  # the rows of other stages are texts
-FIGURES = ("seconds", "driver GB", "read MB", "written MB", "requests")
 Row = dict[str, Any]
 
 
@@ -204,7 +203,7 @@ def all_stage_costs(rows: Sequence[Row], axes: Sequence[Row]) -> dict[str, Row]:
     for name in dict.fromkeys(row["stage"] for row in rows):
         own, others = ([row for row in table if row["stage"] == name] for table in (rows, axes))
         costs[name] = stage_costs(own, others)
-        for figure in FIGURES:
+        for figure in STAGE_FIGURES:
             costs[name][figure] = [float(f"{value:.6g}") for value in costs[name][figure]]
     return costs
 
@@ -224,7 +223,7 @@ def stage_costs(rows: Sequence[Row], others: Sequence[Row] = ()) -> Row:
         "units": axis,
         "units_per_pass": PER_PASS.get(stage) if axis else None,
     }
-    for figure in FIGURES:
+    for figure in STAGE_FIGURES:
         slope = (large[figure] - small[figure]) / (large["documents"] - small["documents"])
         slope = max(slope, 0.0)  # noise of a stage that does not grow
         fixed = max(large[figure] - slope * large["documents"], 0.0)

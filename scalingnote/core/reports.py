@@ -2,7 +2,7 @@
 
 ReportPage ─► templates/report.md, templates/report.html
 facts      ─► templates/tower_card.md, templates/router_card.md
-plans      ─► templates/plan.txt, templates/dry_run.txt
+plans      ─► templates/plan.txt, templates/dry_run.txt, templates/ladder.md
 """
 
 from collections.abc import Iterable, Mapping, Sequence

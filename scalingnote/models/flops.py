@@ -1,7 +1,7 @@
 """Parameters and floating-point operations of transformers, from the few numbers that define their shape.
 
-    config.json, a scratch backbone or a published name -> Shape -> parameters
-    Shape, tokens, LoRA, recomputation -> Work of a training step
+    config.json, a scratch backbone or a published name ─► Shape ─► parameters
+    Shape, tokens, LoRA, recomputation ─► Work of a training step
 
 No model is built and torch is not imported, so sizing a 7B model takes microseconds. Parameter counts are
 exact. A multiply-add counts as two operations. Only matrix products count: norms, activations and softmax are
@@ -21,6 +21,12 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.models.config import Lora, Pretrained, Scratch
 
 PLACEHOLDER_TOKENS = 3  # added to the vocabulary of a backbone from scratch
+# What config.json of published models says of their shape; models tuned to instructions have the same one.
+PUBLISHED_SETTINGS: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("published_shapes.json").read_text(encoding="utf-8")
+)
+_DECODERS = {"qwen2", "qwen3", "llama", "mistral"}
+_ENCODERS = {"bert", "mpnet", "roberta", "xlm-roberta"}
 
 
 @dataclass(frozen=True)
@@ -54,38 +60,25 @@ class Shape:
         """Width of all key heads together, and of all value heads."""
         return self.kv_heads * self.head_dim
 
-    def matrices(self) -> dict[str, tuple[int, int, bool]]:
-        """Return the linear maps of one layer by name: input width, output width, whether it has a bias."""
-        h, q, kv, i = self.hidden, self.query_width, self.kv_width, self.intermediate
+    def matrices(self) -> list[tuple[int, int, bool]]:
+        """Return the linear maps of one layer: input width, output width, whether it has a bias."""
+        query, kv = self.query_width, self.kv_width
         out_bias, ff_bias = self.other_bias
-        if not self.gated:
-            return {
-                "attention.self.query": (h, q, self.qkv_bias),
-                "attention.self.key": (h, kv, self.qkv_bias),
-                "attention.self.value": (h, kv, self.qkv_bias),
-                "attention.output.dense": (q, h, out_bias),
-                "intermediate.dense": (h, i, ff_bias),
-                "output.dense": (i, h, ff_bias),
-            }
-        return {
-            "self_attn.q_proj": (h, q, self.qkv_bias),
-            "self_attn.k_proj": (h, kv, self.qkv_bias),
-            "self_attn.v_proj": (h, kv, self.qkv_bias),
-            "self_attn.o_proj": (q, h, out_bias),
-            "mlp.gate_proj": (h, i, ff_bias),
-            "mlp.up_proj": (h, i, ff_bias),
-            "mlp.down_proj": (i, h, ff_bias),
-        }
+        attention = [(self.hidden, width, self.qkv_bias) for width in (query, kv, kv)]
+        wider = (self.hidden, self.intermediate, ff_bias)
+        narrower = (self.intermediate, self.hidden, ff_bias)
+        feed_forward = [wider, wider, narrower] if self.gated else [wider, narrower]
+        return [*attention, (query, self.hidden, out_bias), *feed_forward]
 
     @property
     def layer_weights(self) -> int:
         """Weights of one layer that every token is multiplied with."""
-        return sum(wide * out for wide, out, _ in self.matrices().values())
+        return sum(wide * out for wide, out, _ in self.matrices())
 
     @property
     def layer_parameters(self) -> int:
         """All parameters of one layer: weights, biases, norms."""
-        biases = sum(out for _, out, bias in self.matrices().values() if bias)
+        biases = sum(out for _, out, bias in self.matrices() if bias)
         norms = 2 * self._norm + (2 * self.head_dim if self.qk_norm else 0)
         return self.layer_weights + biases + norms
 
@@ -98,9 +91,8 @@ class Shape:
     def non_embedding_parameters(self) -> int:
         """Parameters outside of the tables, the N of scaling laws."""
         biases = self.distance_buckets * self.heads
-        return (
-            self.layers * self.layer_parameters + self._norm + biases
-        )  # one norm before or after all layers
+        last_norm = self._norm  # one norm before or after all layers
+        return self.layers * self.layer_parameters + last_norm + biases
 
     @property
     def parameters(self) -> int:
@@ -114,24 +106,30 @@ class Shape:
 
 def adapter_parameters(shape: Shape, lora: Lora) -> int:
     """Return the LoRA parameters of one tower."""
-    per_layer = sum(
-        lora.rank * (wide + out) + (out if lora.dora else 0) for wide, out, _ in shape.matrices().values()
-    )
+    per_layer = sum(lora.rank * (wide + out) + (out if lora.dora else 0) for wide, out, _ in shape.matrices())
     return shape.layers * per_layer
 
 
 def backbone_shape(backbone: Pretrained | Scratch) -> Shape:
     """Return the shape of a tower's backbone without downloading it.
 
-    Of a pretrained one, config.json is looked for in its folder, then in Hugging Face's cache, then the shape
-    in :data:`PUBLISHED_SHAPES`. ConfigError if it is in none of them, or the architecture is not supported.
+    Of a pretrained one, config.json is looked for in its folder, then in Hugging Face's cache, then in
+    published_shapes.json. ConfigError if it is in none of them, or the architecture is not supported.
     """
-    if isinstance(backbone, Scratch):
-        size = (backbone.layers, backbone.hidden, backbone.heads, backbone.heads, backbone.intermediate)
-        vocabulary = backbone.vocabulary + PLACEHOLDER_TOKENS
-        return _shape(backbone.architecture, *size, vocabulary, positions=backbone.max_positions)
-    shape = _pretrained_shape(backbone.path)
-    return replace(shape, layers=backbone.layers) if backbone.layers else shape
+    if isinstance(backbone, Pretrained):
+        shape = _pretrained_shape(backbone.path)
+        return replace(shape, layers=backbone.layers) if backbone.layers else shape
+    settings = {
+        "model_type": backbone.architecture,
+        "num_hidden_layers": backbone.layers,
+        "hidden_size": backbone.hidden,
+        "num_attention_heads": backbone.heads,
+        "intermediate_size": backbone.intermediate,
+        "vocab_size": backbone.vocabulary + PLACEHOLDER_TOKENS,
+        "max_position_embeddings": backbone.max_positions,
+        "type_vocab_size": 2,
+    }
+    return settings_shape(settings, source="backbone")
 
 
 def model_shape(model: Any) -> Shape | None:
@@ -162,7 +160,11 @@ def settings_shape(settings: Mapping[str, Any], *, source: str) -> Shape:
         if kind in _ENCODERS:
             return Shape(
                 **size | {"kv_heads": heads, "head_dim": settings["hidden_size"] // heads},
-                **_BERT,
+                causal=False,
+                gated=False,
+                qkv_bias=True,
+                other_bias=(True, True),
+                layer_norm=True,
                 positions=settings["max_position_embeddings"],
                 token_types=0 if kind == "mpnet" else settings["type_vocab_size"],
                 distance_buckets=settings.get("relative_attention_num_buckets", 0),
@@ -191,57 +193,13 @@ def _pretrained_shape(path: str) -> Shape:
             return settings_shape(json.loads(file.read_text(encoding="utf-8")), source=str(file))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{file} is not JSON: {error}") from None
-    if path in PUBLISHED_SHAPES:
-        return PUBLISHED_SHAPES[path]
-    known = ", ".join(sorted(name for name in PUBLISHED_SHAPES if not name.endswith("-Instruct")))
+    if published := PUBLISHED_SETTINGS.get(path.removesuffix("-Instruct")):
+        return settings_shape(published, source=path)
     raise ConfigError(
         f"the shape of {path!r} is not known without its config.json: `hf download {path} config.json` once, "
-        f"or give a folder that holds one (a dry run reads nothing else of it); known offline: {known}"
+        "or give a folder that holds one (a dry run reads nothing else of it); known offline: "
+        + ", ".join(sorted(PUBLISHED_SETTINGS))
     )
-
-
-def _shape(
-    kind: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    vocabulary: int,
-    *,
-    positions: int = 512,
-) -> Shape:
-    """Return the shape of a "qwen2" or "bert" model; `positions` is BERT's."""
-    size = (layers, hidden, heads, kv_heads, hidden // heads, intermediate, vocabulary)
-    if kind == "bert":
-        return Shape(*size, **_BERT, positions=positions, token_types=2)
-    return Shape(*size, qkv_bias=True)
-
-
-_DECODERS = {"qwen2", "qwen3", "llama", "mistral"}
-_ENCODERS = {"bert", "mpnet", "roberta", "xlm-roberta"}
-_BERT: dict[str, Any] = {
-    "causal": False,
-    "gated": False,
-    "qkv_bias": True,
-    "other_bias": (True, True),
-    "layer_norm": True,
-}
-_QWEN2_5 = {
-    "0.5B": (24, 896, 14, 2, 4864, 151_936),
-    "1.5B": (28, 1536, 12, 2, 8960, 151_936),
-    "3B": (36, 2048, 16, 2, 11_008, 151_936),
-    "7B": (28, 3584, 28, 4, 18_944, 152_064),
-    "14B": (48, 5120, 40, 8, 13_824, 152_064),
-    "32B": (64, 5120, 40, 8, 27_648, 152_064),
-}
-PUBLISHED_SHAPES: dict[str, Shape] = {
-    **{f"Qwen/Qwen2.5-{name}": _shape("qwen2", *size) for name, size in _QWEN2_5.items()},
-    **{f"Qwen/Qwen2.5-{name}-Instruct": _shape("qwen2", *size) for name, size in _QWEN2_5.items()},
-    "meta-llama/Llama-3.1-8B": Shape(32, 4096, 32, 8, 128, 14_336, 128_256),
-    "google-bert/bert-base-uncased": _shape("bert", 12, 768, 12, 12, 3072, 30_522),
-    "google-bert/bert-base-chinese": _shape("bert", 12, 768, 12, 12, 3072, 21_128),
-}
 
 
 @dataclass(frozen=True)

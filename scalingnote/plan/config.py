@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from scalingnote.core.config import Config
 from scalingnote.core.units import GIB
@@ -19,7 +19,6 @@ from scalingnote.models.config import BackboneConfig, Scratch
 
 GpuName = Literal["H200", "H100", "A100", "L40S", "L4"]
 QueryTower = Literal["bert-int8", "lookup"]
-Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 CONSTANTS: Mapping[str, Any] = json.loads(
     Path(__file__).with_name("constants.json").read_text(encoding="utf-8")
 )
@@ -80,9 +79,7 @@ class PlanConfig(GpuAssumptions):
     recall: float = Field(0.95, gt=0, le=1, description="of the exact 100 best documents")
     gpus: int = Field(8, ge=1, description="GPUs that work at the same time")
     query_tokens: float = Field(16.0, gt=0, description="mean tokens of a query")
-    dims: tuple[int, ...] = Field(
-        (16, 32, 64, 128), min_length=1, description="Matryoshka dimensions; the last one is indexed"
-    )
+    dim: int = Field(128, ge=1, description="of the embeddings that are stored and indexed")
     pairs: int = Field(100_000_000, ge=1, description="training pairs; the paper chose 10^8 for 7B")
     lora: int | None = Field(None, ge=1, description="rank of both towers' adapters; null: all weights learn")
     queries: int | None = Field(
@@ -97,17 +94,6 @@ class PlanConfig(GpuAssumptions):
     )
     cores: int = Field(256, ge=1, description="CPU cores that the offline stages run on")
     replicas: int = Field(2, ge=1, description="copies of everything that serves, at least: one may die")
-
-    @property
-    def train_queries(self) -> int:
-        """Distinct training queries."""
-        return max(self.pairs // 10, 1) if self.queries is None else self.queries
-
-    @model_validator(mode="after")
-    def _ascends(self) -> "PlanConfig":
-        if list(self.dims) != sorted(set(self.dims)) or self.dims[0] < 1:
-            raise ValueError(f"dims {list(self.dims)} must ascend from 1 or more")
-        return self
 
 
 def _rung(layers: int, hidden: int, heads: int) -> Scratch:
@@ -135,18 +121,3 @@ class LadderConfig(Config):
         ge=0,
         description="peak_lr is train's times (narrowest width / a rung's width) to this power; 0: the same",
     )
-    budgets: tuple[Size, ...] = Field(
-        (1.0, 10.0, 100.0),
-        description="operations to split by the joint law, as multiples of the largest run",
-    )
-    predict: tuple[tuple[Size, Size], ...] = Field(
-        (), description="models to predict: parameters without embeddings, pairs"
-    )
-
-    @model_validator(mode="after")
-    def _differ(self) -> "LadderConfig":
-        for name in ("backbones", "pairs", "seeds"):
-            values = getattr(self, name)
-            if len(set(map(str, values))) < len(values):
-                raise ValueError(f"ladder.{name} repeats a value: each is run once")
-        return self

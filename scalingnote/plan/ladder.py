@@ -18,70 +18,61 @@ import pyarrow.compute as pc
 from scalingnote.core.config import validate
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.core.log import environment, get_logger
-from scalingnote.core.reports import ReportPage, ReportSection, ReportTable, render
+from scalingnote.core.reports import render
+from scalingnote.models import flops
 from scalingnote.models.config import TowerConfig
 from scalingnote.models.flops import backbone_shape
-from scalingnote.plan import laws, training_cost
+from scalingnote.plan import laws
 from scalingnote.plan.config import LadderConfig
-from scalingnote.plan.laws import BudgetSplit, Fit, Kind
-from scalingnote.plan.training_cost import TowerInput
+from scalingnote.plan.laws import Fit, Kind
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft, fingerprint
 from scalingnote.train.config import TrainConfig
 
 log = get_logger("ladder")
-LAWS = {
-    "size": "L(N) = (C/N)^α + δ, at the most data",
-    "data": "L(D) = (C/D)^α + δ, at the largest model",
-    "joint": "L(N, D) = [(A/N)^(α/β) + B/D]^β + δ",
-}
+BUDGETS = (1, 10, 100)  # operations to split by the joint law, as multiples of the largest run
 
 
 def rung_configs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainConfig]:
     """Stage I's config of every run, the smallest model first, made from the one that all share.
 
+    Sizes that are equal, or equally many batches, are one run.
+
     Raises:
-        ConfigError: a run asks for more pairs than there are `rows` or fewer than a batch, two runs have
-            equally many batches, a tower is no transformer, validation is missing,
-            or it may stop a run before its last pair.
+        ConfigError: a run asks for more pairs than there are `rows` or fewer than a batch, a tower is no
+            transformer, validation is missing, or it may stop a run before its last pair.
     """
-    transformers = isinstance(train.query, TowerConfig) and isinstance(train.document, TowerConfig)
-    for refused, what in (
-        (train.validation is None, "measures on validation queries: leave train.validation in"),
-        (
-            train.validation is not None and train.validation.patience is not None,
-            "shows every run all of its pairs: leave out train.validation.patience",
-        ),
-        (not transformers, "grows transformers: set train.query and train.document to kind transformer"),
-    ):
-        if refused:
-            raise ConfigError(f"a ladder {what}")
-    per_epoch, batch = rows // train.global_batch, train.global_batch
-    runs: dict[int, int] = {}  # steps -> pairs
-    for pairs in config.pairs:
-        if not batch <= pairs <= per_epoch * batch:
-            raise ConfigError(
-                f"ladder.pairs holds {pairs:,}: of {rows:,} pairs in batches of {batch}, a run can see "
-                f"{batch} to {per_epoch * batch:,} once; collect more, or lower it"
-            )
-        same = runs.setdefault(pairs // batch, pairs)
-        if same != pairs:
-            raise ConfigError(
-                f"ladder.pairs holds {same:,}, {pairs:,}: in batches of {batch} they are one run of "
-                f"{pairs // batch} steps; leave one"
-            )
+    if train.validation is None:
+        raise ConfigError("a ladder measures on validation queries: leave train.validation in")
+    if train.validation.patience is not None:
+        raise ConfigError("a ladder shows every run all of its pairs: leave out train.validation.patience")
+    if not (isinstance(train.query, TowerConfig) and isinstance(train.document, TowerConfig)):
+        raise ConfigError(
+            "a ladder grows transformers: set train.query and train.document to kind transformer"
+        )
+    batch = train.global_batch
+    per_epoch = rows // batch
+    steps = sorted({pairs // batch for pairs in config.pairs})
+    if steps[0] < 1 or steps[-1] > per_epoch:
+        raise ConfigError(
+            f"ladder.pairs holds {sorted(config.pairs)}: of {rows:,} pairs in batches of {batch}, a run can "
+            f"see {batch} to {per_epoch * batch:,} once; collect more, or lower it"
+        )
     narrowest = min(backbone_shape(backbone).hidden for backbone in config.backbones)
     made = []
-    for backbone, pairs, seed in product(config.backbones, sorted(config.pairs), config.seeds):
-        towers = {
-            name: getattr(train, name).model_copy(update={"backbone": backbone})
-            for name in ("query", "document")
-        }
+    backbones, seeds = dict.fromkeys(config.backbones), dict.fromkeys(config.seeds)
+    for backbone, count, seed in product(backbones, steps, seeds):
         slower = (narrowest / backbone_shape(backbone).hidden) ** config.lr_by_width
-        optimizer = train.optimizer.model_copy(update={"peak_lr": train.optimizer.peak_lr * slower})
-        run = {"epochs": pairs // batch / per_epoch, "seed": seed, "optimizer": optimizer}
-        made.append(train.model_copy(update=towers | run))
+        peak_lr = train.optimizer.peak_lr * slower
+        changes = {
+            "query": train.query.model_copy(update={"backbone": backbone}),
+            "document": train.document.model_copy(update={"backbone": backbone}),
+            "optimizer": train.optimizer.model_copy(update={"peak_lr": peak_lr}),
+            "epochs": count / per_epoch,
+            "seed": seed,
+        }
+        made.append(train.model_copy(update=changes))
     return sorted(made, key=lambda one: backbone_shape(one.document.backbone).non_embedding_parameters)
 
 
@@ -94,10 +85,10 @@ def build(config: LadderConfig, trained: Sequence[Artifact], *, output: str) -> 
         return draft.existing()
     table = rung_table([rung_row(artifact) for artifact in trained])
     fits = fit_laws(table)
-    report = law_report(table, fits, config=config) | {"environment": environment()}
+    report = law_report(table, fits)
     draft.write_table("ladder.parquet", table)
-    draft.write_json("report.json", report)
-    draft.write_bytes("report.md", render("report.md", page=report_page(table, report)).encode())
+    draft.write_json("report.json", report | {"environment": environment()})
+    draft.write_bytes("report.md", report_text(table, report).encode())
     for kind, law in fits.items():
         picture = BytesIO()
         laws.draw(law, picture)
@@ -119,90 +110,31 @@ def rung_row(trained: Artifact) -> dict[str, Any]:
             f"{trained.uri} was trained by an earlier version, which did not count the documents of a pair: "
             "delete it and train it again"
         )
-    pairs, documents = counts["pairs"], counts["documents_per_pair"]
-    shape = backbone_shape(config.document.backbone)
-    query = TowerInput(
-        backbone_shape(config.query.backbone), counts["query_tokens"] / pairs, lora=config.query.lora
+    shape, pairs = backbone_shape(config.document.backbone), counts["pairs"]
+    documents = pairs * counts["documents_per_pair"]
+    query = flops.row(
+        backbone_shape(config.query.backbone),
+        tokens=counts["query_tokens"] / pairs,
+        pooled=1,
+        dim=config.dim,
+        lora=config.query.lora,
     )
-    document = TowerInput(
+    document = flops.row(
         shape,
-        counts["document_tokens"] / pairs / documents,
-        rows=documents,
+        tokens=counts["document_tokens"] / documents,
         pooled=len(trained.read_json("document/tower.json")["views"]),
+        dim=config.dim,
         lora=config.document.lora,
     )
-    work = training_cost.pair_work(query, document, dim=config.dim)
     return {
         "parameters": shape.non_embedding_parameters,
         "examples": pairs,
         "tokens": counts["query_tokens"] + counts["document_tokens"],
         "contrastive_entropy": trained.read_json("validation.json")[-1]["contrastive_entropy"],
         "seed": config.seed,
-        "operations": pairs * work.total,
+        "operations": pairs * query.total + documents * document.total,
         "seconds": trained.manifest.info["seconds"],
         "artifact": trained.uri,
-    }
-
-
-def fit_laws(table: pa.Table) -> dict[Kind, Fit]:
-    """The laws that the table has enough sizes for: of model size at the most data, of data at the largest
-    model, and of both."""
-    largest = {name: pc.max(table[name]) for name in ("parameters", "examples")}
-    parts: dict[Kind, pa.Table] = {
-        "size": table.filter(pc.equal(table["examples"], largest["examples"])),
-        "data": table.filter(pc.equal(table["parameters"], largest["parameters"])),
-        "joint": table,
-    }
-    fits: dict[Kind, Fit] = {}
-    for kind, part in parts.items():
-        runs = laws.read_runs(part)
-        with suppress(DataError):  # too few sizes; the report says so
-            fits[kind] = laws.fit(kind, runs, draws=laws.DRAWS)
-    return fits
-
-
-def law_report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfig) -> dict[str, Any]:
-    """The fitted laws as JSON values: constants with intervals, R², predictions and best splits of
-    budgets."""
-    splits = []
-    if "joint" in fits:
-        largest = table.sort_by("operations").to_pylist()[-1]
-        per_parameter = largest["operations"] / (largest["parameters"] * largest["examples"])
-        for times in config.budgets:
-            budget = times * largest["operations"]
-            best = fits["joint"].split(budget, per_parameter=per_parameter)
-            splits.append({"operations": budget, **{name: [*found] for name, found in best.items()}})
-    return {
-        "level": laws.LEVEL,
-        "laws": {
-            kind: {
-                "runs": len(law.runs),
-                "sizes": law.sizes,
-                "degrees_of_freedom": law.freedom,
-                "r2": law.r2,
-                "scatter": law.scatter,
-                "seed_scatter": law.seed_scatter,
-                "constants": {name: [*found] for name, found in law.constants().items()},
-            }
-            for kind, law in fits.items()
-        },
-        "predictions": [
-            {"parameters": n, "data": d, "entropy": _predict(fits, n, d)} for n, d in config.predict
-        ],
-        "splits": splits,
-    }
-
-
-def _predict(fits: Mapping[Kind, Fit], parameters: float, data: float) -> dict[Kind, list[float]]:
-    """Entropy by each law; a law of one size applies only at the other size its runs share."""
-    applies = {
-        kind: {"size": law.runs.data == data, "data": law.runs.parameters == parameters}.get(kind)
-        for kind, law in fits.items()
-    }
-    return {
-        kind: [*fits[kind].predict(parameters=parameters, data=data)]
-        for kind, runs in applies.items()
-        if runs is None or runs.all()
     }
 
 
@@ -215,50 +147,47 @@ def rung_table(rows: list[dict[str, Any]]) -> pa.Table:
     )
 
 
-def report_page(table: pa.Table, report: dict[str, Any]) -> ReportPage:
-    """The ladder's report: rungs, constants of laws, predictions and best splits of budgets."""
-    names = ("parameters", "examples", "contrastive_entropy", "seed", "operations")
-    rungs = [[f"{run[name]:.6g}" for name in names] for run in table.to_pylist()]
-    constants = [
-        [kind, name, *_numbers(values)]
-        for kind, law in report["laws"].items()
-        for name, values in law["constants"].items()
-    ]
-    predictions = [
-        [f"{point['parameters']:.4g}", f"{point['data']:.4g}", kind, *_numbers(values)]
-        for point in report["predictions"]
-        for kind, values in (point["entropy"] or {"none applies": ()}).items()
-    ]
-    splits = [
-        [f"{split['operations']:.3g}", name, *_numbers(split[name])]
-        for split in report["splits"]
-        for name in BudgetSplit._fields
-    ]
-    interval = [f"{report['level']:.0%} from", "to"]
-    tables = {
-        "Rungs": ReportTable(names, rungs),
-        "Constants": ReportTable(["law", "constant", "value", *interval], constants),
-        "Predictions": ReportTable(["parameters", "pairs", "law", "entropy", *interval], predictions),
-        "Best splits of a budget": ReportTable(["operations", "of", "best", *interval], splits),
+def fit_laws(table: pa.Table) -> dict[Kind, Fit]:
+    """The laws that the table has enough sizes for: of model size at the most data, of data at the largest
+    model, and of both."""
+    most, largest = pc.max(table["examples"]), pc.max(table["parameters"])
+    parts: dict[Kind, pa.Table] = {
+        "size": table.filter(pc.equal(table["examples"], most)),
+        "data": table.filter(pc.equal(table["parameters"], largest)),
+        "joint": table,
     }
-    notes = [_quality(kind, law) for kind, law in report["laws"].items()]
-    if len(notes) < len(LAWS):
-        notes.append(
-            "A law that is missing here needs more sizes: four for one of N or D, three of each for both."
-        )
-    sections = [ReportSection(title, tables=[one]) for title, one in tables.items() if one.rows]
-    return ReportPage("Ladder", sections, notes=notes)
+    fits: dict[Kind, Fit] = {}
+    for kind, part in parts.items():
+        runs = laws.read_runs(part)
+        with suppress(DataError):  # too few sizes; the report says so
+            fits[kind] = laws.fit(kind, runs, draws=laws.DRAWS)
+    return fits
 
 
-def _quality(kind: str, law: dict[str, Any]) -> str:
-    seeds = law["seed_scatter"]
-    return (
-        f"{LAWS[kind]}: {law['runs']} runs of {law['sizes']} sizes, R² = {law['r2']:.4f}, "
-        f"degrees of freedom: {law['degrees_of_freedom']}, scatter of a run {law['scatter']:.3f}"
-        + ("" if seeds is None else f", between seeds of a size {seeds:.3f}")
-    )
+def law_report(table: pa.Table, fits: Mapping[Kind, Fit]) -> dict[str, Any]:
+    """The fitted laws as JSON values: R², constants with intervals, and best splits of budgets."""
+    found = {
+        kind: {
+            "runs": len(law.runs.entropy),
+            "degrees_of_freedom": law.freedom,
+            "r2": law.r2,
+            "scatter": law.scatter,
+            "seed_scatter": law.seed_scatter,
+            "constants": {name: [*interval] for name, interval in law.constants().items()},
+        }
+        for kind, law in fits.items()
+    }
+    splits = []
+    if "joint" in fits:
+        largest = table.sort_by("operations").to_pylist()[-1]
+        per_parameter = largest["operations"] / (largest["parameters"] * largest["examples"])
+        for times in BUDGETS:
+            budget = times * largest["operations"]
+            best = fits["joint"].split(budget, per_parameter=per_parameter)
+            splits.append({"operations": budget, **{name: [*interval] for name, interval in best.items()}})
+    return {"level": laws.LEVEL, "laws": found, "splits": splits}
 
 
-def _numbers(values: Sequence[float]) -> list[str]:
-    """A value and the ends of its interval; three empty cells for none."""
-    return [f"{value:.4g}" for value in values] or [""] * 3
+def report_text(table: pa.Table, report: dict[str, Any]) -> str:
+    """The ladder's report as Markdown: rungs, constants of laws and best splits of budgets."""
+    return render("ladder.md", rungs=table.to_pylist(), report=report, needs=laws.NEEDS)

@@ -10,7 +10,7 @@ import tiny
 from scalingnote.core.errors import ConfigError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Lora, Pretrained
-from scalingnote.models.flops import PUBLISHED_SHAPES, adapter_parameters, backbone_shape, settings_shape
+from scalingnote.models.flops import adapter_parameters, backbone_shape, settings_shape
 
 DECODER = {
     "vocab_size": 40,
@@ -87,7 +87,7 @@ def test_a_scratch_backbone_is_what_is_built(architecture: str):
     ],
 )
 def test_published_shapes_have_the_published_size(name: str, total: int, own_head: bool):
-    shape = PUBLISHED_SHAPES[name]
+    shape = backbone_shape(Pretrained(path=name))
     assert shape.parameters + own_head * shape.vocabulary * shape.hidden == total
 
 

@@ -25,7 +25,7 @@ def paper(*overrides: str, **assumed: object) -> Estimate:
 
 def test_the_published_run_fits_the_cluster_its_config_names():
     found = paper(rows=106_045_200)
-    assert (found.config.ranks, found.gpu.memory // 2**30, found.fits) == (32, 79, True)
+    assert (found.config.ranks, found.assumed.gpu, found.fits) == (32, "H100", True)
     assert found.parameters == 2 * 7_070_619_136 + 2 * 3584 * 128
     assert found.steps == 106_045_200 // 480
     # Six operations per weight and token, and some for attention.
@@ -39,13 +39,6 @@ def test_every_published_run_is_estimated(path: Path, capsys: pytest.CaptureFixt
     assert "nothing is started" in capsys.readouterr().out
 
 
-def test_each_strategy_keeps_less_than_the_one_before():
-    kinds = ["kind: ddp", *(f"kind: deepspeed, stage: {stage}" for stage in (1, 2, 3))]
-    kept = [paper(f"strategy={{{kind}}}").state for kind in kinds]
-    sizes = [state.total - state.gathered for state in kept]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_grad_cache_makes_activations_independent_of_the_batch():
     cache = "memory.grad_cache={query_rows: 8, document_rows: 4}"
     small, large = (paper(cache, f"global_batch={batch}") for batch in (480, 4800))
@@ -56,7 +49,7 @@ def test_grad_cache_makes_activations_independent_of_the_batch():
 def test_two_adapters_share_one_frozen_base():
     lora = ("query.lora.rank=16", "document.lora.rank=16")
     shared = paper(*lora)
-    assert shared.trained == shared.parameters - 7_070_619_136
+    assert sum(tower.trained for tower in shared.towers) == shared.parameters - 7_070_619_136
 
 
 def test_rows_of_unknown_lengths_cost_what_the_longest_do():
@@ -64,9 +57,6 @@ def test_rows_of_unknown_lengths_cost_what_the_longest_do():
     assert known.step_tokens == 480 * 20 + 960 * 300
     assert unknown.step_tokens == 480 * 64 + 960 * 512
     assert known.activations == unknown.activations  # a batch of the longest rows may come
-
-
-def test_lengths_are_shown_as_they_were_counted():
     some = dry_run_text(paper(document_tokens=300))
     assert "at the longest rows where no mean is given (--query-tokens)" in some
 
@@ -92,17 +82,16 @@ def test_before_rows_are_collected_only_a_step_is_estimated(tmp_path: Path, caps
     ("override", "knob"),
     [
         ("strategy.kind=ddp", "strategy.kind=fsdp2"),
+        ("strategy={kind: fsdp2, reshard: false}", "train.strategy.reshard=true"),
         ("memory.gradient_checkpointing=false", "train.memory.gradient_checkpointing=true"),
         ("global_batch=48000", "grad_cache"),
     ],
 )
 def test_what_does_not_fit_comes_with_a_remedy(override: str, knob: str):
-    found = paper(override)
+    found = paper(override, gpu="L40S")
     assert not found.fits
     assert "DOES NOT FIT" in dry_run_text(found)
     assert knob in dry_run_text(found)
-    whole = paper("strategy={kind: fsdp2, reshard: false}", gpu="L40S")
-    assert "train.strategy.reshard=true" in dry_run_text(whole)
 
 
 def test_knobs_of_the_dry_run_mean_nothing_without_it(capsys):
@@ -138,10 +127,6 @@ def test_rows_that_were_collected_are_counted(monkeypatch, capsys):
             return pa.table({"split": ["train"] * 1280 + ["validation"] * 7})
 
     monkeypatch.setattr("scalingnote.run.pipeline.locate", lambda config, kind: Triplets())
-    assert (
-        cli.main(
-            ["run", str(CONFIGS / "quickstart/python_docs.yaml"), "--dry-run", "--set", "train.epochs=4"]
-        )
-        == 0
-    )
+    path = str(CONFIGS / "quickstart/python_docs.yaml")
+    assert cli.main(["run", path, "--dry-run", "--set", "train.epochs=4"]) == 0
     assert "1,280, 4" in capsys.readouterr().out

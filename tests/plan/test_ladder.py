@@ -2,7 +2,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,11 +13,10 @@ from in_process import without_ray
 from scalingnote.cli import main as cli
 from scalingnote.core.config import validate
 from scalingnote.core.errors import ArtifactError, ConfigError
-from scalingnote.core.reports import render
 from scalingnote.models.config import LookupConfig, Lora, Scratch
 from scalingnote.plan import ladder, laws
 from scalingnote.plan.config import LadderConfig
-from scalingnote.plan.laws import JointLaw
+from scalingnote.plan.laws import joint_law
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
 from scalingnote.storage.artifact import Artifact, Draft
@@ -71,7 +69,6 @@ def test_wide_models_may_learn_more_slowly():
         ({}, {"validation": None}, "train.validation"),
         ({}, {"validation": Validation(patience=3)}, "leave out train.validation.patience"),
         ({}, {"query": LookupConfig()}, "transformer"),
-        ({"pairs": (16, 41, 47)}, {}, "41, 47: in batches of 8 they are one run of 5 steps"),
     ],
 )
 def test_what_cannot_be_a_rung_is_refused(sizes: dict[str, object], stage: dict[str, object], match: str):
@@ -79,9 +76,10 @@ def test_what_cannot_be_a_rung_is_refused(sizes: dict[str, object], stage: dict[
         ladder.rung_configs(SIZES.model_copy(update=sizes), STAGE_ONE.model_copy(update=stage), rows=75)
 
 
-def test_a_size_is_given_once():
-    with pytest.raises(ConfigError, match="repeats"):
-        validate(LadderConfig, {"pairs": [16, 16]}, source="test")
+def test_equal_sizes_are_one_run():
+    sizes = {"pairs": (16, 41, 47), "seeds": (0, 0), "backbones": BACKBONES[:1] * 2}
+    made = ladder.rung_configs(SIZES.model_copy(update=sizes), STAGE_ONE, rows=75)
+    assert [one.epochs for one in made] == [2 / 9, 5 / 9]
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +103,7 @@ def test_a_row_says_what_was_trained(trained: list[Artifact]):
         beside_tables = [w.numel() for name, w in weights.items() if "embed_tokens" not in name]
         assert row["parameters"] == sum(beside_tables)
         assert row["examples"] == artifact.counts["steps"] * STAGE_ONE.global_batch
-        # A query of two words, a positive and a negative of 15 and the prompt's two placeholders.
-        assert 30 * row["examples"] < row["tokens"] < 3 * 40 * row["examples"]
         assert 6 * row["parameters"] < row["operations"] / row["tokens"] < 20 * row["parameters"]
-        assert np.isfinite(row["contrastive_entropy"])
 
 
 def by_hand(uri: Path, *, lora: Lora | None = None, **counts: int) -> Artifact:
@@ -154,31 +149,29 @@ def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_pa
     text = Path(made.file("report.md")).read_text()
     assert "L(N, D)" in text
     assert report["laws"]["joint"]["degrees_of_freedom"] == 4
-    assert re.search(r"9 runs of 9 sizes, R² = .* degrees of freedom: 4", text)
+    assert re.search(r"9 runs, R² = .* degrees of freedom: 4", text)
     assert report["laws"]["joint"]["seed_scatter"] is None
-    assert "more sizes" in text
+    assert "more sizes are needed, at least 4 model sizes" in text
     assert Path(made.file("joint.png")).read_bytes().startswith(b"\x89PNG")
     again = ladder.build(SIZES, trained, output=str(tmp_path))
     assert again.uri == made.uri
 
 
-PLANTED = JointLaw(a=3e5, b=2e3, alpha=0.12 * 0.77, beta=0.77, delta=0.108)
-
-
 def planted(models: tuple[float, ...]) -> pa.Table:
-    """A ladder of four amounts of data whose runs are those of the law."""
+    """A ladder of four amounts of data whose runs are those of a law."""
     return ladder.rung_table(
         [
             {"parameters": int(n), "examples": int(d), "tokens": int(100 * d), "operations": 600.0 * n * d}
-            | {"contrastive_entropy": float(PLANTED(n, d)), "seed": 0, "seconds": 1.0, "artifact": f"{n}-{d}"}
+            | {
+                "contrastive_entropy": joint_law(
+                    n, d, a=3e5, b=2e3, alpha=0.12 * 0.77, beta=0.77, delta=0.108
+                )
+            }
+            | {"seed": 0, "seconds": 1.0, "artifact": f"{n}-{d}"}
             for n in models
             for d in (1e3, 1e4, 1e5, 1e6)
         ]
     )
-
-
-def markdown(table: pa.Table, report: dict[str, Any]) -> str:
-    return render("report.md", page=ladder.report_page(table, report))
 
 
 @pytest.mark.usefixtures("_few_draws")
@@ -192,14 +185,13 @@ def test_seeds_of_a_size_are_runs_of_their_own():
         for seed, error in enumerate((-0.01, 0.0, 0.01))
     ]
     table = ladder.rung_table(rows)
-    fits = ladder.fit_laws(table)
-    report = ladder.law_report(table, fits, config=SIZES)
+    report = ladder.law_report(table, ladder.fit_laws(table))
     joint = report["laws"]["joint"]
-    assert (joint["runs"], joint["sizes"], joint["degrees_of_freedom"]) == (36, 12, 31)
+    assert (joint["runs"], joint["degrees_of_freedom"]) == (36, 31)
     # Within each of 12 sizes: squares of 0.01, 0 and 0.01 over 24 degrees of freedom.
     assert joint["seed_scatter"] == pytest.approx(0.01)
     assert joint["scatter"] == pytest.approx(0.01, rel=0.2)
-    assert "between seeds of a size 0.010" in markdown(table, report)
+    assert "between seeds of a size 0.010" in ladder.report_text(table, report)
 
 
 @pytest.mark.usefixtures("_few_draws")
@@ -209,47 +201,15 @@ def test_laws_are_fitted_to_the_rungs_that_each_is_about():
     assert set(fits) == {"size", "data", "joint"}
     assert set(fits["size"].runs.data) == {10**6}
     assert set(fits["data"].runs.parameters) == {10**9}
-    report = ladder.law_report(table, fits, config=SIZES)
-    budget = report["splits"][1]
-    best = PLANTED.split(600.0 * 10**9 * 10**6 * 10, per_parameter=600.0)
-    assert budget["parameters"][0] == pytest.approx(best.parameters, rel=0.1)
-    assert budget["entropy"][0] == pytest.approx(best.entropy, rel=0.02)
-
-
-@pytest.mark.usefixtures("_few_draws")
-def test_budgets_and_models_to_foretell_are_knobs():
-    table = planted((1e6, 1e7, 1e8, 1e9))
-    sizes = {"budgets": [1e6], "predict": [["1e10", 1e8], [1e10, 1e6], [1e9, 1e7]]}
-    config = validate(LadderConfig, sizes, source="test")
-    report = ladder.law_report(table, ladder.fit_laws(table), config=config)
-    assert [split["operations"] for split in report["splits"]] == [600.0 * 1e15 * 1e6]
-    # A law of one size speaks of the runs' other size alone.
-    kinds = [["joint"], ["size", "joint"], ["data", "joint"]]
-    assert [list(point["entropy"]) for point in report["predictions"]] == kinds
-    for point in report["predictions"]:
-        for value, low, high in point["entropy"].values():
-            assert value == pytest.approx(float(PLANTED(point["parameters"], point["data"])), rel=0.02)
-            assert low <= value * 1.001
-            assert value <= high * 1.001
-    page = markdown(table, report)
-    assert "## Predictions" in page
-    assert len(re.findall(r"^\| +1e\+10 +\| +1e\+06 +\| +(?:size|joint) +\|", page, flags=re.M)) == 2
-
-
-@pytest.mark.usefixtures("_few_draws")
-def test_without_a_joint_law_some_models_are_not_predicted():
-    table = planted((1e9,))
-    config = validate(LadderConfig, {"predict": [[1e9, 1e7], [1e10, 1e7]]}, source="test")
-    report = ladder.law_report(table, ladder.fit_laws(table), config=config)
-    assert [list(point["entropy"]) for point in report["predictions"]] == [["data"], []]
-    assert "none applies" in markdown(table, report)
-    assert report["splits"] == []
-
-
-@pytest.mark.parametrize("wrong", [{"budgets": [0]}, {"predict": [[1e9]]}, {"predict": [[1e9, ".inf"]]}])
-def test_a_size_to_foretell_is_a_positive_number(wrong: dict[str, object]):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        validate(LadderConfig, wrong, source="test")
+    report = ladder.law_report(table, fits)
+    budget = 600.0 * 10**9 * 10**6
+    assert [split["operations"] for split in report["splits"]] == pytest.approx(
+        [budget, 10 * budget, 100 * budget]
+    )
+    best = fits["joint"].split(10 * budget, per_parameter=600.0)
+    assert report["splits"][1]["entropy"] == [*best["entropy"]]
+    alone = ladder.law_report(planted((1e9,)), ladder.fit_laws(planted((1e9,))))
+    assert ([*alone["laws"]], alone["splits"]) == (["data"], [])
 
 
 def test_the_committed_laws_are_those_of_the_committed_runs():
