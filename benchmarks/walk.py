@@ -1,7 +1,8 @@
 """Files and types that a query, and a few documents, pass in this process, traced for benchmarks/house.py.
 
-The helpers of tests/ build the inputs: for the query a small index and a lookup table, as docs/architecture.md walks; for the documents a
-dataset and a document tower, which the jobs `encode` and `index` then read.
+The helpers of tests/ build the inputs: for the query a small index and a lookup table, as
+docs/architecture.md walks; for the documents a dataset and a document tower, which the jobs `encode` and
+`index` then read.
 """
 
 import dataclasses

@@ -194,8 +194,8 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
     overlap = most // OVERLAP
     passages = Passages(max_tokens=most, overlap=overlap, tokenizer=config.adopt.path)
     log.info(
-        "%s of %s texts are longer than the model reads, and %.1f%% of all tokens would be lost: documents are "
-        "divided into passages of at most %d tokens, with up to %d of the one before "
+        "%s of %s texts are longer than the model reads, and %.1f%% of all tokens would be lost: documents "
+        "are divided into passages of at most %d tokens, with up to %d of the one before "
         "(--set dataset.passages=null cuts them instead)",
         *(f"{counts[name]:,}" for name in ("cut_texts", "documents")),
         *(100 * lost_share(counts), most, overlap),
