@@ -72,15 +72,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     best = min(sizes, key=lambda memory: (sizes[memory]["month"], sizes[memory]["nodes"]))
     float16 = config.documents * config.dim * 2 / 1e9
     embeddings = {"float16": float16, "int8": float16 / 2, "month": float16 * constant("storage_price")}
-    # Query encoders at the rate measured for their form, in proportion to the tokens of a query. It is rough
-    # far from the measured length, because part of the time does not grow: 4 tokens take 0.5 of the time of
-    # 13, not 0.3. Gateways at the CPU time of a request, load generator and search included.
-    queries_per_core = constant(f"encoder_rate_{config.query_tower}") * constant("encoder_tokens")
-    requests_per_core = constant("gateway_rate") / constant("gateway_cores")
-    serving = {
-        "query encoders": _processes(config, config.qps * config.query_tokens / queries_per_core),
-        "gateways": _processes(config, config.qps / requests_per_core),
-    }
+    serving = _serving(config)
     months = {
         name: row["month"]
         for name, row in {"embeddings": embeddings, "searchers": sizes[best], **serving}.items()
@@ -180,6 +172,21 @@ def _searchers(config: PlanConfig, memory: int, index: Figures) -> Figures:
     month = (shards * replicas * cores + fan_out) * core_price() * MONTH_HOURS
     figures = {"cores": cores, "shards": shards, "replicas": replicas, "nodes": shards * replicas}
     return figures | {"shard_ms": shard_ms, "fan_out_cores": fan_out, "month": month}
+
+
+def _serving(config: PlanConfig) -> dict[str, Figures]:
+    """Query encoders and gateways.
+
+    Query encoders run at the rate measured for their form, in proportion to the tokens of a query. That is
+    rough far from the measured length, because part of the time does not grow: 4 tokens take 0.5 of the time
+    of 13, not 0.3. Gateways have the CPU time of a request, load generator and search included.
+    """
+    queries_per_core = constant(f"encoder_rate_{config.query_tower}") * constant("encoder_tokens")
+    requests_per_core = constant("gateway_rate") / constant("gateway_cores")
+    return {
+        "query encoders": _processes(config, config.qps * config.query_tokens / queries_per_core),
+        "gateways": _processes(config, config.qps / requests_per_core),
+    }
 
 
 def _processes(config: PlanConfig, working_cores: float) -> Figures:

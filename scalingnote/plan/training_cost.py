@@ -5,6 +5,7 @@
 Time is arithmetic at an assumed share of the GPU's peak (MFU), in which communication is included.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,7 +80,7 @@ def estimate(config: TrainConfig, assumed: Assumptions, *, negatives: int = 1) -
     Raises:
         ConfigError: a backbone's shape is not known offline, or the query tower is a lookup table.
     """
-    gpu, ranks, memory = GPUS[assumed.gpu], config.ranks, config.memory
+    gpu, ranks = GPUS[assumed.gpu], config.ranks
     query, document = towers = (
         _tower(config, assumed, "query", per_pair=1),
         _tower(config, assumed, "document", per_pair=1 + negatives),
@@ -101,13 +102,7 @@ def estimate(config: TrainConfig, assumed: Assumptions, *, negatives: int = 1) -
         numbers=numbers,
         base=config.document.lora.base if config.document.lora else "full",
     )
-    # Of one chunk of one tower with GradCache, else of all rows of both towers.
-    alive = [
-        float(tower.chunk * tower.longest)
-        * tower_bytes(tower.shape, numbers, checkpointing=memory.gradient_checkpointing)
-        for tower in towers
-    ]
-    activations = max(alive) if memory.grad_cache else sum(alive)
+    activations = _activations(config, towers, numbers)
     columns = 1 + negatives * (config.losses.denominator == "positives_and_negatives")
     scores = score_bytes(
         rows=query.rows,
@@ -117,28 +112,7 @@ def estimate(config: TrainConfig, assumed: Assumptions, *, negatives: int = 1) -
         prefixes=config.losses.matryoshka,
         dim=config.dim,
     )
-    work = flops.loss(
-        rows=config.global_batch,
-        columns=columns,
-        views=document.pooled,
-        prefixes=config.losses.matryoshka,
-        bidirectional=config.losses.bidirectional,
-    )
-    for tower in towers:
-        row = flops.row(
-            tower.shape,
-            tokens=tower.tokens,
-            pooled=tower.pooled,
-            dim=config.dim,
-            lora=tower.lora,
-            checkpointing=memory.gradient_checkpointing,
-            grad_cache=memory.grad_cache is not None,
-        )
-        work += row.times(ranks * tower.rows)
-    steps = None
-    if assumed.rows is not None:
-        steps = round(assumed.rows // config.global_batch * config.epochs)
-        steps = min(steps, config.max_steps or steps)
+    work = _step_work(config, towers, columns=columns)
     return Estimate(
         config=config,
         assumed=assumed,
@@ -154,8 +128,50 @@ def estimate(config: TrainConfig, assumed: Assumptions, *, negatives: int = 1) -
         work=work,
         step_tokens=ranks * sum(tower.rows * tower.tokens for tower in towers),
         step_seconds=work.total / (ranks * gpu.peak * assumed.mfu),
-        steps=steps,
+        steps=_steps(config, assumed.rows),
     )
+
+
+def _activations(config: TrainConfig, towers: Sequence[TowerEstimate], numbers: Numbers) -> float:
+    """Bytes of one chunk of one tower with GradCache, else of all rows of both towers."""
+    checkpointing = config.memory.gradient_checkpointing
+    alive = [
+        float(tower.chunk * tower.longest) * tower_bytes(tower.shape, numbers, checkpointing=checkpointing)
+        for tower in towers
+    ]
+    return max(alive) if config.memory.grad_cache else sum(alive)
+
+
+def _step_work(config: TrainConfig, towers: Sequence[TowerEstimate], *, columns: int) -> Work:
+    """Operations of a step over all GPUs: the loss and both towers."""
+    _, document = towers
+    work = flops.loss(
+        rows=config.global_batch,
+        columns=columns,
+        views=document.pooled,
+        prefixes=config.losses.matryoshka,
+        bidirectional=config.losses.bidirectional,
+    )
+    for tower in towers:
+        row = flops.row(
+            tower.shape,
+            tokens=tower.tokens,
+            pooled=tower.pooled,
+            dim=config.dim,
+            lora=tower.lora,
+            checkpointing=config.memory.gradient_checkpointing,
+            grad_cache=config.memory.grad_cache is not None,
+        )
+        work += row.times(config.ranks * tower.rows)
+    return work
+
+
+def _steps(config: TrainConfig, rows: int | None) -> int | None:
+    """Steps over so many rows; None if their number is not known."""
+    if rows is None:
+        return None
+    steps = round(rows // config.global_batch * config.epochs)
+    return min(steps, config.max_steps or steps)
 
 
 def _tower(
