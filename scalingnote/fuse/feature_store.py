@@ -3,9 +3,9 @@
     events stream ─write─► profile (the newest value of each column) and history (bounded, oldest first)
     user_ids ─get_many─► User, as :class:`~scalingnote.fuse.fusion.QueryFusion` reads it
 
-Writes may be repeated and come from many processes: an event has an id, and one that was written before
-changes nothing. So a stream can be replayed from anywhere after a crash, and nothing is doubled or lost. Ids
-are remembered for `remember_s` seconds: a replay must not reach further back.
+Writes may be repeated, come in any order and from many processes: the event with the greatest timestamp gives
+a profile its value (of equal ones that with the greatest id), and a history has each event once, sorted by
+timestamp. So a stream can be replayed from anywhere after a crash, and nothing is doubled or lost.
 
     SqliteStore    one file, for the processes of one machine
     RedisStore     Redis or Valkey, for many machines
@@ -16,7 +16,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,6 @@ from scalingnote.core.log import Progress
 from scalingnote.core.units import DAY_S
 from scalingnote.core.words import is_valid_unicode
 
-Clock = Callable[[], float]  # seconds since 1970
 EVENTS_PER_WRITE = 512
 
 
@@ -42,12 +41,7 @@ class StoreConfig(Config):
     )
     history: int = Field(100, ge=1, description="documents kept of a user, the latest by time")
     ttl_s: float = Field(
-        90 * DAY_S, gt=0, description="seconds without an event after which a user is forgotten"
-    )
-    remember_s: float = Field(
-        7 * DAY_S,
-        gt=0,
-        description="seconds for which the id of an event is known, so that it is not applied twice",
+        90 * DAY_S, gt=0, description="seconds without a written event after which a user is forgotten"
     )
 
 
@@ -74,11 +68,10 @@ class Event:
 class FeatureStore(Protocol):
     """Several processes may open the same store."""
 
-    def write(self, events: Sequence[Event]) -> int:
-        """Apply events, each whole or not at all; the number of new ones.
+    def write(self, events: Sequence[Event]) -> None:
+        """Apply events, each whole or not at all; the module's docstring says how.
 
-        After an error some events may have been applied: write all of them again. Events may come in any
-        order: a history is sorted by timestamp, and a profile column has the value of the latest event.
+        After an error some events may have been applied: write all of them again.
 
         Raises:
             DataError: an event cannot be stored; none was applied.
@@ -107,7 +100,7 @@ def check(events: Sequence[Event]) -> None:
             )
 
 
-def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore:
+def open_store(config: StoreConfig) -> FeatureStore:
     """Open the store at a URL: sqlite:PATH, redis://HOST:PORT/DB, rediss:// or unix://.
 
     ConfigError if the URL has another scheme, the store cannot be opened, or redis-py is not installed.
@@ -115,34 +108,28 @@ def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore
     scheme, _, path = config.url.partition(":")
     match scheme:
         case "sqlite" if path:
-            return SqliteStore(path, config, clock=clock)
+            return SqliteStore(path, config)
         case "redis" | "rediss" | "unix":
-            return RedisStore(config, clock=clock)
+            return RedisStore(config)
         case _:
             raise ConfigError(f"no feature store at {config.url!r}: give sqlite:PATH or redis://HOST:PORT/DB")
 
 
-def consume(
-    store: FeatureStore, events: Iterable[Event], *, batch: int = EVENTS_PER_WRITE
-) -> tuple[int, int]:
-    """Write a stream of events in batches; the numbers of events read and of new ones."""
-    read = new = 0
-    stream = iter(events)
+def consume(store: FeatureStore, events: Iterable[Event], *, batch: int = EVENTS_PER_WRITE) -> int:
+    """Write a stream of events in batches; returns their number."""
+    read, stream = 0, iter(events)
     with Progress("features", total=0, unit="events") as progress:
         while some := list(islice(stream, batch)):
-            new += store.write(some)
+            store.write(some)
             read += len(some)
             progress.advance(len(some))
-    return read, new
+    return read
 
 
 # --- SQLite -----------------------------------------------------------------------------------------------
 
 WRITER_TIMEOUT_S = 30.0  # for other writers
-SWEEP_INTERVAL_S = 60.0
 SQLITE_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (event_id TEXT PRIMARY KEY, taken REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS events_taken ON events (taken);
 CREATE TABLE IF NOT EXISTS users (user_id TEXT PRIMARY KEY, seen REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS users_seen ON users (seen);
 CREATE TABLE IF NOT EXISTS profiles (
@@ -153,7 +140,7 @@ CREATE TABLE IF NOT EXISTS history (
   user_id TEXT, time REAL, event_id TEXT, semantic_id TEXT NOT NULL, PRIMARY KEY (user_id, time, event_id)
 ) WITHOUT ROWID;
 """
-# Of two values with one timestamp the one of the greater event id stays, whichever arrives first.
+FORGET = "DELETE FROM {} WHERE user_id IN (SELECT user_id FROM users WHERE seen <= ?)"
 UPSERT_PROFILE = """
 INSERT INTO profiles VALUES (?, ?, ?, ?, ?) ON CONFLICT (user_id, name) DO UPDATE
 SET value = excluded.value, time = excluded.time, event_id = excluded.event_id
@@ -163,55 +150,57 @@ TRIM_HISTORY = """
 DELETE FROM history WHERE user_id = ?1 AND (time, event_id) NOT IN
   (SELECT time, event_id FROM history WHERE user_id = ?1 ORDER BY time DESC, event_id DESC LIMIT ?2)
 """
+OF_KNOWN_USERS = "JOIN users USING (user_id) WHERE seen > ? AND user_id IN (SELECT value FROM json_each(?))"
 
 
 class SqliteStore:
     """A :class:`FeatureStore` in an SQLite file. Threads may share one; a forked process opens its own.
 
-    Write-ahead logging lets readers continue while one process writes; writers wait for each other. An event
-    is applied in the transaction that records its id, so a killed writer leaves all of a batch or nothing.
+    Write-ahead logging lets readers continue while one process writes; writers wait for each other. A batch
+    is one transaction, so a killed writer leaves all of it or nothing.
     """
 
-    def __init__(self, path: str, config: StoreConfig, *, clock: Clock) -> None:
-        self._path, self._config, self._clock = path, config, clock
-        self._local, self._swept_at = threading.local(), 0.0
+    def __init__(self, path: str, config: StoreConfig) -> None:
+        self._path, self._config, self._local = path, config, threading.local()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._connection()
 
-    def write(self, events: Sequence[Event]) -> int:
-        """Events that are new, in one transaction."""
+    def write(self, events: Sequence[Event]) -> None:
+        """Events, in one transaction."""
         check(events)
-        now, connection = self._clock(), self._connection()
+        now, connection = time.time(), self._connection()
+        columns = [
+            (event.user_id, name, json.dumps(value), event.timestamp, event.event_id)
+            for event in events
+            for name, value in event.profile.items()
+        ]
+        clicks = [(e.user_id, e.timestamp, e.event_id, e.semantic_id) for e in events if e.semantic_id]
         with connection:
             # Upgrading a read transaction would fail at once instead of waiting.
             connection.execute("BEGIN IMMEDIATE")
-            new = [event for event in events if self._is_new(connection, event, now)]
-            for event in new:
-                self._apply(connection, event, now)
-            for user_id in {event.user_id for event in new if event.semantic_id}:
-                connection.execute(TRIM_HISTORY, (user_id, self._config.history))
-            if now - self._swept_at > SWEEP_INTERVAL_S:
-                self._sweep(connection, now)
-        return len(new)
+            # First of all: old features of a user who comes back must not come back.
+            for table in ("profiles", "history", "users"):
+                connection.execute(FORGET.format(table), (now - self._config.ttl_s,))
+            seen = {(event.user_id, now) for event in events}
+            connection.executemany("INSERT OR REPLACE INTO users VALUES (?, ?)", seen)
+            connection.executemany(UPSERT_PROFILE, columns)
+            connection.executemany("INSERT OR REPLACE INTO history VALUES (?, ?, ?, ?)", clicks)
+            clicked = {(user_id, self._config.history) for user_id, *_ in clicks}
+            connection.executemany(TRIM_HISTORY, clicked)
 
     def get_many(self, user_ids: Sequence[str]) -> list[User]:
         """One read of each table, however many users."""
-        connection, names = self._connection(), json.dumps(list(user_ids))
-        alive = "SELECT user_id FROM users WHERE seen > ? AND user_id IN (SELECT value FROM json_each(?))"
-        known = (self._clock() - self._config.ttl_s, names)
+        connection = self._connection()
+        known = (time.time() - self._config.ttl_s, json.dumps(list(user_ids)))
         profiles: dict[str, dict[str, object]] = {}
         histories: dict[str, list[str]] = {}
         with connection:
             connection.execute("BEGIN")  # both tables at one moment
-            for user_id, name, value in connection.execute(
-                f"SELECT user_id, name, value FROM profiles WHERE user_id IN ({alive})", known
-            ):
+            columns = f"SELECT user_id, name, value FROM profiles {OF_KNOWN_USERS}"
+            for user_id, name, value in connection.execute(columns, known):
                 profiles.setdefault(user_id, {})[name] = json.loads(value)
-            for user_id, semantic_id in connection.execute(
-                f"SELECT user_id, semantic_id FROM history WHERE user_id IN ({alive}) "
-                "ORDER BY user_id, time, event_id",
-                known,
-            ):
+            clicks = f"SELECT user_id, semantic_id FROM history {OF_KNOWN_USERS} ORDER BY time, event_id"
+            for user_id, semantic_id in connection.execute(clicks, known):
                 histories.setdefault(user_id, []).append(semantic_id)
         return [User(profiles.get(user_id, {}), tuple(histories.get(user_id, ()))) for user_id in user_ids]
 
@@ -230,48 +219,14 @@ class SqliteStore:
         connection: sqlite3.Connection = self._local.connection
         return connection
 
-    def _is_new(self, connection: sqlite3.Connection, event: Event, now: float) -> bool:
-        inserted = connection.execute(
-            "INSERT INTO events VALUES (?, ?) ON CONFLICT (event_id) DO NOTHING", (event.event_id, now)
-        )
-        return inserted.rowcount == 1
-
-    def _apply(self, connection: sqlite3.Connection, event: Event, now: float) -> None:
-        user = event.user_id
-        expired = "SELECT 1 FROM users WHERE user_id = ? AND seen <= ?"
-        if connection.execute(expired, (user, now - self._config.ttl_s)).fetchone():
-            self._forget(connection, [user])  # not swept yet: old features must not come back
-        connection.execute("INSERT OR REPLACE INTO users VALUES (?, ?)", (user, now))
-        for name, value in event.profile.items():
-            connection.execute(
-                UPSERT_PROFILE, (user, name, json.dumps(value), event.timestamp, event.event_id)
-            )
-        if event.semantic_id:
-            row = (user, event.timestamp, event.event_id, event.semantic_id)
-            # The row may exist: a replay may reach back to before ids were forgotten.
-            connection.execute("INSERT OR REPLACE INTO history VALUES (?, ?, ?, ?)", row)
-
-    def _sweep(self, connection: sqlite3.Connection, now: float) -> None:
-        """Delete users and event ids that have expired."""
-        self._swept_at = now
-        connection.execute("DELETE FROM events WHERE taken <= ?", (now - self._config.remember_s,))
-        users = connection.execute("SELECT user_id FROM users WHERE seen <= ?", (now - self._config.ttl_s,))
-        self._forget(connection, [user_id for (user_id,) in users.fetchall()])
-
-    def _forget(self, connection: sqlite3.Connection, user_ids: Sequence[str]) -> None:
-        for table in ("profiles", "history", "users"):
-            connection.executemany(f"DELETE FROM {table} WHERE user_id = ?", [(user,) for user in user_ids])
-
 
 # --- Redis ------------------------------------------------------------------------------------------------
 
 REDIS_SEPARATOR = "\0"
-# KEYS: profile, history, events. ARGV: event id, timestamp, member or "", length of history, ttl in ms, now,
-# time before which ids are forgotten, remember in ms, then columns: name, [timestamp, event id, value], ...
+# KEYS: profile, history. ARGV: event id, timestamp, member or "", length of history, ttl in ms, then columns:
+# name, [timestamp, event id, value], ...
 REDIS_APPLY = """
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[7])
-if redis.call('ZADD', KEYS[3], 'NX', ARGV[6], ARGV[1]) == 0 then return 0 end
-for i = 9, #ARGV, 2 do
+for i = 6, #ARGV, 2 do
   local old = redis.call('HGET', KEYS[1], ARGV[i])
   local newer = true
   if old then
@@ -286,8 +241,6 @@ if ARGV[3] ~= '' then
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
-redis.call('PEXPIRE', KEYS[3], ARGV[8])
-return 1
 """
 
 
@@ -296,21 +249,19 @@ class RedisStore:
 
         sn:u:{user}:p   hash, column -> [timestamp, event id, value] as JSON
         sn:u:{user}:h   sorted set by timestamp, members "event id \\0 semantic id"
-        sn:u:{user}:e   sorted set of the event ids that were applied, by the time of it
 
     The keys of a user share a hash tag, so that they lie on one node of a cluster. One script applies one
-    event: it records the id and does the rest, or finds the id and does nothing. Ids are recorded per user,
-    as an event belongs to one. Keys that are not written to expire.
+    event. Keys that are not written to expire.
     """
 
-    def __init__(self, config: StoreConfig, *, clock: Clock) -> None:
+    def __init__(self, config: StoreConfig) -> None:
         try:
             import redis  # optional
         except ModuleNotFoundError:
             raise ConfigError(
                 f"{config.url} needs redis-py: pip install 'scalingnote[redis]', or use sqlite:PATH"
             ) from None
-        self._config, self._clock = config, clock
+        self._config = config
         self._redis: Any = redis.Redis.from_url(config.url, decode_responses=True)
         try:
             self._redis.ping()
@@ -318,24 +269,25 @@ class RedisStore:
             raise ConfigError(f"no Redis answers at {config.url}: {error}") from error
         self._apply = self._redis.register_script(REDIS_APPLY)
 
-    def write(self, events: Sequence[Event]) -> int:
-        """New events: one round trip, one script each.
-
-        A lost connection may have applied some of them: write all of them again.
-        """
+    def write(self, events: Sequence[Event]) -> None:
+        """Events in one round trip, a script each; a lost connection may have applied some of them."""
         check(events)
-        now = self._clock()
+        ttl_ms = max(round(1000 * self._config.ttl_s), 1)
         with self._redis.pipeline(transaction=False) as pipeline:
             for event in events:
-                arguments = self._arguments(event, now)
+                clicked = f"{event.event_id}{REDIS_SEPARATOR}{event.semantic_id}" if event.semantic_id else ""
+                arguments: list[str | int] = [event.event_id, repr(event.timestamp), clicked]
+                arguments += [self._config.history, ttl_ms]
+                for name, value in event.profile.items():
+                    arguments += [name, json.dumps([event.timestamp, event.event_id, value])]
                 self._apply(keys=_redis_keys(event.user_id), args=arguments, client=pipeline)
-            return int(sum(pipeline.execute()))
+            pipeline.execute()
 
     def get_many(self, user_ids: Sequence[str]) -> list[User]:
         """One round trip for all users."""
         with self._redis.pipeline(transaction=False) as pipeline:
             for user_id in user_ids:
-                profile, history, _ = _redis_keys(user_id)
+                profile, history = _redis_keys(user_id)
                 pipeline.hgetall(profile)
                 pipeline.zrange(history, 0, -1)
             values = pipeline.execute()
@@ -347,16 +299,6 @@ class RedisStore:
             for profile, history in zip(values[::2], values[1::2], strict=True)
         ]
 
-    def _arguments(self, event: Event, now: float) -> list[str | int | float]:
-        member = f"{event.event_id}{REDIS_SEPARATOR}{event.semantic_id}" if event.semantic_id else ""
-        ttl_ms, remember_ms = round(1000 * self._config.ttl_s), round(1000 * self._config.remember_s)
-        arguments: list[str | int | float] = [event.event_id, repr(event.timestamp), member]
-        arguments += [self._config.history, max(ttl_ms, 1)]
-        arguments += [repr(now), repr(now - self._config.remember_s), max(remember_ms, 1)]
-        for name, value in event.profile.items():
-            arguments += [name, json.dumps([event.timestamp, event.event_id, value])]
-        return arguments
-
 
 def _redis_keys(user_id: str) -> list[str]:
-    return [f"sn:u:{{{user_id}}}:{part}" for part in "phe"]
+    return [f"sn:u:{{{user_id}}}:{part}" for part in "ph"]
