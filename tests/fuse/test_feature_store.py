@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from scalingnote.core.errors import ConfigError, DataError
-from scalingnote.fuse import feature_store
 from scalingnote.fuse.feature_store import Event, FeatureStore, StoreConfig, User, consume, open_store
 
 
@@ -135,31 +134,36 @@ def test_processes_may_write_the_same_stream_at_once(url: str):
         assert user.profile == {"last": 196 + number}
 
 
-def test_an_event_that_cannot_be_stored_is_refused_before_any_is(url: str):
-    store = opened(url)
-    for bad in (
-        Event("", "u", 1.0),
-        Event("e", "", 1.0),
-        Event("e", "u", float("nan")),
-        Event("e", "u", -1.0),
-        Event("\ud800", "u", 1.0),
-        Event("e", "\ud800", 1.0),
-        Event("e", "u", 1.0, "1-\udfff"),
-        Event("e", "u", 1.0, profile={"\ud800": 1}),
-        Event("e", "u", 1.0, profile={"likes": ["a", {"b": "\ud800"}]}),
-    ):
-        with pytest.raises(DataError):
-            store.write([click(1), bad])
-    assert store.get_many(["u"]) == [User({}, ())]
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("", "u", 1.0),
+        ("e", "", 1.0),
+        ("e", "u", float("nan")),
+        ("e", "u", float("inf")),
+        ("e", "u", -1.0),
+        ("\ud800", "u", 1.0),
+        ("e", "\ud800", 1.0),
+        ("e", "u", 1.0, "1-\udfff"),
+        ("e", "u", 1.0, None, {"\ud800": 1}),
+        ("e", "u", 1.0, None, {"likes": ["a", {"b": "\ud800"}]}),
+    ],
+    ids=repr,
+)
+def test_an_event_that_cannot_be_stored_is_refused(values: tuple):
+    with pytest.raises(DataError):
+        Event(*values)
 
 
-def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path):
     """SQLite: an error in the middle of a transaction takes its events back."""
     store = opened(f"sqlite:{tmp_path}/features.db")
-    with monkeypatch.context() as patch:
-        patch.setattr(feature_store, "TRIM_HISTORY", "an error when all events are applied")
-        with pytest.raises(sqlite3.OperationalError):
-            store.write([click(1), click(2)])
+    with sqlite3.connect(tmp_path / "features.db") as connection:
+        full = "BEFORE INSERT ON features WHEN NEW.user_id = 'other' BEGIN SELECT RAISE(FAIL, 'full'); END"
+        connection.execute(f"CREATE TRIGGER full {full}")
+    connection.close()
+    with pytest.raises(sqlite3.IntegrityError):
+        store.write([click(1), click(2, user="other")])
     assert store.get_many(["u"]) == [User({}, ())]
     store.write([click(1)])
     assert store.get_many(["u"])[0].history == ("1-0-0",)

@@ -37,17 +37,14 @@ def batch(rows: slice = slice(None)) -> Clicks:
         embeddings=unit(ROWS, DIM),
         words=torch.from_numpy(rng.integers(0, 32, (ROWS, 8))),
         importances=torch.from_numpy(rng.random((ROWS, 8), np.float32)),
-        indices=torch.zeros((ROWS, 0), dtype=torch.int32),
-        numbers=torch.zeros((ROWS, 0)),
-        crosses=torch.zeros((ROWS, 0), dtype=torch.long),
+        features=torch.zeros((ROWS, 0)),
         history=torch.from_numpy(rng.integers(-1, 4, (ROWS, 3, LEVELS))),
     )
     documents = DocumentInputs(
         embeddings=unit(ROWS * GROUP, DIM),
         codes=torch.from_numpy(rng.integers(0, 4, (ROWS * GROUP, LEVELS))),
         buckets=torch.from_numpy(rng.integers(0, 32, ROWS * GROUP)),
-        indices=torch.zeros((ROWS * GROUP, 0), dtype=torch.int32),
-        numbers=torch.zeros((ROWS * GROUP, 0)),
+        features=torch.zeros((ROWS * GROUP, 0)),
     )
     log_q = torch.from_numpy(np.log(rng.random(ROWS, np.float32)))
     log_q[3] = log_q[1]

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.fuse.prepare import NO_HASH, SCHEMA, training_rows
+from scalingnote.fuse.impressions import NO_HASH, SCHEMA, training_rows
 from scalingnote.storage.shuffle import hash_of
 
 
@@ -77,9 +77,9 @@ def test_rows_are_those_of_a_slow_reading(seed: int):
         (
             names[row["query"]],
             names[row["user"]],
-            names[row["clicked"]],
-            tuple(names[doc] for doc in row["skipped"] if doc != NO_HASH),
-            tuple(names[doc] for doc in row["history"]),
+            names[row["group"][0]],
+            tuple(names[doc] for doc in row["group"][1:] if doc != NO_HASH),
+            tuple(names[doc] for doc in row["history"] if doc != NO_HASH),
         )
         for row in found.to_pylist()
     ]
@@ -101,7 +101,8 @@ def test_what_was_clicked_is_not_passed_over_nor_what_another_query_showed():
         for position, (query, doc, clicked) in enumerate(shown, 1)
     ]
     (found,) = training_rows(pa.Table.from_pylist(rows, schema=SCHEMA), last=3, skipped=3).to_pylist()
-    assert found["skipped"] == [int(hash_of(pa.array(["b"]))[0]), NO_HASH, NO_HASH]
+    assert found["group"] == [*hash_of(pa.array(["a", "b"])), NO_HASH, NO_HASH]
+    assert found["history"] == [NO_HASH] * 3
 
 
 def test_nothing_clicked_is_no_row():
@@ -109,4 +110,3 @@ def test_nothing_clicked_is_no_row():
     silent = table.set_column(5, "clicked", pa.array([False] * 5))
     assert len(training_rows(silent, last=3, skipped=2)) == 0
     assert len(training_rows(table.slice(0, 0), last=3, skipped=2)) == 0
-    assert "skipped" not in training_rows(table, last=0, skipped=0).column_names
