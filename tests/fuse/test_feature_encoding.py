@@ -111,8 +111,7 @@ def test_dates_are_read_alike_in_training_and_in_serving():
 
 def test_integers_and_truth_are_categories_too():
     whole = pa.table({"colour": [7, 7, 9, 9, 9], "new": [True, True, False, False, True]})
-    features = tuple(Feature(kind="categorical", column=name) for name in whole.column_names)
-    encodings = fit(features, whole)
+    encodings = fit([Feature(kind="categorical", column=name) for name in whole.column_names], whole)
     assert [encoding.facts["values"] for encoding in encodings] == [["9", "7"], ["true", "false"]]
     rows = encode_mappings(encodings, [{"colour": 9, "new": True}, {"colour": "7", "new": False}])
     assert (rows - OTHER_INDEX).tolist() == [[1, 1], [2, 2]]
