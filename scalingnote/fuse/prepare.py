@@ -179,9 +179,7 @@ def write_clicks(config: FuseConfig, dataset: Artifact, profile: list[Encoding],
         counted = read_table(fs.join(folder, file_name("counts", bucket)))
         counts[np.searchsorted(named, counted["hash"])] += np.asarray(counted["count"])
     if not len(counts):
-        raise DataError(
-            f"{dataset.uri} has no clicks outside the test split: fusion has nothing to learn from"
-        )
+        raise DataError(f"{dataset.uri} has no clicks outside the test split to learn from")
     write_table(fs.join(folder, "shares.arrow"), pa.table({"share": counts / counts.sum()}))
 
 
@@ -195,14 +193,15 @@ def _clicks(
 ) -> JsonRecord:
     """Write the clicks of a bucket, with the profiles of their users, and the hashes in them."""
     bucket = item[1]
-    rows = {
-        table: shuffle.gather(fs.join(folder, table), bucket, schema=schema)
-        for table, schema in layouts.items()
+    gathered = {
+        table: shuffle.gather(fs.join(folder, table), bucket, schema=layout)
+        for table, layout in layouts.items()
     }
     last, skipped = config.query.history, config.losses.skipped
-    users = clicks = impressions.training_rows(rows["impressions"], last=last, skipped=skipped)
+    users = clicks = impressions.training_rows(gathered["impressions"], last=last, skipped=skipped)
     if profile:
-        known = rows["users"]
+        known = gathered["users"]
+        # An unknown user is a row of nulls.
         users = known.take(pc.index_in(clicks["user"], value_set=pa.array(hash_of(known["user_id"]))))
     clicks = clicks.append_column("features", arrow.to_arrow(encode(profile, users)))
     documents = arrow.to_matrix(clicks["group"])
@@ -247,11 +246,9 @@ def _encode_queries(
 ) -> list[JsonRecord]:
     """Write the training queries that have clicks, as the network reads them."""
     sizes = dataset.rows_of(dataset.table_parts("queries"))
+    read = partial(read_queries, dataset=dataset, folder=folder)
     records = encode_parts(
-        Steps(
-            partial(read_queries, dataset=dataset, folder=folder),
-            partial(QueryParts, tower=tower, planner=planner),
-        ),
+        Steps(read, partial(QueryParts, tower=tower, planner=planner)),
         output=folder,
         work=fs.join(folder, "encoded"),
         rows={file_name("queries", number): rows for number, rows in enumerate(sizes.values())},
@@ -267,10 +264,9 @@ def read_queries(name: str, *, dataset: Artifact, folder: str) -> pa.Table:
     """Hashes and texts of the training queries of a part that have clicks."""
     queries = dataset.table(dataset.table_parts("queries")[int(Path(name).stem)])
     queries = queries.filter(pc.equal(queries["split"], "train"))
-    table = pa.table({"hash": hash_of(queries["query_id"]), "query": queries["query"]})
-    return table.filter(
-        pa.array(in_sorted(np.asarray(table["hash"]), read_array(fs.join(folder, "asked.arrow"))))
-    )
+    hashes = hash_of(queries["query_id"])
+    clicked = in_sorted(hashes, read_array(fs.join(folder, "asked.arrow")))
+    return pa.table({"hash": hashes, "query": queries["query"]}).filter(pa.array(clicked))
 
 
 class QueryParts:
@@ -300,17 +296,19 @@ def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
     clicks = read_table(fs.join(folder, file_name("clicks", item[1])))
     named, asked = (read_array(fs.join(folder, f"{name}.arrow")) for name in ("named", "asked"))
     documents, queries = (read_array(fs.join(folder, f"{name}-place.arrow")) for name in ("named", "asked"))
-    hashes = {name: arrow.to_matrix(clicks[name]) for name in ("group", "history")}
-    numbers = {
-        name: row_numbers(of.ravel(), named, documents).reshape(of.shape) for name, of in hashes.items()
-    }
+    groups, histories = (arrow.to_matrix(clicks[name]) for name in ("group", "history"))
+    group = row_numbers(groups.ravel(), named, documents).reshape(groups.shape)
+    history = row_numbers(histories.ravel(), named, documents).reshape(histories.shape)
     query = row_numbers(np.asarray(clicks["query"]), asked, queries)
-    shares = read_array(fs.join(folder, "shares.arrow"))
-    log_q = np.log(shares[np.searchsorted(named, hashes["group"][:, 0])]).astype(np.float32)
-    columns = {name: arrow.to_arrow(matrix) for name, matrix in numbers.items()}
-    columns |= {"query": pa.array(query), "log_q": pa.array(log_q)}
-    columns["features"] = clicks["features"].combine_chunks()
-    usable = (query >= 0) & (numbers["group"][:, 0] >= 0)
+    share = read_array(fs.join(folder, "shares.arrow"))[np.searchsorted(named, groups[:, 0])]
+    columns = {
+        "query": pa.array(query),
+        "group": arrow.to_arrow(group),
+        "history": arrow.to_arrow(history),
+        "log_q": pa.array(np.log(share).astype(np.float32)),
+        "features": clicks["features"].combine_chunks(),
+    }
+    usable = (query >= 0) & (group[:, 0] >= 0)
     rows = one_chunk(columns).filter(pa.array(usable))
     return {
         "files": write_tables(folder, {file_name("rows", item[1]): rows}),
