@@ -21,7 +21,7 @@ from scalingnote.core.units import DAY_S
 from scalingnote.fuse.config import Feature
 
 Facts = dict[str, Any]  # JSON values
-OTHER_INDEX = 1  # of a value that was too rare when the vocabulary was fitted
+OTHER_INDEX = 1  # of a value that was too rare when the vocabulary was fitted; row 0 is of no value
 MAX_VALUES = 10_000  # most frequent values of a category, which have an embedding each
 MIN_VALUE_ROWS = 2  # rows that a value needs for its own embedding
 BUCKETS = 16  # of a bucketed feature
