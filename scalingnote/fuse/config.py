@@ -30,9 +30,8 @@ class Feature(Config):
 
 
 class DocumentSide(Config):
-    """Features that are merged into a document's embedding."""
+    """Features that are merged into a document's embedding, beside its semantic ID."""
 
-    semantic_ids: bool = Field(True, description="embeddings of its codes, initialised by the centroids")
     id_buckets: int = Field(
         65_536,
         ge=0,
@@ -43,15 +42,14 @@ class DocumentSide(Config):
 
 
 class QuerySide(Config):
-    """Features that are merged into a query's embedding."""
+    """Features that are merged into a query's embedding, beside the planner's 8 most important words."""
 
-    planner: bool = Field(True, description="the planner's 8 most important words, weighted by importance")
     profile: tuple[Feature, ...] = Field((), description="columns of the dataset's users")
     history: int = Field(
         20,
-        ge=0,
+        ge=1,
         description="documents clicked last whose semantic IDs are read of a user, weighted by their "
-        "similarity to the query; 0: none",
+        "similarity to the query",
     )
     crosses: tuple[str, ...] = Field(
         (), description="columns of categorical or bucketed profile features, each crossed with the query"
@@ -65,8 +63,6 @@ class QuerySide(Config):
                 f"crosses name {unknown}, but the categorical and bucketed features of the profile are "
                 f"{sorted(discrete)}"
             )
-        if self.crosses and not self.planner:
-            raise ValueError("crosses need the planner's most important word: set planner, or remove them")
         return self
 
 
@@ -75,9 +71,7 @@ class FusionLosses(Config):
 
     temperature: float = Field(0.05, gt=0, lt=1, description="tau")
     skipped: int = Field(
-        4,
-        ge=0,
-        description="documents per click that were shown in the same session and not clicked; 0: none",
+        4, ge=1, description="documents per click that were shown in the same session and not clicked"
     )
     matryoshka: tuple[int, ...] = Field(
         (16, 32, 64, 128),
@@ -104,16 +98,7 @@ class FuseConfig(Schedule):
     writers: Fleet = Field(Fleet(), description="actors that encode queries and fuse documents")
 
     @model_validator(mode="after")
-    def _has_features(self) -> "FuseConfig":
-        side, query = self.document, self.query
-        if not any(
-            (side.semantic_ids, side.id_buckets, side.features, query.planner, query.profile, query.history)
-        ):
-            raise ValueError("nothing to fuse: name a feature of documents or queries, or set fuse to null")
-        for name, features in (("document.features", side.features), ("query.profile", query.profile)):
-            if len({(feature.column, feature.kind) for feature in features}) < len(features):
-                columns = sorted(feature.column for feature in features)
-                raise ValueError(f"{name} reads a column twice in the same way: {columns}")
+    def _can_fuse(self) -> "FuseConfig":
         if self.memory.grad_cache or self.memory.gradient_checkpointing:
             raise ValueError(
                 "fusion networks are small: leave memory.grad_cache and gradient_checkpointing off"

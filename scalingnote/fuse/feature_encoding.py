@@ -1,19 +1,18 @@
-"""Declared features: columns of a table become indices and numbers, by what was fitted on the dataset.
+"""Declared features: columns of a table become a matrix, by what was fitted on the dataset.
 
-    column ─► facts (vocabulary, ranges, ranks) ─► indices [rows, n], numbers [rows, m]
+    column ─► facts (vocabulary, ranges, ranks) ─► numbers [rows, width]
 
-Index 0 and NaN mark missing values: null, an empty text, not finite, of the wrong length, an impossible date,
-or of a column that the table lacks. Index 1 is a value that was too rare when the vocabulary was fitted.
+A value of a category, and a range, is the number of its embedding. NaN marks missing values: null, an empty
+text, not finite, of the wrong length, an impossible date, or of a column that the table lacks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32
 from numpy import ndarray
 
 from scalingnote.core.config import Config
@@ -22,20 +21,11 @@ from scalingnote.core.units import DAY_S
 from scalingnote.fuse.config import Feature
 
 Facts = dict[str, Any]  # JSON values
-MISSING_INDEX, OTHER_INDEX = 0, 1
+OTHER_INDEX = 1  # of a value that was too rare when the vocabulary was fitted; row 0 is of no value
 MAX_VALUES = 10_000  # most frequent values of a category, which have an embedding each
 MIN_VALUE_ROWS = 2  # rows that a value needs for its own embedding
 BUCKETS = 16  # of a bucketed feature
-EMBEDDING_WIDTH = 16  # of a value, a range, a word, a hashed id and a cross
 QUANTILE_KNOTS = 101
-
-
-@dataclass(frozen=True)
-class EncodedFeatures:
-    """Values of some rows; the module's docstring says how missing ones are marked."""
-
-    indices: Int32[ndarray, "rows indices"]
-    numbers: Float32[ndarray, "rows numbers"]
 
 
 class Encoding(Config):
@@ -57,18 +47,12 @@ class Encoding(Config):
 
     @property
     def width(self) -> int:
-        """Width of an embedding, or numbers of a feature without a table."""
-        return EMBEDDING_WIDTH if self.size else self.feature.dim or 1
+        """Numbers of a row."""
+        return self.feature.dim or 1
 
 
 def fit(features: Sequence[Feature], table: pa.Table) -> list[Encoding]:
-    """Fit vocabularies and ranks to the rows of a table.
-
-    ConfigError names a column that the table lacks, and one that has no value at all.
-    """
-    missing = [f.column for f in features if f.column not in table.column_names]
-    if missing:
-        raise ConfigError(f"no column {missing[0]!r} for a feature: the table has {table.column_names}")
+    """Fit vocabularies and ranks to the rows of a table; ConfigError names a column that has no value."""
     return [Encoding(feature=feature, facts=_fit(feature, table[feature.column])) for feature in features]
 
 
@@ -77,7 +61,7 @@ def columns_of(encodings: Sequence[Encoding]) -> list[str]:
     return list(dict.fromkeys(encoding.feature.column for encoding in encodings))
 
 
-def encode(encodings: Sequence[Encoding], table: pa.Table) -> EncodedFeatures:
+def encode(encodings: Sequence[Encoding], table: pa.Table) -> Float32[ndarray, "rows width"]:
     """Encode the rows of a table; other columns are ignored."""
     nulls = pa.chunked_array([pa.nulls(len(table))])
     names = [encoding.feature.column for encoding in encodings]
@@ -85,7 +69,9 @@ def encode(encodings: Sequence[Encoding], table: pa.Table) -> EncodedFeatures:
     return _encode(encodings, columns, rows=len(table))
 
 
-def encode_mappings(encodings: Sequence[Encoding], rows: Sequence[Mapping[str, Any]]) -> EncodedFeatures:
+def encode_mappings(
+    encodings: Sequence[Encoding], rows: Sequence[Mapping[str, Any]]
+) -> Float32[ndarray, "rows width"]:
     """Encode rows given as mappings, which online stores hold and many programs write.
 
     A value of a wrong type is missing, and does not affect the other rows.
@@ -97,23 +83,12 @@ def encode_mappings(encodings: Sequence[Encoding], rows: Sequence[Mapping[str, A
     return _encode(encodings, columns, rows=len(rows))
 
 
-def no_values(encodings: Sequence[Encoding], rows: int) -> EncodedFeatures:
-    """Rows of missing values."""
-    indices = np.full((rows, sum(bool(e.size) for e in encodings)), MISSING_INDEX, np.int32)
-    numbers = sum(e.width for e in encodings if not e.size)
-    return EncodedFeatures(indices, np.full((rows, numbers), np.nan, np.float32))
-
-
 def _encode(
     encodings: Sequence[Encoding], columns: Sequence[pa.ChunkedArray], *, rows: int
-) -> EncodedFeatures:
-    pairs = list(zip(encodings, columns, strict=True))
-    indices = [_indices(encoding, column) for encoding, column in pairs if encoding.size]
-    numbers = [_scale(encoding, column) for encoding, column in pairs if not encoding.size]
-    return EncodedFeatures(
-        np.stack(indices, axis=1) if indices else np.zeros((rows, 0), np.int32),
-        np.concatenate(numbers, axis=1) if numbers else np.zeros((rows, 0), np.float32),
-    )
+) -> Float32[ndarray, "rows width"]:
+    pairs = zip(encodings, columns, strict=True)
+    blocks = [np.empty((rows, 0)), *(_encode_column(encoding, column) for encoding, column in pairs)]
+    return np.concatenate(blocks, axis=1).astype(np.float32)
 
 
 def _type(feature: Feature) -> pa.DataType:
@@ -157,26 +132,24 @@ def _fit(feature: Feature, column: pa.ChunkedArray) -> Facts:
     return facts
 
 
-def _indices(encoding: Encoding, column: pa.ChunkedArray) -> Int32[ndarray, " rows"]:
+def _encode_column(encoding: Encoding, column: pa.ChunkedArray) -> Float[ndarray, "rows width"]:
+    facts = encoding.facts
+    if encoding.feature.kind == "vector":
+        matrix = _vectors(column, encoding.width)
+        scaled: ndarray = matrix / np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
+        return scaled
     if encoding.feature.kind == "categorical":
         texts = column.cast(pa.string())
-        places = pc.index_in(texts, value_set=pa.array(encoding.facts["values"], pa.string()))
-        index = np.asarray(pc.fill_null(places, -1)) + 2
+        index = pc.fill_null(pc.index_in(texts, value_set=pa.array(facts["values"], pa.string())), -1)
         valid = np.asarray(pc.fill_null(pc.not_equal(texts, ""), False))
-        return np.where(valid, index, MISSING_INDEX).astype(np.int32)
+        return np.where(valid, OTHER_INDEX + 1 + np.asarray(index), np.nan)[:, None]
     values = _numbers(column)
-    index = 2 + np.searchsorted(np.array(encoding.facts["edges"]), values, side="right")
-    return np.where(np.isfinite(values), index, MISSING_INDEX).astype(np.int32)
-
-
-def _scale(encoding: Encoding, column: pa.ChunkedArray) -> Float32[ndarray, "rows numbers"]:
-    if encoding.feature.dim is not None:
-        matrix = _vectors(column, encoding.feature.dim)
-        lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
-        return np.asarray(matrix / np.maximum(lengths, 1e-12), dtype=np.float32)
-    values, knots = _numbers(column), np.array(encoding.facts["knots"])
-    ranks = 2 * np.interp(values, knots, np.linspace(0, 1, len(knots))) - 1
-    return np.where(np.isfinite(values), ranks, np.nan)[:, None].astype(np.float32)
+    if encoding.feature.kind == "bucketed":
+        index = OTHER_INDEX + 1 + np.searchsorted(np.array(facts["edges"]), values, side="right")
+        return np.where(np.isfinite(values), index, np.nan)[:, None]
+    knots = np.array(facts["knots"])
+    ranks: ndarray = 2 * np.interp(values, knots, np.linspace(0, 1, len(knots))) - 1
+    return ranks[:, None]
 
 
 def _numbers(column: pa.Array | pa.ChunkedArray) -> Float[ndarray, " rows"]:

@@ -3,12 +3,14 @@
     events stream ─write─► profile (the newest value of each column) and history (bounded, oldest first)
     user_ids ─get_many─► User, as :class:`~scalingnote.fuse.fusion.QueryFusion` reads it
 
-Writes may be repeated and come from many processes: an event has an id, and one that was written before
-changes nothing. So a stream can be replayed from anywhere after a crash, and nothing is doubled or lost. Ids
-are remembered for `remember_s` seconds: a replay must not reach further back.
+Writes may be repeated, come in any order and from many processes: :func:`merge` gives the same features. So a
+stream can be replayed from anywhere after a crash, and nothing is doubled or lost.
 
     SqliteStore    one file, for the processes of one machine
     RedisStore     Redis or Valkey, for many machines
+
+Both hold a JSON text for each user. A writer reads it, merges events and swaps it for the new one, if no
+other writer was faster; else it tries again.
 """
 
 import json
@@ -16,11 +18,11 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from pydantic import Field
 
@@ -30,7 +32,6 @@ from scalingnote.core.log import Progress
 from scalingnote.core.units import DAY_S
 from scalingnote.core.words import is_valid_unicode
 
-Clock = Callable[[], float]  # seconds since 1970
 EVENTS_PER_WRITE = 512
 
 
@@ -42,12 +43,7 @@ class StoreConfig(Config):
     )
     history: int = Field(100, ge=1, description="documents kept of a user, the latest by time")
     ttl_s: float = Field(
-        90 * DAY_S, gt=0, description="seconds without an event after which a user is forgotten"
-    )
-    remember_s: float = Field(
-        7 * DAY_S,
-        gt=0,
-        description="seconds for which the id of an event is known, so that it is not applied twice",
+        90 * DAY_S, gt=0, description="seconds without a written event after which a user is forgotten"
     )
 
 
@@ -61,7 +57,10 @@ class User:
 
 @dataclass(frozen=True)
 class Event:
-    """An action of a user: a click on a document, a change of the profile, or both."""
+    """An action of a user: a click on a document, a change of the profile, or both.
+
+    DataError where no store can hold it.
+    """
 
     event_id: str  # the same whenever the event is sent again
     user_id: str
@@ -69,45 +68,88 @@ class Event:
     semantic_id: str | None = None  # of the document that was clicked
     profile: Mapping[str, Any] = field(default_factory=dict)  # JSON values
 
+    def __post_init__(self) -> None:
+        if not self.event_id or not self.user_id:
+            raise DataError(f"event without an id or a user id: {self}")
+        if not 0 <= self.timestamp < float("inf"):
+            raise DataError(f"event {self.event_id!r} happened at {self.timestamp}: give seconds since 1970")
+        values = [self.event_id, self.user_id, self.semantic_id, dict(self.profile)]
+        if not is_valid_unicode(json.dumps(values, ensure_ascii=False)):
+            raise DataError(f"{self} has a text with a lone surrogate (invalid UTF-8): fix its producer")
 
-@runtime_checkable
-class FeatureStore(Protocol):
-    """Several processes may open the same store."""
 
-    def write(self, events: Sequence[Event]) -> int:
-        """Apply events, each whole or not at all; the number of new ones.
+class FeatureStore:
+    """Features of users; threads and processes may open the same store. A subclass reads and swaps texts."""
 
-        After an error some events may have been applied: write all of them again. Events may come in any
-        order: a history is sorted by timestamp, and a profile column has the value of the latest event.
+    def __init__(self, config: StoreConfig) -> None:
+        self._config = config
 
-        Raises:
-            DataError: an event cannot be stored; none was applied.
+    def write(self, events: Sequence[Event]) -> None:
+        """Apply events, those of a user together; events that were written before change nothing.
+
+        After an error some users' events may have been applied: write all of them again.
         """
-        ...
+        waiting: dict[str, list[Event]] = {}
+        for event in events:
+            waiting.setdefault(event.user_id, []).append(event)
+        while waiting:
+            names = list(waiting)
+            old = self._read(names)
+            new = [
+                merge(text, waiting[name], history=self._config.history)
+                for name, text in zip(names, old, strict=True)
+            ]
+            for name, swapped in zip(names, self._swap(names, old, new), strict=True):
+                if swapped:
+                    del waiting[name]
 
     def get_many(self, user_ids: Sequence[str]) -> list[User]:
         """The features of each user, in order; an empty User for an unknown one."""
-        ...
+        return [_user(text) for text in self._read(user_ids)]
+
+    def _read(self, user_ids: Sequence[str]) -> list[str | None]:
+        """The text of each user, None for one who is unknown or forgotten."""
+        raise NotImplementedError
+
+    def _swap(self, user_ids: Sequence[str], old: Sequence[str | None], new: Sequence[str]) -> list[bool]:
+        """Write the new text of each user whose text is the old one; whether it was."""
+        raise NotImplementedError
 
 
-def check(events: Sequence[Event]) -> None:
-    """DataError when an event cannot be stored; stores call it before they write any."""
+def merge(text: str | None, events: Iterable[Event], *, history: int) -> str:
+    """The features of a user after events: the same, whatever the order, and if some are repeated.
+
+    Args:
+        text: the features before, as this function returns them; None: there are none.
+        events: of this user.
+        history: documents that are kept, the latest by time.
+
+    Returns:
+        JSON of ``profile``, column -> [timestamp, event id, value] of the latest event, and ``history``,
+        [timestamp, event id, semantic ID] of each click in order. Of equal timestamps the one with the
+        greater event id is the later.
+    """
+    known = json.loads(text) if text else {"profile": {}, "history": []}
+    profile: dict[str, list[Any]] = known["profile"]
+    clicks = {(time, event_id): semantic_id for time, event_id, semantic_id in known["history"]}
     for event in events:
-        if not event.event_id or not event.user_id:
-            raise DataError(f"event without an id or a user id: {event}")
-        if not event.timestamp >= 0 or event.timestamp == float("inf"):
-            raise DataError(
-                f"event {event.event_id!r} happened at {event.timestamp}: give seconds since 1970"
-            )
-        values = [event.event_id, event.user_id, event.semantic_id, dict(event.profile)]
-        if not is_valid_unicode(json.dumps(values, ensure_ascii=False)):
-            raise DataError(
-                f"{event} has a text with a lone surrogate (invalid UTF-8), which no store can hold: fix the "
-                "producer of the events"
-            )
+        moment = (event.timestamp, event.event_id)
+        for name, value in event.profile.items():
+            if name not in profile or moment > tuple(profile[name][:2]):
+                profile[name] = [*moment, value]
+        if event.semantic_id:
+            clicks[moment] = event.semantic_id
+    kept = [[*moment, clicks[moment]] for moment in sorted(clicks)[-history:]]
+    return json.dumps({"profile": profile, "history": kept})
 
 
-def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore:
+def _user(text: str | None) -> User:
+    known = json.loads(text) if text else {"profile": {}, "history": []}
+    profile = {name: value for name, (_, _, value) in known["profile"].items()}
+    return User(profile, tuple(semantic_id for _, _, semantic_id in known["history"]))
+
+
+def open_store(config: StoreConfig) -> FeatureStore:
     """Open the store at a URL: sqlite:PATH, redis://HOST:PORT/DB, rediss:// or unix://.
 
     ConfigError if the URL has another scheme, the store cannot be opened, or redis-py is not installed.
@@ -115,105 +157,67 @@ def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore
     scheme, _, path = config.url.partition(":")
     match scheme:
         case "sqlite" if path:
-            return SqliteStore(path, config, clock=clock)
+            return SqliteStore(path, config)
         case "redis" | "rediss" | "unix":
-            return RedisStore(config, clock=clock)
+            return RedisStore(config)
         case _:
             raise ConfigError(f"no feature store at {config.url!r}: give sqlite:PATH or redis://HOST:PORT/DB")
 
 
-def consume(
-    store: FeatureStore, events: Iterable[Event], *, batch: int = EVENTS_PER_WRITE
-) -> tuple[int, int]:
-    """Write a stream of events in batches; the numbers of events read and of new ones."""
-    read = new = 0
-    stream = iter(events)
+def consume(store: FeatureStore, events: Iterable[Event], *, batch: int = EVENTS_PER_WRITE) -> int:
+    """Write a stream of events in batches; returns their number."""
+    read, stream = 0, iter(events)
     with Progress("features", total=0, unit="events") as progress:
         while some := list(islice(stream, batch)):
-            new += store.write(some)
+            store.write(some)
             read += len(some)
             progress.advance(len(some))
-    return read, new
+    return read
 
 
-# --- SQLite -----------------------------------------------------------------------------------------------
+# --- the two stores ---------------------------------------------------------------------------------------
 
 WRITER_TIMEOUT_S = 30.0  # for other writers
-SWEEP_INTERVAL_S = 60.0
 SQLITE_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (event_id TEXT PRIMARY KEY, taken REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS events_taken ON events (taken);
-CREATE TABLE IF NOT EXISTS users (user_id TEXT PRIMARY KEY, seen REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS users_seen ON users (seen);
-CREATE TABLE IF NOT EXISTS profiles (
-  user_id TEXT, name TEXT, value TEXT NOT NULL, time REAL NOT NULL, event_id TEXT NOT NULL,
-  PRIMARY KEY (user_id, name)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS history (
-  user_id TEXT, time REAL, event_id TEXT, semantic_id TEXT NOT NULL, PRIMARY KEY (user_id, time, event_id)
-) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS features (user_id TEXT PRIMARY KEY, text TEXT NOT NULL, written REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS features_written ON features (written);
 """
-# Of two values with one timestamp the one of the greater event id stays, whichever arrives first.
-UPSERT_PROFILE = """
-INSERT INTO profiles VALUES (?, ?, ?, ?, ?) ON CONFLICT (user_id, name) DO UPDATE
-SET value = excluded.value, time = excluded.time, event_id = excluded.event_id
-WHERE (excluded.time, excluded.event_id) > (time, event_id)
-"""
-TRIM_HISTORY = """
-DELETE FROM history WHERE user_id = ?1 AND (time, event_id) NOT IN
-  (SELECT time, event_id FROM history WHERE user_id = ?1 ORDER BY time DESC, event_id DESC LIMIT ?2)
+SQLITE_READ = """
+SELECT user_id, text FROM features WHERE written > ? AND user_id IN (SELECT value FROM json_each(?))
 """
 
 
-class SqliteStore:
-    """A :class:`FeatureStore` in an SQLite file. Threads may share one; a forked process opens its own.
+class SqliteStore(FeatureStore):
+    """Features in an SQLite file. A forked process opens its own store.
 
-    Write-ahead logging lets readers continue while one process writes; writers wait for each other. An event
-    is applied in the transaction that records its id, so a killed writer leaves all of a batch or nothing.
+    Write-ahead logging lets readers continue while one process writes; writers wait for each other. A batch
+    is one transaction, so a killed writer leaves all of it or nothing.
     """
 
-    def __init__(self, path: str, config: StoreConfig, *, clock: Clock) -> None:
-        self._path, self._config, self._clock = path, config, clock
-        self._local, self._swept_at = threading.local(), 0.0
+    def __init__(self, path: str, config: StoreConfig) -> None:
+        super().__init__(config)
+        self._path, self._local = path, threading.local()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._connection()
 
-    def write(self, events: Sequence[Event]) -> int:
-        """Events that are new, in one transaction."""
-        check(events)
-        now, connection = self._clock(), self._connection()
+    def _read(self, user_ids: Sequence[str]) -> list[str | None]:
+        chosen = (time.time() - self._config.ttl_s, json.dumps(list(user_ids)))
+        found: dict[str, str] = dict(self._connection().execute(SQLITE_READ, chosen).fetchall())
+        return [found.get(user_id) for user_id in user_ids]
+
+    def _swap(self, user_ids: Sequence[str], old: Sequence[str | None], new: Sequence[str]) -> list[bool]:
+        connection, now = self._connection(), time.time()
         with connection:
             # Upgrading a read transaction would fail at once instead of waiting.
             connection.execute("BEGIN IMMEDIATE")
-            new = [event for event in events if self._is_new(connection, event, now)]
-            for event in new:
-                self._apply(connection, event, now)
-            for user_id in {event.user_id for event in new if event.semantic_id}:
-                connection.execute(TRIM_HISTORY, (user_id, self._config.history))
-            if now - self._swept_at > SWEEP_INTERVAL_S:
-                self._sweep(connection, now)
-        return len(new)
-
-    def get_many(self, user_ids: Sequence[str]) -> list[User]:
-        """One read of each table, however many users."""
-        connection, names = self._connection(), json.dumps(list(user_ids))
-        alive = "SELECT user_id FROM users WHERE seen > ? AND user_id IN (SELECT value FROM json_each(?))"
-        known = (self._clock() - self._config.ttl_s, names)
-        profiles: dict[str, dict[str, object]] = {}
-        histories: dict[str, list[str]] = {}
-        with connection:
-            connection.execute("BEGIN")  # both tables at one moment
-            for user_id, name, value in connection.execute(
-                f"SELECT user_id, name, value FROM profiles WHERE user_id IN ({alive})", known
-            ):
-                profiles.setdefault(user_id, {})[name] = json.loads(value)
-            for user_id, semantic_id in connection.execute(
-                f"SELECT user_id, semantic_id FROM history WHERE user_id IN ({alive}) "
-                "ORDER BY user_id, time, event_id",
-                known,
-            ):
-                histories.setdefault(user_id, []).append(semantic_id)
-        return [User(profiles.get(user_id, {}), tuple(histories.get(user_id, ()))) for user_id in user_ids]
+            connection.execute("DELETE FROM features WHERE written <= ?", (now - self._config.ttl_s,))
+            same = [text == before for text, before in zip(self._read(user_ids), old, strict=True)]
+            rows = zip(user_ids, new, same, strict=True)
+            connection.executemany(
+                "INSERT OR REPLACE INTO features VALUES (?, ?, ?)",
+                [(user_id, text, now) for user_id, text, swapped in rows if swapped],
+            )
+        return same
 
     def _connection(self) -> sqlite3.Connection:
         """The connection of this thread of this process: connections must not be used after a fork."""
@@ -230,133 +234,46 @@ class SqliteStore:
         connection: sqlite3.Connection = self._local.connection
         return connection
 
-    def _is_new(self, connection: sqlite3.Connection, event: Event, now: float) -> bool:
-        inserted = connection.execute(
-            "INSERT INTO events VALUES (?, ?) ON CONFLICT (event_id) DO NOTHING", (event.event_id, now)
-        )
-        return inserted.rowcount == 1
 
-    def _apply(self, connection: sqlite3.Connection, event: Event, now: float) -> None:
-        user = event.user_id
-        expired = "SELECT 1 FROM users WHERE user_id = ? AND seen <= ?"
-        if connection.execute(expired, (user, now - self._config.ttl_s)).fetchone():
-            self._forget(connection, [user])  # not swept yet: old features must not come back
-        connection.execute("INSERT OR REPLACE INTO users VALUES (?, ?)", (user, now))
-        for name, value in event.profile.items():
-            connection.execute(
-                UPSERT_PROFILE, (user, name, json.dumps(value), event.timestamp, event.event_id)
-            )
-        if event.semantic_id:
-            row = (user, event.timestamp, event.event_id, event.semantic_id)
-            # The row may exist: a replay may reach back to before ids were forgotten.
-            connection.execute("INSERT OR REPLACE INTO history VALUES (?, ?, ?, ?)", row)
-
-    def _sweep(self, connection: sqlite3.Connection, now: float) -> None:
-        """Delete users and event ids that have expired."""
-        self._swept_at = now
-        connection.execute("DELETE FROM events WHERE taken <= ?", (now - self._config.remember_s,))
-        users = connection.execute("SELECT user_id FROM users WHERE seen <= ?", (now - self._config.ttl_s,))
-        self._forget(connection, [user_id for (user_id,) in users.fetchall()])
-
-    def _forget(self, connection: sqlite3.Connection, user_ids: Sequence[str]) -> None:
-        for table in ("profiles", "history", "users"):
-            connection.executemany(f"DELETE FROM {table} WHERE user_id = ?", [(user,) for user in user_ids])
-
-
-# --- Redis ------------------------------------------------------------------------------------------------
-
-REDIS_SEPARATOR = "\0"
-# KEYS: profile, history, events. ARGV: event id, timestamp, member or "", length of history, ttl in ms, now,
-# time before which ids are forgotten, remember in ms, then columns: name, [timestamp, event id, value], ...
-REDIS_APPLY = """
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[7])
-if redis.call('ZADD', KEYS[3], 'NX', ARGV[6], ARGV[1]) == 0 then return 0 end
-for i = 9, #ARGV, 2 do
-  local old = redis.call('HGET', KEYS[1], ARGV[i])
-  local newer = true
-  if old then
-    local time, id = tonumber(cjson.decode(old)[1]), cjson.decode(old)[2]
-    newer = time < tonumber(ARGV[2]) or (time == tonumber(ARGV[2]) and id < ARGV[1])
-  end
-  if newer then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-end
-if ARGV[3] ~= '' then
-  redis.call('ZADD', KEYS[2], ARGV[2], ARGV[3])
-  redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -tonumber(ARGV[4]) - 1)
-end
-redis.call('PEXPIRE', KEYS[1], ARGV[5])
-redis.call('PEXPIRE', KEYS[2], ARGV[5])
-redis.call('PEXPIRE', KEYS[3], ARGV[8])
+# KEYS: of a user. ARGV: old text or "", new text, milliseconds after which it is forgotten.
+REDIS_SWAP = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return 1
 """
 
 
-class RedisStore:
-    """A :class:`FeatureStore` in Redis (or Valkey). Threads and processes may share one.
+class RedisStore(FeatureStore):
+    """Features in Redis (or Valkey), a key ``sn:user:ID`` for each user."""
 
-        sn:u:{user}:p   hash, column -> [timestamp, event id, value] as JSON
-        sn:u:{user}:h   sorted set by timestamp, members "event id \\0 semantic id"
-        sn:u:{user}:e   sorted set of the event ids that were applied, by the time of it
-
-    The keys of a user share a hash tag, so that they lie on one node of a cluster. One script applies one
-    event: it records the id and does the rest, or finds the id and does nothing. Ids are recorded per user,
-    as an event belongs to one. Keys that are not written to expire.
-    """
-
-    def __init__(self, config: StoreConfig, *, clock: Clock) -> None:
+    def __init__(self, config: StoreConfig) -> None:
+        super().__init__(config)
         try:
             import redis  # optional
         except ModuleNotFoundError:
             raise ConfigError(
                 f"{config.url} needs redis-py: pip install 'scalingnote[redis]', or use sqlite:PATH"
             ) from None
-        self._config, self._clock = config, clock
         self._redis: Any = redis.Redis.from_url(config.url, decode_responses=True)
         try:
             self._redis.ping()
         except redis.RedisError as error:
             raise ConfigError(f"no Redis answers at {config.url}: {error}") from error
-        self._apply = self._redis.register_script(REDIS_APPLY)
+        self._script = self._redis.register_script(REDIS_SWAP)
 
-    def write(self, events: Sequence[Event]) -> int:
-        """New events: one round trip, one script each.
-
-        A lost connection may have applied some of them: write all of them again.
-        """
-        check(events)
-        now = self._clock()
-        with self._redis.pipeline(transaction=False) as pipeline:
-            for event in events:
-                arguments = self._arguments(event, now)
-                self._apply(keys=_redis_keys(event.user_id), args=arguments, client=pipeline)
-            return int(sum(pipeline.execute()))
-
-    def get_many(self, user_ids: Sequence[str]) -> list[User]:
-        """One round trip for all users."""
+    def _read(self, user_ids: Sequence[str]) -> list[str | None]:
         with self._redis.pipeline(transaction=False) as pipeline:
             for user_id in user_ids:
-                profile, history, _ = _redis_keys(user_id)
-                pipeline.hgetall(profile)
-                pipeline.zrange(history, 0, -1)
-            values = pipeline.execute()
-        return [
-            User(
-                {name: json.loads(value)[2] for name, value in profile.items()},
-                tuple(member.partition(REDIS_SEPARATOR)[2] for member in history),
-            )
-            for profile, history in zip(values[::2], values[1::2], strict=True)
-        ]
+                pipeline.get(_redis_key(user_id))
+            return list(pipeline.execute())
 
-    def _arguments(self, event: Event, now: float) -> list[str | int | float]:
-        member = f"{event.event_id}{REDIS_SEPARATOR}{event.semantic_id}" if event.semantic_id else ""
-        ttl_ms, remember_ms = round(1000 * self._config.ttl_s), round(1000 * self._config.remember_s)
-        arguments: list[str | int | float] = [event.event_id, repr(event.timestamp), member]
-        arguments += [self._config.history, max(ttl_ms, 1)]
-        arguments += [repr(now), repr(now - self._config.remember_s), max(remember_ms, 1)]
-        for name, value in event.profile.items():
-            arguments += [name, json.dumps([event.timestamp, event.event_id, value])]
-        return arguments
+    def _swap(self, user_ids: Sequence[str], old: Sequence[str | None], new: Sequence[str]) -> list[bool]:
+        ttl_ms = max(round(1000 * self._config.ttl_s), 1)
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for user_id, before, text in zip(user_ids, old, new, strict=True):
+                self._script(keys=[_redis_key(user_id)], args=[before or "", text, ttl_ms], client=pipeline)
+            return [bool(swapped) for swapped in pipeline.execute()]
 
 
-def _redis_keys(user_id: str) -> list[str]:
-    return [f"sn:u:{{{user_id}}}:{part}" for part in "phe"]
+def _redis_key(user_id: str) -> str:
+    return f"sn:user:{user_id}"

@@ -7,35 +7,23 @@ embeddings can read it. It also has ``document_fusion/`` and ``query_fusion/``, 
 queries.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int32, Int64
 from numpy import ndarray
 from safetensors import torch as safetensors
 
 from scalingnote.core import cluster
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
-from scalingnote.encode.parts import EncodedPart, Steps, encode_parts, read_nothing, write_parts
-from scalingnote.fuse import prepare
+from scalingnote.encode.parts import EncodedPart, Steps, read_nothing, write_parts
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.fuse.feature_encoding import EncodedFeatures, Encoding, no_values
-from scalingnote.fuse.fusion import (
-    DocumentFusion,
-    ImportantWords,
-    QueryFusion,
-    document_inputs,
-    important_words,
-    last_codes,
-    query_inputs,
-)
+from scalingnote.fuse.feature_encoding import Encoding
+from scalingnote.fuse.fusion import DocumentFusion, QueryFusion
 from scalingnote.fuse.networks import (
     Clicks,
     DocumentInputs,
@@ -45,21 +33,17 @@ from scalingnote.fuse.networks import (
     QueryNetwork,
     SemanticIdEmbedding,
 )
-from scalingnote.fuse.prepare import FusedCorpus, read_part
+from scalingnote.fuse.prepare import WRITERS, Encodings, FusedCorpus, prepare, read_part
 from scalingnote.quantize.semantic_id import require_origin
-from scalingnote.storage import arrow, shuffle
+from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
-from scalingnote.storage.shuffle import slices
 from scalingnote.train.config import prefix_lengths
-from scalingnote.train.data import Order, RowTable, Store, one_chunk
-from scalingnote.train.job import Settings, launch, start_rank, train_rank
-from scalingnote.train.prepare import read_array
-from scalingnote.train.tokens import in_sorted
+from scalingnote.train.data import Order, Store
+from scalingnote.train.job import Failure, Settings, launch, start_rank, train_rank
 
 log = get_logger("fuse")
-WRITERS = "fuse.writers"
 DOCUMENT_SIDE, QUERY_SIDE = "document_fusion", "query_fusion"
 
 
@@ -99,23 +83,16 @@ def run(
             f"{embeddings} has documents of their own length, compared by dot, and fusion scales them to 1: "
             "leave fuse out, or set adopt.similarity to cosine"
         )
-    prepare.require_columns(config, parents["dataset"])
     cluster.check_resources_early(config.writers, task_cpus=config.writers.readers, knob=WRITERS)
     cluster.check_resources_early(config.resources, knob="fuse.resources")
-    corpus = FusedCorpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
-    facts = _prepare(config, corpus, parents["planner"], tower, draft)
-    steps = _order(config, facts).steps(config)
-    clicks = facts["sizes"]["rows"]
+    corpus = FusedCorpus(*(parents[name] for name in FusedCorpus._fields))
+    store = draft.work("store")
+    facts = prepare(config, corpus, planner=parents["planner"], tower=tower, folder=store)
+    clicks, steps = facts["sizes"]["rows"], Order.of(config, facts["sizes"]).steps(config)
     if not fs.exists(trained := draft.work("trained")):
         log.info("%s clicks, %d steps", f"{clicks:,}", steps)
-        settings = {
-            "output": output,
-            "work": draft.work(),
-            "store": draft.work("store"),
-            "semantic_ids": semantic_ids,
-            "steps": steps,
-        }
-        launch(_worker, settings, schedule=config, section="fuse")
+        settings = {"output": output, "work": draft.work(), "store": store, "steps": steps}
+        launch(_worker, settings | {"semantic_ids": semantic_ids}, schedule=config, section="fuse")
         fs.write_bytes(trained, b"")
     counts = {"documents": _fuse(config, corpus, draft), "clicks": clicks, "steps": steps}
     return draft.commit(counts=counts | {"clicks_left_out": facts["left_out"]})
@@ -129,34 +106,7 @@ def _tower(dual_encoder: str | None, student: str | None) -> Artifact:
     raise ConfigError("fusion needs the query tower that serves: give a student or a dual_encoder")
 
 
-def _prepare(
-    config: FuseConfig, corpus: FusedCorpus, planner: Artifact, tower: Artifact, draft: Draft
-) -> dict[str, Any]:
-    """Write the store, unless it is finished; its facts."""
-    folder = draft.work("store")
-    query_slices = slices(corpus.dataset, "queries")
-    rows = {
-        f"queries/{number:05d}.arrow": sum(corpus.dataset.rows_of(parts).values())
-        for number, parts in enumerate(query_slices)
-    }
-    read = partial(read_queries, dataset=corpus.dataset, slices=query_slices, store=folder)
-    steps = Steps(read, partial(QueryParts, tower=tower, planner=planner if config.query.planner else None))
-
-    def encode_queries() -> list[Any]:
-        records = encode_parts(
-            steps,
-            output=folder,
-            work=draft.work("queries"),
-            rows=rows,
-            resources=config.writers,
-            unit="queries",
-            knob=WRITERS,
-        )
-        return [(record["name"], record["part"]) for record in records if record["part"]["rows"]]
-
-    return prepare.write_store(
-        config, corpus, folder=folder, each=cluster.map_tasks, encode_queries=encode_queries
-    )
+# --- the final embeddings ---------------------------------------------------------------------------------
 
 
 def _fuse(config: FuseConfig, corpus: FusedCorpus, draft: Draft) -> int:
@@ -170,43 +120,6 @@ def _fuse(config: FuseConfig, corpus: FusedCorpus, draft: Draft) -> int:
     return sum(record["part"]["rows"] for record in records)
 
 
-def _order(config: FuseConfig, facts: dict[str, Any]) -> Order:
-    return Order(facts["sizes"], global_batch=config.global_batch, seed=config.seed)
-
-
-def read_queries(
-    name: str, *, dataset: Artifact, slices: list[list[str]], store: str
-) -> tuple[pa.Array, list[str]]:
-    """Hashes and texts of the training queries of a slice that have clicks."""
-    queries = pa.concat_tables(dataset.table(part) for part in slices[int(Path(name).stem)])
-    queries = queries.filter(pc.equal(queries["split"], "train"))
-    hashes = shuffle.hash_of(queries["query_id"])
-    clicked = pa.array(in_sorted(hashes, read_array(fs.join(store, "asked.arrow"))))
-    return pa.array(hashes).filter(clicked), queries["query"].filter(clicked).to_pylist()
-
-
-class QueryParts:
-    """Encodes queries by the query tower and the planner, in a worker; without one they have no words."""
-
-    def __init__(self, *, tower: Artifact, planner: Artifact | None) -> None:
-        from scalingnote.encode.query_encoder import QueryEncoder
-        from scalingnote.triplets.planner.planner import load
-
-        self._encoder = QueryEncoder(tower.directory("query"))
-        self._planner = None if planner is None else load(planner)
-
-    def __call__(self, _: str, hashes_and_queries: tuple[pa.Array, list[str]]) -> EncodedPart:
-        """A part of the store."""
-        hashes, queries = hashes_and_queries
-        embeddings = arrow.l2_normalize(self._encoder.encode_queries(queries))
-        columns = {"hash": hashes, "embedding": arrow.to_arrow(embeddings)}
-        if self._planner is not None:
-            words = important_words(self._planner.term_scores(queries), len(queries))
-            columns["words"] = arrow.to_arrow(words.hashes)
-            columns["importances"] = arrow.to_arrow(words.importances)
-        return EncodedPart(one_chunk(columns))
-
-
 class FusedParts:
     """Fuses documents by the trained network, in a worker."""
 
@@ -218,8 +131,7 @@ class FusedParts:
 
     def __call__(self, name: str, _: None) -> EncodedPart:
         """A part of the final embeddings."""
-        documents = read_part(self._corpus, name, self._fusion.columns)
-        fused = self._fusion.fuse(documents.table, documents.embeddings, documents.codes)
+        fused = self._fusion.fuse(*read_part(self._corpus, name, self._fusion.columns))
         # The other columns (term weights) stay as they are.
         plain = self._corpus.embeddings.table(name)
         place = plain.schema.get_field_index(INDEXED_VIEW)
@@ -227,124 +139,68 @@ class FusedParts:
         return EncodedPart(plain.set_column(place, plain.schema.field(INDEXED_VIEW), column))
 
 
+# --- training ---------------------------------------------------------------------------------------------
+
+
 class ClickBatches:
-    """Reads one rank's clicks of any step from a finished store; `order` decides which rows a step has.
+    """Clicks of any step, for one rank, from a store of :mod:`scalingnote.fuse.prepare`."""
 
-    A step's rows follow from its number alone, as those of stage I do, so training resumes at any step.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        order: Order,
-        config: FuseConfig,
-        encodings: dict[str, list[Encoding]],
-        *,
-        rank: int,
-        world: int,
-    ) -> None:
-        self._rows, self._documents, self._queries = store["rows"], store["documents"], store["queries"]
-        self._users = store.tables.get("users")
-        self._order, self._config, self._rank, self._world = order, config, rank, world
-        self._encodings = encodings
+    def __init__(self, store: Store, order: Order, *, rank: int, world: int) -> None:
+        self._store, self._order, self._rank, self._world = store, order, rank, world
 
     def __call__(self, step: int) -> Clicks:
-        """This rank's rows of a step."""
+        """This rank's share of a step."""
         rows = self._order.batch(step)[self._rank :: self._world]
-        group = self._rows.values("group", rows)
+        clicks = self._read("rows", rows, "query", "group", "history", "log_q", "features")
+        # Document 0 stands in for all absent ones, which are masked.
+        documents = np.maximum(clicks["group"], 0).ravel()
         return Clicks(
-            queries=self._query_rows(rows),
-            documents=self._document_rows(np.maximum(group, 0).reshape(-1)),
-            group=torch.from_numpy(group),
-            log_q=torch.from_numpy(self._rows.values("log_q", rows)),
+            QueryInputs.of(
+                **self._read("queries", clicks["query"], "embeddings", "words", "importances"),
+                features=clicks["features"],
+                history=self._codes(clicks["history"]),
+            ),
+            DocumentInputs.of(
+                **self._read("documents", documents, "embeddings", "codes", "buckets", "features")
+            ),
+            torch.from_numpy(clicks["group"]),
+            torch.from_numpy(clicks["log_q"]),
         )
 
-    def _query_rows(self, rows: Int64[ndarray, " rows"]) -> QueryInputs:
-        queries, users = self._rows.values("query", rows), self._rows.values("user", rows)
-        side = self._config.query
-        words = important_words(None, len(rows))
-        if side.planner:
-            hashes, importances = (self._queries.values(name, queries) for name in ("words", "importances"))
-            words = ImportantWords(hashes, importances)
-        return query_inputs(
-            self._queries.values("embedding", queries),
-            words,
-            self._profiles(users),
-            self._histories(rows),
-            config=side,
-            encodings=self._encodings["users"],
-        )
+    def _read(self, table: str, rows: Int64[ndarray, " rows"], *names: str) -> dict[str, ndarray]:
+        return {name: self._store[table].values(name, rows) for name in names}
 
-    def _document_rows(self, documents: Int64[ndarray, " docs"]) -> DocumentInputs:
-        return document_inputs(
-            self._documents.values("embedding", documents),
-            self._documents.values("codes", documents),
-            self._documents.values("hash", documents),
-            _read_features(self._documents, documents, self._encodings["documents"]),
-            config=self._config.document,
-        )
-
-    def _profiles(self, users: Int64[ndarray, " rows"]) -> EncodedFeatures:
-        profiles = no_values(self._encodings["users"], len(users))
-        known = users >= 0
-        if self._users is not None and known.any():
-            read = _read_features(self._users, users[known], self._encodings["users"])
-            profiles.indices[known], profiles.numbers[known] = read.indices, read.numbers
-        return profiles
-
-    def _histories(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, "rows last levels"]:
-        last = self._config.query.history
-        if not last:
-            return np.zeros((len(rows), 0, 0), np.int64)
-        histories = self._rows.lists("history", rows)
-        documents = np.concatenate([np.empty(0, np.int64), *histories])
-        levels = self._documents.values("codes", np.zeros(1, np.int64)).shape[1]
-        codes = self._documents.values("codes", documents).reshape(-1, levels)
-        ends = np.cumsum([len(each) for each in histories])
-        return last_codes(np.split(codes, ends[:-1]), last=last, levels=levels)
+    def _codes(self, history: Int64[ndarray, "rows last"]) -> Int32[ndarray, "rows last levels"]:
+        codes = self._store["documents"].values("codes", np.maximum(history, 0).ravel())
+        return np.where(history[:, :, None] < 0, np.int32(-1), codes.reshape(*history.shape, -1))
 
 
-def _read_features(
-    table: RowTable, rows: Int64[ndarray, " rows"], encodings: Sequence[Encoding]
-) -> EncodedFeatures:
-    """The encoded features of some rows; a table lacks a column of width 0."""
-    empty = no_values(encodings, len(rows))
-    return EncodedFeatures(
-        table.values("indices", rows) if empty.indices.shape[1] else empty.indices,
-        table.values("numbers", rows) if empty.numbers.shape[1] else empty.numbers,
-    )
-
-
-def _worker(settings: Settings) -> dict[str, str] | None:
+def _worker(settings: Settings) -> Failure | None:
     """One rank."""
     config, rank, world = start_rank(FuseConfig, settings)
-    store, encodings = Store.open(settings["store"]), prepare.encodings(settings["store"])
-    build_stage = partial(_stage, config, settings, encodings)
-    order = _order(config, dict(store.facts))
+    store = Store.open(settings["store"])
+    encodings = {
+        table: [Encoding.model_validate(each) for each in fitted]
+        for table, fitted in store.facts["encodings"].items()
+    }
+    ids = open_artifact(settings["semantic_ids"], kind="semantic_ids")
+    codebooks = safetensors.load(ids.read_bytes("codebooks.safetensors"))["codebooks"].float()
+    documents = store["documents"]
+    seen = torch.zeros(config.document.id_buckets or 1, dtype=torch.bool)
+    seen[torch.from_numpy(documents.values("buckets", np.arange(len(documents))))] = True
+    build_stage = partial(build, config, codebooks, encodings, seen=seen)
     return train_rank(
         build_stage(),
-        ClickBatches(store, order, config, encodings, rank=rank, world=world),
+        ClickBatches(store, Order.of(config, store.facts["sizes"]), rank=rank, world=world),
         build_stage=build_stage,
         schedule=config,
         settings=settings,
-        save=partial(_save, config=config, encodings=encodings),
+        save=_save,
     )
 
 
-def _stage(config: FuseConfig, settings: Settings, encodings: dict[str, list[Encoding]]) -> FusionStage:
-    """Both networks with their initial weights."""
-    ids = open_artifact(settings["semantic_ids"], kind="semantic_ids")
-    codebooks = safetensors.load(ids.read_bytes("codebooks.safetensors"))["codebooks"].float()
-    seen = torch.from_numpy(read_array(fs.join(settings["store"], prepare.SEEN)).copy())
-    return build(config, codebooks, encodings, seen=seen)
-
-
 def build(
-    config: FuseConfig,
-    codebooks: torch.Tensor,
-    encodings: dict[str, list[Encoding]],
-    *,
-    seen: torch.Tensor | None = None,
+    config: FuseConfig, codebooks: torch.Tensor, encodings: Encodings, *, seen: torch.Tensor | None = None
 ) -> FusionStage:
     """Both networks and their losses, with initial weights that follow from ``config.seed``.
 
@@ -357,19 +213,15 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         # Both sides share the tables, so that histories and documents are in the same space.
-        shared = config.document.semantic_ids or config.query.history
-        ids, dim = SemanticIdEmbedding(codebooks) if shared else None, codebooks.shape[2]
-        knobs: dict[str, Any] = {"dim": dim, "semantic_ids": ids, "dropout": config.hide}
-        prefixes = prefix_lengths(config.losses.matryoshka, dim=dim)
+        shared: dict[str, Any] = {"semantic_ids": SemanticIdEmbedding(codebooks), "dropout": config.hide}
+        prefixes = prefix_lengths(config.losses.matryoshka, dim=codebooks.shape[2])
         return FusionStage(
-            DocumentNetwork(config.document, encodings["documents"], seen=seen, **knobs),
-            QueryNetwork(config.query, encodings["users"], **knobs),
+            DocumentNetwork(config.document, encodings["documents"], seen=seen, **shared),
+            QueryNetwork(config.query, encodings["users"], **shared),
             config.losses.model_copy(update={"matryoshka": prefixes}),
         )
 
 
-def _save(
-    stage: FusionStage, folder: Path, *, config: FuseConfig, encodings: dict[str, list[Encoding]]
-) -> None:
-    DocumentFusion(stage.documents, config.document, encodings["documents"]).save(folder / DOCUMENT_SIDE)
-    QueryFusion(stage.queries, config.query, encodings["users"]).save(folder / QUERY_SIDE)
+def _save(stage: FusionStage, folder: Path) -> None:
+    DocumentFusion(stage.documents).save(folder / DOCUMENT_SIDE)
+    QueryFusion(stage.queries).save(folder / QUERY_SIDE)

@@ -5,23 +5,24 @@
 :class:`DocumentNetwork` and :class:`QueryNetwork` give their features to :class:`ResidualFusion` as slots. A
 learnt row replaces a missing feature. Where all features are missing, the embedding is returned bit for bit.
 
-In training, documents of other rows are negatives because some user clicked them: popular ones more often
-than their share of the corpus. The softmax over them is corrected for that, so that it estimates the softmax
-over all documents. The documents that the same user saw in the same session and skipped are scored beside the
-click alone: they were shown, so neither popularity nor exposure biases them.
+Documents that other users clicked are negatives, popular ones too often: the softmax over them is corrected
+for that, so that it estimates the softmax over all documents. Documents that the same user saw in the same
+session and skipped are scored beside the click alone: neither popularity nor exposure biases them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float, Int, Int64, Shaped
+from numpy import ndarray
 from torch import Tensor, nn
 
 from scalingnote.fuse.config import DocumentSide, FusionLosses, QuerySide
-from scalingnote.fuse.feature_encoding import EMBEDDING_WIDTH, MISSING_INDEX, Encoding
+from scalingnote.fuse.feature_encoding import Encoding
 from scalingnote.train.engine import gather, rank
 from scalingnote.train.losses import cross_entropy, prefixes
 
@@ -29,6 +30,7 @@ R = TypeVar("R", bound="_TensorRecord")
 # The values of a feature, and which rows have one.
 FeatureSlot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
 NO_WORD = -1.0  # importance in a place where a query has no further word
+EMBEDDING_WIDTH = 16  # of a value, a range, a word, a hashed id and a cross
 WORD_STATISTICS = 4  # numbers beside the mean of a query's words, see _word_slot
 WORD_BUCKETS, CROSS_BUCKETS = 16_384, 65_536  # rows of the tables of hashed words, and of hashed crosses
 HIDDEN_WIDTH = 256  # of the layer between inputs and outputs
@@ -41,6 +43,11 @@ HIDDEN_WIDTH = 256  # of the layer between inputs and outputs
 class _TensorRecord:
     """A batch whose fields are tensors or records of tensors."""
 
+    @classmethod
+    def of(cls: type[R], **columns: Shaped[ndarray, "rows ..."]) -> R:
+        """A batch whose fields are copies of these arrays."""
+        return cls(**{name: torch.tensor(column) for name, column in columns.items()})
+
     def to(self: R, device: torch.device) -> R:
         """A copy on a device."""
         return type(self)(**{name: part.to(device) for name, part in vars(self).items()})
@@ -52,9 +59,8 @@ class DocumentInputs(_TensorRecord):
 
     embeddings: Float[Tensor, "docs dim"]  # of unit length
     codes: Int[Tensor, "docs levels"]  # -1 in all levels: no semantic ID
-    buckets: Int[Tensor, " docs"]  # of the hashed doc_id
-    indices: Int[Tensor, "docs indices"]  # of declared features, see feature_encoding
-    numbers: Float[Tensor, "docs numbers"]
+    buckets: Int64[Tensor, " docs"]  # of the hashed doc_id
+    features: Float[Tensor, "docs width"]  # declared ones, see feature_encoding
 
 
 @dataclass(frozen=True)
@@ -62,19 +68,17 @@ class QueryInputs(_TensorRecord):
     """Inputs of :class:`QueryNetwork`."""
 
     embeddings: Float[Tensor, "queries dim"]  # of unit length
-    words: Int64[Tensor, "queries words"]  # buckets
+    words: Int64[Tensor, "queries words"]  # hashes, the most important first
     importances: Float[Tensor, "queries words"]  # NO_WORD where there is no word
-    indices: Int[Tensor, "queries indices"]  # of the profile
-    numbers: Float[Tensor, "queries numbers"]
-    crosses: Int64[Tensor, "queries crosses"]  # buckets; -1 is missing
-    history: Int64[Tensor, "queries last levels"]  # codes, the latest document last; -1 is no document
+    features: Float[Tensor, "queries width"]  # of the profile
+    history: Int[Tensor, "queries last levels"]  # codes, the latest document last; -1 is no document
 
 
 # --- parts of both sides ----------------------------------------------------------------------------------
 
 
 class ResidualFusion(nn.Module):
-    """The residual network of one side; without features it is the identity.
+    """The residual network of one side.
 
     `widths` are those of the features; `dropout` is the probability with which training replaces a feature of
     a row as if it were missing.
@@ -84,20 +88,14 @@ class ResidualFusion(nn.Module):
         super().__init__()
         self._dropout = dropout
         self.missing = nn.ParameterList([nn.Parameter(torch.zeros(width)) for width in widths])
-        self.network = None
-        if widths:
-            width = dim + sum(widths)
-            self.network = nn.Sequential(
-                nn.Linear(width, HIDDEN_WIDTH), nn.ReLU(), nn.Linear(HIDDEN_WIDTH, dim)
-            )
-        self.gate = nn.Parameter(torch.zeros(dim)) if widths else None
+        width = dim + sum(widths)
+        self.network = nn.Sequential(nn.Linear(width, HIDDEN_WIDTH), nn.ReLU(), nn.Linear(HIDDEN_WIDTH, dim))
+        self.gate = nn.Parameter(torch.zeros(dim))
 
     def forward(
         self, embeddings: Float[Tensor, "rows dim"], features: Sequence[FeatureSlot]
     ) -> Float[Tensor, "rows dim"]:
         """Fused embeddings of unit length; `features` in the order of `widths`."""
-        if self.network is None or self.gate is None:
-            return embeddings
         present = torch.stack([known for _, known in features], dim=1)
         if self.training and self._dropout:
             present = present & (torch.rand(present.shape, device=present.device) >= self._dropout)
@@ -126,37 +124,29 @@ class SemanticIdEmbedding(nn.Module):
         return (F.embedding(rows, self.tables) * valid.unsqueeze(-1)).sum(dim=-2)
 
 
-class HashTable(nn.Module):
-    """An embedding per bucket; bucket -1 is a missing value."""
-
-    def __init__(self, buckets: int) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(buckets, EMBEDDING_WIDTH) * EMBEDDING_WIDTH**-0.5)
-
-    def forward(self, bucket: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows width"]:
-        """The embedding of each bucket."""
-        return F.embedding(bucket.clamp(min=0), self.rows)
+def _table(rows: int) -> nn.Embedding:
+    """A table of embeddings of about unit length."""
+    drawn = torch.randn(rows, EMBEDDING_WIDTH) * EMBEDDING_WIDTH**-0.5
+    table: nn.Embedding = nn.Embedding.from_pretrained(drawn, freeze=False)
+    return table
 
 
 class FeatureColumns(nn.Module):
-    """Slots of the declared features."""
+    """Slots of the declared features, in the order of declaration."""
 
     def __init__(self, encodings: Sequence[Encoding]) -> None:
         super().__init__()
-        self._sizes = [encoding.width for encoding in encodings if not encoding.size]
-        self.tables = nn.ModuleList([HashTable(e.size) for e in encodings if e.size])
-        self.widths = [EMBEDDING_WIDTH] * len(self.tables) + self._sizes
+        self._widths = [encoding.width for encoding in encodings]
+        self.tables = nn.ModuleList([_table(e.size) if e.size else nn.Identity() for e in encodings])
+        self.widths = [EMBEDDING_WIDTH if encoding.size else encoding.width for encoding in encodings]
 
-    def forward(
-        self, indices: Int[Tensor, "rows indices"], numbers: Float[Tensor, "rows numbers"]
-    ) -> list[FeatureSlot]:
-        """First the features with a table, then the others, both in the order of declaration."""
-        slots = [
-            (table(index), index != MISSING_INDEX)
-            for table, index in zip(self.tables, indices.unbind(1), strict=True)
-        ]
-        for values in numbers.split(self._sizes, dim=1) if self._sizes else ():
-            slots.append((values.nan_to_num(), ~values.isnan().any(dim=1)))
+    def forward(self, features: Float[Tensor, "rows width"]) -> list[FeatureSlot]:
+        """The embedding of a value that has one, and else its numbers."""
+        slots = []
+        for table, column in zip(self.tables, features.split(self._widths, dim=1), strict=True):
+            values = column.nan_to_num()
+            embedded = table(values[:, 0].long()) if isinstance(table, nn.Embedding) else values
+            slots.append((embedded, ~column.isnan().any(dim=1)))
         return slots
 
 
@@ -166,8 +156,8 @@ class FeatureColumns(nn.Module):
 class DocumentNetwork(nn.Module):
     """Final document embeddings from embedding, semantic ID, hashed id and declared features.
 
-    Both sides share `semantic_ids`. `seen` are the buckets of ids in training: an id in another bucket is
-    missing, as its row is random. `dropout` is that of :class:`ResidualFusion`.
+    Both sides share `semantic_ids`. `seen` are the buckets of ids in training (None: all): an id in another
+    bucket is missing, as its row is random. `dropout` is that of :class:`ResidualFusion`.
     """
 
     seen: Bool[Tensor, " buckets"]
@@ -177,32 +167,29 @@ class DocumentNetwork(nn.Module):
         config: DocumentSide,
         encodings: Sequence[Encoding],
         *,
-        dim: int,
-        semantic_ids: SemanticIdEmbedding | None,
+        semantic_ids: SemanticIdEmbedding,
         seen: Bool[Tensor, " buckets"] | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.semantic_ids = semantic_ids if config.semantic_ids else None
-        self.dim, widths = dim, [dim] * config.semantic_ids
+        self.config, self.encodings, self.semantic_ids = config, list(encodings), semantic_ids
+        widths = [semantic_ids.dim]
         self.ids = None
         if config.id_buckets:
-            self.ids = HashTable(config.id_buckets)
+            self.ids = _table(config.id_buckets)
             seen = torch.ones(config.id_buckets, dtype=torch.bool) if seen is None else seen
             widths.append(EMBEDDING_WIDTH)
         self.register_buffer("seen", seen if config.id_buckets else None)
         self.columns = FeatureColumns(encodings)
         widths += self.columns.widths
-        self.fusion = ResidualFusion(dim, widths, dropout=dropout)
+        self.fusion = ResidualFusion(semantic_ids.dim, widths, dropout=dropout)
 
     def forward(self, documents: DocumentInputs) -> Float[Tensor, "docs dim"]:
         """Rows without any feature keep their embedding, bit for bit."""
-        slots: list[FeatureSlot] = []
-        if self.semantic_ids is not None:
-            slots.append((self.semantic_ids(documents.codes), (documents.codes >= 0).all(dim=1)))
+        slots = [(self.semantic_ids(documents.codes), (documents.codes >= 0).all(dim=1))]
         if self.ids is not None:
             slots.append((self.ids(documents.buckets), self.seen[documents.buckets]))
-        slots += self.columns(documents.indices, documents.numbers)
+        slots += self.columns(documents.features)
         fused: Tensor = self.fusion(documents.embeddings, slots)
         return fused
 
@@ -210,7 +197,7 @@ class DocumentNetwork(nn.Module):
 class QueryNetwork(nn.Module):
     """Final query embeddings from embedding, planner's words, profile, crosses and history of the user.
 
-    Both sides share `semantic_ids`, which a history needs. `dropout` is that of :class:`ResidualFusion`.
+    Both sides share `semantic_ids`. `dropout` is that of :class:`ResidualFusion`.
     """
 
     def __init__(
@@ -218,42 +205,52 @@ class QueryNetwork(nn.Module):
         config: QuerySide,
         encodings: Sequence[Encoding],
         *,
-        dim: int,
-        semantic_ids: SemanticIdEmbedding | None,
+        semantic_ids: SemanticIdEmbedding,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.dim, widths = dim, list[int]()
-        self.words = self.semantic_ids = self.pool = self.crosses = None
-        if config.planner:
-            self.words = HashTable(WORD_BUCKETS)
-            widths.append(EMBEDDING_WIDTH + WORD_STATISTICS)
+        self.config, self.encodings, self.semantic_ids = config, list(encodings), semantic_ids
+        dim = semantic_ids.dim
+        self.words = _table(WORD_BUCKETS)
         self.columns = FeatureColumns(encodings)
-        widths += self.columns.widths
-        if config.crosses:
-            self.crosses = HashTable(CROSS_BUCKETS)
-            widths += [EMBEDDING_WIDTH] * len(config.crosses)
-        if config.history:
-            assert semantic_ids is not None, "a history needs the tables of semantic IDs"
-            self.semantic_ids, self.pool = semantic_ids, _HistoryPool(config.history, dim)
-            widths += [dim, dim]
+        starts = accumulate((encoding.width for encoding in encodings), initial=0)
+        discrete = {e.feature.column: start for e, start in zip(encodings, starts, strict=False) if e.size}
+        self._crossed = [discrete[column] for column in config.crosses]
+        self.crosses = _table(CROSS_BUCKETS) if config.crosses else None
+        self.pool = _HistoryPool(config.history, dim)
+        widths = [EMBEDDING_WIDTH + WORD_STATISTICS, *self.columns.widths]
+        widths += [*[EMBEDDING_WIDTH] * len(config.crosses), dim, dim]
         self.fusion = ResidualFusion(dim, widths, dropout=dropout)
 
     def forward(self, queries: QueryInputs) -> Float[Tensor, "queries dim"]:
         """Rows without any feature keep their embedding, bit for bit."""
-        slots: list[FeatureSlot] = []
-        if self.words is not None:
-            slots.append(_word_slot(self.words(queries.words), queries.importances))
-        slots += self.columns(queries.indices, queries.numbers)
+        slots = [_word_slot(self.words(queries.words % WORD_BUCKETS), queries.importances)]
+        slots += self.columns(queries.features)
         if self.crosses is not None:
-            slots += [(self.crosses(bucket), bucket >= 0) for bucket in queries.crosses.unbind(1)]
-        if self.pool is not None and self.semantic_ids is not None:
-            valid = (queries.history >= 0).all(dim=2)
-            pooled = self.pool(queries.embeddings, self.semantic_ids(queries.history), valid)
-            # The history alone, and its product with the query: the part of it that bears on the query.
-            slots += [(value, valid.any(dim=1)) for value in (pooled, pooled * queries.embeddings)]
+            values = queries.features[:, self._crossed]
+            buckets = self.crosses(cross_buckets(queries.words[:, 0], values.nan_to_num().long()))
+            known = ~values.isnan() & (queries.importances[:, :1] != NO_WORD)
+            slots += zip(buckets.unbind(1), known.unbind(1), strict=True)
+        valid = (queries.history >= 0).all(dim=2)
+        pooled = self.pool(queries.embeddings, self.semantic_ids(queries.history), valid)
+        # The history alone, and its product with the query: the part of it that bears on the query.
+        slots += [(value, valid.any(dim=1)) for value in (pooled, pooled * queries.embeddings)]
         fused: Tensor = self.fusion(queries.embeddings, slots)
         return fused
+
+
+def cross_buckets(
+    words: Int64[Tensor, " queries"], values: Int64[Tensor, "queries crosses"]
+) -> Int64[Tensor, "queries crosses"]:
+    """A bucket for each pair of a query's most important word and a value of the profile.
+
+    The multipliers and the first shift, which fills with zeros, are splitmix64's (Steele, Lea and Flood,
+    2014), as integers with a sign.
+    """
+    columns = torch.arange(1, 1 + values.shape[1], device=values.device) << 32
+    mixed = words[:, None] ^ ((values + columns) * -0x61C8864680B583EB)
+    mixed = (mixed ^ (mixed >> 31 & (1 << 33) - 1)) * -0x40A7B892E31B1A47
+    return (mixed >> 20) % CROSS_BUCKETS
 
 
 def _word_slot(
@@ -345,8 +342,7 @@ def fusion_loss(
     for query, all_clicked, own in prefixes(queries, clicked, documents, dims=losses.matryoshka):
         scores = query @ all_clicked.T / losses.temperature - log_q
         parts["batch"] += cross_entropy(scores, positives=positives, ignore=same)
-        if losses.skipped:
-            scores = torch.einsum("qd,qgd->qg", query, own) / losses.temperature
-            first = torch.zeros(len(queries), dtype=torch.long, device=queries.device)
-            parts["skipped"] += cross_entropy(scores, positives=first, ignore=clicks.group < 0)
+        scores = torch.einsum("qd,qgd->qg", query, own) / losses.temperature
+        first = torch.zeros(len(queries), dtype=torch.long, device=queries.device)
+        parts["skipped"] += cross_entropy(scores, positives=first, ignore=clicks.group < 0)
     return parts["batch"] + parts["skipped"], parts

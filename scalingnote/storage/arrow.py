@@ -43,7 +43,7 @@ def to_matrix(column: pa.ChunkedArray | pa.Array) -> Shaped[ndarray, "rows dim"]
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     values: ndarray = column.flatten().to_numpy(zero_copy_only=False)
-    return values.reshape(-1, column.type.list_size)
+    return values.reshape(len(column), column.type.list_size)
 
 
 def dtype_of(field: pa.Field) -> str:
@@ -56,7 +56,10 @@ def to_arrow(matrix: Shaped[ndarray, "rows dim"], *, dtype: str = "float32") -> 
     if np.issubdtype(matrix.dtype, np.floating):
         matrix = matrix.astype(dtype)
     values = pa.array(np.ascontiguousarray(matrix).reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(values, matrix.shape[1])
+    # FixedSizeListArray.from_arrays refuses lists of length 0.
+    return pa.Array.from_buffers(
+        pa.list_(values.type, matrix.shape[1]), len(matrix), [None], children=[values]
+    )
 
 
 def l2_normalize(matrix: Float[ndarray, "rows dim"]) -> Float[ndarray, "rows dim"]:

@@ -95,7 +95,10 @@ class RowTable:
             if pa.types.is_large_list(kind):
                 self._views[file, name] = column.offsets.to_numpy(), column.values.to_numpy()
             elif pa.types.is_fixed_size_list(kind):
-                self._views[file, name] = None, column.flatten().to_numpy().reshape(-1, kind.list_size)
+                self._views[file, name] = (
+                    None,
+                    column.flatten().to_numpy().reshape(len(column), kind.list_size),
+                )
             else:
                 self._views[file, name] = None, column.to_numpy()
         return self._views[file, name]

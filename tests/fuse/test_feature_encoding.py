@@ -8,15 +8,7 @@ import pytest
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.fuse.config import Feature
-from scalingnote.fuse.feature_encoding import (
-    BUCKETS,
-    MISSING_INDEX,
-    OTHER_INDEX,
-    encode,
-    encode_mappings,
-    fit,
-    no_values,
-)
+from scalingnote.fuse.feature_encoding import BUCKETS, OTHER_INDEX, encode, encode_mappings, fit
 
 BRAND = Feature(kind="categorical", column="brand")
 BUCKETED = Feature(kind="bucketed", column="price")
@@ -43,16 +35,18 @@ def test_values_become_what_their_kind_says():
     whole = table()
     encodings = fit(FEATURES, whole)
     assert encodings[0].facts == {"values": ["a", "b"]}
-    encoded = encode(encodings, whole)
-    expected = {"a": 2, "b": 3, "rare": OTHER_INDEX, "": MISSING_INDEX}
-    assert encoded.indices[:, 0].tolist() == [expected[brand] for brand in whole["brand"].to_pylist()]
-    assert np.bincount(encoded.indices[:, 1]).tolist() == [0, 0] + [len(whole) // BUCKETS] * BUCKETS
+    brand, bucket, price, released, *image = encode(encodings, whole).T
+    expected = {"a": OTHER_INDEX + 1, "b": OTHER_INDEX + 2, "rare": OTHER_INDEX, "": np.nan}
+    np.testing.assert_array_equal(brand, [expected[name] for name in whole["brand"].to_pylist()])
+    values, counts = np.unique(bucket, return_counts=True)
+    assert len(values) == values[-1] - OTHER_INDEX == BUCKETS
+    assert set(counts) == {len(whole) // BUCKETS}
     prices = whole["price"].to_numpy()
     ranks = np.argsort(np.argsort(prices)) / (len(prices) - 1)
-    np.testing.assert_allclose(encoded.numbers[:, 0], 2 * ranks - 1, atol=0.02)
+    np.testing.assert_allclose(price, 2 * ranks - 1, atol=0.02)
     days = np.array([int(text[-2:]) for text in whole["released"].to_pylist()], float)
-    assert np.corrcoef(encoded.numbers[:, 1], days)[0, 1] > 0.99
-    np.testing.assert_allclose(np.linalg.norm(encoded.numbers[:, 2:], axis=1), 1, atol=1e-6)
+    assert np.corrcoef(released, days)[0, 1] > 0.99
+    np.testing.assert_allclose(np.linalg.norm(image, axis=0), 1, atol=1e-6)
 
 
 def test_unreadable_values_are_missing():
@@ -66,16 +60,10 @@ def test_unreadable_values_are_missing():
         }
     )
     encoded = encode(encodings, broken)
-    assert encoded.indices.tolist() == [
-        [MISSING_INDEX] * 2,
-        [MISSING_INDEX] * 2,
-        [OTHER_INDEX, MISSING_INDEX],
-    ]
-    assert np.isnan(encoded.numbers).all()
-    other, nothing = encode(encodings, pa.table({"x": [1, 2]})), no_values(encodings, 2)
-    assert (other.indices == nothing.indices).all()
-    assert np.isnan(other.numbers).all()
-    assert other.numbers.shape == nothing.numbers.shape == (2, 4)
+    assert encoded.shape == (3, 6)
+    assert np.argwhere(~np.isnan(encoded)).tolist() == [[2, 0]]
+    assert encoded[2, 0] == OTHER_INDEX
+    assert np.isnan(encode(encodings, pa.table({"x": [1, 2]}))).all()
 
 
 @pytest.mark.parametrize(
@@ -100,9 +88,8 @@ def test_a_value_of_a_wrong_type_is_missing_in_its_row_only(feature: Feature, va
     encodings = fit((feature,), whole)
     good = whole.select([feature.column]).slice(1, 1)
     encoded = encode_mappings(encodings, [*good.to_pylist(), {feature.column: value}, {}])
-    one, nothing = encode(encodings, good), no_values(encodings, 2)
-    np.testing.assert_array_equal(encoded.indices, np.concatenate([one.indices, nothing.indices]))
-    np.testing.assert_array_equal(encoded.numbers, np.concatenate([one.numbers, nothing.numbers]))
+    np.testing.assert_array_equal(encoded[:1], encode(encodings, good))
+    assert np.isnan(encoded[1:]).all()
 
 
 def test_dates_are_read_alike_in_training_and_in_serving():
@@ -110,35 +97,27 @@ def test_dates_are_read_alike_in_training_and_in_serving():
     encodings = fit((Feature(kind="numeric", column="when"),), pa.table({"when": [str(day) for day in days]}))
     read = ["2024-02-29", "2024-01-05T23:59", "2024-01-05 and more"]
     unread = ["20240105", "2024-02-31", "2023-02-29", "2024-1-5", " 2024-01-05", "2024-W01-1", "12", "", None]
-    trained = encode(encodings, pa.table({"when": [*read, *unread]})).numbers
-    served = encode_mappings(encodings, [{"when": text} for text in [*read, *unread]]).numbers
+    trained = encode(encodings, pa.table({"when": [*read, *unread]}))
+    served = encode_mappings(encodings, [{"when": text} for text in [*read, *unread]])
     np.testing.assert_array_equal(trained, served)
     large = pa.table({"when": pa.array([*read, *unread], pa.large_string())})
-    np.testing.assert_array_equal(trained, encode(encodings, large).numbers)
+    np.testing.assert_array_equal(trained, encode(encodings, large))
     assert np.isnan(trained[:, 0]).tolist() == [False] * len(read) + [True] * len(unread)
     noon = dt.datetime(2024, 1, 5, 12, tzinfo=dt.UTC)
-    times = encode(encodings, pa.table({"when": pa.array([noon], pa.timestamp("ms", "UTC"))})).numbers
-    np.testing.assert_array_equal(times, encode_mappings(encodings, [{"when": noon}]).numbers)
-    np.testing.assert_array_equal(trained[1], encode_mappings(encodings, [{"when": days[4]}]).numbers[0])
+    times = encode(encodings, pa.table({"when": pa.array([noon], pa.timestamp("ms", "UTC"))}))
+    np.testing.assert_array_equal(times, encode_mappings(encodings, [{"when": noon}]))
+    np.testing.assert_array_equal(trained[1], encode_mappings(encodings, [{"when": days[4]}])[0])
 
 
 def test_integers_and_truth_are_categories_too():
     whole = pa.table({"colour": [7, 7, 9, 9, 9], "new": [True, True, False, False, True]})
-    features = tuple(Feature(kind="categorical", column=name) for name in whole.column_names)
-    encodings = fit(features, whole)
+    encodings = fit([Feature(kind="categorical", column=name) for name in whole.column_names], whole)
     assert [encoding.facts["values"] for encoding in encodings] == [["9", "7"], ["true", "false"]]
     rows = encode_mappings(encodings, [{"colour": 9, "new": True}, {"colour": "7", "new": False}])
-    assert rows.indices.tolist() == [[2, 2], [3, 3]]
+    assert (rows - OTHER_INDEX).tolist() == [[1, 1], [2, 2]]
 
 
-@pytest.mark.parametrize(
-    ("feature", "column", "message"),
-    [
-        (PRICE, "cost", "no column 'price'"),
-        (PRICE, "price", "'price' is a number or date in no row"),
-        (BRAND, "brand", "'brand' is a text in no row"),
-    ],
-)
-def test_a_feature_without_column_or_values_is_refused(feature: Feature, column: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        fit((feature,), pa.table({column: pa.nulls(3, pa.float64())}))
+@pytest.mark.parametrize(("feature", "kind"), [(PRICE, "number or date"), (BRAND, "text"), (IMAGE, "vector")])
+def test_a_feature_without_values_is_refused(feature: Feature, kind: str):
+    with pytest.raises(ConfigError, match=f"'{feature.column}' is a {kind}.* in no row"):
+        fit((feature,), pa.table({feature.column: pa.nulls(3)}))

@@ -9,13 +9,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from scalingnote.core.errors import ConfigError, DataError
-from scalingnote.fuse import feature_store
 from scalingnote.fuse.feature_store import Event, FeatureStore, StoreConfig, User, consume, open_store
 
 
@@ -72,74 +72,37 @@ def click(number: int, user: str = "u", **more) -> Event:
 
 def test_a_user_is_what_was_written(url: str):
     store = opened(url)
-    assert (
-        store.write([click(1), click(2), Event("p", "u", 5.0, profile={"age": 30, "likes": ["a", None]})])
-        == 3
-    )
-    assert store.get_many(["u", "nobody", "u"]) == [
-        User({"age": 30, "likes": ["a", None]}, ("1-0-0", "2-0-0")),
-        User({}, ()),
-        User({"age": 30, "likes": ["a", None]}, ("1-0-0", "2-0-0")),
-    ]
+    profile = {"age": 30, "likes": ["a", None]}
+    store.write([click(1), click(2), Event("p", "u", 5.0, profile=profile)])
+    store.write([])
+    user = User(profile, ("1-0-0", "2-0-0"))
+    assert store.get_many(["u", "nobody", "u"]) == [user, User({}, ()), user]
     assert store.get_many([]) == []
-    assert store.write([]) == 0
 
 
-def test_a_history_is_bounded_and_in_the_order_of_time(url: str):
+def test_a_replayed_stream_changes_nothing_nor_extends_a_history(url: str):
     store = opened(url, history=4)
-    numbers = list(range(20))
-    random.Random(0).shuffle(numbers)
-    for number in numbers:
-        store.write([click(number)])
-    assert store.get_many(["u"])[0].history == ("16-0-0", "17-0-0", "18-0-0", "19-0-0")
-
-
-def test_a_replayed_stream_doubles_nothing(url: str):
     events = [click(i % 30, user=f"u{i % 3}", profile={"n": i % 30}) for i in range(60)]
-    store = opened(url, history=50)
-    assert consume(store, events[:40], batch=7) == (40, 30)
+    assert consume(store, events, batch=7) == 60
     before = store.get_many(["u0", "u1", "u2"])
-    assert consume(store, events, batch=11) == (60, 0)
-    assert store.get_many(["u0", "u1", "u2"]) == before
-    assert [len(user.history) for user in before] == [10, 10, 10]
+    assert before[0] == User({"n": 27}, ("18-0-0", "21-0-0", "24-0-0", "27-0-0"))
+    for again in (events[:40], events):
+        consume(store, again, batch=11)
+        assert store.get_many(["u0", "u1", "u2"]) == before
 
 
-def test_a_replay_of_what_is_no_longer_remembered_is_taken_again(url: str):
-    now = [1000.0]
-    store = open_store(StoreConfig(url=url, remember_s=100), clock=lambda: now[0])
-    events = [click(i, profile={"n": i}) for i in range(3)]
-    assert store.write(events) == 3
-    before = store.get_many(["u"])
-    now[0] += 200
-    store.write([])  # looks at the clock
-    assert store.write(events) == 3
-    assert store.get_many(["u"]) == before
-
-
-def test_what_is_pushed_out_of_a_history_does_not_come_back_by_a_replay(url: str):
-    store = opened(url, history=2)
-    events = [click(i) for i in range(5)]
-    consume(store, events)
-    consume(store, events)
-    assert store.get_many(["u"])[0].history == ("3-0-0", "4-0-0")
-
-
-def test_the_order_of_arrival_does_not_matter(url: str, tmp_path: Path):
+def test_the_order_of_arrival_does_not_matter(url: str):
+    """Also of events of one time, of which the one with the greater id counts as the later."""
     events = [
-        Event(f"e{i}", "u", 100.0 + i // 2, f"{i}-0", profile={"city": f"c{i}", f"column {i % 3}": i})
+        Event(f"e{i:02d}", "u", 100.0 + i // 2, f"{i}-0", {"city": f"c{i}", f"column {i % 3}": i})
         for i in range(12)
     ]
-    found = []
+    profile = {"city": "c11", "column 0": 9, "column 1": 10, "column 2": 11}
     for seed in range(4):
         random.Random(seed).shuffle(events)
-        mine = [
-            Event(f"{seed}{e.event_id}", f"u{seed}", e.timestamp, e.semantic_id, e.profile) for e in events
-        ]
         store = opened(url, history=5)
-        consume(store, mine, batch=5)
-        found += store.get_many([f"u{seed}"])
-    assert found.count(found[0]) == len(found)
-    assert found[0].profile["city"] == "c11"
+        consume(store, [replace(event, user_id=f"u{seed}") for event in events], batch=5)
+        assert store.get_many([f"u{seed}"]) == [User(profile, tuple(f"{i}-0" for i in range(7, 12)))]
 
 
 def test_who_is_silent_is_forgotten_and_starts_anew(url: str):
@@ -154,62 +117,63 @@ def test_who_is_silent_is_forgotten_and_starts_anew(url: str):
     assert store.get_many(["u"]) == [User({}, ("4-0-0",))]
 
 
-def _write(url: str, seed: int) -> int:
-    """The same events in every process, in an order of its own; how many it was the first to bring."""
+def _write(url: str, seed: int) -> None:
+    """The same events in every process, twice and in an order of its own."""
     store = opened(url, history=1000)
     events = [click(i, user=f"u{i % 4}", profile={"last": i}) for i in range(200)]
     random.Random(seed).shuffle(events)
-    return sum(consume(store, events, batch=9)[1] for _ in range(2))
+    consume(store, [*events, *events], batch=9)
 
 
-def test_processes_that_write_the_same_stream_at_once_write_it_once(url: str):
+def test_processes_may_write_the_same_stream_at_once(url: str):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
-        new = pool.starmap(_write, [(url, seed) for seed in range(3)])
-    assert sum(new) == 200
+        pool.starmap(_write, [(url, seed) for seed in range(3)])
     users = opened(url, history=1000).get_many([f"u{i}" for i in range(4)])
     for number, user in enumerate(users):
         assert user.history == tuple(f"{i}-0-0" for i in range(number, 200, 4))
         assert user.profile == {"last": 196 + number}
 
 
-def test_an_event_that_cannot_be_stored_is_refused_before_any_is(url: str):
-    store = opened(url)
-    for bad in (
-        Event("", "u", 1.0),
-        Event("e", "", 1.0),
-        Event("e", "u", float("nan")),
-        Event("e", "u", -1.0),
-        Event("\ud800", "u", 1.0),
-        Event("e", "\ud800", 1.0),
-        Event("e", "u", 1.0, "1-\udfff"),
-        Event("e", "u", 1.0, profile={"\ud800": 1}),
-        Event("e", "u", 1.0, profile={"likes": ["a", {"b": "\ud800"}]}),
-    ):
-        with pytest.raises(DataError):
-            store.write([click(1), bad])
-    assert store.get_many(["u"]) == [User({}, ())]
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("", "u", 1.0),
+        ("e", "", 1.0),
+        ("e", "u", float("nan")),
+        ("e", "u", float("inf")),
+        ("e", "u", -1.0),
+        ("\ud800", "u", 1.0),
+        ("e", "\ud800", 1.0),
+        ("e", "u", 1.0, "1-\udfff"),
+        ("e", "u", 1.0, None, {"\ud800": 1}),
+        ("e", "u", 1.0, None, {"likes": ["a", {"b": "\ud800"}]}),
+    ],
+    ids=repr,
+)
+def test_an_event_that_cannot_be_stored_is_refused(values: tuple):
+    with pytest.raises(DataError):
+        Event(*values)
 
 
-def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """SQLite: an error in the middle of a transaction takes its events, and their ids, back."""
+def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path):
+    """SQLite: an error in the middle of a transaction takes its events back."""
     store = opened(f"sqlite:{tmp_path}/features.db")
-    with monkeypatch.context() as patch:
-        patch.setattr(feature_store, "TRIM_HISTORY", "an error when all events are applied")
-        with pytest.raises(sqlite3.OperationalError):
-            store.write([click(1), click(2)])
+    with sqlite3.connect(tmp_path / "features.db") as connection:
+        full = "BEFORE INSERT ON features WHEN NEW.user_id = 'other' BEGIN SELECT RAISE(FAIL, 'full'); END"
+        connection.execute(f"CREATE TRIGGER full {full}")
+    connection.close()
+    with pytest.raises(sqlite3.IntegrityError):
+        store.write([click(1), click(2, user="other")])
     assert store.get_many(["u"]) == [User({}, ())]
-    assert store.write([click(1)]) == 1
+    store.write([click(1)])
+    assert store.get_many(["u"])[0].history == ("1-0-0",)
 
 
-@pytest.mark.parametrize("where", ["sqlite:", "mysql://x", "redis://127.0.0.1:1", "nothing"])
-def test_what_is_no_store_is_refused(where: str):
+@pytest.mark.parametrize("where", ["sqlite:", "mysql://x", "redis://127.0.0.1:1", "nothing", "sqlite:{file}"])
+def test_what_is_no_store_is_refused(where: str, tmp_path: Path):
     if where.startswith("redis"):
         pytest.importorskip("redis")
-    with pytest.raises(ConfigError):
-        opened(where)
-
-
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path):
-    (tmp_path / "notes.txt").write_text("not a database, but long enough to be read as one " * 50)
-    with pytest.raises(ConfigError, match="no feature store"):
-        opened(f"sqlite:{tmp_path}/notes.txt")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("not a database, but long enough to be read as one " * 50)
+    with pytest.raises(ConfigError, match=r"no feature store|no Redis answers"):
+        opened(where.format(file=notes))

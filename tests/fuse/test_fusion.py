@@ -15,11 +15,17 @@ from scalingnote.fuse.fusion import (
     QUERY_WORDS,
     DocumentFusion,
     QueryFusion,
-    codes_of,
     id_buckets,
     important_words,
 )
-from scalingnote.fuse.networks import NO_WORD, DocumentNetwork, QueryNetwork, SemanticIdEmbedding
+from scalingnote.fuse.networks import (
+    CROSS_BUCKETS,
+    NO_WORD,
+    DocumentNetwork,
+    QueryNetwork,
+    SemanticIdEmbedding,
+    cross_buckets,
+)
 from scalingnote.storage.shuffle import hash_of
 from scalingnote.triplets.planner.planner import TermScores
 
@@ -71,8 +77,8 @@ def documents() -> DocumentFusion:
     encodings = fit(FEATURES, products())
     seen = torch.zeros(config.id_buckets, dtype=torch.bool)
     seen[id_buckets(hash_of(products()["doc_id"]), config)] = True
-    network = DocumentNetwork(config, encodings, dim=DIM, semantic_ids=semantic_ids(), seen=seen)
-    return DocumentFusion(perturb(network), config, encodings)
+    network = DocumentNetwork(config, encodings, semantic_ids=semantic_ids(), seen=seen)
+    return DocumentFusion(perturb(network))
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +86,7 @@ def queries() -> QueryFusion:
     config = QuerySide(profile=PROFILE, crosses=("country",), history=4)
     users = pa.table({"country": ["de", "de", "fr", "fr"], "age": [20, 30, 40, 50]})
     encodings = fit(PROFILE, users)
-    network = QueryNetwork(config, encodings, dim=DIM, semantic_ids=semantic_ids())
-    return QueryFusion(perturb(network), config, encodings)
+    return QueryFusion(perturb(QueryNetwork(config, encodings, semantic_ids=semantic_ids())))
 
 
 def terms(rows: int) -> TermScores:
@@ -92,45 +97,36 @@ def terms(rows: int) -> TermScores:
 
 
 def test_a_document_without_known_features_keeps_its_embedding(documents: DocumentFusion):
-    plain = unit(ROWS)
+    plain, no_codes = unit(ROWS), np.full((ROWS, LEVELS), -1)
     nothing = pa.table({"doc_id": [f"never seen {i}" for i in range(ROWS)]})
-    for codes in (None, np.full((ROWS, LEVELS), -1)):
-        assert documents.fuse(nothing, plain, codes).tobytes() == plain.tobytes()
     empty = pa.table({"doc_id": nothing["doc_id"], "brand": [""] * ROWS, "price": [np.nan] * ROWS})
-    assert documents.fuse(empty, plain).tobytes() == plain.tobytes()
+    for table in (nothing, empty):
+        assert documents.fuse(table, plain, no_codes).tobytes() == plain.tobytes()
     fused = documents.fuse(products(), plain, CODED)
     np.testing.assert_allclose(np.linalg.norm(fused, axis=1), 1, rtol=1e-5)
 
 
 def test_a_query_without_known_features_keeps_its_embedding(queries: QueryFusion):
     plain = unit(6)
-    assert queries.fuse(plain).tobytes() == plain.tobytes()
     unknown = [
-        None,
-        User(),
-        User({"country": None}),
-        User({"country": ""}),
+        *(User(profile) for profile in ({}, {"country": None}, {"country": ""}, {"x": 1}, {"age": "old"})),
         User({}, ("no id",)),
-        User({"x": 1}),
     ]
     no_words = TermScores(np.zeros(7, np.int64), np.empty(0, np.uint64), np.empty(0, np.float32))
-    assert queries.fuse(plain, terms=no_words, users=unknown).tobytes() == plain.tobytes()
-    for more in ({"terms": terms(6)}, {"users": [KNOWN] * 6}):
+    for more in ({}, {"terms": no_words}):
+        assert queries.fuse(plain, users=unknown, **more).tobytes() == plain.tobytes()
+    for more in ({"terms": terms(6), "users": unknown}, {"users": [KNOWN] * 6}):
         fused = queries.fuse(plain, **more)
         assert np.abs(fused - plain).max(axis=1).min() > 1e-3
         np.testing.assert_allclose(np.linalg.norm(fused, axis=1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("side", ["semantic_ids", "ids", "features"])
-def test_a_single_feature_is_enough_to_change_a_document(documents: DocumentFusion, side: str):
-    plain, table = unit(ROWS), products()
+def test_a_single_feature_is_enough_to_change_a_document(documents: DocumentFusion):
+    plain, table, no_codes = unit(ROWS), products(), np.full((ROWS, LEVELS), -1)
     strange = table.set_column(0, "doc_id", pa.array([f"never seen {i}" for i in range(ROWS)]))
-    fused = {
-        "semantic_ids": lambda: documents.fuse(strange.select(["doc_id"]), plain, CODED),
-        "ids": lambda: documents.fuse(table.select(["doc_id"]), plain),
-        "features": lambda: documents.fuse(strange.select(["doc_id", "image"]), plain),
-    }[side]()
-    assert np.abs(fused - plain).max(axis=1).min() > 1e-3
+    ids, images = table.select(["doc_id"]), strange.select(["doc_id", "image"])
+    for known, codes in ((strange.select(["doc_id"]), CODED), (ids, no_codes), (images, no_codes)):
+        assert np.abs(documents.fuse(known, plain, codes) - plain).max(axis=1).min() > 1e-3
 
 
 def test_one_row_is_fused_as_it_is_among_many(documents: DocumentFusion, queries: QueryFusion):
@@ -141,7 +137,7 @@ def test_one_row_is_fused_as_it_is_among_many(documents: DocumentFusion, queries
         np.testing.assert_allclose(one[0], bulk[row], atol=1e-6)
     assert documents.fuse(table.slice(0, 0), plain[:0], CODED[:0]).shape == (0, DIM)
     said = terms(5)
-    users = [KNOWN, None, User({"country": "de"}), User(history=("1-1-1-0",) * 9), User({"age": "33"})]
+    users = [KNOWN, User(), User({"country": "de"}), User(history=("1-1-1-0",) * 9), User({"age": "33"})]
     batch = queries.fuse(plain[:5], terms=said, users=users)
     for row, user in enumerate(users):
         words = slice(2 * row, 2 * row + 2)
@@ -150,15 +146,27 @@ def test_one_row_is_fused_as_it_is_among_many(documents: DocumentFusion, queries
         np.testing.assert_allclose(fused[0], batch[row], atol=1e-6)
 
 
-def test_each_pair_of_word_and_country_has_a_row(queries: QueryFusion):
-    users = [User({"country": country}) for country in ("de", "fr")] * 30
-    batches = []
-    handle = queries._network.crosses.register_forward_hook(lambda _, given, __: batches.append(given[0]))
-    queries.fuse(unit(60), terms=terms(60), users=users)
-    queries.fuse(unit(1), terms=terms(1), users=[User()])
+def test_each_pair_of_word_and_value_has_a_row():
+    """The buckets of numpy's integers without a sign, by splitmix64."""
+    words = np.random.default_rng(0).integers(0, 2**64, 500, np.uint64)
+    values = np.array([[2, 2], [3, 2]], np.uint64).repeat(250, axis=0)
+    columns = np.array([1 << 32, 2 << 32], np.uint64)
+    mixed = words[:, None] ^ ((values + columns) * np.uint64(0x9E3779B97F4A7C15))
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+    signed = (torch.from_numpy(array.view(np.int64)) for array in (words, values))
+    buckets = cross_buckets(*signed).numpy()
+    np.testing.assert_array_equal(buckets, (mixed >> np.uint64(20)) % np.uint64(CROSS_BUCKETS))
+    assert len(np.unique(buckets)) > 980
+
+
+def test_a_cross_needs_a_word_and_a_value(queries: QueryFusion):
+    slots = []
+    handle = queries._network.fusion.register_forward_pre_hook(lambda _, given: slots.extend(given[1]))
+    said = TermScores(np.array([0, 1, 2, 2]), terms(1).terms, terms(1).scores)
+    queries.fuse(unit(3), terms=said, users=[KNOWN, User(), KNOWN])
     handle.remove()
-    assert len(set(batches[0].tolist())) > 55
-    assert batches[1].tolist() == [-1]
+    words, country, _, cross, *_ = (known.tolist() for _, known in slots)
+    assert (words, country, cross) == ([True, True, False], [True, False, True], [True, False, False])
 
 
 def test_both_sides_are_read_as_they_were_saved(
@@ -170,16 +178,13 @@ def test_both_sides_are_read_as_they_were_saved(
     assert again.columns == ["brand", "price", "image"]
     plain = unit(ROWS)
     assert (again.fuse(products(), plain, CODED) == documents.fuse(products(), plain, CODED)).all()
-    more = {"terms": terms(4), "users": [KNOWN, None, User(), KNOWN]}
+    more = {"terms": terms(4), "users": [KNOWN, User(), User(), KNOWN]}
     fused = QueryFusion.load(tmp_path / "query").fuse(plain[:4], **more)
     assert (fused == queries.fuse(plain[:4], **more)).all()
+    with pytest.raises(ArtifactError, match="5 levels, these networks were trained with 3"):
+        again.fuse(products(), plain, np.zeros((ROWS, 5), np.int64))
     with pytest.raises(ArtifactError, match="run the stage fuse"):
         QueryFusion.load(tmp_path)
-
-
-def test_codes_of_other_codebooks_are_refused(documents: DocumentFusion):
-    with pytest.raises(ArtifactError, match="5 levels, these networks were trained with 3"):
-        documents.fuse(products(), unit(ROWS), np.zeros((ROWS, 5), np.int64))
 
 
 def test_the_last_valid_documents_of_a_history_are_read(queries: QueryFusion):
@@ -191,7 +196,8 @@ def test_the_last_valid_documents_of_a_history_are_read(queries: QueryFusion):
     assert (fused(*history) == fused(*history[-4:])).all()
     assert (fused(*history) != fused(*history[-3:])).any()
     # Of other levels, of more codes, of no form at all.
-    assert (fused(*history, "1-2-0", "99-0-0-0", "a-b-c-d") == fused(*history)).all()
+    strange = ("1-2-0", "99-0-0-0", f"{10**30}-0-0-0", "a-b-c-d", "")
+    assert (fused(*history, *strange) == fused(*history)).all()
 
 
 def test_attention_over_a_history_is_a_softmax(queries: QueryFusion):
@@ -220,31 +226,19 @@ def test_training_hides_features_and_serving_never_does(documents: DocumentFusio
 
 
 def test_untrained_networks_change_nothing_but_rounding():
-    config = DocumentSide(id_buckets=8)
-    network = DocumentNetwork(config, [], dim=DIM, semantic_ids=semantic_ids())
-    fused = DocumentFusion(network, config, []).fuse(products(), unit(ROWS), CODED)
-    np.testing.assert_allclose(fused, unit(ROWS), atol=1e-6)
-
-
-def test_semantic_id_tables_start_as_the_codebooks():
-    codebooks = torch.randn(LEVELS, CODES, DIM)
-    rows = SemanticIdEmbedding(codebooks)(torch.tensor([[1, 2, 3], [-1, -1, -1]]))
+    rows = semantic_ids()(torch.tensor([[1, 2, 3], [-1, -1, -1]]))
+    codebooks = semantic_ids().tables.unflatten(0, (LEVELS, CODES))
     torch.testing.assert_close(rows[0], codebooks[0, 1] + codebooks[1, 2] + codebooks[2, 3])
     assert not rows[1].any()
+    network = DocumentNetwork(DocumentSide(id_buckets=8), [], semantic_ids=semantic_ids())
+    fused = DocumentFusion(network).fuse(products(), unit(ROWS), CODED)
+    np.testing.assert_allclose(fused, unit(ROWS), atol=1e-6)
 
 
 def test_the_most_important_words_come_first():
     scores = np.array([0.2, 0.9, 0.9, 0.1], np.float32)
     said = TermScores(np.array([0, 3, 3, 4]), np.array([7, 8, 9, 5], np.uint64), scores)
-    words = important_words(said, 3)
-    assert words.hashes[0, :3].tolist() == [8, 9, 7]
-    assert words.importances[1].tolist() == [NO_WORD] * QUERY_WORDS
-    assert important_words(None, 3).importances.tolist() == [[NO_WORD] * QUERY_WORDS] * 3
-
-
-@pytest.mark.parametrize(
-    ("name", "codes"), [("1-2-3-0", [1, 2, 3]), ("1-2-3", None), ("1-2-9-0", None), ("", None)]
-)
-def test_codes_are_read_from_ids(name: str, codes: list[int] | None):
-    parsed = codes_of(name, LEVELS, CODES)
-    assert (None if parsed is None else parsed.tolist()) == codes
+    words, importances = important_words(said, 3)
+    assert words[0, :3].tolist() == [8, 9, 7]
+    assert importances[1].tolist() == [NO_WORD] * QUERY_WORDS
+    assert important_words(None, 3)[1].tolist() == [[NO_WORD] * QUERY_WORDS] * 3

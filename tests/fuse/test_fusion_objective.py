@@ -27,36 +27,34 @@ def batch(rows: slice = slice(None)) -> Clicks:
     """A global batch in which two rows clicked one document, and some passed over few."""
     rng = np.random.default_rng(0)
 
-    def unit(*shape: int) -> torch.Tensor:
-        return torch.nn.functional.normalize(torch.from_numpy(rng.standard_normal(shape)).float(), dim=-1)
+    def unit(count: int) -> np.ndarray:
+        matrix = rng.standard_normal((count, DIM))
+        return (matrix / np.linalg.norm(matrix, axis=1, keepdims=True)).astype(np.float32)
 
-    group = torch.from_numpy(rng.integers(10, 50, (ROWS, GROUP)))
-    group[:, 0] = torch.tensor([0, 1, 2, 1, 3, 4, 5, 6])
+    group = rng.integers(10, 50, (ROWS, GROUP))
+    group[:, 0] = [0, 1, 2, 1, 3, 4, 5, 6]
     group[2, 1:], group[5, 2] = -1, -1
-    queries = QueryInputs(
-        embeddings=unit(ROWS, DIM),
-        words=torch.from_numpy(rng.integers(0, 32, (ROWS, 8))),
-        importances=torch.from_numpy(rng.random((ROWS, 8), np.float32)),
-        indices=torch.zeros((ROWS, 0), dtype=torch.int32),
-        numbers=torch.zeros((ROWS, 0)),
-        crosses=torch.zeros((ROWS, 0), dtype=torch.long),
-        history=torch.from_numpy(rng.integers(-1, 4, (ROWS, 3, LEVELS))),
-    )
-    documents = DocumentInputs(
-        embeddings=unit(ROWS * GROUP, DIM),
-        codes=torch.from_numpy(rng.integers(0, 4, (ROWS * GROUP, LEVELS))),
-        buckets=torch.from_numpy(rng.integers(0, 32, ROWS * GROUP)),
-        indices=torch.zeros((ROWS * GROUP, 0), dtype=torch.int32),
-        numbers=torch.zeros((ROWS * GROUP, 0)),
-    )
-    log_q = torch.from_numpy(np.log(rng.random(ROWS, np.float32)))
+    queries = {
+        "embeddings": unit(ROWS),
+        "words": rng.integers(0, 32, (ROWS, 8)),
+        "importances": rng.random((ROWS, 8), np.float32),
+        "features": np.zeros((ROWS, 0), np.float32),
+        "history": rng.integers(-1, 4, (ROWS, 3, LEVELS)),
+    }
+    documents = {
+        "embeddings": unit(ROWS * GROUP),
+        "codes": rng.integers(0, 4, (ROWS * GROUP, LEVELS)),
+        "buckets": rng.integers(0, 32, ROWS * GROUP),
+        "features": np.zeros((ROWS * GROUP, 0), np.float32),
+    }
+    log_q = np.log(rng.random(ROWS, np.float32))
     log_q[3] = log_q[1]
-    of_documents = torch.arange(ROWS * GROUP).reshape(ROWS, GROUP)[rows].reshape(-1)
+    of_documents = np.arange(ROWS * GROUP).reshape(ROWS, GROUP)[rows].ravel()
     return Clicks(
-        QueryInputs(**{name: part[rows] for name, part in vars(queries).items()}),
-        DocumentInputs(**{name: part[of_documents] for name, part in vars(documents).items()}),
-        group[rows],
-        log_q[rows],
+        QueryInputs.of(**{name: column[rows] for name, column in queries.items()}),
+        DocumentInputs.of(**{name: column[of_documents] for name, column in documents.items()}),
+        torch.from_numpy(group[rows]),
+        torch.from_numpy(log_q[rows]),
     )
 
 

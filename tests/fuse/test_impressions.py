@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.fuse.prepare import NO_HASH, SCHEMA, training_rows
+from scalingnote.fuse.impressions import NO_HASH, SCHEMA, training_rows
 from scalingnote.storage.shuffle import hash_of
 
 
@@ -21,18 +21,11 @@ def log(seed: int, *, sessions: int = 60) -> pa.Table:
         user = None if rng.random() < 0.2 else f"u{rng.integers(5)}"
         start = dt.datetime(2024, 1, 1) + dt.timedelta(minutes=int(rng.integers(20)))
         for position, doc in enumerate(rng.integers(12, size=rng.integers(1, 8)), 1):
-            rows.append(
-                {
-                    "session_id": f"s{session}",
-                    "user_id": user,
-                    "query_id": f"q{(session + rng.integers(2)) % 7}",
-                    "doc_id": f"d{doc}",
-                    "position": position,
-                    "clicked": bool(rng.random() < 0.4),
-                    "timestamp": start + dt.timedelta(seconds=position),
-                }
-            )
-    return pa.Table.from_pylist([rows[i] for i in rng.permutation(len(rows))], schema=SCHEMA)
+            time, clicked = start + dt.timedelta(seconds=position), bool(rng.random() < 0.4)
+            query = f"q{(session + rng.integers(2)) % 7}"
+            rows.append((f"s{session}", user, query, f"d{doc}", position, clicked, time))
+    shuffled = [dict(zip(SCHEMA.names, rows[i], strict=True)) for i in rng.permutation(len(rows))]
+    return pa.Table.from_pylist(shuffled, schema=SCHEMA)
 
 
 def slow(table: pa.Table, *, last: int, skipped: int) -> list[tuple]:
@@ -77,31 +70,26 @@ def test_rows_are_those_of_a_slow_reading(seed: int):
         (
             names[row["query"]],
             names[row["user"]],
-            names[row["clicked"]],
-            tuple(names[doc] for doc in row["skipped"] if doc != NO_HASH),
-            tuple(names[doc] for doc in row["history"]),
+            names[row["group"][0]],
+            tuple(names[doc] for doc in row["group"][1:] if doc != NO_HASH),
+            tuple(names[doc] for doc in row["history"] if doc != NO_HASH),
         )
         for row in found.to_pylist()
     ]
     assert sorted(read, key=repr) == slow(table, last=3, skipped=2)
 
 
-def test_what_was_clicked_is_not_passed_over_nor_what_another_query_showed():
+def test_what_was_clicked_or_of_another_query_is_not_skipped():
     """A log that writes a row when a document is shown, and another when it is clicked."""
     shown = [("q", "a", False), ("q", "b", False), ("q", "a", True), ("q", "b", False), ("other", "c", False)]
+    moment = dt.datetime(2024, 1, 1)
     rows = [
-        {
-            "session_id": "s",
-            "query_id": query,
-            "doc_id": doc,
-            "position": position,
-            "clicked": clicked,
-            "timestamp": dt.datetime(2024, 1, 1),
-        }
+        dict(zip(SCHEMA.names, ("s", None, query, doc, position, clicked, moment), strict=True))
         for position, (query, doc, clicked) in enumerate(shown, 1)
     ]
     (found,) = training_rows(pa.Table.from_pylist(rows, schema=SCHEMA), last=3, skipped=3).to_pylist()
-    assert found["skipped"] == [int(hash_of(pa.array(["b"]))[0]), NO_HASH, NO_HASH]
+    assert found["group"] == [*hash_of(pa.array(["a", "b"])), NO_HASH, NO_HASH]
+    assert found["history"] == [NO_HASH] * 3
 
 
 def test_nothing_clicked_is_no_row():
@@ -109,4 +97,3 @@ def test_nothing_clicked_is_no_row():
     silent = table.set_column(5, "clicked", pa.array([False] * 5))
     assert len(training_rows(silent, last=3, skipped=2)) == 0
     assert len(training_rows(table.slice(0, 0), last=3, skipped=2)) == 0
-    assert "skipped" not in training_rows(table, last=0, skipped=0).column_names

@@ -72,11 +72,11 @@ def fused(
     config = DocumentSide(features=BRAND)
     codebooks = torch.randn(3, 8, DIM, generator=torch.Generator().manual_seed(0))
     encodings = fit(BRAND, brands)
-    network = DocumentNetwork(config, encodings, dim=DIM, semantic_ids=SemanticIdEmbedding(codebooks))
+    network = DocumentNetwork(config, encodings, semantic_ids=SemanticIdEmbedding(codebooks))
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.3)  # the gate, shut at the start, is open
-    fusion = DocumentFusion(network, config, encodings)
+    fusion = DocumentFusion(network)
     draft = Draft(
         str(tmp_path_factory.mktemp("fused") / "fused"), kind="embeddings", config=tiny.Nothing(), parents={}
     )
