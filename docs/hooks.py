@@ -7,6 +7,7 @@ somewhere without a host of the repository, and the strict build fails on one th
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from benchmarks import reference
+sys.path.insert(0, str(Path(__file__).parent))
+import reference_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -29,7 +31,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?://|#)([^)\s#]+)(?=[)#])")  # without its 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add generated pages, pages of the repository's top, and files that pages link to."""
-    for name, page in reference.PAGES.items():
+    for name, page in reference_pages.PAGES.items():
         files.append(File.generated(config, f"reference/{name}", content=page()))
     for name, place in TOP.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text(encoding="utf-8")))
@@ -43,7 +45,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links between files of the repository to links between pages of the site."""
     if page.file.src_uri == "reference/README.md":
-        markdown += "\n" + "".join(f"- [{name.removesuffix('.md')}]({name})\n" for name in reference.PAGES)
+        markdown += "\n" + "".join(
+            f"- [{name.removesuffix('.md')}]({name})\n" for name in reference_pages.PAGES
+        )
     folder, start = _source(page.file).parent, Path(page.file.src_uri).parent
 
     def rewritten(link: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
 """Every knob (from the config classes), every command (from the parser) and every module, as Markdown pages.
 
-    python -m benchmarks.reference knobs       print a page: knobs, cli or modules
+    python docs/reference_pages.py knobs       print a page: knobs, cli or modules
 
 The site of `make docs` has them below reference/ (docs/hooks.py).
 """
