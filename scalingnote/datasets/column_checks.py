@@ -305,8 +305,10 @@ def feature_column(rows: pa.Table, field: pa.Field) -> tuple[pa.Array, pa.Array]
         plain = boolean_column(rows, field.name)
     else:
         plain, _ = number_column(rows, field.name)
-        if pa.types.is_integer(field.type):  # an integer column would lose digits as float64
-            plain = cast_or_null(column if pa.types.is_integer(column.type) else plain, pa.int64())
+        if pa.types.is_integer(field.type):  # integers would lose digits as float64
+            text, _ = text_column(rows, field.name)
+            digits = pc.if_else(pc.match_substring_regex(text, r"^-?\d+$"), text, None)
+            plain = pc.coalesce(cast_or_null(digits, pa.int64()), cast_or_null(plain, pa.int64()))
     return plain, pc.and_(pc.is_null(plain), pc.is_valid(column))
 
 

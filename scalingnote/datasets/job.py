@@ -96,12 +96,11 @@ def build(config: AnyDataset | NewDocuments, source: Source, draft: Draft, *, ea
             raise ConfigError(f"dataset.passages adds a column {taken[0]!r}, rename that of the documents")
         tokenizer = passages.tokenizer_json(_counting_model(config.passages))
         draft.write_bytes(passages.TOKENIZER, tokenizer)
-    slices = [(table, rows) for table in _in_order(source) for rows in source.tables[table]]
+    slices = [(table, rows) for table, found in source.tables.items() for rows in found]
     context = PrepareContext(
         config,
         source.features,
         source.profile,
-        source.rank,
         document_slices=len(source.tables["documents"]),
         work=draft.work(),
         output=draft.uri,
@@ -122,11 +121,6 @@ def _counting_model(config: Passages) -> str:
     if config.tokenizer is None:
         raise ConfigError("dataset.passages counts tokens as a model does: set dataset.passages.tokenizer")
     return config.tokenizer
-
-
-def _in_order(source: Source) -> list[str]:
-    """Documents first: their slices have the numbers from 0."""
-    return ["documents", *(table for table in source.tables if table != "documents")]
 
 
 def _add(quarantine: Quarantine, records: Iterable[JsonRecord], draft: Draft) -> None:

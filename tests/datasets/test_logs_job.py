@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalingnote.core.errors import DataError
-from scalingnote.datasets import documents as documents_module
 from scalingnote.datasets import job, supervision
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.job import run as prepare
@@ -326,15 +325,6 @@ def test_the_order_of_arrival_does_not_matter(small, tmp_path):
     assert artifact.table("rejected").num_rows > 3
 
 
-def test_parts_follow_from_the_bytes_of_the_texts(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents_module, "MAX_PART_BYTES", 300)
-    artifact = build(small[0], tmp_path / "out")
-    per_part = artifact.manifest.info["documents_per_part"]
-    rows = [artifact.manifest.parts[name].rows for name in artifact.names("documents/", ".parquet")]
-    assert 1 < max(rows) == per_part < 64
-    assert sum(rows) == artifact.counts["documents"]
-
-
 @pytest.mark.parametrize("tasks", [3, 8, 12])
 def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks, caplog):
     config, digest = small
@@ -408,7 +398,7 @@ def test_work_of_other_files_is_not_taken_for_ours(small, tmp_path):
     assert build(config, output).digest == digest
 
 
-def test_whoever_waits_for_the_same_log_sees_that_it_is_being_built(small, tmp_path):
+def test_whoever_waits_sees_that_the_log_is_being_built(small, tmp_path):
     config, digest = small
     output, there = tmp_path / "out", []
 
@@ -469,7 +459,7 @@ def test_nothing_usable_says_why(small, tmp_path, table, rows, error):
         build(Logs(**paths, **WINDOWS), tmp_path / "out")
 
 
-def test_windows_beside_the_log_are_refused_before_the_log_is_moved(small, tmp_path):
+def test_windows_beside_the_log_are_refused_early(small, tmp_path):
     windows = {"train": ["2024-01-01", "2024-02-01"], "test": ["2024-02-01", "2024-03-01"]}
     with pytest.raises(DataError, match=r"the log spans 1970-01-0.* to 1970-01-1.*timestamp_unit"):
         build(Logs(**_paths(small[0]), **windows), tmp_path / "out")
