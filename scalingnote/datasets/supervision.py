@@ -62,7 +62,7 @@ def route_slice(item: tuple[int, tuple[int, str]], *, context: PrepareContext) -
 
     uri = context.checked_file(number)
     if not fs.exists(uri):  # without valid rows
-        return context.store(quarantine, "route", number)
+        return {"quarantine": context.store(quarantine, "route", number)}
     rows = read_table(uri)
     if "doc_id" in rows.column_names:
         ids = gather(context.file("unknown"), number, schema=pa.schema({"doc_id": pa.string()}))["doc_id"]
@@ -80,7 +80,7 @@ def route_slice(item: tuple[int, tuple[int, str]], *, context: PrepareContext) -
         quarantine.left_out["impressions outside both windows"] += len(rows) - len(train) - len(test)
     else:
         send(rows, table)
-    return context.store(quarantine, "route", number)
+    return {"quarantine": context.store(quarantine, "route", number)}
 
 
 # --- parts ------------------------------------------------------------------------------------------------

@@ -382,22 +382,6 @@ def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypat
     assert max(sizes) == 50
 
 
-def test_work_of_other_files_is_not_taken_for_ours(small, tmp_path):
-    config, digest = small
-
-    # An earlier run, killed, saw one more file of impressions.
-    extra = tmp_path / "extra"
-    log = random_log(4)
-    paths = write({"impressions": log["impressions"]}, extra, files=1, form="jsonl")
-    output = tmp_path / "out"
-    draft = Draft(str(output), kind="dataset", config=config, parents={})
-    other = config.model_copy(update={"impressions": Logs(**{**_paths(config), **paths}).impressions})
-    with pytest.raises(Exception, match="killed"):
-        job.build(config, read_logs(other), draft, each=_killed_after(11))
-    fs.write_bytes(draft.path("impressions/part-00000-00077.parquet"), b"stale")
-    assert build(config, output).digest == digest
-
-
 def test_whoever_waits_sees_that_the_log_is_being_built(small, tmp_path):
     config, digest = small
     output, there = tmp_path / "out", []
@@ -413,18 +397,6 @@ def test_whoever_waits_sees_that_the_log_is_being_built(small, tmp_path):
 
 def _paths(config):
     return {name: getattr(config, name).model_dump() for name in ("documents", "impressions")}
-
-
-def _killed_after(tasks):
-    budget = iter(range(tasks))
-
-    def each(task, items):
-        for item in items:
-            if next(budget, None) is None:
-                raise RuntimeError("killed")
-            yield task(item)
-
-    return each
 
 
 def test_without_windows_the_last_tenth_of_the_time_is_for_test(small, tmp_path):
