@@ -105,15 +105,15 @@ class _ColumnChecker:
         if count:
             self.quarantine.repaired[what] += count
 
-    def text(self, name: str, *, optional: bool = False) -> pa.Array:
-        """A column of stripped text; control characters become blanks, null becomes empty if not optional."""
+    def text(self, name: str) -> pa.Array:
+        """A column of stripped text; control characters become blanks, null becomes empty."""
         column, invalid = text_column(self.rows, name)
         self.reject(invalid, "invalid UTF-8")
         repaired = pc.match_substring_regex(column, _CONTROL)
         if pc.any(repaired).as_py():
             self.count_repaired(repaired, "control_characters_blanked")
             column = pc.replace_substring_regex(column, _CONTROL, " ")
-        return pc.utf8_trim_whitespace(column if optional else pc.fill_null(column, ""))
+        return pc.utf8_trim_whitespace(pc.fill_null(column, ""))
 
     def identifier(self, name: str, *, optional: bool = False) -> pa.Array:
         """A column of ids, stripped; an optional id may be null, but not empty."""
