@@ -105,15 +105,15 @@ class _ColumnChecker:
         if count:
             self.quarantine.repaired[what] += count
 
-    def text(self, name: str, *, optional: bool = False) -> pa.Array:
-        """A column of stripped text; control characters become blanks, null becomes empty if not optional."""
+    def text(self, name: str) -> pa.Array:
+        """A column of stripped text; control characters become blanks, null becomes empty."""
         column, invalid = text_column(self.rows, name)
         self.reject(invalid, "invalid UTF-8")
         repaired = pc.match_substring_regex(column, _CONTROL)
         if pc.any(repaired).as_py():
             self.count_repaired(repaired, "control_characters_blanked")
             column = pc.replace_substring_regex(column, _CONTROL, " ")
-        return pc.utf8_trim_whitespace(column if optional else pc.fill_null(column, ""))
+        return pc.utf8_trim_whitespace(pc.fill_null(column, ""))
 
     def identifier(self, name: str, *, optional: bool = False) -> pa.Array:
         """A column of ids, stripped; an optional id may be null, but not empty."""
@@ -305,8 +305,10 @@ def feature_column(rows: pa.Table, field: pa.Field) -> tuple[pa.Array, pa.Array]
         plain = boolean_column(rows, field.name)
     else:
         plain, _ = number_column(rows, field.name)
-        if pa.types.is_integer(field.type):  # an integer column would lose digits as float64
-            plain = cast_or_null(column if pa.types.is_integer(column.type) else plain, pa.int64())
+        if pa.types.is_integer(field.type):  # integers would lose digits as float64
+            text, _ = text_column(rows, field.name)
+            digits = pc.if_else(pc.match_substring_regex(text, r"^-?\d+$"), text, None)
+            plain = pc.coalesce(cast_or_null(digits, pa.int64()), cast_or_null(plain, pa.int64()))
     return plain, pc.and_(pc.is_null(plain), pc.is_valid(column))
 
 

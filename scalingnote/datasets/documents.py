@@ -16,7 +16,7 @@ rejected rows depend on the input and the config, not on slices or workers.
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote.datasets import splits
@@ -40,7 +40,7 @@ from scalingnote.datasets.passages import TOKENIZER, PassageSplitter
 from scalingnote.datasets.tables import read_tables, table_format
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft, read_table, write_table
-from scalingnote.storage.shuffle import JsonRecord, bucket_of, gather, named_stream, scatter, stream
+from scalingnote.storage.shuffle import JsonRecord, bucket_of, gather, scatter, stream
 
 SLICES_PER_BUCKET = 8  # a bucket has as many ids as these slices of documents
 # A part is the unit of work of every later stage: a task holds one, a driver remembers the name of each.
@@ -50,7 +50,8 @@ MAX_PART_BYTES = 128 << 20  # of titles and contents; wins over the three above
 _IDS_PER_LOOKUP = 1 << 20
 _BYTES_PER_TOKEN = 4  # of English, about: for a guess at the number of passages
 _DOC_IDS = pa.schema({"doc_id": pa.string()})
-_LOCATED = pa.schema({"doc_id": pa.string(), "slice": pa.int64(), "row": pa.int64()})
+_NAMED = pa.schema({"doc_id": pa.string(), "slice": pa.int64()})
+_LOCATED = _NAMED.append(pa.field("row", pa.int64()))
 _ROW = pa.schema({"row": pa.int64()})
 
 
@@ -61,7 +62,6 @@ class PrepareContext:
     config: AnyDataset | NewDocuments
     features: pa.Schema
     profile: pa.Schema
-    rank: Callable[[pa.Table], Int64[ndarray, " rows"]] | None  # of a subset
     document_slices: int
     work: str
     output: str
@@ -134,7 +134,8 @@ def check_slice(item: tuple[int, tuple[str, InputSlice]], *, context: PrepareCon
         _send_documents(checked, number, context)
     elif len(checked):
         if "doc_id" in checked.column_names:
-            named = pa.table([checked["doc_id"].combine_chunks().unique()], schema=_DOC_IDS)
+            ids = checked["doc_id"].combine_chunks().unique()
+            named = pa.table([ids, np.full(len(ids), number)], schema=_NAMED)
             context.send(named, "doc_id", "named", number=number, buckets=context.id_buckets)
         if context.by_time and table in ("impressions", "qrels"):
             # The text of a judgement counts only for queries without an impression: its weight is 0.
@@ -190,11 +191,12 @@ def find_ids(item: tuple[int, int], *, context: PrepareContext, per_part: int) -
         scatter(repeated.select(["row"]), numbers, target=context.file("repeats"), name=f"{bucket:05d}")
         repeats.update(numbers.tolist())
     known = ids["doc_id"].filter(pa.array(first)).combine_chunks()
-    unknown = [*_unknown_ids(named_stream(context.file("named"), bucket), known)]
-    values = pa.concat_arrays([pa.array([], pa.string()), *(found for _, found in unknown)])
-    lengths = np.array([len(found) for _, found in unknown], np.int64)
-    numbers = np.repeat(np.array([number for number, _ in unknown], np.int64), lengths)
-    scatter(pa.table([values], _DOC_IDS), numbers, target=context.file("unknown"), name=f"{bucket:05d}")
+    # Few lookups of many ids, since each lookup hashes all known ids again.
+    named = rechunk(stream(context.file("named"), bucket), _IDS_PER_LOOKUP)
+    found = [rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=known))) for rows in named]
+    unknown = pa.concat_tables([_NAMED.empty_table(), *found])
+    slices = unknown["slice"].to_numpy()
+    scatter(unknown.select(["doc_id"]), slices, target=context.file("unknown"), name=f"{bucket:05d}")
     counts = {str(number): count for number, count in repeats.items()}
     stored = context.store(quarantine, "ids", bucket)
     return {"parts": parts, "repeats": counts, "documents": len(known), "quarantine": stored}
@@ -211,47 +213,24 @@ def _first_documents(
         yield rows.filter(pa.array(mask))
 
 
-def _unknown_ids(named: Iterable[tuple[str, pa.Table]], known: pa.Array) -> Iterator[tuple[int, pa.Array]]:
-    """Numbers of slices, and ids of this bucket that they name and that are unknown."""
-    waiting: list[tuple[int, pa.Array]] = []
-    for name, rows in named:
-        waiting.append((int(name), rows["doc_id"].combine_chunks()))
-        if sum(len(ids) for _, ids in waiting) >= _IDS_PER_LOOKUP:
-            yield from _look_up(waiting, known)
-            waiting = []
-    yield from _look_up(waiting, known)
-
-
-def _look_up(waiting: list[tuple[int, pa.Array]], known: pa.Array) -> Iterator[tuple[int, pa.Array]]:
-    """One lookup for many slices, since each lookup hashes all known ids again."""
-    named = pa.concat_arrays([pa.array([], pa.string()), *(ids for _, ids in waiting)])
-    is_unknown = pc.invert(pc.is_in(named, value_set=known))
-    start = 0
-    for number, ids in waiting:
-        yield number, ids.filter(is_unknown.slice(start, len(ids)))
-        start += len(ids)
-
-
 # --- documents in the order of the input ------------------------------------------------------------------
 
 
 def choose(item: tuple[int, tuple[int, int]], *, context: PrepareContext) -> JsonRecord:
-    """Choose a subset of (size, seed): the rows of lowest rank, then whole groups by a seeded hash.
+    """Choose a subset of (size, seed): whole groups in the order of a seeded hash.
 
     The other rows are sent to their slices; returns their number by slice.
     """
     size, seed = item[1]
-    slices, ranks, hashes = [], [], []
+    places, hashes = [np.empty((2, 0), np.int64)], [np.empty(0)]
     for number in range(context.document_slices):
-        table = read_table(context.checked_file(number), ["doc_id", "title", "topic", "group"])
-        rows = np.flatnonzero(_remaining(number, len(table), context, ["repeats"]))
-        table = table.take(pa.array(rows))
-        slices.append(np.stack([np.full(len(rows), number), rows]))
-        ranks.append(context.rank(table) if context.rank else np.zeros(len(rows), np.int64))
-        hashes.append(np.array([splits.uniform(group, seed=seed) for group in table["group"].to_pylist()]))
-    place = np.concatenate(slices, axis=1)
-    order = np.lexsort([np.arange(place.shape[1]), np.concatenate(hashes), np.concatenate(ranks)])
-    numbers, rows = place[:, np.sort(order[size:])]
+        groups = read_table(context.checked_file(number), ["group"])["group"]
+        rows = np.flatnonzero(_remaining(number, len(groups), context, ["repeats"]))
+        places.append(np.stack([np.full(len(rows), number), rows]))
+        own = groups.take(pa.array(rows)).to_pylist()
+        hashes.append(np.array([splits.uniform(group, seed=seed) for group in own]))
+    order = np.argsort(np.concatenate(hashes), kind="stable")
+    numbers, rows = np.concatenate(places, axis=1)[:, np.sort(order[size:])]
     scatter(pa.table([rows], schema=_ROW), numbers, target=context.file("left_out"), name="all")
     return {str(number): count for number, count in Counter(numbers.tolist()).items()}
 
@@ -363,7 +342,7 @@ def write_parts(
     With a `splitter`, `rows_per_part` documents are a part, whose rows are their passages.
     """
     written: dict[str, dict[str, Any]] = {}
-    for number, rows in enumerate(_rechunk(tables, rows_per_part), first):
+    for number, rows in enumerate(rechunk(tables, rows_per_part), first):
         divided = rows if splitter is None else splitter.divide(rows)
         written |= write_part(divided, f"{name}-{number:05d}.parquet", output=output)
     return written
@@ -375,7 +354,7 @@ def write_part(rows: pa.Table, name: str, *, output: str) -> dict[str, dict[str,
     return {name: asdict(write_table(fs.join(output, name), rows.combine_chunks()))}
 
 
-def _rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
+def rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
     """The same rows in tables of `size` (the last one may be shorter); holds two tables in memory."""
     waiting: list[pa.Table] = []
     for table in tables:

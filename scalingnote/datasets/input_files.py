@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote.core.errors import DataError
@@ -35,7 +35,6 @@ from scalingnote.storage.shuffle import MAX_SLICES, JsonRecord, group_by_size
 SLICE_BYTES = 64 << 20  # of input, uncompressed
 SHOWN_CHARS = 200  # of a rejected row
 KEPT_PER_REASON = 100  # rejected rows
-HEAD_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
 MARKDOWN = ".md"
 _COUNTERS = ("rejected", "repaired", "left_out", "counts")
 
@@ -177,6 +176,7 @@ class FileRows:
 
     part: FileSlice
     read: Callable[[FileSlice], RawRows]
+    columns: frozenset[str] | None = None  # which rows may have; None: those that some rows have
 
     def __iter__(self) -> Iterator[RawRow | UnreadableRow]:
         return iter(self.read(self.part))
@@ -184,7 +184,7 @@ class FileRows:
 
 @dataclass(frozen=True)
 class FileColumns:
-    """A slice of a file that is read by columns: our name -> the file's."""
+    """A slice of a Parquet file, which is read by columns: our name -> the file's."""
 
     part: FileSlice
     columns: Mapping[str, str]
@@ -197,18 +197,16 @@ InputSlice = FileRows | FileColumns | list[RawRow | UnreadableRow]
 
 @dataclass(frozen=True)
 class Source:
-    """The slices of each table of a data source; columns are named as in ``storage.schema``.
+    """The slices of each table of a data source, documents first; columns are named as in ``storage.schema``.
 
     A query may have a `split`; without one, the split is drawn by group. `features` are the types of document
-    columns beyond the five that all of them have, `profile` those of user columns beyond the id. `rank` gives
-    each of some documents a number, by which a subset is chosen (smallest first); without it, whole groups
-    are kept in the order of a seeded hash. The manifest has the `notes`.
+    columns beyond the five that all of them have, `profile` those of user columns beyond the id. The manifest
+    has the `notes`.
     """
 
     tables: Mapping[str, Sequence[InputSlice]]
     features: pa.Schema = field(default_factory=lambda: pa.schema([]))
     profile: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    rank: Callable[[pa.Table], Int64[ndarray, " rows"]] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
     def rows(self, table: str) -> Iterator[RawRow | UnreadableRow]:
@@ -223,17 +221,11 @@ class Source:
         return [rows.part for name in chosen for rows in self.tables[name] if not isinstance(rows, list)]
 
 
-def map_rows(rows: RawRows, rename: Callable[[RawRow], RawRow]) -> Iterator[RawRow | UnreadableRow]:
-    """Rows under our column names; a row without a needed field becomes unreadable, unreadable rows pass."""
-    for row in rows:
-        if isinstance(row, UnreadableRow):
-            yield row
-            continue
-        try:
-            yield rename(row)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            reason = f"not in the source's format: {type(error).__name__} {error}"
-            yield UnreadableRow(repr(row)[:400], reason)
+def rename(row: RawRow | UnreadableRow, columns: Mapping[str, str]) -> RawRow | UnreadableRow:
+    """A row under our names (`columns`: ours -> the file's); an unreadable row as it is."""
+    if isinstance(row, UnreadableRow):
+        return row
+    return {ours: row[column] for ours, column in columns.items() if column in row}
 
 
 def readable_rows(rows: RawRows) -> Iterator[RawRow]:
@@ -246,20 +238,9 @@ def text_id(text: str, *, prefix: str) -> str:
     return f"{prefix}-{hashlib.sha256(text.casefold().encode('utf-8', 'replace')).hexdigest()[:16]}"
 
 
-def json_lines(path: Path | FileSlice) -> Iterator[RawRow | UnreadableRow]:
-    """Objects of a JSON-lines file."""
-    return parsed_lines(_lines(path))
-
-
-def json_head(file: File) -> list[RawRow | UnreadableRow]:
-    """The objects in the first HEAD_BYTES of a JSON-lines file."""
-    size = min(file.size, HEAD_BYTES)
-    return list(json_lines(FileSlice(file, 0, size, size)))
-
-
-def parsed_lines(lines: Iterable[bytes]) -> Iterator[RawRow | UnreadableRow]:
+def json_lines(piece: FileSlice) -> Iterator[RawRow | UnreadableRow]:
     """The JSON object of each line that is not blank."""
-    for line in lines:
+    for line in lines(piece.file.uri, piece.start, piece.stop):
         if not line.strip():
             continue
         try:
@@ -273,11 +254,10 @@ def parsed_lines(lines: Iterable[bytes]) -> Iterator[RawRow | UnreadableRow]:
 
 
 def delimited_lines(
-    path: Path | FileSlice, *, columns: Sequence[str], separator: str = "\t", header: bool = False
+    piece: FileSlice, *, columns: Sequence[str], separator: str = "\t", header: bool = False
 ) -> Iterator[RawRow | UnreadableRow]:
     """Lines of fields without quoting (TREC and MS MARCO files); `separator` " " means any white space."""
-    opening = isinstance(path, Path) or path.start == 0
-    for number, line in enumerate(_lines(path), 0 if opening else 1):
+    for number, line in enumerate(lines(piece.file.uri, piece.start, piece.stop), min(piece.start, 1)):
         if (header and number == 0) or not line.strip():
             continue
         try:
@@ -307,14 +287,6 @@ def match_files(pattern: str) -> list[Path]:
     if not found:
         raise DataError(f"no file at {pattern}: check the path")
     return found
-
-
-def _lines(path: Path | FileSlice) -> Iterator[bytes]:
-    if isinstance(path, FileSlice):
-        return lines(path.file.uri, path.start, path.stop)
-    if not path.is_file():
-        raise DataError(f"no file at {path}: check the path")
-    return lines(str(path), 0, path.stat().st_size)
 
 
 def _beginning(line: bytes) -> str:

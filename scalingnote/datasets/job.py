@@ -9,7 +9,7 @@ the other tasks write the same files again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -96,24 +96,22 @@ def build(config: AnyDataset | NewDocuments, source: Source, draft: Draft, *, ea
             raise ConfigError(f"dataset.passages adds a column {taken[0]!r}, rename that of the documents")
         tokenizer = passages.tokenizer_json(_counting_model(config.passages))
         draft.write_bytes(passages.TOKENIZER, tokenizer)
-    slices = [(table, rows) for table in _in_order(source) for rows in source.tables[table]]
+    slices = [(table, rows) for table, found in source.tables.items() for rows in found]
     context = PrepareContext(
         config,
         source.features,
         source.profile,
-        source.rank,
         document_slices=len(source.tables["documents"]),
         work=draft.work(),
         output=draft.uri,
     )
-    do = partial(run_slices, folder=draft.work(), each=each, section="datasets", unit="tasks")
     quarantine = Quarantine()
+    do = partial(_run_step, each=each, quarantine=quarantine, draft=draft)
     checked = do("check", partial(documents.check_slice, context=context), slices)
-    _add(quarantine, checked, draft)
     context = _plan_buckets(context, source, checked, quarantine)
-    parts, facts = _write_documents(context, checked, do, quarantine, draft)
+    parts, facts = _write_documents(context, checked, do, quarantine)
     if not isinstance(config, NewDocuments):
-        facts |= _write_supervision(context, checked, parts, do, quarantine, draft)
+        facts |= _write_supervision(context, checked, parts, do, quarantine)
     return _commit(config, draft, quarantine, facts | source.notes)
 
 
@@ -124,17 +122,18 @@ def _counting_model(config: Passages) -> str:
     return config.tokenizer
 
 
-def _in_order(source: Source) -> list[str]:
-    """Documents first: their slices have the numbers from 0."""
-    return ["documents", *(table for table in source.tables if table != "documents")]
-
-
-def _add(quarantine: Quarantine, records: Iterable[JsonRecord], draft: Draft) -> None:
-    """Add what tasks rejected and counted, and register the parts that they wrote."""
+def _run_step(
+    name: str, task: Any, items: Sequence[Any], *, each: TaskRunner, quarantine: Quarantine, draft: Draft
+) -> list[Any]:
+    """Run the tasks of a step; add what they rejected and counted, and register the parts that they wrote."""
+    work = draft.work()
+    records = run_slices(name, task, items, folder=work, each=each, section="datasets", unit="tasks")
     for record in records:
-        quarantine.add(record.get("quarantine", record))
-        for name, part in record.get("parts", {}).items():
-            draft.register(name, Part(**part))
+        if isinstance(record, dict) and "quarantine" in record:
+            quarantine.add(record["quarantine"])
+            for part, fields in record.get("parts", {}).items():
+                draft.register(part, Part(**fields))
+    return records
 
 
 def _plan_buckets(
@@ -168,7 +167,6 @@ def _write_documents(
     checked: Sequence[JsonRecord],
     do: _Steps,
     quarantine: Quarantine,
-    draft: Draft,
 ) -> tuple[list[str], dict[str, Any]]:
     """Write the parts of documents; returns their names and facts for the manifest."""
     config = context.config
@@ -182,7 +180,6 @@ def _write_documents(
     )
     find = partial(documents.find_ids, context=context, per_part=per_part)
     written = do("ids", find, range(context.id_buckets))
-    _add(quarantine, written, draft)
     whole = sum(record["documents"] for record in written)
     if not context.by_time:
         dropped = Counter[str]()
@@ -198,7 +195,6 @@ def _write_documents(
         _require_fewer(context, whole, checked)
         sections = documents.plan_sections(kept, per_part)
         written = do("write", partial(documents.write_section, context=context), sections)
-        _add(quarantine, written, draft)
     parts = {name: part["rows"] for record in written for name, part in record["parts"].items()}
     quarantine.counts["documents"] += sum(parts.values())
     if not parts:
@@ -233,32 +229,28 @@ def _write_supervision(
     parts: Sequence[str],
     do: _Steps,
     quarantine: Quarantine,
-    draft: Draft,
 ) -> dict[str, Any]:
     """Write the tables beside the documents, of which `parts` are there; returns facts for the manifest."""
     beside = [(n, record["table"]) for n, record in enumerate(checked) if record["table"] != "documents"]
-    _add(quarantine, do("route", partial(supervision.route_slice, context=context), beside), draft)
+    do("route", partial(supervision.route_slice, context=context), beside)
     buckets = range(context.query_buckets)
     if context.by_time:
-        write = partial(supervision.write_log_queries, context=context)
-        _add(quarantine, do("queries", write, buckets), draft)
+        do("queries", partial(supervision.write_log_queries, context=context), buckets)
         return _describe_windows(context, checked, quarantine)
     judge = partial(supervision.judge_queries, context=context, documents=parts)
     judged = do("judge", judge, buckets)
-    _add(quarantine, judged, draft)
     if beside and not any(record["queries"] for record in judged):
         raise DataError(
             f"{context.config.name}: no query with a relevant document remains{quarantine.reasons()}"
         )
     do("split", partial(supervision.split_queries, context=context), [context.config])
-    _add(quarantine, do("queries", partial(supervision.write_queries, context=context), buckets), draft)
+    do("queries", partial(supervision.write_queries, context=context), buckets)
     for table in ("queries", *supervision.PAIR_SCHEMAS):
         valid = sum(record["valid"][table] for record in judged)
         quarantine.left_out[table] += valid - quarantine.counts[table]
     clicks = None if quarantine.counts["impressions"] else _clicks_to_simulate(context, checked)
     if clicks:
-        work = partial(supervision.simulate_clicks, context=context, documents=parts)
-        _add(quarantine, do("clicks", work, [clicks]), draft)
+        do("clicks", partial(supervision.simulate_clicks, context=context, documents=parts), [clicks])
     undecided = any(record["undecided"] for record in judged)
     _warn_of_one_side(context.config, quarantine.counts, undecided=undecided)
     return {"click_model": "position" if clicks else None}

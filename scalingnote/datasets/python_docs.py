@@ -4,7 +4,7 @@ As in CodeSearchNet (Husain et al. 2019), the first sentence of a docstring is t
 object's documentation is the document. Nothing is downloaded: the data depends on the installed versions, so
 the same environment gives the same rows.
 
-A subset (`max_documents`) keeps the least nested names first (``json.dumps`` before ``os.path.join`` before
+A subset (`max_documents`) keeps the least nested names (``json.dumps`` before ``os.path.join`` before
 ``torch.nn.functional.relu``), functions and classes before the methods of their depth, and decides among
 equals by a seeded hash.
 
@@ -16,7 +16,6 @@ standard library until :func:`read` is called.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import json
@@ -26,7 +25,6 @@ import pkgutil
 import random
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,10 +36,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from jaxtyping import Int64
-    from numpy import ndarray
-
     from scalingnote.datasets.config import PythonDocs
     from scalingnote.datasets.input_files import RawRow, Source, UnreadableRow
 
@@ -64,7 +58,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|\b0x[0-9a-f]{9,}\b")
 _ROLE = re.compile(r":[a-zA-Z:]+:`~?!?([^`<]*?)(?:\s*<[^`>]*>)?`")
 _LITERAL = re.compile(r"`{1,2}([^`]*)`{1,2}_{0,2}")
 _SENTENCE_END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bcf)(?<!\bvs)[.!?](?=\s|$)")
-_UNDERLINE = re.compile(r"^[=\-~^*#]{3,}$")
+_UNDERLINE = re.compile(r"^[=\-~^*#]{3,}$", re.MULTILINE)
+_DOCSTRING = re.compile(r"""\A\s*[rRbBuU]*("{3}|'{3}|"|').*?\1\n""", re.DOTALL)
 # Modules of the standard library whose documentation is worth searching and whose import does nothing.
 _STANDARD_LIBRARY = """
     abc argparse array ast asyncio base64 bdb binascii bisect builtins bz2 calendar cmath cmd code
@@ -93,69 +88,66 @@ def read(config: PythonDocs) -> Source:
     """Documents, queries and judgements of `config.packages`; a package that fails becomes a rejected row."""
     from scalingnote.datasets.input_files import Source, text_id
 
-    objects, losses, versions = _collect(config)
-    sentences: dict[str, list[RawRow]] = defaultdict(list)
-    documents: list[RawRow | UnreadableRow] = list(losses)
-    seen: set[tuple[str, str]] = set()
-    for item in objects:
-        document, sentence = _document(item)
-        texts = (document["content"], sentence)
-        if texts in seen:
-            continue
-        seen.add(texts)
-        documents.append(document)
-        if len(sentence.split()) >= MIN_QUERY_WORDS:
-            sentences[sentence.casefold()].append({**document, "sentence": sentence})
-
+    rows, losses, versions = _collect(config)
+    distinct: dict[tuple[str, str], RawRow] = {}
+    for row in rows:
+        distinct.setdefault((row["content"], row["sentence"]), row)
+    documents = _least_nested([*distinct.values()], config)
+    sharing: dict[str, list[RawRow]] = defaultdict(list)
+    for document in documents:
+        document["group"] = document["doc_id"]
+        if len(document["sentence"].split()) >= MIN_QUERY_WORDS:
+            sharing[document["sentence"].casefold()].append(document)
     queries: list[RawRow | UnreadableRow] = []
     qrels: list[RawRow | UnreadableRow] = []
-    group_of: dict[str, str] = {}
-    for key, sharing in sentences.items():
-        if len(sharing) > MAX_QUERY_DOCUMENTS:
+    for key, answers in sharing.items():
+        if len(answers) > MAX_QUERY_DOCUMENTS:
             continue
         query_id = text_id(key, prefix="q")
-        queries.append({"query_id": query_id, "query": sharing[0]["sentence"]})
-        for document in sharing:
+        queries.append({"query_id": query_id, "query": answers[0]["sentence"]})
+        for document in answers:
+            document["group"] = query_id
             qrels.append({"query_id": query_id, "doc_id": document["doc_id"], "relevance": 1})
-            group_of[document["doc_id"]] = query_id
-    for row in documents:
-        if isinstance(row, dict):
-            row["group"] = group_of.get(row["doc_id"], row["doc_id"])
-    notes = {"packages": versions, "duplicates_removed": len(objects) - len(seen)}
-    tables = {"documents": [documents], "queries": [queries], "qrels": [qrels]}
-    return Source(tables, rank=_nesting, notes=notes)
+    notes = {"packages": versions, "duplicates_removed": len(rows) - len(distinct)}
+    return Source({"documents": [[*losses, *documents]], "queries": [queries], "qrels": [qrels]}, notes=notes)
 
 
-def _nesting(documents: pa.Table) -> Int64[ndarray, " rows"]:
-    """How deeply each object is nested; methods and properties follow the others of their depth."""
-    import numpy as np
-    import pyarrow.compute as pc
+def _least_nested(documents: list[RawRow], config: PythonDocs) -> list[RawRow]:
+    """`max_documents` of the documents: least nested first, methods after the others, then by a hash."""
+    from scalingnote.datasets.splits import uniform
 
-    member = pc.match_substring_regex(documents["topic"], " (method|property)$")
-    depth = np.asarray(pc.count_substring(documents["title"], "."), np.int64)
-    rank: ndarray = 2 * depth + np.asarray(member)
-    return rank
+    def order(document: RawRow) -> tuple[int, bool, float]:
+        name, is_member = document["doc_id"], document["topic"].endswith(" method")
+        return name.count("."), is_member, uniform(name, seed=config.seed)
+
+    kept = {document["doc_id"] for document in sorted(documents, key=order)[: config.max_documents]}
+    return [document for document in documents if document["doc_id"] in kept]
 
 
 def first_sentence(doc: str, name: str) -> tuple[str, str, str]:
     """Split a docstring into (signature lines at its start, first sentence, rest)."""
-    paragraphs = re.split(r"\n\s*\n", doc.strip())
-    signature = []
-    while paragraphs and _is_signature(paragraphs[0], name):
-        # Docstrings of C functions may continue in this paragraph: "range(stop) -> range object\nReturn ...".
-        lines = paragraphs[0].split("\n")
-        split = next((n for n, line in enumerate(lines) if n and not _continues(lines, n, name)), len(lines))
-        signature.append("\n".join(lines[:split]))
-        rest = "\n".join(lines[split:]).strip()
-        paragraphs[:1] = [rest] if rest else []
+    lines = doc.strip().split("\n")
+    own = _count_signature_lines(lines, name)
+    paragraphs = re.split(r"\n\s*\n", "\n".join(lines[own:]).strip())
     # An underlined heading or a directive is not a sentence.
-    while paragraphs and (_heading(paragraphs[0]) or paragraphs[0].startswith("..")):
+    while paragraphs and (_UNDERLINE.search(paragraphs[0]) or paragraphs[0].startswith("..")):
         paragraphs.pop(0)
     flat = plain(paragraphs[0]) if paragraphs else ""
     end = _SENTENCE_END.search(flat)
     sentence, left = (flat[: end.start()], flat[end.end() :]) if end else (flat, "")
     rest = "\n\n".join(part for part in [left.strip(), *paragraphs[1:]] if part)
-    return "\n".join(signature), sentence.strip(" :."), rest
+    return "\n".join(lines[:own]).strip(), sentence.strip(" :."), rest
+
+
+def _count_signature_lines(lines: list[str], name: str) -> int:
+    """How many lines at the start are calls of `name`: docstrings of C functions begin with some."""
+    open_brackets = 0
+    for number, line in enumerate(lines):
+        is_call = re.match(rf"(?:[\w.]+\.)?{re.escape(name)}\s*\(", line)
+        if line.strip() and not open_brackets and not is_call:
+            return number
+        open_brackets += sum(line.count(mark) for mark in "([") - sum(line.count(mark) for mark in ")]")
+    return len(lines)
 
 
 def plain(text: str) -> str:
@@ -163,24 +155,14 @@ def plain(text: str) -> str:
     return " ".join(_LITERAL.sub(r"\1", _ROLE.sub(r"\1", text)).split())
 
 
-def _document(item: dict[str, Any]) -> tuple[RawRow, str]:
-    name, kind = item["name"], item["kind"]
-    last = name.rpartition(".")[2]
-    opening, sentence, rest = first_sentence(_scrub(item["doc"]), last)
-    signature = f"{last}{_scrub(item['signature'])}" if item["signature"] else opening
-    source = _scrub(item["source"]) if len(rest) < _SHORT_DOC_CHARS else ""
-    content = "\n\n".join(part for part in (signature, rest, source) if part)
-    home = name if kind == "module" else name.rpartition(".")[0]
-    return {"doc_id": name, "title": name, "topic": f"{home} {kind}", "content": content}, sentence
-
-
-def _collect(config: PythonDocs) -> tuple[list[dict[str, Any]], list[UnreadableRow], dict[str, str]]:
+def _collect(config: PythonDocs) -> tuple[list[RawRow], list[UnreadableRow], dict[str, str]]:
+    """Documents with their first `sentence`, what is missing, and the versions of the packages."""
     from concurrent.futures import ThreadPoolExecutor  # late: what is loaded is documented as loaded
 
     from scalingnote.core.log import Progress, get_logger
     from scalingnote.datasets.input_files import UnreadableRow
 
-    objects: list[dict[str, Any]] = []
+    documents: list[RawRow] = []
     losses: list[UnreadableRow] = []
     versions: dict[str, str] = {}
     with (
@@ -195,11 +177,11 @@ def _collect(config: PythonDocs) -> tuple[list[dict[str, Any]], list[UnreadableR
                 losses.append(UnreadableRow(f"package {package}", loss))
                 continue
             *found, summary = rows
-            objects += found
+            documents += found
             lost = summary["import_failures"]
             losses += [UnreadableRow(name, "submodule cannot be imported") for name in lost]
             versions[package] = summary["version"]
-    return objects, losses, versions
+    return documents, losses, versions
 
 
 def _walk(package: str) -> tuple[list[dict[str, Any]], str]:
@@ -208,49 +190,29 @@ def _walk(package: str) -> tuple[list[dict[str, Any]], str]:
     The package is imported in a process whose files go to a temporary directory.
     """
     with tempfile.TemporaryDirectory(prefix="scalingnote-walk-") as directory:
-        output = Path(directory) / "objects.jsonl"
-        command = [sys.executable, "-P", __file__, package, str(output)]
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **_ENVIRONMENT, "MPLCONFIGDIR": directory, "TMPDIR": directory},
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        output, errors = Path(directory) / "objects.jsonl", Path(directory) / "errors"
         try:
-            _, errors = process.communicate(timeout=PACKAGE_TIMEOUT_S)
+            with errors.open("wb") as stream:
+                subprocess.run(
+                    [sys.executable, "-P", __file__, package, str(output)],
+                    env={**os.environ, **_ENVIRONMENT, "MPLCONFIGDIR": directory, "TMPDIR": directory},
+                    cwd=directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stream,
+                    timeout=PACKAGE_TIMEOUT_S,
+                    check=True,
+                )
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
             return [], f"no end after {PACKAGE_TIMEOUT_S:g} s"
-        if process.returncode:
-            last = errors.decode("utf-8", "replace").strip().splitlines()[-1:]
-            return [], f"exit status {process.returncode}: {last[0] if last else 'no message'}"
+        except subprocess.CalledProcessError as error:
+            last = errors.read_text("utf-8", "replace").strip().splitlines()[-1:]
+            return [], f"exit status {error.returncode}: {last[0] if last else 'no message'}"
         text = output.read_text(encoding="utf-8").replace(directory, ".")
         return [json.loads(line) for line in text.splitlines()], ""
 
 
-def _is_signature(paragraph: str, name: str) -> bool:
-    return re.match(rf"(?:[\w.]+\.)?{re.escape(name)}\s*\(", paragraph) is not None
-
-
-def _continues(lines: list[str], number: int, name: str) -> bool:
-    """Whether a line belongs to the signature above it: as an overload, or inside an open bracket."""
-    above = "\n".join(lines[:number])
-    return _is_signature(lines[number], name) or above.count("(") + above.count("[") > above.count(
-        ")"
-    ) + above.count("]")
-
-
-def _heading(paragraph: str) -> bool:
-    lines = paragraph.split("\n")
-    return len(lines) <= 3 and any(_UNDERLINE.match(line.strip()) for line in lines)
-
-
-def _scrub(text: str) -> str:
-    return _ADDRESS.sub("", text).replace(str(Path.home()), "~")
+# --- in the process that imports a package ----------------------------------------------------------------
 
 
 def walk(package: str) -> Iterator[dict[str, Any]]:
@@ -263,9 +225,8 @@ def walk(package: str) -> Iterator[dict[str, Any]]:
     documented = _public_names(modules, roots)
     for name in sorted(documented):
         kind, value = documented[name]
-        row = _describe(name, kind, value)
-        if row:
-            yield row
+        if document := _document(name, kind, value):
+            yield document
     version = getattr(sys.modules[names[0]], "__version__", "unknown")
     if package == "stdlib":
         version = ".".join(str(number) for number in sys.version_info[:3])
@@ -306,110 +267,79 @@ def _public_names(modules: dict[str, types.ModuleType], roots: set[str]) -> dict
         offer(module_name, "module", module, listed=True)
         listed = set(getattr(module, "__all__", ()))
         for name, value in sorted(vars(module).items(), key=lambda item: str(item[0])):
-            kind = _kind(value)
-            if kind and not name.startswith("_") and _belongs(value, roots, listed=name in listed):
+            if not name.startswith("_") and _is_documented(value, roots, listed=name in listed):
+                kind = "class" if inspect.isclass(value) else "function"
                 offer(f"{module_name}.{name}", kind, value, listed=name in listed)
 
     # Methods are named after the chosen name of their class, and only in the class that defines them.
-    named = {order[-1]: (kind, value) for order, kind, value in best.values()}
-    for name, (kind, value) in sorted(named.items()):
-        if kind != "class":
-            continue
-        for attribute, member in _members(value, roots):
-            function = _underlying(member)
-            if not str(attribute).startswith("_") and function is not None:
-                kind = "property" if isinstance(member, property) else "method"
-                offer(f"{name}.{attribute}", kind, function, listed=False)
+    classes = sorted((order[-1], value) for order, kind, value in best.values() if kind == "class")
+    for name, value in classes:
+        for attribute, member in sorted(vars(value).items(), key=lambda item: str(item[0])):
+            if inspect.isroutine(member) and not str(attribute).startswith("_"):
+                offer(f"{name}.{attribute}", "method", getattr(member, "__func__", member), listed=False)
     return {order[-1]: (kind, value) for order, kind, value in best.values()}
 
 
-def _members(kind: type, roots: set[str]) -> Iterator[tuple[str, Any]]:
-    """Members of a class and of its private bases (torch.Tensor's methods belong to TensorBase)."""
-    for base in kind.__mro__:
-        home = base.__module__.split(".")
-        private = base.__name__.startswith("_") or any(part.startswith("_") for part in home)
-        if base is kind or (private and home[0] in roots):
-            members = {str(name): member for name, member in vars(base).items()}
-            yield from sorted(members.items(), key=lambda item: item[0])
+def _is_documented(value: Any, roots: set[str], *, listed: bool) -> bool:
+    """Whether a value is a class or function of these packages with a docstring of its own.
 
-
-def _kind(value: Any) -> str | None:
-    if isinstance(value, types.ModuleType):
-        return None
-    if inspect.isclass(value):
-        return "class"
-    # ufuncs, numpy's dispatchers and jit-wrapped functions: callables with a name and docstring of their own.
-    if inspect.isroutine(value) or (callable(value) and isinstance(getattr(value, "__name__", None), str)):
-        own_doc = getattr(value, "__doc__", None) is not type(value).__doc__
-        return "function" if own_doc else None
-    return None
-
-
-def _belongs(value: Any, roots: set[str], *, listed: bool) -> bool:
+    Functions are ufuncs, numpy's dispatchers and jit-wrapped ones, too: callables with a name.
+    """
+    named = inspect.isroutine(value) or (
+        callable(value) and isinstance(getattr(value, "__name__", None), str)
+    )
+    own_doc = inspect.isclass(value) or getattr(value, "__doc__", None) is not type(value).__doc__
     home = getattr(value, "__module__", None)
-    if not isinstance(home, str) or home == "builtins":
-        return True  # a C function of this module
-    root = home.split(".")[0]
-    # C implementations: `_json` of `json`, `_io` of `io`; objects in `__all__` belong to the package.
-    return root in roots or root.lstrip("_") in roots or (listed and root.startswith("_"))
+    # A C function names no module. Its module may be private: `_json` of `json`, `_io` of `io`.
+    root = home.split(".")[0] if isinstance(home, str) and home != "builtins" else ""
+    known = {"", *roots} & {root, root.lstrip("_")} or (listed and root.startswith("_"))
+    return named and own_doc and bool(known)
 
 
-def _underlying(member: Any) -> Any:
-    if isinstance(member, (staticmethod, classmethod)):
-        return member.__func__
-    if isinstance(member, property):
-        return member.fget
-    return member if inspect.isroutine(member) else None
-
-
-def _describe(name: str, kind: str, value: Any) -> dict[str, Any] | None:
+def _document(name: str, kind: str, value: Any) -> dict[str, str] | None:
+    """The document of an object and its first `sentence`; None without a docstring."""
     try:
         doc = value.__doc__
     except Exception:
         return None
     if not isinstance(doc, str) or not doc.strip():
         return None
-    doc, source = inspect.cleandoc(doc), ""
-    if kind in ("module", "class"):
-        source = _members_listed(value)
-    elif len(doc) < 2 * _SHORT_DOC_CHARS:
-        source = _source(value)
-    return {"name": name, "kind": kind, "signature": _signature(value, kind), "doc": doc, "source": source}
+    home, _, last = (name, "", name) if kind == "module" else name.rpartition(".")
+    opening, sentence, rest = first_sentence(_ADDRESS.sub("", inspect.cleandoc(doc)), last)
+    signature, code = _signature(value, kind), ""
+    if len(rest) < _SHORT_DOC_CHARS and kind in ("module", "class"):
+        members = {str(name) for name, it in vars(value).items() if not isinstance(it, types.ModuleType)}
+        code = ", ".join(sorted(name for name in members if not name.startswith("_"))[:_MAX_MEMBERS])
+    elif len(rest) < _SHORT_DOC_CHARS:
+        code = _source(value)
+    parts = (f"{last}{signature}" if signature else opening, rest, code)
+    content = _ADDRESS.sub("", "\n\n".join(part for part in parts if part)).replace(str(Path.home()), "~")
+    return {
+        "doc_id": name,
+        "title": name,
+        "topic": f"{home} {kind}",
+        "content": content,
+        "sentence": sentence,
+    }
 
 
 def _signature(value: Any, kind: str) -> str:
     try:
-        return "" if kind in ("module", "property") else str(inspect.signature(value))
+        return "" if kind == "module" else str(inspect.signature(value))
     except Exception:
         return ""  # many C functions, whose docstring starts with the signature
 
 
-def _members_listed(value: Any) -> str:
-    """Public names of a module or class: often the only content besides its first sentence."""
-    public = sorted(
-        str(name)
-        for name, member in vars(value).items()
-        if not str(name).startswith("_") and not isinstance(member, types.ModuleType)
-    )
-    return ", ".join(public[:_MAX_MEMBERS])
-
-
 def _source(value: Any) -> str:
     """Source code without the docstring, which contains the query."""
-    code = getattr(inspect.unwrap(value), "__code__", None)
-    if code is None:
-        return ""
-    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     try:
+        code = inspect.unwrap(value).__code__
+        lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
         text = textwrap.dedent("".join(inspect.getblock(lines)[:_MAX_SOURCE_LINES]))
-        function = ast.parse(text).body[0]
-    except (SyntaxError, IndexError, ValueError):
-        return ""
-    body = getattr(function, "body", [])
-    kept = text.splitlines()
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        del kept[body[0].lineno - 1 : body[0].end_lineno]
-    return "\n".join(kept)
+    except Exception:
+        return ""  # not written in Python
+    head, colon, body = text.partition(":\n")
+    return head + colon + _DOCSTRING.sub("", body)
 
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:

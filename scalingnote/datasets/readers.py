@@ -14,8 +14,8 @@ from scalingnote.core.errors import DataError
 from scalingnote.core.log import get_logger
 from scalingnote.datasets.column_checks import MAX_TITLE_CHARS
 from scalingnote.datasets.config import Beir, Columns, Logs, MsMarco, NewDocuments, TableFile, Texts
+from scalingnote.datasets.file_heads import head_rows
 from scalingnote.datasets.input_files import (
-    HEAD_BYTES,
     MARKDOWN,
     SLICE_BYTES,
     File,
@@ -30,22 +30,21 @@ from scalingnote.datasets.input_files import (
     cut,
     delimited_lines,
     find_files,
-    json_head,
     json_lines,
     lines,
-    map_rows,
     match_files,
     parquet_footer,
-    parquet_rows,
     readable_rows,
+    rename,
     whole,
 )
-from scalingnote.datasets.layouts import TEXT_LINES, FileLayout, find_layouts, tell
+from scalingnote.datasets.layouts import FileLayout, find_layouts, tell
 from scalingnote.datasets.tables import (
+    TableFormat,
     column_schema,
     column_slices,
     find_columns,
-    refuse_unknown,
+    named_rows,
     table_format,
 )
 from scalingnote.storage import filesystem as fs
@@ -103,15 +102,16 @@ def read_documents(config: NewDocuments) -> Source:
 
 def _documents(file: TableFile, features: pa.Schema) -> list[InputSlice]:
     names = [*DOCUMENTS.names, *features.names]
-    refuse_unknown(file, names)
-    return _document_slices(find_layouts(find_files(file.path, DOCUMENT_SUFFIXES), file.columns, names=names))
+    if unknown := sorted(set(file.columns) - set(names)):
+        raise DataError(f"{file.path}: columns maps {unknown}, which are none of {names}")
+    return document_slices(find_layouts(find_files(file.path, DOCUMENT_SUFFIXES), file.columns, names=names))
 
 
-def _document_slices(layouts: Mapping[File, FileLayout], *, numbered: bool = False) -> list[InputSlice]:
+def document_slices(layouts: Mapping[File, FileLayout], *, numbered: bool = False) -> list[InputSlice]:
     """Documents under our column names; a row without an id has none, or, if `numbered`, its number."""
     tell(layouts)
     pieces = cut([*layouts])
-    counts = map(_count_rows, pieces[:-1]) if numbered else repeat(0)
+    counts = map(count_rows, pieces[:-1]) if numbered else repeat(0)
     numbers: Iterable[int | None] = accumulate(counts, initial=1) if numbered else repeat(None)
     found: list[InputSlice] = []
     for piece, first in zip(pieces, numbers, strict=False):
@@ -122,7 +122,8 @@ def _document_slices(layouts: Mapping[File, FileLayout], *, numbered: bool = Fal
     return found
 
 
-def _count_rows(piece: FileSlice) -> int:
+def count_rows(piece: FileSlice) -> int:
+    """The number of rows of a slice; blank lines are none."""
     if piece.file.is_parquet:
         footer = parquet_footer(piece.file.uri)
         return sum(int(footer.row_group(n).num_rows) for n in range(piece.start, piece.stop))
@@ -130,11 +131,7 @@ def _count_rows(piece: FileSlice) -> int:
 
 
 def _rows_of(piece: FileSlice, *, layout: FileLayout, first: int | None) -> Iterator[RawRow | UnreadableRow]:
-    rows: RawRows = json_lines(piece)
-    if fields := layout.head.fields:
-        separator = "\n" if fields == TEXT_LINES else "\t"
-        rows = delimited_lines(piece, columns=fields, separator=separator, header=layout.head.header)
-    for place, row in enumerate(rows):
+    for place, row in enumerate(head_rows(piece, layout.head, [*layout.columns.values()])):
         ours = layout.row(row) if isinstance(row, dict) else row
         if isinstance(ours, dict) and first is not None and ours.get("doc_id") in (None, ""):
             ours["doc_id"] = str(first + place)
@@ -144,16 +141,7 @@ def _rows_of(piece: FileSlice, *, layout: FileLayout, first: int | None) -> Iter
 def read_logs(config: Logs) -> Source:
     """Tables of a log, whose queries are named by their ids in all files, or by their texts."""
     features = column_schema(config.features)
-    form = table_format("documents", features)
-    layouts = find_layouts(find_files(config.documents.path), config.documents.columns, names=[*form.kinds])
-    tell(layouts)
-    columns = find_columns(
-        config.documents,
-        form,
-        ["doc_id", "title or content"],
-        layouts={file: layout.columns for file, layout in layouts.items()},
-    )
-    tables: dict[str, Sequence[InputSlice]] = {"documents": column_slices(columns)}
+    tables: dict[str, Sequence[InputSlice]] = {"documents": _documents(config.documents, features)}
     evidence: dict[str, dict[File, dict[str, str]]] = {}
     for table, required in _REQUIRED_BY_TEXT.items():
         if file := getattr(config, table):
@@ -194,51 +182,16 @@ def table_rows(
     Args:
         file: the path, and the mapping from our column names to those of the file.
         names: our columns; a column that the mapping leaves out has the same name in the file.
-        needs: columns that Parquet files must have; by default all required ids.
+        needs: columns that files must have; by default all required ids.
 
     Raises:
         DataError: no file, another file type, or a mapped or required column that is missing.
     """
-    refuse_unknown(file, names)
-    theirs = {name: file.columns.get(name, name) for name in names}
-    files = find_files(file.path)
     ids = [name for name in names if name.endswith("_id") and name != "user_id"]
-
-    def present(each: File) -> list[str]:
-        by_default = (ids if needs is None else needs) if each.is_parquet else ()
-        return _present(each, theirs, [*file.columns, *by_default])
-
-    columns = dict(zip(files, fs.map_files(present, files), strict=True))
-    read = partial(_rename, theirs=theirs)
-    return [FileRows(piece, partial(read, present=columns[piece.file])) for piece in cut(files)]
-
-
-def _rename(
-    piece: FileSlice, *, theirs: Mapping[str, str], present: Sequence[str]
-) -> Iterator[RawRow | UnreadableRow]:
-    for row in parquet_rows(piece, columns=present) if piece.file.is_parquet else json_lines(piece):
-        if isinstance(row, dict):
-            row = {name: row[their] for name, their in theirs.items() if their in row}
-        yield row
-
-
-def _present(file: File, theirs: Mapping[str, str], needed: Sequence[str]) -> list[str]:
-    """The mapped columns that a file has; DataError if it lacks one of `needed` (our names)."""
-    have = columns_of(file)
-    if not have:  # without a readable row, each row is judged by itself
-        return []
-    missing = [theirs[name] for name in needed if theirs[name] not in have]
-    if missing:
-        where = "" if file.is_parquet else f" in its first {HEAD_BYTES >> 10} kB"
-        raise DataError(f"{file.uri} has no column {missing}{where}, only {have}: map it under `columns`")
-    return [their for their in dict.fromkeys(theirs.values()) if their in have]
-
-
-def columns_of(file: File) -> list[str]:
-    """Columns of a Parquet file, or of the first JSON objects in the order of their first occurrence."""
-    if file.is_parquet:
-        return list(parquet_footer(file.uri).schema.to_arrow_schema().names)
-    return list(dict.fromkeys(name for row in readable_rows(json_head(file)) for name in row))
+    columns = find_columns(
+        file, TableFormat("", dict.fromkeys(names, "any")), ids if needs is None else needs
+    )
+    return [named_rows(piece, columns[piece.file]) for piece in cut([*columns])]
 
 
 # --- BEIR (Thakur et al. 2021) ---------------------------------------------------------------------------
@@ -255,10 +208,12 @@ def read_beir(config: Beir) -> Source:
     of them exists, `test_fraction` draws the split. A query in both splits is for test.
     """
     judged = _beir_qrels_files(config.path)
-    queries = find_files(fs.join(config.path, "queries.jsonl"))
+    corpus, queries = (find_files(fs.join(config.path, name)) for name in ("corpus.jsonl", "queries.jsonl"))
+    chosen = {"doc_id": "_id", "content": "text"}
+    layouts = find_layouts(corpus, chosen, names=(*_TEXT_COLUMNS, "topic"))
     return Source(
         {
-            "documents": _slice_files(find_files(fs.join(config.path, "corpus.jsonl")), _beir_documents),
+            "documents": document_slices(layouts),
             "queries": _slice_files(queries, partial(_beir_queries, judged=judged)),
             "qrels": _slice_files(list(judged.values()), _beir_qrels),
         }
@@ -288,23 +243,16 @@ def _beir_queries(piece: FileSlice, *, judged: Mapping[str, File]) -> Iterator[R
         for split, file in judged.items()
     }
 
-    def query(row: RawRow) -> RawRow:
-        query_id = str(row["_id"])
-        split = ("test" if query_id in ids["test"] else "train") if len(judged) == 2 else ""
-        return {"query_id": query_id, "query": row["text"], "split": split}
-
     known = set().union(*ids.values())
-    for row in map_rows(json_lines(piece), query):
-        if isinstance(row, UnreadableRow) or row["query_id"] in known:
-            yield row
-
-
-def _beir_documents(piece: FileSlice) -> Iterator[RawRow | UnreadableRow]:
-    def document(row: RawRow) -> RawRow:
-        texts = {"title": row.get("title"), "topic": row.get("topic"), "content": row["text"]}
-        return {"doc_id": row["_id"], **texts}
-
-    return map_rows(json_lines(piece), document)
+    for row in json_lines(piece):
+        query = rename(row, {"query_id": "_id", "query": "text"})
+        if isinstance(query, dict) and "query_id" in query:
+            query_id = str(query["query_id"])
+            if query_id not in known:
+                continue
+            split = ("test" if query_id in ids["test"] else "train") if len(judged) == 2 else ""
+            query |= {"query_id": query_id, "split": split}
+        yield query
 
 
 def _beir_qrels(piece: FileSlice) -> Iterator[RawRow | UnreadableRow]:
@@ -347,7 +295,7 @@ def read_msmarco(config: MsMarco) -> Source:
     layouts = find_layouts(collection, {}, names=_TEXT_COLUMNS, tabs=True)
     return Source(
         {
-            "documents": _document_slices(layouts),
+            "documents": document_slices(layouts),
             "queries": queries,
             "qrels": _slice_files(judged, judgements),
         }
@@ -401,7 +349,7 @@ def text_slices(path: str, columns: Mapping[str, str]) -> list[InputSlice]:
                 f"{other}. Name those of the documents by a pattern, such as FOLDER/part-*.jsonl"
             )
         found |= layouts
-    rows = _document_slices(found, numbered=True) if found else []
+    rows = document_slices(found, numbered=True) if found else []
     return [*(_markdown_slices(markdown, path) if markdown else []), *rows]
 
 

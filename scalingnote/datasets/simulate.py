@@ -8,8 +8,9 @@ position-based model (Craswell et al. 2008): a result is clicked if its position
 attractive, and a click satisfies with its own probability.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -36,16 +37,6 @@ CLICK_NOISE = 0.05  # P(click | examined) of a non-relevant document
 _SATISFIED_DWELL_S, _UNSATISFIED_DWELL_S, _DWELL_SIGMA = 60.0, 10.0, 0.8
 _START = np.datetime64("2024-01-01T00:00:00", "s")  # of the first session, UTC
 _SECONDS_BETWEEN_SESSIONS = 30
-# Users and documents -> the factor of a document's attraction to a user.
-Appeal = Callable[[Int[ndarray, "*#rows"], Int[ndarray, "*#rows"]], Float[ndarray, "..."]]
-
-
-@dataclass(frozen=True)
-class UserResponse:
-    """Clicks at each place of each list."""
-
-    clicked: Bool[ndarray, "sessions k"]
-    satisfied: Bool[ndarray, "sessions k"]  # only where clicked
 
 
 def browse(
@@ -55,25 +46,19 @@ def browse(
     eta: float,
     rng: np.random.Generator,
     satisfaction_rng: np.random.Generator,
-) -> UserResponse:
-    """Simulate the clicks of one user per list.
+) -> tuple[Bool[ndarray, "sessions k"], Bool[ndarray, "sessions k"]]:
+    """Simulate one user per list; returns what is clicked, and which clicks satisfy.
 
     Args:
         attraction: P(click | examined) of each place.
         satisfaction: P(satisfied | clicked) of each place.
-        eta: position bias (:func:`examination_probabilities`).
+        eta: position bias: P(examined) of positions 1, 2, ... is 1 / position ** eta.
         rng: of clicks.
         satisfaction_rng: of satisfaction.
     """
-    examination = examination_probabilities(attraction.shape[1], eta=eta)
+    examination = np.arange(1, attraction.shape[1] + 1, dtype=np.float64) ** -eta
     clicked = rng.random(attraction.shape) < examination * attraction
-    satisfied = clicked & (satisfaction_rng.random(attraction.shape) < satisfaction)
-    return UserResponse(clicked, satisfied)
-
-
-def examination_probabilities(positions: int, *, eta: float) -> Float[ndarray, " positions"]:
-    """P(examined) of positions 1, 2, ... in the position-based model: 1 / position ** eta."""
-    return np.arange(1, positions + 1, dtype=np.float64) ** -eta
+    return clicked, clicked & (satisfaction_rng.random(attraction.shape) < satisfaction)
 
 
 def probability_by_grade(
@@ -91,12 +76,6 @@ def draw_dwell_times(
     return median * np.exp(_DWELL_SIGMA * rng.standard_normal(satisfied.shape))
 
 
-def numbered_ids(prefix: str, numbers: Int[ndarray, " rows"]) -> pa.Array:
-    """Zero-padded ids, which sort in the order of their numbers."""
-    text = pc.utf8_lpad(pa.array(numbers).cast(pa.string()), 8, "0")
-    return pc.binary_join_element_wise(prefix, text, "")
-
-
 @dataclass(frozen=True)
 class JudgedPairs:
     """Relevant pairs sorted by query, then grade (best first): a query owns pairs [start, start + count)."""
@@ -109,18 +88,7 @@ class JudgedPairs:
     keys: Int[ndarray, " pairs"]  # query * number of documents + doc, sorted for binary search
 
 
-@dataclass(frozen=True)
-class TopicPool:
-    """Documents sorted by topic: a topic owns `order[start : start + count]`."""
-
-    topic: Int[ndarray, " docs"]
-    order: Int[ndarray, " docs"]
-    start: Int[ndarray, " topics"]
-    count: Int[ndarray, " topics"]
-
-
-@dataclass(frozen=True)
-class ResultLists:
+class ResultLists(NamedTuple):
     """Ranked lists of `k` places, best first. Filled places come before empty ones."""
 
     docs: Int[ndarray, "sessions k"]
@@ -150,24 +118,19 @@ def judged_pairs(qrels: pa.Table, doc_ids: pa.Array) -> JudgedPairs:
     )
 
 
-def pool_by_topic(topics: Sequence[str]) -> TopicPool:
-    """Group the documents by their topics, one topic per document."""
-    codes = pa.array(topics, pa.string()).dictionary_encode().indices.to_numpy().astype(np.int64)
-    count = np.bincount(codes)
-    return TopicPool(codes, np.argsort(codes, kind="stable"), np.cumsum(count) - count, count)
-
-
 def draw_result_lists(
     queries: Int[ndarray, " sessions"],
     judged: JudgedPairs,
-    pool: TopicPool,
+    topics: Int[ndarray, " docs"],
+    by_topic: Int[ndarray, " docs"],
     *,
     config: PositionClicks,
     rng: np.random.Generator,
 ) -> ResultLists:
     """Draw a list for each of `queries` (indices into `judged`).
 
-    No list repeats a document; a list is shorter than RESULTS_PER_SESSION if the pool is small.
+    `topics` has the number of each document's topic, `by_topic` the documents sorted by it. No list repeats a
+    document; a list is shorter than RESULTS_PER_SESSION if there are few documents.
     """
     length = RESULTS_PER_SESSION
     relevant = min(_RELEVANT_PER_SESSION, length)
@@ -180,12 +143,13 @@ def draw_result_lists(
 
     # Twice as many candidates as places: those that are relevant or repeated are dropped.
     shape = (len(queries), 2 * length)
-    topic = pool.topic[chosen[:, 0]][:, None]
-    same_topic = pool.order[pool.start[topic] + (rng.random(shape) * pool.count[topic]).astype(np.int64)]
+    topic, size = topics[chosen[:, 0]][:, None], np.bincount(topics)
+    begin = (np.cumsum(size) - size)[topic]  # in `by_topic`
+    same_topic = by_topic[begin + (rng.random(shape) * size[topic]).astype(np.int64)]
     others = np.where(
-        rng.random(shape) < _SAME_TOPIC_SHARE, same_topic, rng.integers(len(pool.topic), size=shape)
+        rng.random(shape) < _SAME_TOPIC_SHARE, same_topic, rng.integers(len(topics), size=shape)
     )
-    keys = queries[:, None] * len(pool.topic) + others
+    keys = queries[:, None] * len(topics) + others
     at = np.minimum(np.searchsorted(judged.keys, keys), len(judged.keys) - 1)
     others_valid = (judged.keys[at] != keys) & ~_repeats(others)
 
@@ -213,12 +177,7 @@ def _repeats(docs: Int[ndarray, "sessions k"]) -> Bool[ndarray, "sessions k"]:
 
 
 def simulate(
-    qrels: pa.Table,
-    *,
-    doc_ids: Sequence[str],
-    topics: Sequence[str],
-    config: PositionClicks,
-    appeal: Appeal | None = None,
+    qrels: pa.Table, *, doc_ids: Sequence[str], topics: Sequence[str], config: PositionClicks
 ) -> Iterator[pa.Table]:
     """Simulate a click log: IMPRESSIONS in chunks, in the order of time. Equal inputs give equal rows.
 
@@ -227,9 +186,7 @@ def simulate(
             never issued.
         doc_ids: the documents that training may see; no other document is shown.
         topics: the topic of each document of `doc_ids`.
-        config: the click model and its parameters.
-        appeal: what users' preferences leave of a document's attraction (indices into `doc_ids`); None if
-            all users are alike.
+        config: the parameters of the click model.
     """
     names = pa.array(doc_ids, pa.string())
     judged = judged_pairs(qrels, names)
@@ -237,61 +194,40 @@ def simulate(
         yield IMPRESSIONS.empty_table()
         return
     rng = np.random.default_rng(config.seed)
-    # Generators of their own, so that lists and times depend on neither satisfaction nor appeal.
-    behavior_rng, user_rng = rng.spawn(2)
-    pool = pool_by_topic(topics)
+    (behavior_rng,) = rng.spawn(1)  # of its own, so that lists and clicks do not depend on satisfaction
+    topic_numbers = pa.array(topics, pa.string()).dictionary_encode().indices.to_numpy().astype(np.int64)
+    by_topic = np.argsort(topic_numbers, kind="stable")
     sessions = rng.permutation(np.repeat(np.arange(len(judged.query_ids)), SESSIONS_PER_QUERY))
     for first in range(0, len(sessions), _SESSIONS_PER_CHUNK):
         queries = sessions[first : first + _SESSIONS_PER_CHUNK]
-        shown = draw_result_lists(queries, judged, pool, config=config, rng=rng)
+        shown = draw_result_lists(queries, judged, topic_numbers, by_topic, config=config, rng=rng)
         attraction = probability_by_grade(shown.grades, best=ATTRACTIVENESS, other=CLICK_NOISE)
-        if appeal:
-            users = user_rng.integers(config.users, size=len(queries))
-            attraction = attraction * appeal(users[:, None], shown.docs)
-        response = browse(
+        clicked, satisfied = browse(
             np.where(shown.filled, attraction, 0.0),
             probability_by_grade(shown.grades, best=SATISFACTION, other=SATISFACTION_NOISE),
             eta=config.eta,
             rng=rng,
             satisfaction_rng=behavior_rng,
         )
-        if not appeal:
-            users = rng.integers(config.users, size=len(queries))
-        dwell_s = np.zeros(shown.filled.shape, np.float32)
-        clicked = shown.filled & response.clicked
-        dwell_s[clicked] = draw_dwell_times(response.satisfied[clicked], rng=behavior_rng)
-        yield _impressions(
-            np.arange(first, first + len(queries)),
-            judged.query_ids.take(pa.array(queries)),
-            numbered_ids("u-", users),
-            names,
-            shown,
-            clicked,
-            dwell_s,
-        )
+        users = rng.integers(config.users, size=len(queries))
+        dwell_s = np.zeros(clicked.shape, np.float32)
+        dwell_s[clicked] = draw_dwell_times(satisfied[clicked], rng=behavior_rng)
+        session, place = np.nonzero(shown.filled)
+        number = first + session
+        columns = {
+            "session_id": _numbered_ids("s-", number),
+            "user_id": _numbered_ids("u-", users[session]),
+            "query_id": judged.query_ids.take(pa.array(queries[session])),
+            "doc_id": names.take(pa.array(shown.docs[shown.filled])),
+            "position": pa.array(place + 1, pa.int32()),
+            "clicked": pa.array(clicked[shown.filled]),
+            "timestamp": pa.array(_START + number * _SECONDS_BETWEEN_SESSIONS, pa.timestamp("ms")),
+            "dwell_s": pa.array(dwell_s[shown.filled], pa.float32(), mask=~clicked[shown.filled]),
+        }
+        yield pa.table(columns, schema=IMPRESSIONS)
 
 
-def _impressions(
-    numbers: Int[ndarray, " sessions"],
-    query_ids: pa.Array,
-    user_ids: pa.Array,
-    doc_ids: pa.Array,
-    shown: ResultLists,
-    clicked: Bool[ndarray, "sessions k"],
-    dwell_s: Float[ndarray, "sessions k"],
-) -> pa.Table:
-    """One row per filled place."""
-    session, column = np.nonzero(shown.filled)
-    row = pa.array(session)
-    number = numbers[session]
-    columns = {
-        "session_id": numbered_ids("s-", number),
-        "user_id": user_ids.take(row),
-        "query_id": query_ids.take(row),
-        "doc_id": doc_ids.take(pa.array(shown.docs[session, column])),
-        "position": pa.array(column + 1, pa.int32()),
-        "clicked": pa.array(clicked[shown.filled]),
-        "timestamp": pa.array(_START + number * _SECONDS_BETWEEN_SESSIONS, pa.timestamp("ms")),
-        "dwell_s": pa.array(dwell_s[shown.filled], pa.float32(), mask=~clicked[shown.filled]),
-    }
-    return pa.table(columns, schema=IMPRESSIONS)
+def _numbered_ids(prefix: str, numbers: Int[ndarray, " rows"]) -> pa.Array:
+    """Zero-padded ids, which sort in the order of their numbers."""
+    text = pc.utf8_lpad(pa.array(numbers).cast(pa.string()), 8, "0")
+    return pc.binary_join_element_wise(prefix, text, "")

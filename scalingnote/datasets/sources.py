@@ -1,4 +1,12 @@
-"""The data sets by name: what they are and how they are read; documents of any of them, one at a time."""
+"""The data sets by name: what they are and how they are read; documents of any of them, one at a time.
+
+All rows get in by one way; what cannot be used goes to a `Quarantine` with its reason:
+
+    config -> read -> Source: slices of files -> tables.read_tables -> column_checks.check_table -> valid rows
+
+Slices of Parquet are read by columns, of other files row by row. A reader in :mod:`readers` says which files
+and, by their first rows (:mod:`file_heads`, :mod:`layouts`), which columns; it reads no table itself.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

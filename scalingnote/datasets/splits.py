@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,24 +38,15 @@ def uniform(key: str, *, seed: int) -> float:
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
-def subset(
-    rows: Iterable[RawRow],
-    *,
-    size: int,
-    seed: int,
-    rank: Callable[[RawRow], Any] | None = None,
-    key: str = "group",
-) -> list[RawRow]:
-    """The `size` rows of lowest `rank`; ties, or rows without a rank, are ordered by a seeded hash of `key`.
+def subset(rows: Iterable[RawRow], *, size: int, seed: int, key: str) -> list[RawRow]:
+    """The `size` rows of smallest seeded hash of `key`, in their order; so many are held in memory."""
 
-    Rows keep their order. Only `size` rows are held in memory.
-    """
-
-    def order(item: tuple[int, RawRow]) -> tuple[Any, float, int]:
+    def order(item: tuple[int, RawRow]) -> tuple[float, int]:
         number, row = item
-        return (rank(row) if rank else 0, uniform(row[key], seed=seed), number)
+        return uniform(row[key], seed=seed), number
 
-    return [row for _, row in sorted(heapq.nsmallest(size, enumerate(rows), key=order), key=lambda x: x[0])]
+    chosen = heapq.nsmallest(size, enumerate(rows), key=order)
+    return [row for _, row in sorted(chosen, key=lambda item: item[0])]
 
 
 def held_out(
@@ -81,14 +71,10 @@ def held_out(
     _, component = connected_components(joined, directed=False)
     # The lowest node names a component: its first group, or its query if that has no group.
     _, lowest = np.unique(component, return_index=True)
-    of_group = lowest < len(groups)
-    names = [f"g:{name}" for name in groups.take(pa.array(lowest[of_group])).to_pylist()]
-    names += [f"q:{name}" for name in query_ids.take(pa.array(lowest[~of_group] - len(groups))).to_pylist()]
-    drawn = np.empty(len(lowest), bool)
-    drawn[np.concatenate([np.flatnonzero(of_group), np.flatnonzero(~of_group)])] = [
-        uniform(name, seed=seed) < fraction for name in names
-    ]
-    test: ndarray = drawn[component[len(groups) :]]
+    own = (("g:", groups), ("q:", query_ids))
+    names = pa.concat_arrays([pc.binary_join_element_wise(kind, ids, "") for kind, ids in own])
+    drawn = [uniform(name, seed=seed) < fraction for name in names.take(pa.array(lowest)).to_pylist()]
+    test: ndarray = np.array(drawn, bool)[component[len(groups) :]]
     return test
 
 
@@ -116,20 +102,12 @@ _JUDGED = pa.schema([("group", pa.string()), ("text", pa.uint64())])
 _CHOSEN = pa.schema([("doc_id", pa.string()), ("by_text", pa.bool_())])
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """The documents that training must not see."""
-
-    documents: pa.Array  # doc_ids
-    equal_texts: int  # of them, those whose text alone is why: that of a test document under another id
-
-
 def held_out_documents(dataset: Artifact, *, each: TaskRunner = map) -> pa.Array:
     """doc_ids of :func:`find_held_out`."""
-    return find_held_out(dataset, each=each).documents
+    return find_held_out(dataset, each=each)["doc_id"].combine_chunks()
 
 
-def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> HeldOut:
+def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> pa.Table:
     """Every group with a document that is relevant to a test query, and every document with its text.
 
     Texts are title and content; case, spacing and Unicode's forms do not count. A data set whose info says
@@ -139,9 +117,12 @@ def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> HeldOut:
     Args:
         dataset: the data set.
         each: maps over the parts of its tables; its order is that of the ids.
+
+    Returns:
+        A table with `doc_id` and `by_text`: whether the text alone is why, under another id than the test's.
     """
     if not dataset.manifest.info.get("hold_out_documents", True):
-        return HeldOut(pa.array([], pa.string()), 0)
+        return _CHOSEN.empty_table()
 
     def read_parts(table: str, read: Callable[[str], pa.Table], schema: pa.Schema) -> pa.Table:
         parts = [schema.empty_table(), *each(read, dataset.table_parts(table))]
@@ -155,8 +136,7 @@ def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> HeldOut:
     search = partial(
         _hold_out_part, dataset=dataset, doc_ids=ids, groups=groups, texts=judged["text"].unique()
     )
-    chosen = read_parts("documents", search, _CHOSEN)
-    return HeldOut(chosen["doc_id"].combine_chunks(), pc.sum(chosen["by_text"], min_count=0).as_py())
+    return read_parts("documents", search, _CHOSEN)
 
 
 def _queries_of_part(part: str, *, dataset: Artifact, split: str) -> pa.Table:

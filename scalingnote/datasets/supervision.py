@@ -20,7 +20,7 @@ MAX_SIMULATED_DOCUMENTS bound the single tasks to about 5 GB. A source of at mos
 bucket, and each table one part.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ def route_slice(item: tuple[int, tuple[int, str]], *, context: PrepareContext) -
 
     uri = context.checked_file(number)
     if not fs.exists(uri):  # without valid rows
-        return context.store(quarantine, "route", number)
+        return {"quarantine": context.store(quarantine, "route", number)}
     rows = read_table(uri)
     if "doc_id" in rows.column_names:
         ids = gather(context.file("unknown"), number, schema=pa.schema({"doc_id": pa.string()}))["doc_id"]
@@ -80,36 +80,36 @@ def route_slice(item: tuple[int, tuple[int, str]], *, context: PrepareContext) -
         quarantine.left_out["impressions outside both windows"] += len(rows) - len(train) - len(test)
     else:
         send(rows, table)
-    return context.store(quarantine, "route", number)
+    return {"quarantine": context.store(quarantine, "route", number)}
 
 
 # --- parts ------------------------------------------------------------------------------------------------
 
 
-def _write(
-    table: str, bucket: int | None, rows: Iterable[pa.Table], context: PrepareContext
-) -> dict[str, dict[str, Any]]:
-    """Write the rows of a bucket (None: of all) as one part, or as many as impressions and users fill."""
-    name = table if bucket is None else f"{table}/part-{bucket:05d}"
-    if table in ("impressions", "users") and bucket is not None:
-        return write_parts(rows, name, rows_per_part=ROWS_PER_PART, output=context.output)
-    whole = pa.concat_tables(rows)
-    if not len(whole) and table not in ("queries", "qrels"):
-        return {}
-    return write_part(whole, f"{name}.parquet", output=context.output)
-
-
-def _record(
-    parts: dict[str, dict[str, Any]], queries: pa.Table | None, quarantine: Quarantine
-) -> dict[str, Any]:
-    """Count what was written."""
-    for name, part in parts.items():
-        quarantine.counts[name.split("/")[0].removesuffix(".parquet")] += part["rows"]
-    if queries is not None:
-        for split in ("train", "test"):
-            found = pc.sum(pc.equal(queries["split"], split)).as_py() or 0
-            quarantine.counts[f"{split}_queries"] += found
-    return {"parts": parts}
+def _write_tables(
+    tables: Mapping[str, Iterable[pa.Table]],
+    step: str,
+    bucket: int,
+    quarantine: Quarantine,
+    context: PrepareContext,
+) -> JsonRecord:
+    """Write the rows of a bucket, each table as one part, or as many as impressions and users fill."""
+    numbered, parts = context.by_time or context.query_buckets > 1, dict[str, dict[str, Any]]()
+    for table, rows in tables.items():
+        name = f"{table}/part-{bucket:05d}" if numbered else table
+        if numbered and table in ("impressions", "users"):
+            written = write_parts(rows, name, rows_per_part=ROWS_PER_PART, output=context.output)
+        else:
+            whole = pa.concat_tables(rows)
+            needed = len(whole) or table in ("queries", "qrels")
+            written = write_part(whole, f"{name}.parquet", output=context.output) if needed else {}
+            for split in ("train", "test") if table == "queries" else ():
+                found = pc.sum(pc.equal(whole["split"], split), min_count=0).as_py()
+                quarantine.counts[f"{split}_queries"] += found
+        if written:
+            quarantine.counts[table] += sum(part["rows"] for part in written.values())
+        parts |= written
+    return {"parts": parts, "quarantine": context.store(quarantine, step, bucket)}
 
 
 # --- a log: queries split by time -------------------------------------------------------------------------
@@ -139,12 +139,9 @@ def write_log_queries(item: tuple[int, int], *, context: PrepareContext) -> Json
     if config.qrels:
         left_out = len(judged) - len(split.qrels)
         quarantine.left_out["judgements of queries that are not for test"] += left_out
-    parts: dict[str, dict[str, Any]] = {}
-    for table, rows in (("queries", split.queries), ("qrels", split.qrels), ("scores", useful)):
-        parts |= _write(table, bucket, [rows], context)
-    parts |= _write("impressions", bucket, stream(impressions, bucket), context)
-    record = _record(parts, split.queries, quarantine)
-    return record | {"quarantine": context.store(quarantine, "queries", bucket)}
+    tables = {"queries": [split.queries], "qrels": [split.qrels], "scores": [useful]}
+    all_tables = tables | {"impressions": stream(impressions, bucket)}
+    return _write_tables(all_tables, "queries", bucket, quarantine, context)
 
 
 def _valid_pairs(
@@ -289,12 +286,8 @@ def write_queries(item: tuple[int, int], *, context: PrepareContext) -> JsonReco
     }
     users = gather(context.file("users"), bucket, schema=pa.schema([*USERS, *context.profile]))
     tables["users"] = _first_rows(users, "users", ["user_id"], "duplicate user_id", quarantine)
-    number = None if context.query_buckets == 1 else bucket
-    parts: dict[str, dict[str, Any]] = {}
-    for table, rows in tables.items():
-        parts |= _write(table, number, [rows], context)
-    record = _record(parts, queries, quarantine)
-    return record | {"quarantine": context.store(quarantine, "queries", bucket)}
+    whole = {table: [rows] for table, rows in tables.items()}
+    return _write_tables(whole, "queries", bucket, quarantine, context)
 
 
 def simulate_clicks(
@@ -320,6 +313,4 @@ def simulate_clicks(
         topics=shown["topic"].to_pylist(),
         config=item[1],
     )
-    number = None if context.query_buckets == 1 else 0
-    record = _record(_write("impressions", number, impressions, context), None, quarantine)
-    return record | {"quarantine": context.store(quarantine, "clicks", 0)}
+    return _write_tables({"impressions": impressions}, "clicks", 0, quarantine, context)

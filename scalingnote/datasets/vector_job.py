@@ -1,11 +1,13 @@
 """The stage teacher where vectors are given: a file of texts and vectors becomes `query_embeddings`."""
 
+from collections import Counter
+
 import pyarrow as pa
 
 from scalingnote.core.errors import DataError
 from scalingnote.core.log import Progress, get_logger
 from scalingnote.datasets.config import VectorsConfig
-from scalingnote.datasets.vector_files import VECTORS_TABLE, VectorFiles
+from scalingnote.datasets.vector_files import VectorFiles
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.shuffle import hash_of
 
@@ -49,12 +51,11 @@ def run(config: VectorsConfig, *, output: str) -> Artifact:
         if files.quarantine.rejected:
             log.warning("%s%s", files.path, files.quarantine.reasons())
     draft.write_table("rejected.parquet", pa.concat_tables(rejected))
-    reasons: dict[str, int] = {}
+    reasons = Counter[str]()
     for files in sources:
-        for reason, count in files.quarantine.rejected.items():
-            name = reason.removeprefix(f"{VECTORS_TABLE}: ")
-            reasons[name] = reasons.get(name, 0) + count
-    return draft.commit(counts=counts, similarity="cosine", rejected_by_reason=reasons)
+        for key, count in files.quarantine.rejected.items():
+            reasons[key.partition(": ")[2]] += count
+    return draft.commit(counts=counts, similarity="cosine", rejected_by_reason=dict(reasons))
 
 
 def open_files(config: VectorsConfig) -> list[VectorFiles]:

@@ -29,9 +29,10 @@ from scalingnote.core.errors import DataError
 from scalingnote.core.log import get_logger
 from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
+from scalingnote.datasets.file_heads import columns_of
 from scalingnote.datasets.input_files import find_files
 from scalingnote.datasets.passages import PassageSplitter, settings
-from scalingnote.datasets.readers import NEW_SUFFIXES, columns_of
+from scalingnote.datasets.readers import NEW_SUFFIXES
 from scalingnote.datasets.tables import COLUMN_TYPES
 from scalingnote.encode.config import IngestConfig
 from scalingnote.encode.documents import content_hashes, cut_of, load_document_prompt, tokenise

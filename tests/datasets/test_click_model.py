@@ -1,16 +1,19 @@
 """The simulated click log: position bias, relevance, what may be exposed, determinism.
 
-That the model's parameters come back out of its log is in test_click_recovery.py.
+That position bias, grades and dwell times come back out of its log is in test_click_recovery.py.
 """
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from scalingnote.core.config import validate
+from scalingnote.core.errors import ConfigError
 from scalingnote.datasets import simulate as simulator
-from scalingnote.datasets.config import Beir, PositionClicks
-from scalingnote.datasets.job import run
-from scalingnote.datasets.simulate import simulate
+from scalingnote.datasets.config import PositionClicks, SampledDataset
+from scalingnote.datasets.simulate import browse, probability_by_grade, simulate
 from scalingnote.storage.schema import IMPRESSIONS, QRELS
 
 DOCS = [f"d{n:04d}" for n in range(2000)]
@@ -29,34 +32,6 @@ def judged(queries=1000, grades=(1,)):
 def log(qrels, **settings):
     chunks = simulate(qrels, doc_ids=DOCS, topics=TOPICS, config=PositionClicks(**settings))
     return pa.concat_tables(chunks)
-
-
-def rates(table, keys):
-    """Slow and obvious: click-through rate per key."""
-    seen, clicked = {}, {}
-    for key, click in zip(keys, table["clicked"].to_pylist(), strict=True):
-        seen[key] = seen.get(key, 0) + 1
-        clicked[key] = clicked.get(key, 0) + click
-    return {key: clicked[key] / seen[key] for key in sorted(seen)}
-
-
-def test_click_through_falls_with_position_as_stated():
-    table = log(judged(3000), ranker_skill=0.0, eta=1.0)
-    by_position = rates(table, table["position"].to_pylist())
-    assert sorted(by_position) == list(range(1, 11))
-    for position in (2, 3, 5):
-        assert by_position[position] / by_position[1] == pytest.approx(1 / position, rel=0.2)
-
-
-def test_better_grades_get_more_clicks():
-    qrels = judged(2000, grades=(1, 3))
-    grade_of = {(r["query_id"], r["doc_id"]): r["relevance"] for r in qrels.to_pylist()}
-    table = log(qrels, eta=0.0)
-    keys = [
-        grade_of.get(pair, 0)
-        for pair in zip(table["query_id"].to_pylist(), table["doc_id"].to_pylist(), strict=True)
-    ]
-    assert rates(table, keys) == pytest.approx({0: 0.05, 1: 0.3, 3: 0.9}, abs=0.03)
 
 
 def test_a_skilled_engine_ranks_relevant_documents_higher():
@@ -126,35 +101,6 @@ def test_dwell_is_known_of_clicks_only():
     assert min(table["dwell_s"].drop_null().to_pylist()) > 0
 
 
-def test_the_artifact_says_which_model_clicked(tmp_path):
-    (tmp_path / "corpus.jsonl").write_text(
-        "".join(f'{{"_id": "d{n}", "title": "t{n}", "text": "text {n}"}}\n' for n in range(20))
-    )
-    (tmp_path / "queries.jsonl").write_text(
-        "".join(f'{{"_id": "q{n}", "text": "query {n}"}}\n' for n in range(20))
-    )
-    (tmp_path / "qrels").mkdir()
-    pairs = "".join(f"q{n}\td{n}\t1\n" for n in range(20))
-    (tmp_path / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + pairs)
-    artifact = run(Beir(path=str(tmp_path), click_model=PositionClicks()), output=str(tmp_path / "out"))
-    assert artifact.manifest.info["simulated_clicks"] is True
-    assert artifact.manifest.info["click_model"] == "position"
-    clicked, dwell = (artifact.table("impressions.parquet")[name] for name in ("clicked", "dwell_s"))
-    assert dwell.is_valid().to_pylist() == clicked.to_pylist()
-
-
-def test_users_may_find_documents_unattractive():
-    def appeal(users, docs):
-        return np.broadcast_to(docs % 2, np.broadcast_shapes(users.shape, docs.shape))
-
-    chunks = simulate(judged(50), doc_ids=DOCS, topics=TOPICS, config=PositionClicks(), appeal=appeal)
-    table = pa.concat_tables(chunks)
-    odd = np.array([int(name[1:]) % 2 for name in table["doc_id"].to_pylist()])
-    clicked = np.asarray(table["clicked"])
-    assert clicked[odd == 1].any()
-    assert not clicked[odd == 0].any()
-
-
 def test_a_pool_smaller_than_the_list():
     qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "a", "relevance": 1}], schema=QRELS)
     (table,) = simulate(qrels, doc_ids=["a", "b"], topics=["", ""], config=PositionClicks())
@@ -165,3 +111,65 @@ def test_a_pool_smaller_than_the_list():
 def test_without_a_relevant_document_there_is_no_log():
     qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "d0000", "relevance": 0}], schema=QRELS)
     assert log(qrels).equals(IMPRESSIONS.empty_table())
+
+
+# --- what one user does, against one user at a time, place by place -----------------------------------------
+
+
+def one_user(attraction, satisfaction, click_draws, satisfaction_draws, *, eta):
+    """The clicks of one list, place by place: (clicked, satisfied)."""
+    clicked, satisfied = [], []
+    for i in range(len(attraction)):
+        examination = (i + 1) ** -eta
+        clicked.append(bool(click_draws[i] < examination * attraction[i]))
+        satisfied.append(clicked[i] and bool(satisfaction_draws[i] < satisfaction[i]))
+    return clicked, satisfied
+
+
+@given(st.sampled_from([0.0, 1.0, 2.0]), st.integers(1, 7), st.integers(0, 10_000), st.booleans())
+def test_browse_equals_one_user_at_a_time(eta, places, seed, eager):
+    shape = (20, places)
+    attraction, satisfaction = np.random.default_rng([seed, 2]).random((2, *shape))
+    attraction = np.ones(shape) if eager else attraction
+    found_clicks, found_satisfied = browse(
+        attraction,
+        satisfaction,
+        eta=eta,
+        rng=np.random.default_rng(seed),
+        satisfaction_rng=np.random.default_rng([seed, 1]),
+    )
+    click_draws = np.random.default_rng(seed).random(shape)
+    satisfaction_draws = np.random.default_rng([seed, 1]).random(shape)
+    for row in range(len(attraction)):
+        rows = (each[row] for each in (attraction, satisfaction, click_draws, satisfaction_draws))
+        clicked, satisfied = one_user(*rows, eta=eta)
+        assert found_clicks[row].tolist() == clicked
+        assert found_satisfied[row].tolist() == satisfied
+
+
+def test_by_grade():
+    np.testing.assert_allclose(
+        probability_by_grade(np.array([0, 0.1, 0.5, 1]), best=0.8, other=0.2), [0.2, 0.2, 0.4, 0.8]
+    )
+
+
+def read(**click_model):
+    return validate(SampledDataset, {"click_model": click_model}, source="test").click_model
+
+
+def test_a_config_may_set_one_field_of_the_default_model():
+    assert SampledDataset().click_model == PositionClicks() == read()
+    assert read(eta=0.5) == PositionClicks(eta=0.5)
+    assert validate(SampledDataset, {"click_model": None}, source="test").click_model is None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"etta": 0.5}, "did you mean 'eta'"),
+        ({"eta": -1.0}, "greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_knob_is_named(knobs, message):
+    with pytest.raises(ConfigError, match=message):
+        read(**knobs)

@@ -14,11 +14,10 @@ from scalingnote.datasets.input_files import (
     KEPT_PER_REASON,
     SHOWN_CHARS,
     File,
-    FileColumns,
     Quarantine,
     whole,
 )
-from scalingnote.datasets.tables import column_schema, read_tables, table_format
+from scalingnote.datasets.tables import column_schema, named_rows, read_tables, table_format
 from scalingnote.storage.artifact import read_table
 
 NO_FEATURES = pa.schema([])
@@ -61,7 +60,7 @@ def check_json(tmp_path, table, rows):
     path.write_bytes(b"\n".join(lines) + b"\n")
     names = {name for row in rows if isinstance(row, dict) for name in row}
     part = whole(File(str(path), path.stat().st_size, 0))
-    return check_rows(table, FileColumns(part, {name: name for name in sorted(names)}))
+    return check_rows(table, named_rows(part, {name: name for name in sorted(names)}))
 
 
 def check_columns(table, columns, features=NO_FEATURES):
@@ -116,10 +115,10 @@ BAD = [
 def test_a_bad_row_is_set_aside_with_its_reason(tmp_path, table, fault, reason):
     good = GOOD[table]
     rows = [good, {**good, **fault}, good]
-    for kept, quarantine in (check_json(tmp_path, table, rows), check_rows(table, rows)):
-        assert len(kept) == 2
-        assert dict(quarantine.rejected) == {f"{table}: {reason}": 1}
-        assert quarantine.table()["reason"].to_pylist() == [reason]
+    kept, quarantine = check_json(tmp_path, table, rows)
+    assert len(kept) == 2
+    assert dict(quarantine.rejected) == {f"{table}: {reason}": 1}
+    assert quarantine.table()["reason"].to_pylist() == [reason]
 
 
 def test_queries_by_text_and_times_as_text(tmp_path):
@@ -146,12 +145,13 @@ def test_queries_by_text_and_times_as_text(tmp_path):
 
 
 def test_unreadable_lines_are_named_and_their_neighbours_kept(tmp_path):
-    lines = [DOCUMENT, b'{"doc_id": "\xff"}', b'{"doc_id": ', b"[1]", b"", {**DOCUMENT, "doc_id": "e"}]
+    deep = b"[" * 100_000
+    lines = [DOCUMENT, b'{"doc_id": "\xff"}', b'{"doc_id": ', deep, b"[1]", b"", {**DOCUMENT, "doc_id": "e"}]
     kept, quarantine = check_json(tmp_path, "documents", lines)
     assert kept["doc_id"].to_pylist() == ["d", "e"]
     assert dict(quarantine.rejected) == {
         "documents: invalid UTF-8": 1,
-        "documents: invalid JSON": 1,
+        "documents: invalid JSON": 2,
         "documents: not a JSON object": 1,
     }
 
@@ -227,7 +227,7 @@ def test_an_invalid_feature_loses_its_value_only():
         {"stock": 1.5},
         {"stock": 2**60 + 1, "image": [1, 0.5]},
         {"brand": 2020},
-        {"price": 10**400, "image": "none"},
+        {"price": "dear", "image": "none"},
         {"price": 1.5, "brand": "acme"},
     ]
     rows = [{**DOCUMENT, "doc_id": str(n), **values} for n, values in enumerate(odd)]

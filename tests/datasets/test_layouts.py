@@ -11,8 +11,8 @@ import pytest
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import layouts, sources
 from scalingnote.datasets.config import Columns, MsMarco, NewDocuments, TableFile, Texts
+from scalingnote.datasets.file_heads import ID_NAMES, SUMMARY_NAMES, TEXT_NAMES
 from scalingnote.datasets.input_files import Quarantine
-from scalingnote.datasets.layouts import SUMMARY_NAMES, TEXT_NAMES
 from scalingnote.datasets.readers import read_documents
 from scalingnote.datasets.sources import read_texts
 from scalingnote.run.config import RunConfig
@@ -72,7 +72,7 @@ def test_texts_beside_a_title_are_never_left_out(tmp_path, column):
     assert list(read_texts(path)) == [ONE | {"title": "One"}]
 
 
-@pytest.mark.parametrize("column", layouts.ID_NAMES)
+@pytest.mark.parametrize("column", ID_NAMES)
 def test_ids_of_every_known_name(tmp_path, column):
     assert list(read_texts(write(tmp_path / "a.jsonl", {column: "7", "text": "long words"}))) == [ONE]
 

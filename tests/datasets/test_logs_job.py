@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalingnote.core.errors import DataError
-from scalingnote.datasets import documents as documents_module
 from scalingnote.datasets import job, supervision
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.job import run as prepare
@@ -326,15 +325,6 @@ def test_the_order_of_arrival_does_not_matter(small, tmp_path):
     assert artifact.table("rejected").num_rows > 3
 
 
-def test_parts_follow_from_the_bytes_of_the_texts(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents_module, "MAX_PART_BYTES", 300)
-    artifact = build(small[0], tmp_path / "out")
-    per_part = artifact.manifest.info["documents_per_part"]
-    rows = [artifact.manifest.parts[name].rows for name in artifact.names("documents/", ".parquet")]
-    assert 1 < max(rows) == per_part < 64
-    assert sum(rows) == artifact.counts["documents"]
-
-
 @pytest.mark.parametrize("tasks", [3, 8, 12])
 def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks, caplog):
     config, digest = small
@@ -392,23 +382,7 @@ def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypat
     assert max(sizes) == 50
 
 
-def test_work_of_other_files_is_not_taken_for_ours(small, tmp_path):
-    config, digest = small
-
-    # An earlier run, killed, saw one more file of impressions.
-    extra = tmp_path / "extra"
-    log = random_log(4)
-    paths = write({"impressions": log["impressions"]}, extra, files=1, form="jsonl")
-    output = tmp_path / "out"
-    draft = Draft(str(output), kind="dataset", config=config, parents={})
-    other = config.model_copy(update={"impressions": Logs(**{**_paths(config), **paths}).impressions})
-    with pytest.raises(Exception, match="killed"):
-        job.build(config, read_logs(other), draft, each=_killed_after(11))
-    fs.write_bytes(draft.path("impressions/part-00000-00077.parquet"), b"stale")
-    assert build(config, output).digest == digest
-
-
-def test_whoever_waits_for_the_same_log_sees_that_it_is_being_built(small, tmp_path):
+def test_whoever_waits_sees_that_the_log_is_being_built(small, tmp_path):
     config, digest = small
     output, there = tmp_path / "out", []
 
@@ -423,18 +397,6 @@ def test_whoever_waits_for_the_same_log_sees_that_it_is_being_built(small, tmp_p
 
 def _paths(config):
     return {name: getattr(config, name).model_dump() for name in ("documents", "impressions")}
-
-
-def _killed_after(tasks):
-    budget = iter(range(tasks))
-
-    def each(task, items):
-        for item in items:
-            if next(budget, None) is None:
-                raise RuntimeError("killed")
-            yield task(item)
-
-    return each
 
 
 def test_without_windows_the_last_tenth_of_the_time_is_for_test(small, tmp_path):
@@ -469,7 +431,7 @@ def test_nothing_usable_says_why(small, tmp_path, table, rows, error):
         build(Logs(**paths, **WINDOWS), tmp_path / "out")
 
 
-def test_windows_beside_the_log_are_refused_before_the_log_is_moved(small, tmp_path):
+def test_windows_beside_the_log_are_refused_early(small, tmp_path):
     windows = {"train": ["2024-01-01", "2024-02-01"], "test": ["2024-02-01", "2024-03-01"]}
     with pytest.raises(DataError, match=r"the log spans 1970-01-0.* to 1970-01-1.*timestamp_unit"):
         build(Logs(**_paths(small[0]), **windows), tmp_path / "out")

@@ -70,7 +70,7 @@ def test_passages_cover_the_text_in_order_and_fit(minilm, name, overlap):
         assert length(splitter, shared) <= overlap
 
 
-def test_the_next_passage_begins_with_the_last_sentences_of_the_one_before(minilm):
+def test_the_next_passage_begins_with_the_last_sentences(minilm):
     splitter = splitter_of(minilm, max_tokens=40, overlap=14)
     text = TEXTS["english"]
     first, second, *_ = splitter.split(text)
@@ -114,7 +114,7 @@ def byte_by_byte() -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", ["การค้นหาเอกสารที่ยาวมาก" * 60, "क्षत्रिय" * 100, "検索エンジン" * 40])
-def test_scripts_without_spaces_are_divided_between_letters_with_their_marks(byte_by_byte, text):
+def test_scripts_without_spaces_are_divided_between_letters(byte_by_byte, text):
     splitter = PassageSplitter(byte_by_byte, max_tokens=48, overlap=0)
     found = splitter.split(text)
     assert "".join(text[a:b] for a, b in found) == text

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from in_process import killed_after
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import documents, input_files, job, readers
 from scalingnote.datasets.config import Columns, NewDocuments, Texts
@@ -101,26 +100,7 @@ def _twin(form):
     return list(Counter(row["doc_id"] for row in rows if row["doc_id"] and (row["title"] or row["content"])))
 
 
-@pytest.mark.parametrize("tasks", [0, 4, 11])
-def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, monkeypatch, tasks):
-    monkeypatch.setattr(input_files, "SLICE_BYTES", 40_000)
-    config = Columns(**write_inputs(tmp_path / "in"))
-    slices = len(readers.read_columns(config).tables["documents"])
-    whole = build(config, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        build(config, tmp_path / "out", each=killed_after(tasks))
-    done = []
-
-    def counted(task, items):
-        done.extend(items)
-        return map(task, items)
-
-    assert facts(build(config, tmp_path / "out", each=counted)) == facts(whole)
-    total = 2 * slices + -(-slices // documents.SLICES_PER_BUCKET) + 2 + 2 + 4
-    assert len(done) == total - tasks  # check and write, ids, check and route, judge to clicks
-
-
-def test_work_on_other_slices_is_deleted_without_the_lease_and_its_next_version(tmp_path):
+def test_work_on_other_slices_is_deleted_without_the_lease(tmp_path):
     config = Columns(**write_inputs(tmp_path / "in"))
     draft = Draft(str(tmp_path / "out"), kind="dataset", config=config, parents={})
     kept = {"fingerprint", "lease", "lease.pending"}
@@ -204,7 +184,7 @@ def test_parts_follow_from_rows_and_bytes(rows, bytes_each, per_part):
     assert documents.rows_per_part(chosen, rows=rows, text_bytes=rows * bytes_each) == 3
 
 
-def test_parts_of_long_texts_are_smaller_however_the_input_is_cut(tmp_path, monkeypatch):
+def test_parts_of_long_texts_are_smaller_however_input_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_PART_BYTES", 4_000)
     inputs = {key: value for key, value in write_inputs(tmp_path / "in").items() if "per_part" not in key}
     config = Columns(**inputs)
@@ -224,11 +204,3 @@ def test_no_more_slices_than_a_shuffle_takes(tmp_path, monkeypatch):
     assert len(input_files.cut(files)) == 1000
     monkeypatch.setattr(input_files, "MAX_SLICES", 10)
     assert len(input_files.cut(files)) == 10
-
-
-def test_on_ray(cluster, tmp_path, monkeypatch):
-    config = Columns(**write_inputs(tmp_path / "in"))
-    digest = job.run(config, output=str(tmp_path / "one")).digest
-    monkeypatch.setattr(input_files, "SLICE_BYTES", 100_000)
-    monkeypatch.setattr(job, "SLICE_BYTES", 1)
-    assert job.run(config, output=str(tmp_path / "many")).digest == digest

@@ -146,24 +146,6 @@ def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, many, tasks):
     assert total > 21
 
 
-def test_judgements_that_changed_are_read_anew(tmp_path, many):
-    many()
-    config = Columns(**write_inputs(tmp_path / "in"))
-
-    def killed(task, items):
-        if task.keywords["task"].func is supervision.write_queries:
-            raise KeyboardInterrupt
-        return map(task, items)
-
-    with pytest.raises(KeyboardInterrupt):
-        build(config, tmp_path / "out", each=killed)
-    with (tmp_path / "in" / "qrels.jsonl").open("a") as file:
-        file.write('{"query_id": "lonely", "doc_id": "d1", "relevance": 1}\n')
-    late = build(config, tmp_path / "out")
-    assert "lonely" in late.table("queries")["query_id"].to_pylist()
-    assert late.digest == build(config, tmp_path / "whole").digest
-
-
 def test_what_no_task_can_hold_is_refused(tmp_path, many, monkeypatch):
     many()
     config = Columns(**write_inputs(tmp_path / "in"))

@@ -80,21 +80,6 @@ def test_parquet(tmp_path, kind):
     assert quarantine.rejected == {"documents: no text": 1}
 
 
-def test_parquet_text_that_is_not_utf8_costs_its_row(tmp_path):
-    text = pa.array([b"good", b"bad \xff"]).view(pa.string())
-    pq.write_table(pa.table({"doc_id": ["a", "b"], "content": text}), tmp_path / "a.parquet")
-    quarantine = Quarantine()
-    found = list(read_texts(tmp_path / "a.parquet", quarantine=quarantine))
-    assert found == [document("a", "", "good")]
-    assert quarantine.rejected == {"documents: invalid UTF-8": 1}
-
-
-def test_several_files(tmp_path):
-    lines(tmp_path / "1.jsonl", {"text": "first"})
-    lines(tmp_path / "2.txt", b"second\n")
-    assert [row["content"] for row in read_texts(tmp_path / "*.*")] == ["first", "second"]
-
-
 def test_bad_rows_are_counted(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)
     path = lines(
@@ -172,7 +157,7 @@ def test_a_markdown_file_is_a_document(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["more.jsonl", "picture.png"])
-def test_markdown_beside_other_files_is_refused_with_a_pattern_that_reads_all(tmp_path, other):
+def test_markdown_beside_other_files_is_refused_with_a_pattern(tmp_path, other):
     folder = markdown_folder(tmp_path / "docs")
     (folder / other).write_text('{"text": "a"}\n')
     with pytest.raises(DataError) as refused:

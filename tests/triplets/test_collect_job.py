@@ -171,8 +171,8 @@ def test_documents_with_the_text_of_a_test_document_are_held_out_and_counted(tmp
     judged = [("q", "d0", 1), ("q", "d3", 1), ("q", "d4", 0), ("r", "d5", 1)]
     draft.write_table("qrels.parquet", table(QRELS, judged))
     found = find_held_out(draft.commit(counts={}))
-    assert sorted(found.documents.to_pylist()) == ["d0", "d1", "d3", "d6"]
-    assert found.equal_texts == 2
+    assert sorted(found["doc_id"].to_pylist()) == ["d0", "d1", "d3", "d6"]
+    assert sum(found["by_text"].to_pylist()) == 2
 
 
 def test_one_hop(dataset, one_hop):

@@ -70,14 +70,15 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
         parts=_parts(config, source, ranker),
         dataset=source,
         planner=parents["planner"],
-        held_out=held_out.documents,
+        held_out=held_out["doc_id"].combine_chunks(),
         test_queries=queries(source, "test", each=tasks)["query"].combine_chunks(),
         work=draft.work(),
         output=draft.uri,
         language=language_of(source, section="collect") if _ranks(ranker) else "none",
     )
     counts = _collect(context, draft, ranker)
-    counts.update(held_out_documents=len(held_out.documents), held_out_by_text=held_out.equal_texts)
+    counts["held_out_documents"] = len(held_out)
+    counts["held_out_by_text"] = len(held_out.filter(held_out["by_text"]))
     if not counts["triplets"]:
         raise DataError(
             f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive"

@@ -24,9 +24,10 @@ from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import get_logger
 from scalingnote.core.words import checked_text
 from scalingnote.datasets.config import TableFile
+from scalingnote.datasets.file_heads import columns_of
 from scalingnote.datasets.input_files import UnreadableRow, find_files
 from scalingnote.datasets.passages import settings
-from scalingnote.datasets.readers import columns_of, table_rows
+from scalingnote.datasets.readers import table_rows
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, shuffle
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
