@@ -152,7 +152,8 @@ def distill(options: argparse.Namespace) -> int:
     source = built.get("dataset", built["query_embeddings"])
     rejected: dict[str, int] = source.manifest.info["rejected_by_reason"]
     reasons = ", ".join(f"{name.removeprefix('documents: ')} ({n:,})" for name, n in rejected.items())
-    aside = f"{sum(rejected.values()):,} rows set aside" + (f": {reasons}" if reasons else "")
+    count = sum(rejected.values())
+    aside = f"{count:,} {'row' if count == 1 else 'rows'} set aside" + (f": {reasons}" if reasons else "")
     show(
         console,
         f"{measured}; {aside}",
