@@ -5,6 +5,7 @@ A section defines the result of a stage and is stored in its artifact. Settings 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -180,15 +181,33 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _explain(item: dict[str, Any], known: set[str]) -> str:
+def _explain(item: dict[str, Any], known: Sequence[str]) -> str:
     place = ".".join(str(part) for part in item["loc"])
     if item["type"] != "extra_forbidden":
         return f"{place}: {item['msg']} (found {item.get('input')!r})"
-    return f"unknown key {place!r}" + did_you_mean(str(item["loc"][-1]), known)
+    # Of keys that are alike the one whose section is nearest to the place where the wrong one stands.
+    sections = [*accumulate(place.split("."), "{}.{}".format)]
+    near = sorted(known, key=lambda key: (-sum(key.startswith(f"{each}.") for each in sections), len(key)))
+    by_name = {key.rpartition(".")[2]: key for key in reversed(near)}
+    return f"unknown key {place!r}" + did_you_mean(str(item["loc"][-1]), by_name, places=by_name)
 
 
-def _all_keys(model: type[BaseModel]) -> set[str]:
-    """Keys of a section and of all sections below it."""
+def _all_keys(model: type[BaseModel]) -> list[str]:
+    """Keys of a section and of all sections below it, as ``a.b``."""
     schema = model.model_json_schema()
-    sections = [schema, *schema.get("$defs", {}).values()]
-    return {key for section in sections for key in section.get("properties", ())}
+    keys: list[str] = []
+    waiting: list[tuple[str, Any, tuple[str, ...]]] = [("", schema, ())]
+    while waiting:
+        place, node, outer = waiting.pop()
+        if not isinstance(node, dict):
+            continue
+        name = node.get("$ref", "").removeprefix("#/$defs/")
+        if name and name not in outer:  # a section may hold its own kind
+            waiting.append((place, schema["$defs"][name], (*outer, name)))
+        for other in (*node.get("anyOf", ()), *node.get("oneOf", ()), node.get("items")):
+            waiting.append((place, other, outer))
+        waiting.append((f"{place}.NAME", node.get("additionalProperties"), outer))  # of a mapping
+        for key, value in node.get("properties", {}).items():
+            keys.append(f"{place}.{key}" if place else key)
+            waiting.append((keys[-1], value, outer))
+    return keys

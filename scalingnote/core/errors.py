@@ -79,7 +79,10 @@ def explained_imports() -> Iterator[None]:
         ) from error
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'NAME'?`` with the most similar of the known names; empty if none is similar."""
+def did_you_mean(name: str, known: Iterable[str], *, places: Mapping[str, str] | None = None) -> str:
+    """``; did you mean 'NAME'?`` with the most similar of the known names; empty if none is similar.
+
+    With `places` the place of that name is shown.
+    """
     near = difflib.get_close_matches(name, [*known], n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; did you mean {(places or {}).get(near[0], near[0])!r}?" if near else ""

@@ -166,7 +166,7 @@ def test_a_config_may_set_one_field_of_the_default_model():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"etta": 0.5}, "did you mean 'eta'"),
+        ({"etta": 0.5}, "did you mean 'click_model.eta'"),
         ({"eta": -1.0}, "greater than or equal to 0"),
     ],
 )

@@ -89,7 +89,7 @@ def test_deployments_can_be_set_in_the_shell():
     }
     for wrong, reason in {
         "serchers.memory=1": "serchers",
-        "searcher.memori=1": "did you mean 'memory'",
+        "searcher.memori=1": r"did you mean 'serve\.deployments\.NAME\.memory'",
     }.items():
         with pytest.raises(ConfigError, match=reason):
             load(AppArgs, (), ["model=m", f"serve.deployments.{wrong}"])
