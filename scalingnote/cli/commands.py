@@ -147,8 +147,7 @@ def distill(options: argparse.Namespace) -> int:
         if found.queries
         else "agreement not measured: no text is held out"
     )
-    if "dual_encoder" in built and options.student in agreement.MEASURED_STUDENTS:
-        measured += f"; {agreement.expected_kept(found)}"
+    measured += f"; {agreement.expected_kept(found, options.student)}"
     source = built.get("dataset", built["query_embeddings"])
     rejected: dict[str, int] = source.manifest.info["rejected_by_reason"]
     reasons = ", ".join(f"{name.removeprefix('documents: ')} ({n:,})" for name, n in rejected.items())

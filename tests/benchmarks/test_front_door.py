@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import ir_measures
@@ -116,5 +117,7 @@ def test_a_certificate_is_a_line_and_its_error_on_a_set_that_it_leaves_out():
     ],
 )
 def test_distill_says_what_a_table_is_expected_to_keep_or_that_it_cannot_tell(top10, documents, told):
-    found = agreement.Agreement(100, documents, 0.9, top10, None, 1.0, 1)
-    assert told in agreement.expected_kept(found)
+    found = agreement.Agreement(100, documents, 0.9, top10, None, 1.0, 1, teacher_bytes=1)
+    assert told in agreement.expected_kept(found, "table")
+    assert "for tables only" in agreement.expected_kept(found, "some/model")
+    assert "not at hand" in agreement.expected_kept(replace(found, teacher_bytes=None), "table")

@@ -182,10 +182,17 @@ def comparison_rows(agreement: Agreement) -> list[tuple[str, ...]]:
     return [*rows, ("queries/s, one at a time", *rates), ("size", *megabytes)]
 
 
-def expected_kept(agreement: Agreement) -> str:
-    """What a table with this agreement is expected to keep of its teacher's nDCG@10, or why none can tell."""
+def expected_kept(agreement: Agreement, student: str) -> str:
+    """What a student with this agreement is expected to keep of its teacher's nDCG@10, or why none can tell.
+
+    `student` is a recipe, or a model.
+    """
     low, high = MEASURED_OVERLAPS
     unknown = "what it keeps of the teacher's nDCG@10 cannot be told"
+    if student not in MEASURED_STUDENTS:
+        return f"{unknown}: it was measured for tables only"
+    if agreement.teacher_bytes is None:
+        return f"{unknown}: the teacher's documents are not at hand, and texts were searched in their place"
     if agreement.top10 is None or agreement.documents < MAX_DOCUMENTS:
         return f"{unknown}: fewer than {MAX_DOCUMENTS:,} documents, or no held-out text"
     if round(agreement.top10, 2) < low:
