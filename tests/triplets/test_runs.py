@@ -1,5 +1,8 @@
 """Run files are cut by the parts of triplets: a part's task reads the lines of its own queries."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
 
@@ -8,7 +11,9 @@ from scalingnote.core.errors import DataError
 from scalingnote.datasets import input_files
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.triplets.mine.config import MineConfig
 from scalingnote.triplets.mine.job import cut_runs, read_runs
+from scalingnote.triplets.mine.search import MineContext
 
 PARTS = (["q0", "q1", "q1"], ["q2"], ["q3", "q0", "q9"])  # q0 is in two, q9 in no run file
 
@@ -22,19 +27,32 @@ def triplets(tmp_path) -> Artifact:
     return draft.commit(counts={})
 
 
+def context(triplets: Artifact, folder: Path, *runs: Path, held_out: Sequence[str] = ()) -> MineContext:
+    return MineContext(
+        folder=str(folder),
+        buckets=len(PARTS),
+        config=MineConfig(runs=tuple(map(str, runs))),
+        triplets=triplets,
+        embeddings=triplets,  # not read
+        held_out=pa.array(held_out, pa.string()),
+        output="",
+    )
+
+
 def test_a_part_reads_the_lines_of_its_own_queries(triplets, tmp_path, monkeypatch):
     monkeypatch.setattr(input_files, "SLICE_BYTES", 64)  # two or three lines
     first = {f"q{i}": [("d0", 4.0), ("d1", 3.0), ("out", 2.5), ("d2", 2.0)] for i in range(6)}
     trec.write_run(str(tmp_path / "first"), first, tag="a")
     trec.write_run(str(tmp_path / "second"), {"q1": [("d7", 9.0), ("d8", 8.0)]}, tag="b")
-    runs, folder = [str(tmp_path / "first"), str(tmp_path / "second")], str(tmp_path / "work")
-    asked = {"held_out": pa.array(["out"]), "folder": folder}
-    cut_runs(runs, triplets, **asked, each=lambda task, items: map(task, reversed(items)))
-    cut_runs(runs, triplets, **asked, each=lambda *_: pytest.fail("finished tasks are not repeated"))
+    runs = [tmp_path / "first", tmp_path / "second"]
+    asked = context(triplets, tmp_path / "work", *runs, held_out=["out"])
+    cut_runs(asked, each=lambda task, items: map(task, reversed(items)))
+    cut_runs(asked, each=lambda *_: pytest.fail("finished tasks are not repeated"))
     of_first = [("d0", 4.0), ("d1", 3.0), ("d2", 2.0)]
     names = triplets.names("triplets/", ".parquet")
     for number, (name, query_ids) in enumerate(zip(names, PARTS, strict=True)):
-        found, scores = read_runs(number, triplets.table(name), folder=folder)
+        rows, found, scores = read_runs(number, triplets.table(name), asked)
+        assert rows.tolist() == [*range(len(query_ids))]
         assert found.keys() == {*query_ids} - {"q9"}
         for query_id in found:  # of a query in both files the last one counts
             assert found[query_id] == ([("d7", 9.0), ("d8", 8.0)] if query_id == "q1" else of_first)
@@ -45,9 +63,8 @@ def test_a_part_reads_the_lines_of_its_own_queries(triplets, tmp_path, monkeypat
 def test_a_document_that_is_there_twice_is_refused(triplets, tmp_path):
     lines = ["q0 Q0 d0 1 2.0 x", "q0 Q0 d0 2 1.0 x"]
     (tmp_path / "run").write_text("\n".join(lines))
-    none = pa.array([], pa.string())
     with pytest.raises(DataError, match=r"mine\.runs: document 'd0' stands twice in query 'q0': keep one"):
-        cut_runs([str(tmp_path / "run")], triplets, held_out=none, folder=str(tmp_path / "work"), each=map)
+        cut_runs(context(triplets, tmp_path / "work", tmp_path / "run"), each=map)
     (tmp_path / "run").write_text("q0 Q0 d0 1 nan x")
     with pytest.raises(DataError, match="run, line 1: 'nan' is not a number"):
-        cut_runs([str(tmp_path / "run")], triplets, held_out=none, folder=str(tmp_path / "other"), each=map)
+        cut_runs(context(triplets, tmp_path / "other", tmp_path / "run"), each=map)
