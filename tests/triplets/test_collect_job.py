@@ -2,7 +2,6 @@
 
 import contextlib
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -13,14 +12,14 @@ from in_process import without_ray
 from scalingnote.core import topk
 from scalingnote.core.bm25 import BM25, document_texts
 from scalingnote.core.config import Config, Resources
-from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.parts import as_stage
 from scalingnote.datasets.splits import find_held_out, held_out_documents, queries
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Draft, open_artifact, write_file
+from scalingnote.storage.artifact import Draft
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
 from scalingnote.storage.shuffle import run_slices
-from scalingnote.triplets.collect import job, steps, triplet_parts
+from scalingnote.triplets.collect import job, triplet_parts
 from scalingnote.triplets.collect.config import (
     AssociationConfig,
     BM25Ranker,
@@ -248,16 +247,15 @@ def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
     assert len(lent) == artifact.counts["click_multi"] + artifact.counts["relevance_multi"]
     page = fs.read_bytes(artifact.file("statistics.md")).decode()
     assert "**Clicks are simulated.**" in page
-    assert "Rows of relevance_multi" in page
     assert "multi across split" in page
 
-    def die(item, context):
+    def die(item, *, context):
         raise KeyboardInterrupt
 
     # Killed near the end; what the steps before it wrote is kept, and gives the same triplets.
     without_ray(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("scalingnote.triplets.collect.triplet_parts.draw_samples", die)
+        patch.setattr("scalingnote.triplets.collect.statistics.count_documents", die)
         with pytest.raises(KeyboardInterrupt):
             run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     again = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
@@ -318,26 +316,6 @@ def test_a_large_log_makes_more_parts(dataset, planner, one_hop, tmp_path, monke
     assert other.table("triplets").sort_by(order).equals(one_hop.table("triplets").sort_by(order))
 
 
-def test_a_large_part_is_read_in_shares_of_its_row_groups_and_a_damaged_one_not(tmp_path, monkeypatch):
-    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=Config(), parents={})
-    whole = pa.table({"query_id": [f"q{i}" for i in range(100)], "n": range(100)})
-    sink = pa.BufferOutputStream()
-    pa.parquet.write_table(whole, sink, row_group_size=7)
-    data = sink.getvalue().to_pybytes()
-    draft.register("queries.parquet", replace(write_file(draft.path("queries.parquet"), data), rows=100))
-    dataset, nothing = draft.commit(counts={}), pa.array([], pa.string())
-    context = steps.CollectContext(ONE_HOP, 1, dataset, dataset, nothing, nothing, "", "")
-    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 30)
-    shares = [steps.read_slice(item, ["n"], context) for item in steps.dataset_slices(dataset, "queries")]
-    assert len(shares) == 4
-    assert max(map(len, shares)) <= 30
-    assert pa.concat_tables(shares)["n"].to_pylist() == list(range(100))
-    fs.write_bytes(dataset.uri + "/queries.parquet", data[:50] + bytes([data[50] ^ 1]) + data[51:])
-    damaged = replace(context, dataset=open_artifact(dataset.uri, kind="dataset"))
-    with pytest.raises(ArtifactError, match=r"queries\.parquet is damaged"):
-        steps.read_slice(steps.dataset_slices(dataset, "queries")[0], ["n"], damaged)
-
-
 @pytest.mark.slow
 def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, planner, tmp_path):
     wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
@@ -347,10 +325,9 @@ def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, plan
 
 SHARDS = {
     "scalingnote.storage.shuffle.ROWS_PER_SLICE": 30,  # a shard of each part
-    "scalingnote.triplets.collect.steps.SHARDS_PER_SEARCH": 1,
-    "scalingnote.triplets.collect.steps.GROUP_QUERIES": 4,
-    "scalingnote.triplets.collect.steps.PAIR_GROUP_QUERIES": 6,
-    "scalingnote.triplets.collect.steps.SCORED_QUERIES": 3,
+    "scalingnote.triplets.collect.ranking.SHARDS_PER_SEARCH": 1,
+    "scalingnote.triplets.collect.ranking.GROUP_QUERIES": 6,
+    "scalingnote.triplets.collect.ranking.SCORED_QUERIES": 3,
     "scalingnote.encode.lexical.frequencies.TEXTS_PER_BUCKET": 25,
 }
 
@@ -390,9 +367,9 @@ def test_killed_in_every_step_a_run_repeats_no_finished_item_and_shards_decide_n
         with contextlib.suppress(KeyboardInterrupt):
             again = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     assert again.digest == whole.digest
-    assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "texts"} <= killed
+    assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "words"} <= killed
     done = Counter(journal.read_text().splitlines())
-    assert {"shards 0", "shards 1", "search 15"} <= set(done)
+    assert {"shards 0", "shards 1", "search 7"} <= set(done)
     assert set(done.values()) == {1}
 
 

@@ -95,7 +95,7 @@ def own_keys(
     """
     ranked = _best_first(scores, ids)
     lengths = np.diff(ranked.offsets)
-    tables, counts = [OWN_KEYS.empty_table()], {"queries": len(ids)}
+    tables, counts = [OWN_KEYS.empty_table()], dict[str, int]()
     for kind, name in KINDS.items():
         counts[f"{name}_too_short"] = int((lengths < kind).sum())
         has_key = lengths >= kind
