@@ -130,17 +130,12 @@ def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path, monkeypatch: p
 
 
 def test_a_chinese_document_gives_questions_in_chinese_and_words_of_two_characters():
-    title, content = (
-        "喀山红宝石足球俱乐部",
-        "球队在随后的赛季中未能再有出彩表现。历史上曾两次夺得联赛冠军，主场位于喀山。",
-    )
-    document = sampling.SourceDocument(0, title, content)
+    title = "喀山红宝石足球俱乐部"
+    content = "球队在随后的赛季中未能再有出彩表现。历史上曾两次夺得联赛冠军，主场位于喀山。"
 
-    def drawn(kind: TextKind) -> list[str]:
-        return [found.text for found in sampling.draw(document, config(kind), per_document=100.0)]
-
-    def config(kind: TextKind) -> PseudoQueriesConfig:
-        return PseudoQueriesConfig(mix={kind: 1})
+    def drawn(kind: TextKind, title: str = title, content: str = content) -> list[str]:
+        config = PseudoQueriesConfig(mix={kind: 1})
+        return [text for text, _ in sampling.draw(0, title, content, config, per_document=100.0)]
 
     templates = [re.escape(line).replace(r"\{\}", ".+") for line in sampling.CHINESE_TEMPLATES]
     question = re.compile(f"({'|'.join(templates)})？?")
@@ -149,8 +144,7 @@ def test_a_chinese_document_gives_questions_in_chinese_and_words_of_two_characte
     assert all(len(word) == 2 and word in title + content for word in words)
     lengths = [len(text) for text in drawn("window")]
     assert 16 < max(lengths) <= 2 * 16
-    mixed = sampling.SourceDocument(0, "Z 142", "兹林Z 142是一款飞机。")
-    found = [each.text for each in sampling.draw(mixed, config("question"), per_document=100.0)]
+    found = drawn("question", "Z 142", "兹林Z 142是一款飞机。")
     english = "|".join(re.escape(line).replace(r"\{\}", ".+") for line in sampling.ENGLISH_TEMPLATES)
     assert any(re.fullmatch(rf"({english})\??", text, re.IGNORECASE) for text in found)  # of the title alone
     assert not any(re.fullmatch(rf"({english})\??", text, re.IGNORECASE) and "飞" in text for text in found)

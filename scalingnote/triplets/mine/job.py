@@ -2,7 +2,7 @@
 
     triplets ─► distinct queries ─query tower─► embeddings ─┐
     document embeddings, by shard ──────────────────────────┴─► rankings of a piece ─┐
-    TREC run files, cut by the parts of triplets ───────────► lines of each part ────┴─► refresh ─► triplets
+    TREC run files ─► lines, by the part of their query ─────────────────────────────┴─► refresh ─► triplets
 
 As in ANCE (Xiong et al. 2021), each round of training draws its negatives by the model of the last one. Each
 arrow is a step of tasks that leave files and a record: a run after a kill repeats only the tasks without one.
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.core import cluster
-from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.core.log import get_logger
 from scalingnote.core.parts import PartStage
 from scalingnote.datasets.input_files import FileSlice
@@ -30,7 +30,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.storage import arrow, shuffle, trec
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file, write_table
-from scalingnote.storage.shuffle import JsonRecord, TaskRunner, run_slices
+from scalingnote.storage.shuffle import JsonRecord, run_slices
 from scalingnote.triplets.collect.triplets import draw
 from scalingnote.triplets.mine.config import MineConfig
 from scalingnote.triplets.mine.search import (
@@ -46,8 +46,6 @@ from scalingnote.triplets.mine.search import (
 )
 
 log = get_logger("mine")
-MAX_BUCKETS = 256  # of queries, by the hash of their ids
-_QUERIES = pa.schema({"query_id": pa.string(), "part": pa.int64()})
 _LINES = RUN_ROWS.append(pa.field("file", pa.int64()))
 
 
@@ -82,7 +80,7 @@ def run(
     rows = source.rows_of(source.names("triplets/", ".parquet"))
     context = MineContext(
         folder=draft.work(),
-        buckets=min(max(len(rows), 1), MAX_BUCKETS),
+        buckets=max(len(rows), 1),
         config=config,
         triplets=source,
         embeddings=parents["embeddings"],
@@ -91,7 +89,10 @@ def run(
     )
     pieces: list[list[Piece]] = [[] for _ in rows]
     if config.runs:
-        cut_runs(context, each=cluster.map_tasks)
+        runs = [fs.absolute(uri) for uri in config.runs]  # workers have other working directories
+        lines = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
+        scatter, each = partial(scatter_lines, context=context), cluster.map_tasks
+        run_slices("lines", scatter, lines, folder=context.folder, each=each, section="mine")
     else:
         pieces = _search(context, parents["dual_encoder"], rows)
     records = run_slices(
@@ -198,34 +199,11 @@ class PieceEncoder:
 # --- run files ---------------------------------------------------------------------------------------------
 
 
-def cut_runs(context: MineContext, *, each: TaskRunner) -> None:
-    """Cut `mine.runs` by the parts of triplets, without the documents that are held out.
-
-    Of a query in several files the last one counts. Finished tasks of an earlier, killed call are not
-    repeated; `each` runs the others.
-
-    Raises:
-        DataError: an invalid line, or a document that is there twice in a query.
-    """
-    step = partial(run_slices, folder=context.folder, section="mine", each=each)
-    names = context.triplets.names("triplets/", ".parquet")
-    step("mined_queries", partial(scatter_mined_queries, context=context), names, unit="parts")
-    runs = [fs.absolute(uri) for uri in context.config.runs]  # workers have other working directories
-    slices = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
-    step("lines", partial(scatter_lines, context=context), slices, unit="slices of run files")
-    step("join", partial(join_runs, context=context), range(context.buckets), unit="buckets of queries")
-
-
-def scatter_mined_queries(item: tuple[int, str], *, context: MineContext) -> None:
-    """Write the queries of a part of triplets to buckets."""
-    number, name = item
-    query_ids = context.triplets.table(name, columns=["query_id"])["query_id"].unique()
-    queries = pa.table({"query_id": query_ids, "part": np.full(len(query_ids), number)})
-    context.scatter(queries, "query_id", "mined_queries", f"{number:05d}")
-
-
 def scatter_lines(item: tuple[int, tuple[int, FileSlice]], *, context: MineContext) -> None:
-    """Write the lines of a slice of a run file to buckets, without documents excluded from training."""
+    """Write the lines of a slice of a run file to the parts of their queries.
+
+    Documents excluded from training are left out. DataError for an invalid line.
+    """
     number, (file, piece) = item
     rows = read_run_slice(piece)
     rows = rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=context.held_out)))
@@ -233,22 +211,24 @@ def scatter_lines(item: tuple[int, tuple[int, FileSlice]], *, context: MineConte
     context.scatter(rows, "query_id", "lines", f"{number:05d}")
 
 
-def join_runs(item: tuple[int, int], *, context: MineContext) -> None:
-    """Order a bucket's lines and write them to the parts that ask for their queries."""
-    bucket = item[1]
-    lines = context.gather("lines", bucket, _LINES)
-    queries = context.gather("mined_queries", bucket, _QUERIES)
-    last = lines.group_by("query_id").aggregate([("file", "max")]).rename_columns(["query_id", "file"])
-    lines = lines.join(last, ["query_id", "file"], join_type="inner")
-    trec.check_distinct(lines, "a file of mine.runs")
-    joined = lines.join(queries, "query_id", join_type="inner")
-    joined = joined.sort_by(trec.RUN_ORDER).select([*RUN_ROWS.names, "part"])
-    context.scatter(joined.drop_columns("part"), joined["part"].to_numpy(), "ranked", f"{bucket:05d}")
-
-
 def read_runs(number: int, triplets: pa.Table, context: MineContext) -> RankedRows:
-    """All rows of part `number` of the triplets, with what the runs say."""
-    runs = trec.to_run(context.gather("ranked", number, RUN_ROWS))
+    """All rows of part `number` of the triplets, with what the run files say.
+
+    Of a query in several files the last one counts.
+
+    Raises:
+        DataError: a document is there twice in a query.
+        ArtifactError: a query is in another part than its hash says, in which `collect` puts it.
+    """
+    query_ids = triplets["query_id"].unique()
+    if (shuffle.bucket_of(query_ids, context.buckets) != number).any():
+        raise ArtifactError(
+            f"{context.triplets.uri} has queries in other parts than `collect` writes: run it"
+        )
+    lines = context.gather("lines", number, _LINES)
+    lines = lines.filter(pc.is_in(lines["query_id"], value_set=query_ids))
+    last = lines.group_by("query_id").aggregate([("file", "max")]).rename_columns(["query_id", "file"])
+    runs = trec.ordered_run(lines.join(last, ["query_id", "file"], join_type="inner"), "a file of mine.runs")
     scores: list[float | None] = []
     for query_id, doc_id in zip(
         triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), strict=True

@@ -38,46 +38,33 @@ ENGLISH_TEMPLATES, CHINESE_TEMPLATES = (
 FUNCTION_WORDS = frozenset((_FOLDER / "function_words.txt").read_text().split())
 
 
-@dataclass(frozen=True)
-class SourceDocument:
-    """A source of texts; `key` seeds the draws."""
-
-    key: int
-    title: str
-    content: str
-
-
-@dataclass(frozen=True)
-class PseudoQuery:
-    """A text and the role in which the teacher encodes it."""
-
-    text: str
-    role: Role = "query"
-
-
 def draw(
-    document: SourceDocument, config: PseudoQueriesConfig, *, per_document: float | None
-) -> Iterator[PseudoQuery]:
-    """The pseudo-queries of a document.
+    key: int, title: str, content: str, config: PseudoQueriesConfig, *, per_document: float | None
+) -> Iterator[tuple[str, Role]]:
+    """The pseudo-queries of a document, each with the role in which the teacher encodes it.
 
     Args:
-        document: a text without sentence or title gives fewer texts, an empty one gives none.
+        key: seeds the draws, together with the config's seed.
+        title: may be empty.
+        content: without sentences it gives fewer texts; an empty document gives none.
         config: kinds and their shares.
         per_document: expected number of draws, in whole numbers and one more by chance; None draws one text
             of each kind.
     """
-    rng = random.Random(document.key ^ config.seed * 0x9E3779B97F4A7C15)
+    rng = random.Random(key ^ config.seed * 0x9E3779B97F4A7C15)
     kinds: list[TextKind] = list(config.mix)
     if per_document is not None:
         count = int(per_document) + (rng.random() < per_document % 1)
         kinds = rng.choices(kinds, list(config.mix.values()), k=count)
-    parts = _Parts.of(document)
+    sentences = [text for piece in SENTENCE_END.split(content) if (text := piece.strip())]
+    words = [unit for text in (title, *sentences) if (unit := units(text))]
+    parts = _Parts(title.strip(), sentences, content, words)
     for kind in kinds:
         text = _SPACE.sub(" ", _DRAWS[kind](parts, rng)).strip()
         if kind in _CASE_VARIES and rng.random() < _LOWER_CASE_SHARE:
             text = text.lower()
         if text:
-            yield PseudoQuery(text, "document" if kind == "passage" else "query")
+            yield text, "document" if kind == "passage" else "query"
 
 
 @dataclass(frozen=True)
@@ -90,11 +77,10 @@ class _Parts:
     words: list[list[str]]
     """Units of the title and of each sentence; empty lists are left out."""
 
-    @classmethod
-    def of(cls, document: SourceDocument) -> "_Parts":
-        sentences = [text for piece in SENTENCE_END.split(document.content) if (text := piece.strip())]
-        words = [unit for text in (document.title, *sentences) if (unit := units(text))]
-        return cls(document.title.strip(), sentences, document.content, words)
+
+def _by_length(choices: list[list[str]], rng: random.Random) -> list[str]:
+    """One of some lists, drawn with a probability by its length; an empty one if there are none."""
+    return rng.choices(choices, [len(words) for words in choices])[0] if choices else []
 
 
 def units(text: str) -> list[str]:
@@ -139,12 +125,16 @@ def _sentence(parts: _Parts, rng: random.Random) -> str:
 
 def _window(parts: _Parts, rng: random.Random) -> str:
     """Consecutive units of the title or of one sentence, drawn with a probability by its length."""
-    if not parts.words:
-        return ""
-    sentence = rng.choices(parts.words, [len(words) for words in parts.words])[0]
-    length = min(rng.randint(*WINDOW_WORDS), len(sentence))
-    start = rng.randint(0, len(sentence) - length)
-    return "".join(sentence[start : start + length]).strip()
+    return "".join(_some_words(_by_length(parts.words, rng), WINDOW_WORDS, rng)).strip()
+
+
+def _some_words(words: list[str], bounds: tuple[int, int], rng: random.Random) -> list[str]:
+    """Consecutive words; their number is drawn between two bounds. None of none."""
+    if not words:
+        return []
+    length = min(rng.randint(*bounds), len(words))
+    start = rng.randint(0, len(words) - length)
+    return words[start : start + length]
 
 
 def _title_window(parts: _Parts, rng: random.Random) -> str:
@@ -157,21 +147,11 @@ def _title_window(parts: _Parts, rng: random.Random) -> str:
 
 def _phrase(parts: _Parts, rng: random.Random) -> str:
     """Consecutive words of one clause, without function words at either end."""
-    if not parts.words:
-        return ""
-    sentence = "".join(rng.choices(parts.words, [len(words) for words in parts.words])[0])
+    sentence = "".join(_by_length(parts.words, rng))
     clauses = [words for clause in _CLAUSE_END.split(sentence) if (words := units(clause))]
-    if not clauses:
-        return ""
-    words = rng.choices(clauses, [len(clause) for clause in clauses])[0]
-    length = min(rng.randint(*_PHRASE_WORDS), len(words))
-    start = rng.randint(0, len(words) - length)
-    words = words[start : start + length]
-    while words and _is_function_word(words[0]):
-        words = words[1:]
-    while words and _is_function_word(words[-1]):
-        words = words[:-1]
-    return "".join(words).strip()
+    words = _some_words(_by_length(clauses, rng), _PHRASE_WORDS, rng)
+    content = [place for place, word in enumerate(words) if not _is_function_word(word)]
+    return "".join(words[content[0] : content[-1] + 1]).strip() if content else ""
 
 
 def _keywords(parts: _Parts, rng: random.Random) -> str:
