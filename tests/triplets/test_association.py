@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.algorithm_one import all_above, every_pair, top
+from benchmarks.algorithm_one import all_above, associations, every_pair, top
 from scalingnote.core.errors import DataError
 from scalingnote.storage.shuffle import bucket_of, gather, scatter
 from scalingnote.triplets.collect.association import (
@@ -17,7 +17,6 @@ from scalingnote.triplets.collect.association import (
     CANDIDATES,
     KINDS,
     OWN_KEYS,
-    associations,
     candidate_keys,
     join,
     key_filter,

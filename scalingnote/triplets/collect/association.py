@@ -141,21 +141,6 @@ def candidate_keys(
     return table, counts | {"candidate_keys_kept": table.num_rows}
 
 
-def associations(
-    scores: TermScores, ids: UInt64[ndarray, " queries"], *, config: AssociationConfig
-) -> tuple[pa.Table, dict[str, int]]:
-    """All three steps in memory: ASSOCIATIONS sorted by kind, query and associate, and all counts."""
-    own, own_counts = own_keys(scores, ids, config=config)
-    owned = key_filter([own], keys=own.num_rows)
-    candidates, candidate_counts = candidate_keys(scores, ids, config=config, owned=owned)
-    settled, one_way, join_counts = join(own, candidates, config=config)
-    pairs = pa.concat_tables([settled, mutual_pairs(one_way)])
-    pairs = pairs.sort_by([(name, "ascending") for name in ("kind", "query", "associate")])
-    kinds = pairs["kind"].to_numpy()
-    by_kind = {name: int((kinds == kind).sum()) for kind, name in KINDS.items()}
-    return pairs, own_counts | candidate_counts | join_counts | by_kind
-
-
 def join(
     own: pa.Table, candidates: pa.Table, *, config: AssociationConfig
 ) -> tuple[pa.Table, pa.Table, dict[str, int]]:

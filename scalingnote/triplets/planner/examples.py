@@ -32,6 +32,7 @@ from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QUERIES, TEXT_COLUMNS
 from scalingnote.storage.shuffle import NumberedSlice, TaskRunner, hash_of, run_slices, slices
+from scalingnote.triplets.collect.triplets import rank_within_runs
 from scalingnote.triplets.planner.config import Learned
 from scalingnote.triplets.planner.planner import join_fields, words
 from scalingnote.triplets.work_folder import WorkFolder, read_slice
@@ -148,7 +149,7 @@ def _take_texts(item: NumberedSlice, *, context: ExampleContext) -> int:
 
 
 def sample_positives(pairs: Iterable[pa.Table], *, most: int, seed: int) -> pa.Table:
-    """Distinct (query_id, doc_id) pairs, a uniform sample of at most `most` per query, sorted.
+    """Distinct (query_id, doc_id) pairs, a uniform sample of at most `most` per query, by query.
 
     At most twice the sampled pairs are held, however many clicks there are.
     """
@@ -203,13 +204,10 @@ def _sample_per_query(pairs: pa.Table, most: int, *, seed: int) -> pa.Table:
     if not pairs.num_rows:
         return pairs
     keys = _random_keys(pc.binary_join_element_wise(pairs["query_id"], pairs["doc_id"], " "), seed=seed)
-    table = pairs.append_column("key", pa.array(keys))
-    table = table.sort_by([("query_id", "ascending"), ("key", "ascending"), ("doc_id", "ascending")])
-    ids = np.asarray(table["query_id"].combine_chunks().dictionary_encode().indices)
-    first = np.flatnonzero(np.diff(ids, prepend=-1))
-    rank = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))
-    kept = table.filter(pa.array(rank < most)).select(_PAIRS.names)
-    return kept.sort_by([("query_id", "ascending"), ("doc_id", "ascending")])
+    pairs = pairs.append_column("key", pa.array(keys))
+    pairs = pairs.sort_by([("query_id", "ascending"), ("key", "ascending"), ("doc_id", "ascending")])
+    codes = pairs["query_id"].combine_chunks().dictionary_encode().indices.to_numpy()
+    return pairs.filter(pa.array(rank_within_runs(codes) < most)).select(_PAIRS.names)
 
 
 def _random_keys(ids: pa.ChunkedArray, *, seed: int) -> UInt64[ndarray, " ids"]:

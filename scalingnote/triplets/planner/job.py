@@ -120,8 +120,8 @@ def _train(context: ExampleContext, target: str) -> tuple[dict[str, int], dict[s
     if not texts:
         sources = " or ".join(config.positives)
         raise DataError(
-            f"{context.dataset.uri}: no training query has a positive by {sources} among the documents training "
-            "may see: name another source in planner.positives"
+            f"{context.dataset.uri}: no training query has a positive by {sources} among the documents that "
+            "training may see: name another source in planner.positives"
         )
     # The examples are in random order already: the first ones are for validation.
     held = min(round(len(texts) * VALIDATION_FRACTION), len(texts) - 1)
