@@ -1,8 +1,6 @@
 import pyarrow as pa
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from scalingnote.storage.schema import TRIPLETS
 from scalingnote.triplets.mine.config import MineConfig
@@ -64,8 +62,3 @@ def test_mined_negatives_lie_in_the_window_and_answer_nothing(known, first, widt
     window = {doc for doc, _ in RANKING[first - 1 : first + width]} - known
     assert {row[0] for row in fresh["negatives"].to_pylist()} <= (window or {"z"})
     assert counts == ({"mined": len(table)} if window else {"kept": len(table)})
-
-
-def test_a_window_too_narrow_is_refused():
-    with pytest.raises(ValidationError, match="raise last_rank"):
-        MineConfig(first_rank=5, last_rank=6, num_negatives=3)

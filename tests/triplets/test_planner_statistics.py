@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.core.config import validate
-from scalingnote.core.errors import ConfigError
 from scalingnote.encode.lexical.frequencies import add_counts, count_words, most_frequent
-from scalingnote.triplets.planner.config import Learned, Statistics
 from scalingnote.triplets.planner.planner import (
     WORD_COUNTS,
     Planner,
@@ -129,17 +126,3 @@ def test_counts_do_not_depend_on_how_the_texts_come():
     rows = sorted(slow.items(), key=lambda row: (-row[1], row[0]))
     assert list(zip(whole["word"].to_pylist(), whole["documents"].to_pylist(), strict=True)) == rows
     assert most_frequent(whole, 2).equals(whole.slice(0, 2))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"corpus": "logs"}, {"fields": []}],
-)
-def test_settings_out_of_bounds(values):
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        validate(Statistics, values, source="planner")
-
-
-def test_a_backbone_that_reads_one_way_is_refused():
-    with pytest.raises(ConfigError, match="set bert"):
-        validate(Learned, {"backbone": {"kind": "scratch", "architecture": "qwen2"}}, source="planner")

@@ -208,18 +208,6 @@ def test_a_run_with_a_published_model_and_pseudo_queries_reads_no_triplets():
         )
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"mix": {"window": 0}}, "shares must be above 0: remove window"),
-        ({"mix": {"windows": 1}}, "window"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        validate(PseudoQueriesConfig, wrong, source="test")
-
-
 def test_a_small_collection_holds_out_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """At 2 % of six documents none would be, and the student could not be compared with its teacher."""
     without_ray(monkeypatch)

@@ -2,7 +2,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from pydantic import ValidationError
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -225,8 +224,3 @@ def test_checkpoints_that_cannot_generate_are_refused(tmp_path):
     BertModel(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot load an encoder-decoder model"):
         generator(str(tmp_path))
-
-
-def test_sigmas_are_distinct():
-    with pytest.raises(ValidationError, match="has a duplicate"):
-        QueryGenerationConfig(sigmas=(0.1, 0.1))
