@@ -255,18 +255,26 @@ def docs_of(row):
     return [row["positive"], *row["negatives"]]
 
 
-@pytest.mark.slow
-def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(
-    cluster, scored, planner, multi_hop, tmp_path
-):
-    """On Ray as here; also where a cap must choose among equals: who lies in which bucket is no reason."""
-    config = CONFIG.model_copy(update={"parts": 7, "resources": Resources(workers=2)})
-    other = run(config, dataset=scored.uri, planner=planner.uri, output=str(tmp_path / "other"))
+def check_cut(other, multi_hop):
+    """The artifact of more parts has the same triplets, also where a cap must choose among equals."""
     assert other.counts["relevance_pairs_left_out"] > 0
     assert other.names("triplets/") != multi_hop.names("triplets/")
     one, two = map(sorted_rows, (multi_hop, other))
     assert pa.compute.sum(pa.compute.equal(one["hop"], "multi")).as_py() > 10
     assert one.equals(two)
+
+
+def test_the_number_of_parts_decides_nothing_but_the_files(scored, planner, multi_hop, tmp_path):
+    config = CONFIG.model_copy(update={"parts": 7})
+    output = str(tmp_path / "other")
+    check_cut(run_without_ray(run, config, dataset=scored.uri, planner=planner.uri, output=output), multi_hop)
+
+
+@pytest.mark.slow
+def test_nor_does_the_number_of_workers(cluster, scored, planner, multi_hop, tmp_path):
+    config = CONFIG.model_copy(update={"parts": 7, "resources": Resources(workers=2)})
+    output = str(tmp_path / "other")
+    check_cut(run(config, dataset=scored.uri, planner=planner.uri, output=output), multi_hop)
 
 
 def test_few_rows_make_one_part_and_a_large_log_more(dataset, planner, one_hop, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from scalingnote.datasets.splits import find_held_out, queries
 from scalingnote.encode.lexical.frequencies import count_frequencies
 from scalingnote.encode.lexical.language import language_of
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.storage.shuffle import named_parts, run_slices, slices
+from scalingnote.storage.shuffle import JsonRecord, named_parts, run_slices, slices
 from scalingnote.triplets.collect import ranking, statistics, steps, triplet_parts
 from scalingnote.triplets.collect.config import (
     AnyRanker,
@@ -30,13 +30,16 @@ from scalingnote.triplets.collect.config import (
     CrossEncoderConfig,
     ScoreTable,
 )
-from scalingnote.triplets.collect.steps import CollectContext, Counts
+from scalingnote.triplets.collect.steps import CollectContext
 
 log = get_logger("collect")
 MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's memory for each
 # A bucket costs each step several requests, on which small data would spend all its time: it gets one for so
 # many rows, until there are enough of them for the cores of a machine.
 SMALL_BUCKET_ROWS, ENOUGH_BUCKETS = 1 << 17, 8
+Step = Callable[
+    ..., JsonRecord
+]  # of a numbered item and the context; gives counts, or a record with "counts"
 
 
 def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Artifact:
@@ -156,10 +159,9 @@ def _collect(
         run("transfer", triplet_parts.transfer, buckets)
     if config.query_generation:
         run.on_actors("generate", steps.QueryWriting, buckets, config.query_generation)
-    for record in run.records("finish", partial(triplet_parts.write_part, context=context), buckets):
+    for record in run("finish", triplet_parts.write_part, buckets):
         for name, part in named_parts(record["files"]):
             draft.register(name, part)
-        run.counts.update(record["counts"])
     run("documents", statistics.count_documents, buckets)
     run("words", statistics.count_words, slices(dataset, "documents"), unit="slices")
     return run.counts
@@ -211,40 +213,23 @@ class _Steps:
         self.counts: Counter[str] = Counter()
 
     def __call__(
-        self,
-        name: str,
-        step: Callable[..., Counts],
-        items: Sequence[Any],
-        *,
-        unit: str = "buckets",
-        **given: Any,
-    ) -> list[Counts]:
-        """Run a step in tasks; returns the counts of each item."""
-        found = self.records(name, partial(step, context=self._context, **given), items, unit=unit)
-        for counts in found:
-            self.counts.update(counts)
-        return found
+        self, name: str, step: Step, items: Sequence[Any], *, unit: str = "buckets", **given: Any
+    ) -> list[JsonRecord]:
+        """Run a step in tasks; returns what it records of each item."""
+        return self._run(name, partial(step, context=self._context, **given), items, self.tasks, unit)
 
     def on_actors(
         self, name: str, step: type, items: Sequence[Any], config: Any, *, unit: str = "buckets"
     ) -> None:
         """Run a step that loads a model, once in each actor."""
         actors = partial(cluster.map_loaded, resources=self._context.config.resources)
-        stage = PartStage(partial(step, self._context, config))
-        for counts in self.records(name, stage, items, each=actors, unit=unit):
-            self.counts.update(counts)
+        self._run(name, PartStage(partial(step, self._context, config)), items, actors, unit)
 
-    def records(
-        self,
-        name: str,
-        work: Any,
-        items: Sequence[Any],
-        *,
-        each: Executor | None = None,
-        unit: str = "buckets",
-    ) -> list[Any]:
-        """Results of work on each item, in tasks unless `each` says otherwise."""
+    def _run(
+        self, name: str, work: Step | PartStage, items: Sequence[Any], each: Executor, unit: str
+    ) -> list[JsonRecord]:
         folder = self._context.folder
-        return run_slices(
-            name, work, items, folder=folder, each=each or self.tasks, section="collect", unit=unit
-        )
+        records = run_slices(name, work, items, folder=folder, each=each, section="collect", unit=unit)
+        for record in records:
+            self.counts.update(record.get("counts", record))
+        return records

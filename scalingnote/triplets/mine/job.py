@@ -89,10 +89,7 @@ def run(
     )
     pieces: list[list[Piece]] = [[] for _ in rows]
     if config.runs:
-        runs = [fs.absolute(uri) for uri in config.runs]  # workers have other working directories
-        lines = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
-        scatter, each = partial(scatter_lines, context=context), cluster.map_tasks
-        run_slices("lines", scatter, lines, folder=context.folder, each=each, section="mine")
+        _scatter_runs(context)
     else:
         pieces = _search(context, parents["dual_encoder"], rows)
     records = run_slices(
@@ -197,6 +194,14 @@ class PieceEncoder:
 
 
 # --- run files ---------------------------------------------------------------------------------------------
+
+
+def _scatter_runs(context: MineContext) -> None:
+    """Write the lines of all run files to the parts of their queries."""
+    runs = [fs.absolute(uri) for uri in context.config.runs]  # workers have other working directories
+    lines = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
+    scatter, each = partial(scatter_lines, context=context), cluster.map_tasks
+    run_slices("lines", scatter, lines, folder=context.folder, each=each, section="mine")
 
 
 def scatter_lines(item: tuple[int, tuple[int, FileSlice]], *, context: MineContext) -> None:

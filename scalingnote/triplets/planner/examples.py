@@ -28,20 +28,20 @@ import pyarrow.compute as pc
 from jaxtyping import Float32, UInt64
 from numpy import ndarray
 
+from scalingnote.core.bm25 import document_texts
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QUERIES, TEXT_COLUMNS
 from scalingnote.storage.shuffle import NumberedSlice, TaskRunner, hash_of, run_slices, slices
 from scalingnote.triplets.collect.triplets import rank_within_runs
 from scalingnote.triplets.planner.config import Learned
-from scalingnote.triplets.planner.planner import join_fields, words
+from scalingnote.triplets.planner.planner import words
 from scalingnote.triplets.work_folder import WorkFolder, read_slice
 
 POSITIVE_SOURCES = {"clicks": ("impressions", "clicked"), "judgements": ("qrels", "relevance")}
 MAX_QUERIES = 100_000  # to learn from, about, drawn evenly
 MAX_QUERY_POSITIVES = 20  # read of a query, drawn evenly
 _PAIRS = pa.schema({"query_id": pa.string(), "doc_id": pa.string()})
-_TEXTS = pa.schema({"doc_id": pa.string(), "text": pa.string()})
 _ROWS_BEFORE_FOLD = 1 << 20
 Examples = tuple[list[list[str]], list[Float32[ndarray, " _"]], int]
 
@@ -134,13 +134,12 @@ def _join_positives(item: tuple[int, str], *, context: ExampleContext) -> int:
 def _take_texts(item: NumberedSlice, *, context: ExampleContext) -> int:
     """The texts of the positives in a slice of the documents."""
     doc_ids = context.read("pairs")["doc_id"].combine_chunks()
-    found = [_TEXTS.empty_table()]
+    tables = []
     for part in item[1]:
         table = context.dataset.table(part, ["doc_id", *TEXT_COLUMNS])
-        table = table.filter(pc.is_in(table["doc_id"], value_set=doc_ids))
-        texts = pa.array(join_fields(table, TEXT_COLUMNS), pa.string())
-        found.append(pa.table({"doc_id": table["doc_id"], "text": texts}))
-    texts = pa.concat_tables(found)
+        tables.append(table.filter(pc.is_in(table["doc_id"], value_set=doc_ids)))
+    found = pa.concat_tables(tables)
+    texts = pa.table({"doc_id": found["doc_id"], "text": pa.array(document_texts(found), pa.string())})
     context.scatter(texts, "doc_id", "texts", f"{item[0]:05d}")
     return len(texts)
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.core import cluster
+from scalingnote.core.bm25 import document_texts
 from scalingnote.core.config import identity
 from scalingnote.core.errors import DataError
 from scalingnote.core.log import configure_unless_set, get_logger
@@ -27,7 +28,7 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_ta
 from scalingnote.storage.shuffle import slices
 from scalingnote.triplets.planner.config import Learned, PlannerConfig, Statistics
 from scalingnote.triplets.planner.examples import ExampleContext, gather_examples, read_examples
-from scalingnote.triplets.planner.planner import WORD_COUNTS, join_fields, words
+from scalingnote.triplets.planner.planner import WORD_COUNTS, words
 
 log = get_logger("planner")
 TEXTS_PER_BATCH = 4096
@@ -93,7 +94,7 @@ def _texts(batch: pa.RecordBatch, config: Statistics) -> list[str]:
     if config.corpus == "queries":
         train: list[str] = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
         return train
-    return join_fields(batch, config.fields)
+    return document_texts(batch, config.fields)
 
 
 # --- learned: tasks read the examples, one trains ------------------------------------------------------
