@@ -107,16 +107,6 @@ def test_texts_are_drawn_alike_by_one_seed_and_shares_say_of_which_kind(dataset:
     assert all(len(text.split()) <= 24 for text in texts(first))
 
 
-@pytest.mark.parametrize("most", [3, 128])
-def test_a_passage_is_cut_at_its_number_of_words(
-    most: int, dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(sampling, "PASSAGE_WORDS", most)
-    config = ONE_EACH.model_copy(update={"mix": {"passage": 1}})
-    found = texts(job.run(config, dataset=dataset.uri, output=str(tmp_path / "out")))
-    assert " ".join(LONG.split()[:most]) in found
-
-
 def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     without_ray(monkeypatch)
     documents = [{"title": f"t{n}", "content": f"alpha{n} beta{n} gamma{n} delta{n}"} for n in range(40)]
@@ -135,7 +125,7 @@ def test_a_chinese_document_gives_questions_in_chinese_and_words_of_two_characte
 
     def drawn(kind: TextKind, title: str = title, content: str = content) -> list[str]:
         config = PseudoQueriesConfig(mix={kind: 1})
-        return [text for text, _ in sampling.draw(0, title, content, config, per_document=100.0)]
+        return [*sampling.draw(0, title, content, config, per_document=100.0)]
 
     templates = [re.escape(line).replace(r"\{\}", ".+") for line in sampling.CHINESE_TEMPLATES]
     question = re.compile(f"({'|'.join(templates)})？?")

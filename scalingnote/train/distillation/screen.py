@@ -129,7 +129,7 @@ def draw_texts(documents: Iterable[RawRow], config: ScreenConfig) -> TextSplit:
     sides: tuple[list[str], list[str]] = ([], [])
     for number, (key, row) in enumerate(zip(keys, chosen, strict=True)):
         texts = draw(key, row["title"], row["content"], settings, per_document=config.count / len(chosen))
-        for text, _ in texts:
+        for text in texts:
             if text.casefold() not in seen:
                 seen.add(text.casefold())
                 sides[number in held_out].append(text)

@@ -1,7 +1,7 @@
 """The pseudo_queries stage: distinct texts from documents, for a teacher to encode.
 
     documents ─draw─► buckets by text ┐
-    test and validation queries ──────┼─merge─► parts: query_id, query, role, split
+    test and validation queries ──────┼─merge─► parts: query_id, query, split
     real queries, if any ─────────────┘
 
 Tasks run on Ray and shuffle through files, so memory is bounded by a slice of documents and by a bucket of
@@ -44,9 +44,7 @@ from scalingnote.triplets.work_folder import WorkFolder, read_slice
 log = get_logger("pseudo_queries")
 MAX_BUCKET_TEXTS = 1 << 20
 LOG_CHUNK_ROWS = 1 << 18  # of a query log, scattered at once
-SCATTERED = pa.schema(
-    {"key": pa.string(), "query": pa.string(), "role": pa.string(), "split": pa.string(), "order": pa.int8()}
-)
+SCATTERED = pa.schema({"key": pa.string(), "query": pa.string(), "split": pa.string(), "order": pa.int8()})
 HELD_OUT = pa.schema({"key": pa.string()})
 _REAL, _DRAWN = 0, 1  # values of `order`: of equal texts the real query is kept
 
@@ -113,7 +111,7 @@ class TextContext(WorkFolder):
     per_document: float | None  # texts to draw; None: one of each kind
     output: str
 
-    def write_texts(self, rows: Iterable[tuple[str, str, str, str, int]], name: str) -> None:
+    def write_texts(self, rows: Iterable[tuple[str, str, str, int]], name: str) -> None:
         """Write SCATTERED rows; those with an empty key are left out."""
         records = [dict(zip(SCATTERED.names, row, strict=True)) for row in rows if row[0]]
         self.scatter(pa.Table.from_pylist(records, schema=SCATTERED), "key", "texts", name)
@@ -124,7 +122,7 @@ class TextContext(WorkFolder):
         held_out = shuffle.hash_of(pa.array([*by_key], pa.string())) < self.config.validation_share * 2.0**64
         splits = np.where(held_out, "validation", "train").tolist()
         rows = zip(by_key.items(), splits, strict=True)
-        self.write_texts([(key, text, "query", split, _REAL) for (key, text), split in rows], name)
+        self.write_texts([(key, text, split, _REAL) for (key, text), split in rows], name)
         return len(by_key)
 
     def hold_out(self, queries: pa.ChunkedArray, name: str) -> int:
@@ -148,15 +146,13 @@ def scatter_documents(item: NumberedSlice, *, context: TextContext) -> int:
         limit = max(limit, 1 + int(distinct[0]))
     splits = np.where(documents < limit, "validation", "train").tolist()
     numbered = zip(shuffle.hash_of(ids["doc_id"]).tolist(), splits, strict=True)
-    rows: dict[str, tuple[str, str, str]] = {}
+    rows: dict[str, tuple[str, str]] = {}
     for part in parts:
         table = dataset.table(part, ["title", "content"])
         for title, content in zip(table["title"].to_pylist(), table["content"].to_pylist(), strict=True):
             key, split = next(numbered)
-            for text, role in draw(
-                key, title or "", content or "", config, per_document=context.per_document
-            ):
-                rows.setdefault(text_key(text), (text, role, split))
+            for text in draw(key, title or "", content or "", config, per_document=context.per_document):
+                rows.setdefault(text_key(text), (text, split))
     context.write_texts([(key, *row, _DRAWN) for key, row in rows.items()], f"{number:05d}")
     return len(rows)
 
@@ -210,7 +206,7 @@ def merge_bucket(item: tuple[int, int], *, context: TextContext) -> JsonRecord:
     table, held_out = context.gather("texts", bucket, SCATTERED), context.gather("held", bucket, HELD_OUT)
     keys = [("key", "ascending"), ("order", "ascending"), ("split", "descending"), ("query", "ascending")]
     table = table.sort_by(keys)
-    names = ["query", "role", "split"]
+    names = ["query", "split"]
     distinct = table.group_by("key", use_threads=False).aggregate([(name, "first") for name in names])
     excluded = pc.is_in(distinct["key"], value_set=held_out["key"].combine_chunks())
     kept = distinct.filter(pc.invert(excluded))

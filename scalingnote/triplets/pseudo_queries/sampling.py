@@ -15,7 +15,6 @@ from importlib import resources
 
 from scalingnote.core.sentences import SENTENCE_END
 from scalingnote.core.words import HAN, UNSPACED, fold, marks
-from scalingnote.models.published_model import Role
 from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig, TextKind
 
 MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
@@ -25,7 +24,6 @@ _SPACE = re.compile(r"\s+")
 _CLAUSE_END = re.compile(r"[,;:()\[\].!?，。；：！？]+(?:\s+|$)")
 WINDOW_WORDS = (2, 16)  # least and most
 MAX_SENTENCE_WORDS = 32  # of a title or sentence; the rest is cut
-PASSAGE_WORDS = 128  # of a passage; the rest is cut
 _PHRASE_WORDS = (1, 8)  # least and most, before function words at its ends are removed
 _KEYWORDS = (2, 8)
 _KEYWORD_SPAN = 60  # content words of a document among which keywords are drawn
@@ -40,8 +38,8 @@ FUNCTION_WORDS = frozenset((_FOLDER / "function_words.txt").read_text().split())
 
 def draw(
     key: int, title: str, content: str, config: PseudoQueriesConfig, *, per_document: float | None
-) -> Iterator[tuple[str, Role]]:
-    """The pseudo-queries of a document, each with the role in which the teacher encodes it.
+) -> Iterator[str]:
+    """The pseudo-queries of a document.
 
     Args:
         key: seeds the draws, together with the config's seed.
@@ -58,13 +56,13 @@ def draw(
         kinds = rng.choices(kinds, list(config.mix.values()), k=count)
     sentences = [text for piece in SENTENCE_END.split(content) if (text := piece.strip())]
     words = [unit for text in (title, *sentences) if (unit := units(text))]
-    parts = _Parts(title.strip(), sentences, content, words)
+    parts = _Parts(title.strip(), sentences, words)
     for kind in kinds:
         text = _SPACE.sub(" ", _DRAWS[kind](parts, rng)).strip()
         if kind in _CASE_VARIES and rng.random() < _LOWER_CASE_SHARE:
             text = text.lower()
         if text:
-            yield text, "document" if kind == "passage" else "query"
+            yield text
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ class _Parts:
 
     title: str
     sentences: list[str]
-    content: str
     words: list[list[str]]
     """Units of the title and of each sentence; empty lists are left out."""
 
@@ -201,10 +198,6 @@ def _is_function_word(unit: str) -> bool:
     return fold(_edge().sub("", unit)) in FUNCTION_WORDS
 
 
-def _passage(parts: _Parts, _: random.Random) -> str:
-    return cut(parts.content, PASSAGE_WORDS)
-
-
 _CASE_VARIES = frozenset(("sentence", "window", "title_window", "phrase"))
 _DRAWS: Mapping[TextKind, Callable[[_Parts, random.Random], str]] = {
     "title": _title,
@@ -215,5 +208,4 @@ _DRAWS: Mapping[TextKind, Callable[[_Parts, random.Random], str]] = {
     "phrase": _phrase,
     "keywords": _keywords,
     "question": _question,
-    "passage": _passage,
 }
