@@ -117,7 +117,7 @@ def multi_hop(scored, planner, tmp_path_factory):
     return run_without_ray(run, CONFIG, dataset=scored.uri, planner=planner.uri, output=output)
 
 
-def test_test_documents_their_groups_and_their_texts_are_held_out(tmp_path, dataset):
+def test_test_documents_with_groups_and_texts_are_held_out(tmp_path, dataset):
     assert set(find_held_out(dataset).documents.to_pylist()) == TEST_DOCUMENTS
     rows = [
         ("d0", "Straße  one", "", "Holds\na text", None),
@@ -199,9 +199,7 @@ def check(row, clicked):
     assert row["weight"] == 1.0
 
 
-def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
-    scored, planner, multi_hop, tmp_path, monkeypatch
-):
+def test_multi_hop_lends_and_resumes_after_a_kill(scored, planner, multi_hop, tmp_path, monkeypatch):
     dataset, artifact = scored, multi_hop
     rows = artifact.table("triplets").to_pylist()
     clicked = clicks(dataset)
@@ -312,9 +310,7 @@ SHARDS = {
 }
 
 
-def test_killed_in_every_step_a_run_repeats_no_finished_item_and_shards_decide_nothing(
-    dataset, planner, tmp_path, monkeypatch
-):
+def test_killed_in_every_step_no_finished_item_is_repeated(dataset, planner, tmp_path, monkeypatch):
     config = CONFIG.model_copy(update={"decontamination": True})
     monkeypatch.setattr(triplet_parts, "MAX_MULTI_HOP", 1)
     without_ray(monkeypatch)
@@ -398,7 +394,7 @@ def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):
             run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "triplets"))
 
 
-def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
+def test_what_lacks_negatives_and_what_nobody_asked_is_counted():
     log = table(
         IMPRESSIONS,
         [

@@ -48,18 +48,10 @@ def test_normalised(query, normal):
     assert normalise(pa.array([query], pa.string())).to_pylist() == [normal]
 
 
-def test_exact_duplicates():
-    tests = pa.array(["x y", "What is asthma", "what is asthma?"])
-    found = find_repeats(pa.array(["What is Asthma!", "unheard of"]), tests)
-    assert found.tolist() == [EXACT, CLEAN]
-
-
-def test_queries_without_a_word_match_nothing():
-    queries, tests = pa.array(["?", "...", None, "", "A!"]), pa.array(["?!", "", None, "a"])
-    assert find_repeats(queries, tests, max_distance=20).tolist() == [0, 0, 0, 0, EXACT]
-
-
-def test_no_test_queries_and_no_training_queries():
+def test_exact_duplicates_and_queries_without_a_word():
+    tests = pa.array(["x y", "What is asthma", "what is asthma?", "?!", "", None, "a"])
+    queries = pa.array(["What is Asthma!", "unheard of", "?", "...", None, "", "A!"])
+    assert find_repeats(queries, tests).tolist() == [EXACT, CLEAN, CLEAN, CLEAN, CLEAN, CLEAN, EXACT]
     nothing = pa.array([], pa.string())
     assert find_repeats(pa.array(["a"]), nothing).tolist() == [CLEAN]
     assert len(find_repeats(nothing, pa.array(["a"]))) == 0
@@ -101,7 +93,7 @@ def test_other_questions_in_the_same_words_are_not(test, train):
     assert verdict(test, train, max_distance=20) == CLEAN
 
 
-def test_a_farther_fingerprint_counts_where_a_closer_one_is_not_confirmed():
+def test_a_farther_fingerprint_counts_if_a_closer_one_does_not():
     tests = ["低血压怎么办", "高血压怎么办呢啊", "高血压怎么办呢", "高血压怎么办呀"]
     assert find_repeats(pa.array(["高血压怎么办"]), pa.array(tests), max_distance=20).tolist() == [NEAR]
 

@@ -25,7 +25,7 @@ def test_the_window_is_counted_before_anything_is_left_out():
     assert candidates(RANKING, known={"b"}, positive_score=None, config=config) == ["c", "d"]
 
 
-def test_what_scores_nearly_as_well_as_the_positive_is_no_negative():
+def test_what_scores_nearly_as_the_positive_is_no_negative():
     config = MineConfig(first_rank=1, last_rank=5, max_score_ratio=0.75)
     assert candidates(RANKING, known={"a"}, positive_score=0.9, config=config) == ["d", "e"]
     assert candidates(RANKING, known={"a"}, positive_score=None, config=config) == ["b", "c", "d", "e"]

@@ -172,7 +172,7 @@ def test_evidence_condensed_slice_by_slice_is_that_of_the_whole(most: int):
     assert max(heads) <= 2 * most
 
 
-def test_of_a_crowded_query_shown_documents_are_drawn_and_the_best_scores_kept():
+def test_of_a_crowded_query_the_best_scores_are_kept():
     evidence = log(np.random.default_rng(1), 3000)
     kept = condense(evidence, most=5, seed=0)
     head = [row for row in kept.to_pylist() if row["query_id"] == "q0"]

@@ -87,7 +87,7 @@ HELD_OUT = {
 }
 
 
-def test_training_sees_no_test_query_and_no_document_of_its_group(tmp_path):
+def test_training_sees_no_test_query_nor_its_documents(tmp_path):
     qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 1)]
     source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
     texts, targets, pairs = learnt_from(source, tmp_path / "work")

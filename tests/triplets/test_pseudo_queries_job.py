@@ -94,7 +94,7 @@ def test_each_text_occurs_once_and_none_that_is_held_out(
     assert found.counts["held_out"] == 2
 
 
-def test_texts_are_drawn_alike_by_one_seed_and_shares_say_of_which_kind(dataset: Artifact, tmp_path: Path):
+def test_equal_seeds_draw_equal_texts_of_kinds_by_their_shares(dataset: Artifact, tmp_path: Path):
     config = PseudoQueriesConfig(count=200, mix={"window": 3, "question": 1})
     first, again, other = (
         job.run(config.model_copy(update={"seed": seed}), dataset=dataset.uri, output=str(tmp_path / name))
@@ -119,7 +119,7 @@ def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path, monkeypatch: p
     assert 0 < found.counts["validation"] < found.counts["queries"] / 2
 
 
-def test_a_chinese_document_gives_questions_in_chinese_and_words_of_two_characters():
+def test_a_chinese_document_gives_chinese_questions():
     title = "喀山红宝石足球俱乐部"
     content = "球队在随后的赛季中未能再有出彩表现。历史上曾两次夺得联赛冠军，主场位于喀山。"
 
@@ -179,7 +179,7 @@ def test_documents_without_text_are_an_error(tmp_path: Path, monkeypatch: pytest
         job.run(ONE_EACH, dataset=empty.uri, output=str(tmp_path / "out"))
 
 
-def test_a_run_with_a_published_model_and_pseudo_queries_reads_no_triplets():
+def test_a_published_model_with_pseudo_queries_has_no_triplets():
     config = Path(__file__).parents[2] / "configs/quickstart/python_docs.yaml"
     adopted = ["adopt.path=model", "pseudo_queries={}"]
     run = load(RunConfig, [config], adopted)
