@@ -1,10 +1,26 @@
-"""ScalingNote's Algorithm 1 as printed: a dictionary per query, every pair compared.
+"""ScalingNote's Algorithm 1 as printed: a dictionary per query, every pair compared; and the join in memory.
 
-The slow reference of the join, in tests and in benchmarks/collect.py.
+The slow reference of the join, and the join's steps over all queries at once, in tests and in
+benchmarks/collect.py.
 """
 
 from collections.abc import Sequence
 from itertools import combinations
+
+import pyarrow as pa
+from jaxtyping import UInt64
+from numpy import ndarray
+
+from scalingnote.triplets.collect.association import (
+    KINDS,
+    candidate_keys,
+    join,
+    key_filter,
+    mutual_pairs,
+    own_keys,
+)
+from scalingnote.triplets.collect.config import AssociationConfig
+from scalingnote.triplets.planner.planner import TermScores
 
 NOWHERE = float("-inf")  # the score of a word that a query lacks
 Scores = dict[str, float]  # term -> importance, in order of first occurrence
@@ -38,3 +54,18 @@ def every_pair(queries: Sequence[Scores], th_click: float, th_rel: float) -> set
         if all_above(t1_4, s2, th_rel) and all_above(t2_4, s1, th_rel):
             found |= {(4, q1, q2), (4, q2, q1)}
     return found
+
+
+def associations(
+    scores: TermScores, ids: UInt64[ndarray, " queries"], *, config: AssociationConfig
+) -> tuple[pa.Table, dict[str, int]]:
+    """All steps of the join: ASSOCIATIONS sorted by kind, query and associate, and all counts."""
+    own, own_counts = own_keys(scores, ids, config=config)
+    owned = key_filter([own], keys=own.num_rows)
+    candidates, candidate_counts = candidate_keys(scores, ids, config=config, owned=owned)
+    settled, one_way, join_counts = join(own, candidates, config=config)
+    pairs = pa.concat_tables([settled, mutual_pairs(one_way)])
+    pairs = pairs.sort_by([(name, "ascending") for name in ("kind", "query", "associate")])
+    kinds = pairs["kind"].to_numpy()
+    by_kind = {name: int((kinds == kind).sum()) for kind, name in KINDS.items()}
+    return pairs, own_counts | candidate_counts | join_counts | by_kind

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
-from benchmarks.algorithm_one import every_pair
+from benchmarks.algorithm_one import associations, every_pair
 from benchmarks.report import arguments, peak_memory_mb, run_isolated, show, write
-from scalingnote.triplets.collect.association import associations, mix_bits
+from scalingnote.triplets.collect.association import mix_bits
 from scalingnote.triplets.collect.config import AssociationConfig
 from scalingnote.triplets.planner.planner import TermScores
 

@@ -63,9 +63,11 @@ def _run() -> re.Pattern[str]:
     return re.compile(f"({word}(?:[._]+{word})*)|({words.run_of(unspaced)})")
 
 
-def document_texts(documents: pa.Table) -> list[str]:
-    """Text of each document for BM25: title, topic and content, joined by new lines."""
-    columns = (documents[name].to_pylist() for name in ("title", "topic", "content"))
+def document_texts(
+    documents: pa.Table | pa.RecordBatch, fields: Sequence[str] = ("title", "topic", "content")
+) -> list[str]:
+    """Text of each document: its fields, each on a line."""
+    columns = (documents[name].to_pylist() for name in fields)
     return ["\n".join(value or "" for value in row) for row in zip(*columns, strict=True)]
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -20,7 +19,6 @@ from scalingnote.core import cluster
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents, tower_similarity
-from scalingnote.encode.encodings import Cost, RowEncoding
 from scalingnote.encode.parts import EncodedPart, Steps, size_for, write_parts
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
@@ -209,10 +207,7 @@ def read_queries(name: str, *, folder: str, pseudo: Artifact | None) -> pa.Table
 
 
 class TeacherQueryEncoder:
-    """Encodes parts of queries, in a worker.
-
-    Texts whose `role` is "document" (passages among the pseudo-queries) go through the document tower.
-    """
+    """Encodes parts of queries, in a worker."""
 
     def __init__(
         self,
@@ -231,46 +226,20 @@ class TeacherQueryEncoder:
 
         self._vocabulary_part, self._vocabulary_folder = vocabulary_part, vocabulary_folder
         self._tokens = tokens
-        self._towers, self._token_budget = towers, token_budget
         self._encoder = Encoder.load(towers.directory("query"), token_budget=token_budget)
-        self._documents: Encoder | None = None  # loaded by the first passage
         self.peak = self._encoder.peak()
 
     def __call__(self, name: str, table: pa.Table) -> EncodedPart:
         """The embeddings of a part, in its order."""
-        role = table["role"] if "role" in table.column_names else pa.array(["query"] * len(table))
-        passages = np.asarray(pc.equal(role, "document"))
-        embeddings, cost = np.empty((len(table), self._encoder.dim), np.float32), Cost()
-        if not passages.all():
-            queries = table["query"].filter(pa.array(~passages)).to_pylist()
-            encoding = self._encoder.encode_with_cost(self._encoder.query_rows(queries))
-            embeddings[~passages], cost = encoding.embeddings[:, 0], encoding.cost
-        if passages.any():
-            encoding, view = self._encode_passages(table["query"].filter(pa.array(passages)))
-            embeddings[passages], cost = encoding.embeddings[:, view], cost + encoding.cost
+        queries = self._encoder.query_rows(table["query"].to_pylist())
+        encoding = self._encoder.encode_with_cost(queries)
         if name == self._vocabulary_part:
             self._write_vocabulary()
         field = schema.embedding_field("embedding", self._encoder.dim)
         columns = table.select(["query_id", "query", "split"])
-        return EncodedPart(columns.append_column(field, arrow.to_arrow(embeddings)), cost)
-
-    def _encode_passages(self, texts: pa.ChunkedArray) -> tuple[RowEncoding, int]:
-        """An encoding by the document tower, and the index of its view: the summary if there is one."""
-        from scalingnote.encode.encoder import Encoder
-
-        if self._documents is None:
-            folder = self._towers.directory("document")
-            self._documents = Encoder.load(folder, token_budget=self._token_budget)
-        empty = [""] * len(texts)
-        rows = []
-        for row in self._documents.document_rows(
-            pa.table({"title": empty, "topic": empty, "content": texts})
-        ):
-            if isinstance(row, DataError):
-                raise row
-            rows.append(row)
-        views = self._documents.views
-        return self._documents.encode_with_cost(rows), views.index("summary") if "summary" in views else 0
+        return EncodedPart(
+            columns.append_column(field, arrow.to_arrow(encoding.embeddings[:, 0])), encoding.cost
+        )
 
     def _write_vocabulary(self) -> None:
         from scalingnote.models.weights import write_vocabulary

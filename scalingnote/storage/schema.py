@@ -40,7 +40,6 @@ PSEUDO_QUERIES = pa.schema(
     {
         "query_id": pa.string(),
         "query": pa.string(),
-        "role": pa.string(),  # the tower that encodes it: "query" or "document"
         "split": pa.string(),  # "train" or "validation"
     }
 )

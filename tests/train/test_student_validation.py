@@ -29,7 +29,7 @@ def query_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifac
     texts = [row["content"] for row in tiny.document_rows()]
     draft = Draft(str(tmp_path / "pseudo"), kind="pseudo_queries", config=tiny.Nothing(), parents={})
     rows = [
-        {"query_id": f"t{n}", "query": text, "role": "query", "split": "train" if n % 5 else "validation"}
+        {"query_id": f"t{n}", "query": text, "split": "train" if n % 5 else "validation"}
         for n, text in enumerate(texts)
     ]
     draft.write_table(

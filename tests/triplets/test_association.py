@@ -9,22 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.algorithm_one import all_above, every_pair, top
+from benchmarks.algorithm_one import all_above, associations, every_pair, top
 from scalingnote.core.errors import DataError
-from scalingnote.storage.shuffle import bucket_of, gather, scatter
 from scalingnote.triplets.collect.association import (
     ASSOCIATIONS,
-    CANDIDATES,
     KINDS,
-    OWN_KEYS,
-    associations,
     candidate_keys,
     join,
     key_filter,
     mix_bits,
-    mutual_pairs,
     own_keys,
-    pair_keys,
 )
 from scalingnote.triplets.collect.config import AssociationConfig
 from scalingnote.triplets.planner.planner import TermScores
@@ -175,53 +169,6 @@ def zipf_queries(count, seed=0):
     lengths = rng.integers(0, 9, count)
     words = [dict.fromkeys(f"w{word}" for word in rng.zipf(1.3, length) % 20) for length in lengths]
     return [{word: float(np.float32(rng.random())) for word in query} for query in words]
-
-
-def in_steps(folder, queries, ids, config, *, slices, buckets, order=1):
-    """The distributed shape: slices scattered through files, every bucket gathered on its own."""
-    counts = Counter()
-    pieces = [np.arange(number, len(queries), slices)[::order] for number in range(slices)]
-    for number, rows in enumerate(pieces):
-        own, counted = own_keys(term_scores([queries[row] for row in rows]), ids[rows], config=config)
-        counts.update(counted)
-        scatter(own, bucket_of(own["key"], buckets), target=f"{folder}/own", name=f"{number}")
-    own = [gather(f"{folder}/own", bucket, schema=OWN_KEYS) for bucket in range(buckets)]
-    owned = key_filter(own, keys=sum(table.num_rows for table in own))
-    for number, rows in enumerate(pieces):
-        scores = term_scores([queries[row] for row in rows])
-        candidates, counted = candidate_keys(scores, ids[rows], config=config, owned=owned)
-        counts.update(counted)
-        by_key = bucket_of(candidates["key"], buckets)
-        scatter(candidates, by_key, target=f"{folder}/candidates", name=f"{number}")
-    found = []
-    for bucket in range(buckets):
-        candidates = gather(f"{folder}/candidates", bucket, schema=CANDIDATES)
-        settled, one_way, counted = join(own[bucket], candidates, config=config)
-        counts.update(counted)
-        found.append(settled)
-        by_pair = bucket_of(pa.array(pair_keys(one_way)), buckets)
-        scatter(one_way, by_pair, target=f"{folder}/pairs", name=f"{bucket}")
-    found += [
-        mutual_pairs(gather(f"{folder}/pairs", bucket, schema=ASSOCIATIONS)) for bucket in range(buckets)
-    ]
-    table = pa.concat_tables(found)
-    return table.sort_by([(name, "ascending") for name in ("kind", "query", "associate")]), counts
-
-
-def test_the_same_whatever_the_slices_buckets_and_order_of_arrival(tmp_path):
-    queries = zipf_queries(400)
-    ids = numbered(400)
-    config = AssociationConfig(click_threshold=0.3, relevance_threshold=0.02, max_terms=6, max_associates=6)
-    expected, counts = associations(term_scores(queries), ids, config=config)
-    assert counts["click"] > 100
-    assert counts["relevance"] > 20
-    assert counts["click_hot_keys"] > 5
-    for number, (slices, buckets, order) in enumerate([(1, 1, 1), (3, 5, 1), (7, 2, -1)]):
-        folder = f"{tmp_path}/{number}"
-        found, counted = in_steps(folder, queries, ids, config, slices=slices, buckets=buckets, order=order)
-        assert found.equals(expected.combine_chunks())
-        own_counts = counts.keys() - set(KINDS.values())
-        assert {name: counted[name] for name in own_counts} == {name: counts[name] for name in own_counts}
 
 
 def test_a_filter_drops_only_keys_that_nobody_owns():

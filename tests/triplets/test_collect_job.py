@@ -2,25 +2,24 @@
 
 import contextlib
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from in_process import without_ray
+from in_process import run_without_ray, without_ray
 from scalingnote.core import topk
 from scalingnote.core.bm25 import BM25, document_texts
 from scalingnote.core.config import Config, Resources
-from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.parts import as_stage
-from scalingnote.datasets.splits import find_held_out, held_out_documents, queries
+from scalingnote.datasets.splits import find_held_out
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Draft, open_artifact, write_file
+from scalingnote.storage.artifact import Draft
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
 from scalingnote.storage.shuffle import run_slices
-from scalingnote.triplets.collect import job, steps, triplet_parts
+from scalingnote.triplets.collect import job, triplet_parts
 from scalingnote.triplets.collect.config import (
     AssociationConfig,
     BM25Ranker,
@@ -75,16 +74,7 @@ def make_dataset(uri, *, impressions=True, scores=False):
     draft.write_table("qrels.parquet", table(QRELS, [(f"q{i}", f"d{i}", 1) for i in range(40)]))
     if impressions:
         log = [
-            (
-                "s",
-                None,
-                f"q{i}",
-                f"d{(i + 7 * rank) % 60}",
-                rank + 1,
-                rank == 0 or (i + rank) % 9 == 0,
-                0,
-                None,
-            )
+            ("s", None, f"q{i}", f"d{(i + 7 * rank) % 60}", rank + 1, not rank or not (i + rank) % 9, 0, None)
             for i in range(40)
             for rank in range(6)
         ]
@@ -106,18 +96,14 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def planner(dataset, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
-        output = str(tmp_path_factory.mktemp("planner") / "p")
-        return planner_job.run(PLANNER, dataset=dataset.uri, output=output)
+    output = str(tmp_path_factory.mktemp("planner") / "p")
+    return run_without_ray(planner_job.run, PLANNER, dataset=dataset.uri, output=output)
 
 
 @pytest.fixture(scope="module")
 def one_hop(dataset, planner, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
-        output = str(tmp_path_factory.mktemp("one-hop") / "a")
-        return run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=output)
+    output = str(tmp_path_factory.mktemp("one-hop") / "a")
+    return run_without_ray(run, ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=output)
 
 
 @pytest.fixture(scope="module")
@@ -127,33 +113,12 @@ def scored(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def multi_hop(scored, planner, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
-        output = str(tmp_path_factory.mktemp("multi-hop") / "a")
-        return run(CONFIG, dataset=scored.uri, planner=planner.uri, output=output)
+    output = str(tmp_path_factory.mktemp("multi-hop") / "a")
+    return run_without_ray(run, CONFIG, dataset=scored.uri, planner=planner.uri, output=output)
 
 
-def test_training_sees_no_test_query_and_no_document_of_its_group(dataset):
-    assert set(held_out_documents(dataset).to_pylist()) == TEST_DOCUMENTS
-    train = queries(dataset, "train")["query_id"].to_pylist()
-    assert len(train) == 38
-    assert not TEST_QUERIES & set(train)
-
-
-def test_documents_without_a_group_stand_alone(tmp_path):
-    def held_out(name: str, **info: bool) -> list[str]:
-        draft = Draft(str(tmp_path / name), kind="dataset", config=Config(), parents={})
-        documents = [("d0", "", "", "", None), ("d1", "", "", "", None), ("d2", "", "", "", "")]
-        draft.write_table("documents/part-00000.parquet", table(DOCUMENTS, documents))
-        draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test")]))
-        draft.write_table("qrels.parquet", table(QRELS, [("q", "d0", 1), ("q", "d2", 0)]))
-        return held_out_documents(draft.commit(counts={}, **info)).to_pylist()
-
-    assert held_out("by-group") == ["d0"]
-    assert held_out("by-time", hold_out_documents=False) == []
-
-
-def test_documents_with_the_text_of_a_test_document_are_held_out_and_counted(tmp_path):
+def test_test_documents_with_groups_and_texts_are_held_out(tmp_path, dataset):
+    assert set(find_held_out(dataset).documents.to_pylist()) == TEST_DOCUMENTS
     rows = [
         ("d0", "Straße  one", "", "Holds\na text", None),
         ("d1", "strasse one", "topic", "holds a TEXT", None),  # the same text under another id
@@ -163,16 +128,22 @@ def test_documents_with_the_text_of_a_test_document_are_held_out_and_counted(tmp
         ("d5", "", "", "judged", None),  # of a document that answers no test query
         ("d6", "", "", "Straße one holds a text", "g"),  # joined alike
         ("d7", "", "", "other", "g"),  # of the group of a document that is held out by its text alone
+        ("d8", "", "", "", ""),  # an empty group is none
     ]
-    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=Config(), parents={})
-    for part in range(2):
-        draft.write_table(f"documents/part-{part:05d}.parquet", table(DOCUMENTS, rows[part::2]))
-    draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test"), ("r", "y", "train")]))
-    judged = [("q", "d0", 1), ("q", "d3", 1), ("q", "d4", 0), ("r", "d5", 1)]
-    draft.write_table("qrels.parquet", table(QRELS, judged))
-    found = find_held_out(draft.commit(counts={}))
+
+    def held_out(name: str, **info: bool) -> pa.Table:
+        draft = Draft(str(tmp_path / name), kind="dataset", config=Config(), parents={})
+        for part in range(2):
+            draft.write_table(f"documents/part-{part:05d}.parquet", table(DOCUMENTS, rows[part::2]))
+        draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test"), ("r", "y", "train")]))
+        judged = [("q", "d0", 1), ("q", "d3", 1), ("q", "d4", 0), ("r", "d5", 1)]
+        draft.write_table("qrels.parquet", table(QRELS, judged))
+        return find_held_out(draft.commit(counts={}, **info))
+
+    found = held_out("by-group")
     assert sorted(found["doc_id"].to_pylist()) == ["d0", "d1", "d3", "d6"]
     assert sum(found["by_text"].to_pylist()) == 2
+    assert len(held_out("by-time", hold_out_documents=False)) == 0
 
 
 def test_one_hop(dataset, one_hop):
@@ -228,9 +199,7 @@ def check(row, clicked):
     assert row["weight"] == 1.0
 
 
-def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
-    scored, planner, multi_hop, tmp_path, monkeypatch
-):
+def test_multi_hop_lends_and_resumes_after_a_kill(scored, planner, multi_hop, tmp_path, monkeypatch):
     dataset, artifact = scored, multi_hop
     rows = artifact.table("triplets").to_pylist()
     clicked = clicks(dataset)
@@ -248,16 +217,15 @@ def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
     assert len(lent) == artifact.counts["click_multi"] + artifact.counts["relevance_multi"]
     page = fs.read_bytes(artifact.file("statistics.md")).decode()
     assert "**Clicks are simulated.**" in page
-    assert "Rows of relevance_multi" in page
     assert "multi across split" in page
 
-    def die(item, context):
+    def die(item, *, context):
         raise KeyboardInterrupt
 
     # Killed near the end; what the steps before it wrote is kept, and gives the same triplets.
     without_ray(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("scalingnote.triplets.collect.triplet_parts.draw_samples", die)
+        patch.setattr("scalingnote.triplets.collect.statistics.count_documents", die)
         with pytest.raises(KeyboardInterrupt):
             run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     again = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
@@ -285,57 +253,45 @@ def docs_of(row):
     return [row["positive"], *row["negatives"]]
 
 
-@pytest.mark.slow
-def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(
-    cluster, scored, planner, multi_hop, tmp_path
-):
-    """On Ray as here; also where a cap must choose among equals: who lies in which bucket is no reason."""
-    config = CONFIG.model_copy(update={"parts": 7, "resources": Resources(workers=2)})
-    other = run(config, dataset=scored.uri, planner=planner.uri, output=str(tmp_path / "other"))
+def check_cut(other, multi_hop):
+    """The artifact of more parts has the same triplets, also where a cap must choose among equals."""
     assert other.counts["relevance_pairs_left_out"] > 0
     assert other.names("triplets/") != multi_hop.names("triplets/")
-    order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
-    one, two = (found.table("triplets").sort_by(order) for found in (multi_hop, other))
+    one, two = map(sorted_rows, (multi_hop, other))
     assert pa.compute.sum(pa.compute.equal(one["hop"], "multi")).as_py() > 10
     assert one.equals(two)
 
 
-def test_few_rows_make_one_part_and_many_as_many_as_a_machine_has_cores(dataset, monkeypatch):
+def test_the_number_of_parts_decides_nothing_but_the_files(scored, planner, multi_hop, tmp_path):
+    config = CONFIG.model_copy(update={"parts": 7})
+    output = str(tmp_path / "other")
+    check_cut(run_without_ray(run, config, dataset=scored.uri, planner=planner.uri, output=output), multi_hop)
+
+
+@pytest.mark.slow
+def test_nor_does_the_number_of_workers(cluster, scored, planner, multi_hop, tmp_path):
+    config = CONFIG.model_copy(update={"parts": 7, "resources": Resources(workers=2)})
+    output = str(tmp_path / "other")
+    check_cut(run(config, dataset=scored.uri, planner=planner.uri, output=output), multi_hop)
+
+
+def test_few_rows_make_one_part_and_a_large_log_more(dataset, planner, one_hop, tmp_path, monkeypatch):
     config, ranker = ONE_HOP.model_copy(update={"parts": None}), BM25Ranker()
     rows = 40 + 241 + 40 * 12
     for small, large, parts in ((1 << 17, 1 << 22, 1), (300, 1 << 22, 3), (10, 1 << 22, 8), (10, 50, 16)):
         monkeypatch.setattr(job, "SMALL_BUCKET_ROWS", small)
         monkeypatch.setattr(job, "MAX_BUCKET_ROWS", large)
         assert job._parts(config, dataset, ranker) == parts, (small, large, rows)
-
-
-def test_a_large_log_makes_more_parts(dataset, planner, one_hop, tmp_path, monkeypatch):
     without_ray(monkeypatch)
-    monkeypatch.setattr("scalingnote.triplets.collect.job.MAX_BUCKET_ROWS", 100)
+    monkeypatch.setattr(job, "MAX_BUCKET_ROWS", 100)
     other = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "other"))
-    assert len(other.names("triplets/")) == (40 + 241 + 40 * 12 + 99) // 100 > len(one_hop.names("triplets/"))
+    assert len(other.names("triplets/")) == (rows + 99) // 100 > len(one_hop.names("triplets/"))
+    assert sorted_rows(other).equals(sorted_rows(one_hop))
+
+
+def sorted_rows(triplets):
     order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
-    assert other.table("triplets").sort_by(order).equals(one_hop.table("triplets").sort_by(order))
-
-
-def test_a_large_part_is_read_in_shares_of_its_row_groups_and_a_damaged_one_not(tmp_path, monkeypatch):
-    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=Config(), parents={})
-    whole = pa.table({"query_id": [f"q{i}" for i in range(100)], "n": range(100)})
-    sink = pa.BufferOutputStream()
-    pa.parquet.write_table(whole, sink, row_group_size=7)
-    data = sink.getvalue().to_pybytes()
-    draft.register("queries.parquet", replace(write_file(draft.path("queries.parquet"), data), rows=100))
-    dataset, nothing = draft.commit(counts={}), pa.array([], pa.string())
-    context = steps.CollectContext(ONE_HOP, 1, dataset, dataset, nothing, nothing, "", "")
-    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 30)
-    shares = [steps.read_slice(item, ["n"], context) for item in steps.dataset_slices(dataset, "queries")]
-    assert len(shares) == 4
-    assert max(map(len, shares)) <= 30
-    assert pa.concat_tables(shares)["n"].to_pylist() == list(range(100))
-    fs.write_bytes(dataset.uri + "/queries.parquet", data[:50] + bytes([data[50] ^ 1]) + data[51:])
-    damaged = replace(context, dataset=open_artifact(dataset.uri, kind="dataset"))
-    with pytest.raises(ArtifactError, match=r"queries\.parquet is damaged"):
-        steps.read_slice(steps.dataset_slices(dataset, "queries")[0], ["n"], damaged)
+    return triplets.table("triplets").sort_by(order)
 
 
 @pytest.mark.slow
@@ -347,17 +303,14 @@ def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, plan
 
 SHARDS = {
     "scalingnote.storage.shuffle.ROWS_PER_SLICE": 30,  # a shard of each part
-    "scalingnote.triplets.collect.steps.SHARDS_PER_SEARCH": 1,
-    "scalingnote.triplets.collect.steps.GROUP_QUERIES": 4,
-    "scalingnote.triplets.collect.steps.PAIR_GROUP_QUERIES": 6,
-    "scalingnote.triplets.collect.steps.SCORED_QUERIES": 3,
+    "scalingnote.triplets.collect.ranking.SHARDS_PER_SEARCH": 1,
+    "scalingnote.triplets.collect.ranking.GROUP_QUERIES": 6,
+    "scalingnote.triplets.collect.ranking.SCORED_QUERIES": 3,
     "scalingnote.encode.lexical.frequencies.TEXTS_PER_BUCKET": 25,
 }
 
 
-def test_killed_in_every_step_a_run_repeats_no_finished_item_and_shards_decide_nothing(
-    dataset, planner, tmp_path, monkeypatch
-):
+def test_killed_in_every_step_no_finished_item_is_repeated(dataset, planner, tmp_path, monkeypatch):
     config = CONFIG.model_copy(update={"decontamination": True})
     monkeypatch.setattr(triplet_parts, "MAX_MULTI_HOP", 1)
     without_ray(monkeypatch)
@@ -390,9 +343,9 @@ def test_killed_in_every_step_a_run_repeats_no_finished_item_and_shards_decide_n
         with contextlib.suppress(KeyboardInterrupt):
             again = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     assert again.digest == whole.digest
-    assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "texts"} <= killed
+    assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "words"} <= killed
     done = Counter(journal.read_text().splitlines())
-    assert {"shards 0", "shards 1", "search 15"} <= set(done)
+    assert {"shards 0", "shards 1", "search 7"} <= set(done)
     assert set(done.values()) == {1}
 
 
@@ -441,7 +394,7 @@ def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):
             run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "triplets"))
 
 
-def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
+def test_what_lacks_negatives_and_what_nobody_asked_is_counted():
     log = table(
         IMPRESSIONS,
         [
@@ -464,15 +417,12 @@ def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
         (0, "a", True), (0, "d", True), (0, "b", False), (1, "c", True),
     ]  # fmt: skip
     assert counts == {"ignored_rows": 1, "short_of_negatives": 1}
+    nothing = click_evidence(log.slice(0, 0), min_dwell_s=0.0)
+    triplets, known, counts = one_hop_triplets(nothing, pa.array([], pa.string()), config=config)
+    assert (len(triplets), len(known), counts) == (0, 0, {"ignored_rows": 0})
 
 
 def test_rankings_without_a_score_say_nothing():
     scores = pa.table({"query_id": ["q"] * 3, "doc_id": list("abc"), "score": [1.0, None, float("nan")]})
     scores = scores.set_column(2, "score", scores["score"].cast(pa.float32()))
     assert ranking_evidence(scores)["doc_id"].to_pylist() == ["a"]
-
-
-def test_assemble_of_no_evidence_is_an_empty_part():
-    nothing = click_evidence(table(IMPRESSIONS, []), min_dwell_s=0.0)
-    triplets, known, counts = one_hop_triplets(nothing, pa.array([], pa.string()), config=CollectConfig())
-    assert (len(triplets), len(known), counts) == (0, 0, {"ignored_rows": 0})

@@ -11,7 +11,7 @@ from scalingnote.triplets.collect.decontamination import (
     CLEAN,
     EXACT,
     NEAR,
-    Decontaminator,
+    find_repeats,
     fingerprints,
     normalise,
     same_words,
@@ -22,7 +22,7 @@ TEXTS = st.lists(st.text("ab 12高血々カー한", max_size=12), max_size=8)
 
 
 def verdict(test: str, train: str, **knobs) -> int:
-    return int(Decontaminator(pa.array([test]), **knobs)(pa.array([train]))[0])
+    return int(find_repeats(pa.array([train]), pa.array([test]), **knobs)[0])
 
 
 # --- exact ---------------------------------------------------------------------------------------------
@@ -48,21 +48,13 @@ def test_normalised(query, normal):
     assert normalise(pa.array([query], pa.string())).to_pylist() == [normal]
 
 
-def test_exact_duplicates():
-    tests = pa.array(["x y", "What is asthma", "what is asthma?"])
-    found = Decontaminator(tests)(pa.array(["What is Asthma!", "unheard of"]))
-    assert found.tolist() == [EXACT, CLEAN]
-
-
-def test_queries_without_a_word_match_nothing():
-    decontaminator = Decontaminator(pa.array(["?!", "", None, "a"]), max_distance=20)
-    assert decontaminator(pa.array(["?", "...", None, "", "A!"])).tolist() == [0, 0, 0, 0, EXACT]
-
-
-def test_no_test_queries_and_no_training_queries():
+def test_exact_duplicates_and_queries_without_a_word():
+    tests = pa.array(["x y", "What is asthma", "what is asthma?", "?!", "", None, "a"])
+    queries = pa.array(["What is Asthma!", "unheard of", "?", "...", None, "", "A!"])
+    assert find_repeats(queries, tests).tolist() == [EXACT, CLEAN, CLEAN, CLEAN, CLEAN, CLEAN, EXACT]
     nothing = pa.array([], pa.string())
-    assert Decontaminator(nothing)(pa.array(["a"])).tolist() == [CLEAN]
-    assert len(Decontaminator(pa.array(["a"]))(nothing)) == 0
+    assert find_repeats(pa.array(["a"]), nothing).tolist() == [CLEAN]
+    assert len(find_repeats(nothing, pa.array(["a"]))) == 0
 
 
 # --- near ----------------------------------------------------------------------------------------------
@@ -101,17 +93,16 @@ def test_other_questions_in_the_same_words_are_not(test, train):
     assert verdict(test, train, max_distance=20) == CLEAN
 
 
-def test_a_farther_fingerprint_counts_where_a_closer_one_is_not_confirmed():
+def test_a_farther_fingerprint_counts_if_a_closer_one_does_not():
     tests = ["低血压怎么办", "高血压怎么办呢啊", "高血压怎么办呢", "高血压怎么办呀"]
-    decontaminator = Decontaminator(pa.array(tests), max_distance=20)
-    assert decontaminator(pa.array(["高血压怎么办"])).tolist() == [NEAR]
+    assert find_repeats(pa.array(["高血压怎么办"]), pa.array(tests), max_distance=20).tolist() == [NEAR]
 
 
 @settings(max_examples=60, deadline=None)
 @given(TEXTS, TEXTS, st.integers(0, 20), st.sampled_from([0, 3]))
 def test_search_equals_comparing_every_pair(tests, trains, max_distance, extra):
     tests, trains = pa.array(tests, pa.string()), pa.array(trains, pa.string())
-    found = Decontaminator(tests, max_distance=max_distance, extra_letters=extra)(trains)
+    found = find_repeats(trains, tests, max_distance=max_distance, extra_letters=extra)
     known, texts = normalise(tests).to_pylist(), normalise(trains).to_pylist()
     for text, code, verdict in zip(texts, fingerprints(normalise(trains)), found, strict=True):
         if text and text in known:

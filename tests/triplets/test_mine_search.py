@@ -136,7 +136,7 @@ def in_memory(
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_shards_and_batches_give_what_one_search_of_all_documents_gives(parents, tmp_path, request, deep):
+def test_shards_and_batches_give_what_one_search_gives(parents, tmp_path, request, deep):
     config = CONFIG.model_copy(update={"last_rank": 500}) if deep else CONFIG  # more than there are
     whole = mine(parents, tmp_path / "whole", config)
     request.getfixturevalue("cut")
@@ -147,14 +147,14 @@ def test_shards_and_batches_give_what_one_search_of_all_documents_gives(parents,
         assert pieces.table(name).equals(in_memory(parents, name, config=config))
 
 
-def test_a_share_of_the_documents_is_searched_but_every_positive_has_its_score(parents, cut, tmp_path):
+def test_of_a_share_of_the_documents_positives_have_scores(parents, cut, tmp_path):
     config = CONFIG.model_copy(update={"max_documents": 30, "first_rank": 1})
     mined = mine(parents, tmp_path / "mined", config)
     for name in parents["triplets"].names("triplets/"):
         assert mined.table(name).equals(in_memory(parents, name, config=config, sampled=True))
 
 
-def test_an_index_of_each_shard_finds_the_same_if_all_its_lists_are_searched(parents, tmp_path, request):
+def test_an_index_finds_the_same_if_all_lists_are_searched(parents, tmp_path, request):
     exact = {"max_score_ratio": None, "first_rank": 1, "last_rank": 500}
     config = CONFIG.model_copy(update=exact)
     update = {"search": "index", "nprobe": 100}

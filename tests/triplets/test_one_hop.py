@@ -14,10 +14,10 @@ from scalingnote.triplets.collect.config import CollectConfig
 from scalingnote.triplets.collect.triplets import (
     EVIDENCE,
     Triplet,
-    click_triplets,
     condense,
     draw,
     hash_fraction,
+    one_hop_triplets,
     relevance_triplet,
 )
 
@@ -29,44 +29,41 @@ def settings(**values: object) -> CollectConfig:
     return CollectConfig().model_copy(update=values)
 
 
-def seen(*log: tuple[str, bool]) -> list[tuple[str, bool, bool]]:
-    """Impressions whose every click satisfied."""
-    return [(doc, clicked, clicked) for doc, clicked in log]
+def clicked(log: Iterable[tuple[str, bool, bool]], *, query: str = "q", **values: object) -> list[Triplet]:
+    """The triplets of a query by rows of a log: a document, whether it was clicked and satisfied."""
+    rows = [(query, doc, int(click), int(satisfied), None) for doc, click, satisfied in log]
+    columns = [*zip(*rows, strict=True)] or [()] * len(EVIDENCE)
+    evidence = pa.table([pa.array(c, f.type) for c, f in zip(columns, EVIDENCE, strict=True)], EVIDENCE)
+    config = settings(sources=("click",), **values)
+    found, _, counts = one_hop_triplets(evidence, pa.array([query]), config=config)
+    assert counts["ignored_rows"] == 0
+    return [Triplet(row["positive"], row["negatives"]) for row in found.to_pylist()]
 
 
-def test_clicked_is_positive_and_the_only_unclicked_exposure_its_negative():
-    log = seen(("a", False), ("b", True))
-    assert click_triplets("q", log, settings(num_negatives=1)) == [Triplet("b", ["a"])]
-
-
-def test_a_click_in_another_session_forbids_a_negative():
-    log = seen(("a", False), ("b", True), ("c", False), ("a", True))
-    assert click_triplets("q", log, settings(num_negatives=2)) == [Triplet("a", ["c"]), Triplet("b", ["c"])]
-
-
-def test_min_clicks_keeps_a_rarely_clicked_document_out_of_both_roles():
-    log = seen(("a", True), ("a", True), ("b", True), ("c", False))
-    assert click_triplets("q", log, settings(num_negatives=3, min_clicks=2)) == [Triplet("a", ["c"])]
-
-
-def test_a_click_that_did_not_satisfy_makes_neither_a_positive_nor_a_negative():
-    log = [("a", True, False), ("b", True, True), ("c", False, False)]
-    assert click_triplets("q", log, settings(num_negatives=3)) == [Triplet("b", ["c"])]
-
-
-def test_nothing_is_drawn_from_outside_of_the_exposures():
-    assert click_triplets("q", seen(("a", True)), settings(num_negatives=1)) == [Triplet("a", [])]
-    assert click_triplets("q", seen(("a", False)), settings(num_negatives=1)) == []
-    assert click_triplets("q", [], settings(num_negatives=1)) == []
+@pytest.mark.parametrize(
+    ("log", "values", "triplets"),
+    [
+        # The clicked document is the positive, the only other exposure its negative.
+        ([("a", 0, 0), ("b", 1, 1)], {}, [("b", ["a"])]),
+        # A click in another session forbids a negative.
+        ([("a", 0, 0), ("b", 1, 1), ("c", 0, 0), ("a", 1, 1)], {}, [("a", ["c"]), ("b", ["c"])]),
+        # A rarely clicked document has neither role.
+        ([("a", 1, 1), ("a", 1, 1), ("b", 1, 1), ("c", 0, 0)], {"min_clicks": 2}, [("a", ["c"])]),
+        # Nor has one whose click did not satisfy.
+        ([("a", 1, 0), ("b", 1, 1), ("c", 0, 0)], {}, [("b", ["c"])]),
+        # Nothing is drawn from outside of the exposures.
+        ([("a", 1, 1)], {}, [("a", [])]),
+        ([("a", 0, 0)], {}, []),
+        ([], {}, []),
+    ],
+)
+def test_triplets_of_clicks(log, values, triplets):
+    assert clicked(log, num_negatives=3, **values) == [Triplet(*expected) for expected in triplets]
 
 
 def test_the_draw_depends_on_query_and_seed():
-    log = seen(("p", True), *((f"n{i}", False) for i in range(40)))
-    drawn = {
-        click_triplets(q, log, settings(num_negatives=1, seed=s))[0].negatives[0]
-        for q in "abcd"
-        for s in range(4)
-    }
+    log = [("p", 1, 1), *((f"n{i}", 0, 0) for i in range(40))]
+    drawn = {clicked(log, query=q, seed=s)[0].negatives[0] for q in "abcd" for s in range(4)}
     assert len(drawn) > 8
 
 
@@ -78,42 +75,36 @@ def test_the_draw_depends_on_query_and_seed():
 )
 def test_click_triplets_invariants(log, num_negatives, min_clicks, random):
     log = [(doc, click, click and satisfied) for doc, click, satisfied in log]
-    triplets = click_triplets("q", log, settings(num_negatives=num_negatives, min_clicks=min_clicks))
-    clicked = {doc for doc, click, _ in log if click}
+    values = {"num_negatives": num_negatives, "min_clicks": min_clicks}
+    triplets = clicked(log, **values)
+    with_click, exposed = {doc for doc, click, _ in log if click}, {doc for doc, _, _ in log}
     for positive, negatives in triplets:
         assert sum(satisfied for doc, _, satisfied in log if doc == positive) >= min_clicks
-        assert not clicked & set(negatives)
-        exposed = {doc for doc, _, _ in log}
-        assert set(negatives) <= exposed
-        assert len(negatives) == len(set(negatives)) == min(num_negatives, len(exposed - clicked))
-    shuffled = random.sample(log, len(log))
-    assert (
-        click_triplets("q", shuffled, settings(num_negatives=num_negatives, min_clicks=min_clicks))
-        == triplets
-    )
+        assert set(negatives) <= exposed - with_click
+        assert len(negatives) == len(set(negatives)) == min(num_negatives, len(exposed - with_click))
+    assert sorted(clicked(random.sample(log, len(log)), **values)) == sorted(triplets)
 
 
 def ranked(doc_ids: Iterable[str]) -> list[tuple[str, float]]:
     return [(doc_id, 1.0 - rank / 100) for rank, doc_id in enumerate(doc_ids)]
 
 
-def test_best_is_positive_and_the_only_rank_between_k_and_t_is_negative():
-    triplet = relevance_triplet("q", ranked("abcde"), settings(top_k=3, top_t=4, num_negatives=1))
-    assert triplet == Triplet("a", ["d"])
-
-
-def test_a_clicked_document_is_no_negative():
-    triplet = relevance_triplet(
-        "q", ranked("abcde"), settings(top_k=3, top_t=5, num_negatives=2), clicked={"d"}
-    )
-    assert triplet == Triplet("a", ["e"])
-
-
-def test_short_rankings():
-    assert relevance_triplet("q", [], settings(top_k=1, top_t=2, num_negatives=1)) is None
-    assert relevance_triplet("q", ranked("ab"), settings(top_k=2, top_t=9, num_negatives=1)) == Triplet(
-        "a", []
-    )
+@pytest.mark.parametrize(
+    ("documents", "values", "triplet"),
+    [
+        # The best is the positive, the only rank between K and T its negative.
+        ("abcde", {"top_k": 3, "top_t": 4}, Triplet("a", ["d"])),
+        ("abcde", {"top_k": 3, "top_t": 5, "num_negatives": 2}, Triplet("a", ["d", "e"])),
+        ("ab", {"top_k": 2, "top_t": 9}, Triplet("a", [])),
+        ("", {"top_k": 1, "top_t": 2}, None),
+    ],
+)
+def test_triplets_of_rankings(documents, values, triplet):
+    found = relevance_triplet("q", ranked(documents), settings(**values))
+    assert (found and found._replace(negatives=sorted(found.negatives))) == triplet
+    if len(documents) > 4:
+        without = relevance_triplet("q", ranked(documents), settings(**values), clicked={"d"})
+        assert without == triplet._replace(negatives=[doc for doc in triplet.negatives if doc != "d"])
 
 
 @given(
@@ -181,7 +172,7 @@ def test_evidence_condensed_slice_by_slice_is_that_of_the_whole(most: int):
     assert max(heads) <= 2 * most
 
 
-def test_of_a_crowded_query_shown_documents_are_drawn_and_the_best_scores_kept():
+def test_of_a_crowded_query_the_best_scores_are_kept():
     evidence = log(np.random.default_rng(1), 3000)
     kept = condense(evidence, most=5, seed=0)
     head = [row for row in kept.to_pylist() if row["query_id"] == "q0"]

@@ -72,26 +72,18 @@ def test_a_text_may_be_longer_than_the_model_reads(checkpoint):
     assert np.isfinite(model.score(["asthma " * 100], ["lungs " * 100])).all()
 
 
-@pytest.mark.parametrize("path", ["no/such-model", "/no/such/folder"])
-def test_a_missing_model_is_named(path):
-    with pytest.raises(ConfigError, match=f"cannot load a cross-encoder from '{path}'"):
-        PairScorer(CrossEncoderConfig(path=path))
-
-
-def test_a_folder_without_a_model(tmp_path):
-    with pytest.raises(ConfigError, match="cannot load a cross-encoder"):
-        PairScorer(CrossEncoderConfig(path=str(tmp_path)))
-
-
-def test_a_model_without_a_trained_score_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is BertModel, which has no trained score"):
-        PairScorer(CrossEncoderConfig(path=save(tmp_path, BertModel)), device="cpu")
-
-
-def test_a_classifier_of_several_labels_is_refused(tmp_path):
-    path = save(tmp_path, BertForSequenceClassification, num_labels=3)
-    with pytest.raises(ConfigError, match="has 3 labels"):
-        PairScorer(CrossEncoderConfig(path=path), device="cpu")
+def test_what_is_no_cross_encoder_of_one_label_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "no/such-model": "cannot load a cross-encoder from 'no/such-model'",
+        "/no/such/folder": "cannot load a cross-encoder from '/no/such/folder'",
+        str(tmp_path / "empty"): "cannot load a cross-encoder",
+        save(tmp_path / "encoder", BertModel): "is BertModel, which has no trained score",
+        save(tmp_path / "three", BertForSequenceClassification, num_labels=3): "has 3 labels",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            PairScorer(CrossEncoderConfig(path=path), device="cpu")
 
 
 def test_a_missing_library_is_named(monkeypatch):

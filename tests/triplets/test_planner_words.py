@@ -30,7 +30,7 @@ def test_words(text, expected):
     assert words(text) == expected
 
 
-def test_a_word_the_dictionary_lacks_is_cut_alike_wherever_it_stands():
+def test_a_word_the_dictionary_lacks_is_cut_alike_everywhere():
     name = words("斯皮仁诺")
     for text in ("斯皮仁诺能治癣吗", "医生开的斯皮仁诺", "吃斯皮仁诺有用吗"):
         found = words(text)

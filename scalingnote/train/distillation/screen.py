@@ -38,7 +38,7 @@ from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.distillation.agreement import median_ms, neighbour_overlap
 from scalingnote.train.distillation.config import ScreenConfig
 from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
-from scalingnote.triplets.pseudo_queries.sampling import SourceDocument, draw
+from scalingnote.triplets.pseudo_queries.sampling import draw
 
 log = get_logger("distill")
 SEED = 0  # of the sampled documents, the draws and the held-out documents
@@ -128,11 +128,11 @@ def draw_texts(documents: Iterable[RawRow], config: ScreenConfig) -> TextSplit:
     seen: set[str] = set()
     sides: tuple[list[str], list[str]] = ([], [])
     for number, (key, row) in enumerate(zip(keys, chosen, strict=True)):
-        document = SourceDocument(key, row["title"], row["content"])
-        for query in draw(document, settings, per_document=config.count / len(chosen)):
-            if query.text.casefold() not in seen:
-                seen.add(query.text.casefold())
-                sides[number in held_out].append(query.text)
+        texts = draw(key, row["title"], row["content"], settings, per_document=config.count / len(chosen))
+        for text in texts:
+            if text.casefold() not in seen:
+                seen.add(text.casefold())
+                sides[number in held_out].append(text)
     if len(seen) < MIN_TEXTS or not all(sides):
         raise DataError(
             f"{len(chosen):,} documents give {len(seen):,} distinct pseudo-queries, {len(sides[1]):,} of "

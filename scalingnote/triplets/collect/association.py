@@ -95,7 +95,7 @@ def own_keys(
     """
     ranked = _best_first(scores, ids)
     lengths = np.diff(ranked.offsets)
-    tables, counts = [OWN_KEYS.empty_table()], {"queries": len(ids)}
+    tables, counts = [OWN_KEYS.empty_table()], dict[str, int]()
     for kind, name in KINDS.items():
         counts[f"{name}_too_short"] = int((lengths < kind).sum())
         has_key = lengths >= kind
@@ -139,21 +139,6 @@ def candidate_keys(
             tables.append(_table(CANDIDATES, kind, keys[kept], ids[rows], strengths[kept], ties[rows]))
     table = pa.concat_tables(tables)
     return table, counts | {"candidate_keys_kept": table.num_rows}
-
-
-def associations(
-    scores: TermScores, ids: UInt64[ndarray, " queries"], *, config: AssociationConfig
-) -> tuple[pa.Table, dict[str, int]]:
-    """All three steps in memory: ASSOCIATIONS sorted by kind, query and associate, and all counts."""
-    own, own_counts = own_keys(scores, ids, config=config)
-    owned = key_filter([own], keys=own.num_rows)
-    candidates, candidate_counts = candidate_keys(scores, ids, config=config, owned=owned)
-    settled, one_way, join_counts = join(own, candidates, config=config)
-    pairs = pa.concat_tables([settled, mutual_pairs(one_way)])
-    pairs = pairs.sort_by([(name, "ascending") for name in ("kind", "query", "associate")])
-    kinds = pairs["kind"].to_numpy()
-    by_kind = {name: int((kinds == kind).sum()) for kind, name in KINDS.items()}
-    return pairs, own_counts | candidate_counts | join_counts | by_kind
 
 
 def join(

@@ -8,7 +8,6 @@ question: fingerprints alone cannot tell them apart.
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import faiss
 import numpy as np
@@ -34,52 +33,42 @@ _SPACE = np.uint64(ord(" "))
 _SLICE_QUERIES = 1 << 14  # bounds the memory of features
 
 
-class Decontaminator:
-    """Finds training queries that repeat one of the test queries.
+def find_repeats(
+    queries: pa.Array | pa.ChunkedArray,
+    test_queries: pa.Array | pa.ChunkedArray,
+    *,
+    max_distance: int = MAX_DISTANCE,
+    extra_letters: int = EXTRA_LETTERS,
+) -> Int[ndarray, " queries"]:
+    """CLEAN, EXACT or NEAR for each of some training queries.
 
     Args:
+        queries: for training.
         test_queries: those without a letter, digit or symbol never match.
         max_distance: bits by which the fingerprints of near duplicates may differ.
         extra_letters: that near duplicates may not share.
     """
-
-    def __init__(
-        self,
-        test_queries: pa.Array | pa.ChunkedArray,
-        *,
-        max_distance: int = MAX_DISTANCE,
-        extra_letters: int = EXTRA_LETTERS,
-    ) -> None:
-        self._max_distance, self._extra = max_distance, extra_letters
-        texts = normalise(test_queries)
-        self._texts = texts.filter(pc.not_equal(texts, ""))
-        # A flat index, because at a distance of 12 bits multi-index hashing visits most of its buckets:
-        # 100,000 queries against 20,000 test queries took 1.4 s flat, 6 s or more hashed.
-        self._index = faiss.IndexBinaryFlat(64)
-        self._index.add(_bytes(fingerprints(self._texts)))
-
-    def __call__(self, queries: pa.Array | pa.ChunkedArray) -> Int[ndarray, " queries"]:
-        """CLEAN, EXACT or NEAR for each of a batch of training queries."""
-        texts = normalise(queries)
-        exact = pc.is_in(texts, value_set=self._texts).to_numpy(zero_copy_only=False)
-        verdict = np.where(exact, EXACT, CLEAN)
-        filled = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)
-        rest = np.flatnonzero(filled & ~exact)
-        near = [*self._near_duplicates(texts.take(pa.array(rest)))]
-        verdict[rest[near]] = NEAR
+    texts, tests = normalise(queries), normalise(test_queries)
+    tests = tests.filter(pc.not_equal(tests, ""))
+    exact = pc.is_in(texts, value_set=tests).to_numpy(zero_copy_only=False)
+    verdict = np.where(exact, EXACT, CLEAN)
+    filled = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)
+    rest = np.flatnonzero(filled & ~exact)
+    if not len(rest) or not len(tests):
         return verdict
-
-    def _near_duplicates(self, texts: pa.Array) -> Iterator[int]:
-        """Rows of the texts that nearly repeat a test query."""
-        if not len(texts) or not self._index.ntotal:
-            return
-        # Faiss excludes the radius itself.
-        limits, _, matches = self._index.range_search(_bytes(fingerprints(texts)), self._max_distance + 1)
-        for row in np.flatnonzero(np.diff(limits.astype(np.int64))).tolist():
-            found = self._texts.take(pa.array(matches[int(limits[row]) : int(limits[row + 1])])).to_pylist()
-            text = texts[row].as_py()
-            if any(same_words(text, other, extra=self._extra) for other in found):
-                yield row
+    # A flat index, because at a distance of 12 bits multi-index hashing visits most of its buckets:
+    # 100,000 queries against 20,000 test queries took 1.4 s flat, 6 s or more hashed.
+    index = faiss.IndexBinaryFlat(64)
+    index.add(_bytes(fingerprints(tests)))
+    texts = texts.take(pa.array(rest))
+    # Faiss excludes the radius itself.
+    limits, _, matches = index.range_search(_bytes(fingerprints(texts)), max_distance + 1)
+    for row in np.flatnonzero(np.diff(limits.astype(np.int64))).tolist():
+        found = tests.take(pa.array(matches[int(limits[row]) : int(limits[row + 1])])).to_pylist()
+        text = texts[row].as_py()
+        if any(same_words(text, other, extra=extra_letters) for other in found):
+            verdict[rest[row]] = NEAR
+    return verdict
 
 
 def normalise(queries: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -13,17 +13,16 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from scalingnote.core import cluster
-from scalingnote.core.config import Resources
 from scalingnote.core.errors import DataError
 from scalingnote.core.log import get_logger
-from scalingnote.core.parts import PartStage
+from scalingnote.core.parts import Executor, PartStage
 from scalingnote.core.reports import render
 from scalingnote.datasets.splits import find_held_out, queries
 from scalingnote.encode.lexical.frequencies import count_frequencies
 from scalingnote.encode.lexical.language import language_of
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.storage.shuffle import TaskRunner, named_parts, run_slices, slices
-from scalingnote.triplets.collect import steps, triplet_parts
+from scalingnote.storage.shuffle import JsonRecord, named_parts, run_slices, slices
+from scalingnote.triplets.collect import ranking, statistics, steps, triplet_parts
 from scalingnote.triplets.collect.config import (
     AnyRanker,
     BM25Ranker,
@@ -31,14 +30,16 @@ from scalingnote.triplets.collect.config import (
     CrossEncoderConfig,
     ScoreTable,
 )
-from scalingnote.triplets.collect.steps import CollectContext, Item
+from scalingnote.triplets.collect.steps import CollectContext
 
 log = get_logger("collect")
 MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's memory for each
 # A bucket costs each step several requests, on which small data would spend all its time: it gets one for so
 # many rows, until there are enough of them for the cores of a machine.
 SMALL_BUCKET_ROWS, ENOUGH_BUCKETS = 1 << 17, 8
-Step = Callable[..., Any]  # of an item, the context and further arguments
+Step = Callable[
+    ..., JsonRecord
+]  # of a numbered item and the context; gives counts, or a record with "counts"
 
 
 def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Artifact:
@@ -63,29 +64,29 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     source = parents["dataset"]
     ranker = _ranker(config, source)
     cluster.check_resources(config.resources, knob="collect.resources")
-    tasks = _tasks(config.resources)
+    tasks = partial(cluster.map_tasks, resources=config.resources.without_gpus())
     held_out = find_held_out(source, each=tasks)
     context = CollectContext(
+        folder=draft.work(),
+        buckets=_parts(config, source, ranker),
         config=config,
-        parts=_parts(config, source, ranker),
         dataset=source,
         planner=parents["planner"],
         held_out=held_out["doc_id"].combine_chunks(),
         test_queries=queries(source, "test", each=tasks)["query"].combine_chunks(),
-        work=draft.work(),
         output=draft.uri,
         language=language_of(source, section="collect") if _ranks(ranker) else "none",
     )
-    counts = _collect(context, draft, ranker)
+    counts = _collect(context, draft, ranker, tasks)
     counts["held_out_documents"] = len(held_out)
     counts["held_out_by_text"] = len(held_out.filter(held_out["by_text"]))
     if not counts["triplets"]:
         raise DataError(
             f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive"
         )
-    statistics = triplet_parts.statistics(context, counts)
-    draft.write_json("statistics.json", statistics)
-    page = triplet_parts.statistics_page(statistics)
+    facts = statistics.summary(context, counts)
+    draft.write_json("statistics.json", facts)
+    page = statistics.statistics_page(facts)
     draft.write_bytes("statistics.md", render("report.md", page=page).encode())
     artifact = draft.commit(
         counts=dict(sorted(counts.items())),
@@ -135,34 +136,35 @@ def _parts(config: CollectConfig, dataset: Artifact, ranker: AnyRanker | None) -
     return max(parts, -(-total // MAX_BUCKET_ROWS), 1)
 
 
-def _collect(context: CollectContext, draft: Draft, ranker: AnyRanker | None) -> Counter[str]:
+def _collect(
+    context: CollectContext, draft: Draft, ranker: AnyRanker | None, tasks: Executor
+) -> Counter[str]:
     """Run all steps in order and register the parts with the draft; returns the counts."""
     config, dataset = context.config, context.dataset
-    run = _Steps(context)
-    buckets: list[Item] = [{"bucket": number} for number in range(context.parts)]
+    run = _Steps(context, tasks)
+    buckets = range(context.buckets)
     # Both sources need the clicks: a clicked document is no negative of its query.
     logs = ["impressions", "scores"] if isinstance(ranker, ScoreTable) else ["impressions"]
-    run("queries", steps.QuerySelection, steps.dataset_slices(dataset, "queries"), unit="slices")
-    run("evidence", steps.take_evidence, steps.dataset_slices(dataset, *logs), unit="slices")
+    evidence = [(table, parts) for table in logs for parts in slices(dataset, table)]
+    run("queries", steps.select_queries, slices(dataset, "queries"), unit="slices")
+    run("evidence", steps.take_evidence, evidence, unit="slices")
     if _ranks(ranker):
         _rank(run, context, ranker)
     run("one-hop", steps.one_hop, buckets)
     if config.association:
-        run("own-keys", steps.OwnKeys, buckets, config.association)
-        run("own-filter", steps.own_filter, [{"keys": run.counts["own_keys"]}])
-        run("candidates", steps.candidates, buckets, config.association)
-        run("associate", steps.associate, buckets, config.association)
+        run("own-keys", steps.own_keys, buckets, config=config.association)
+        run("own-filter", steps.own_filter, [run.counts["own_keys"]])
+        run("candidates", steps.candidates, buckets, config=config.association)
+        run("associate", steps.associate, buckets, config=config.association)
         run("mutual", steps.mutual, buckets)
         run("transfer", triplet_parts.transfer, buckets)
     if config.query_generation:
-        run("generate", steps.QueryWriting, buckets, config.query_generation)
-    for record in run.records("finish", triplet_parts.write_part, buckets):
+        run.on_actors("generate", steps.QueryWriting, buckets, config.query_generation)
+    for record in run("finish", triplet_parts.write_part, buckets):
         for name, part in named_parts(record["files"]):
             draft.register(name, part)
-        run.counts.update(record["counts"])
-    run("sample", triplet_parts.draw_samples, [{}])
-    run("documents", triplet_parts.count_documents, buckets)
-    run("texts", triplet_parts.read_documents, steps.dataset_slices(dataset, "documents"), unit="slices")
+    run("documents", statistics.count_documents, buckets)
+    run("words", statistics.count_words, slices(dataset, "documents"), unit="slices")
     return run.counts
 
 
@@ -173,9 +175,9 @@ def _rank(run: "_Steps", context: CollectContext, ranker: BM25Ranker | CrossEnco
     shards = slices(context.dataset, "documents")
     corpus = count_frequencies(
         shards,
-        partial(steps.read_training_words, context=context),
+        partial(ranking.read_training_words, context=context),
         texts=context.dataset.counts.get("documents", 0),
-        most=steps.MAX_VOCABULARY_WORDS,
+        most=ranking.MAX_VOCABULARY_WORDS,
         folder=context.path("rank"),
         each=run.tasks,
         section="collect",
@@ -185,65 +187,50 @@ def _rank(run: "_Steps", context: CollectContext, ranker: BM25Ranker | CrossEnco
             f"{context.dataset.uri}: none of {corpus.texts:,} training documents has a word to index: check "
             "title, topic, content"
         )
-    numbered: list[Item] = [{"shard": number, "parts": parts} for number, parts in enumerate(shards)]
-    run("shards", steps.write_shard, numbered, corpus, unit="shards")
-    size = steps.PAIR_GROUP_QUERIES if scored else steps.GROUP_QUERIES
-    buckets: list[Item] = [{"bucket": number} for number in range(context.parts)]
-    queries = run.records("groups", steps.write_groups, buckets, size)
-    groups = steps.groups(queries, size)
-    numbers = range(len(shards))
-    searches: list[Item] = [
-        group | {"shards": [*numbers[first : first + steps.SHARDS_PER_SEARCH]]}
-        for first in range(0, len(shards), steps.SHARDS_PER_SEARCH)
-        for group in groups
-    ]
-    run("search", steps.search_shards, searches, depth, unit="searches")
-    merge = steps.merge_pairs if scored else steps.merge_hits
-    run("rank", merge, groups, depth, shards, unit="groups of queries")
-    if scored:
-        pairs = steps.groups(queries, steps.SCORED_QUERIES)
-        run("score", steps.PairScoring, pairs, ranker, unit="slices of queries")
+    run("shards", ranking.write_shard, shards, unit="shards", corpus=corpus)
+    buckets, numbers, size = range(context.buckets), [*range(len(shards))], ranking.SHARDS_PER_SEARCH
+    some = [numbers[first : first + size] for first in range(0, len(shards), size)]
+    searches = [(bucket, own) for own in some for bucket in buckets]
+    run("search", ranking.search_shards, searches, unit="searches", depth=depth)
+    merge = ranking.merge_pairs if scored else ranking.merge_hits
+    ranked = run("rank", merge, buckets, depth=depth, shards=shards)
+    if isinstance(ranker, CrossEncoderConfig):
+        starts = [
+            (bucket, start)
+            for bucket, counts in enumerate(ranked)
+            for start in range(0, counts["ranked"], ranking.SCORED_QUERIES)
+        ]
+        run.on_actors("score", ranking.PairScoring, starts, ranker, unit="slices of queries")
 
 
 class _Steps:
-    """Runs steps: a function in tasks, a class, which loads something, in actors. Adds up their counts."""
+    """Runs steps over items and adds up the counts that they return.
 
-    def __init__(self, context: CollectContext) -> None:
-        self._context, self._resources = context, context.config.resources
-        self.tasks = _tasks(self._resources)
+    What an earlier, killed run recorded of a step is not repeated.
+    """
+
+    def __init__(self, context: CollectContext, tasks: Executor) -> None:
+        self._context, self.tasks = context, tasks
         self.counts: Counter[str] = Counter()
 
     def __call__(
-        self, name: str, step: Step | type, items: Sequence[Item], *arguments: Any, unit: str = "buckets"
+        self, name: str, step: Step, items: Sequence[Any], *, unit: str = "buckets", **given: Any
+    ) -> list[JsonRecord]:
+        """Run a step in tasks; returns what it records of each item."""
+        return self._run(name, partial(step, context=self._context, **given), items, self.tasks, unit)
+
+    def on_actors(
+        self, name: str, step: type, items: Sequence[Any], config: Any, *, unit: str = "buckets"
     ) -> None:
-        """Run a step that returns counts for each item."""
-        for counts in self.records(name, step, items, *arguments, unit=unit):
-            self.counts.update(counts)
+        """Run a step that loads a model, once in each actor."""
+        actors = partial(cluster.map_loaded, resources=self._context.config.resources)
+        self._run(name, PartStage(partial(step, self._context, config)), items, actors, unit)
 
-    def records(
-        self, name: str, step: Step | type, items: Sequence[Item], *arguments: Any, unit: str = "buckets"
-    ) -> list[Any]:
-        """Results of a step for each item; those that an earlier, killed run recorded are not repeated."""
-        task: PartStage | Callable[[tuple[int, Item]], Any] = partial(
-            _call, step=step, context=self._context, arguments=arguments
-        )
-        each = self.tasks
-        if isinstance(step, type):
-            task = PartStage(partial(_load, step, self._context, arguments))
-            each = partial(cluster.map_loaded, resources=self._resources)
-        work = self._context.work
-        return run_slices(name, task, items, folder=work, each=each, section="collect", unit=unit)
-
-
-def _tasks(resources: Resources) -> TaskRunner:
-    """Runs tasks, which need no GPU."""
-    return partial(cluster.map_tasks, resources=resources.without_gpus())
-
-
-def _load(step: type, context: CollectContext, arguments: Sequence[Any]) -> Callable[[tuple[int, Item]], Any]:
-    work = step(context, *arguments)
-    return lambda item: work(item[1])
-
-
-def _call(item: tuple[int, Item], *, step: Step, context: CollectContext, arguments: Sequence[Any]) -> Any:
-    return step(item[1], context, *arguments)
+    def _run(
+        self, name: str, work: Step | PartStage, items: Sequence[Any], each: Executor, unit: str
+    ) -> list[JsonRecord]:
+        folder = self._context.folder
+        records = run_slices(name, work, items, folder=folder, each=each, section="collect", unit=unit)
+        for record in records:
+            self.counts.update(record.get("counts", record))
+        return records

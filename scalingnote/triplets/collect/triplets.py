@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int, Int64
 from numpy import ndarray
 
 from scalingnote.triplets.collect.config import MAX_EVIDENCE, CollectConfig
@@ -129,7 +129,7 @@ def condense(evidence: pa.Table, *, most: int, seed: int) -> pa.Table:
     return pa.concat_tables([added.filter(pa.array(~crowded)), kept]).select(EVIDENCE.names)
 
 
-def rank_within_runs(*columns: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+def rank_within_runs(*columns: Int[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
     """0, 1, 2... within each run of rows that are equal in all columns."""
     new = np.ones(len(columns[0]), bool)
     new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
@@ -152,23 +152,19 @@ def click_triplets(
 ) -> list[Triplet]:
     """One triplet per clicked document, sorted by doc_id; hard negatives were exposed and never clicked.
 
-    `exposures` are (doc_id, clicks, satisfied clicks) over all sessions of the query, in any number of rows.
-    A positive has `min_clicks` satisfied clicks; a document with fewer clicks is no negative either. Nor is a
+    `exposures` are (doc_id, clicks, satisfied clicks) over all sessions of the query, each document once. A
+    positive has `min_clicks` satisfied clicks; a document with fewer clicks is no negative either. Nor is a
     document that was not exposed, because no user rejected it (ScalingNote, section 4.1). So a triplet may
     have fewer than `num_negatives` negatives.
     """
-    clicks: Counter[str] = Counter()
-    satisfied: Counter[str] = Counter()
-    for doc_id, clicked, satisfied_clicks in exposures:
-        clicks[doc_id] += clicked
-        satisfied[doc_id] += satisfied_clicks
-    rejected = {doc_id for doc_id, count in clicks.items() if not count}
+    exposures = sorted(exposures)
+    rejected = [doc_id for doc_id, clicks, _ in exposures if not clicks]
     return [
         Triplet(
             doc_id, draw(rejected, config.num_negatives, seed=config.seed, key=f"click {query_id} {doc_id}")
         )
-        for doc_id in sorted(clicks.keys() - rejected)
-        if satisfied[doc_id] >= config.min_clicks
+        for doc_id, clicks, satisfied in exposures
+        if clicks and satisfied >= config.min_clicks
     ]
 
 

@@ -1,17 +1,17 @@
 """The mine stage on Ray: new hard negatives for triplets, from a ranking of their queries.
 
     triplets ─► distinct queries ─query tower─► embeddings ─┐
-    document embeddings, by shard ──────────────────────────┴─► SearchedRankings ─┐
-    TREC run files, cut by the parts of triplets ───────────► lines of each part ─┴─► refresh ─► triplets
+    document embeddings, by shard ──────────────────────────┴─► rankings of a piece ─┐
+    TREC run files ─► lines, by the part of their query ─────────────────────────────┴─► refresh ─► triplets
 
 As in ANCE (Xiong et al. 2021), each round of training draws its negatives by the model of the last one. Each
 arrow is a step of tasks that leave files and a record: a run after a kill repeats only the tasks without one.
-A task holds a slice of a run file or a bucket of queries, never a whole run file. Actors encode and refresh,
-because they hold a tower or a batch of results; the driver holds names and counts.
+A task holds a slice of a run file or a bucket of queries, never a whole run file. Actors encode, because they
+hold a tower; the driver holds names and counts.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -20,44 +20,32 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.core import cluster
-from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.core.log import get_logger
 from scalingnote.core.parts import PartStage
 from scalingnote.datasets.input_files import FileSlice
 from scalingnote.datasets.readers import RUN_ROWS, find_trec_slices, read_run_slice
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.storage import arrow, shuffle, trec
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import shuffle, trec
-from scalingnote.storage.artifact import (
-    Artifact,
-    Draft,
-    Part,
-    open_artifact,
-    read_table,
-    write_file,
-    write_table,
-)
-from scalingnote.storage.shuffle import JsonRecord, TaskRunner, run_slices
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file, write_table
+from scalingnote.storage.shuffle import JsonRecord, run_slices
 from scalingnote.triplets.collect.triplets import draw
 from scalingnote.triplets.mine.config import MineConfig
 from scalingnote.triplets.mine.search import (
-    PIECE_QUERIES,
+    MineContext,
     Piece,
-    PieceOffset,
     RankedDocuments,
-    SearchedRankings,
+    RankedRows,
     batches_of,
     merge_shards,
-    places_of,
+    read_rankings,
     search_shard,
-    write_embeddings,
     write_pieces,
 )
 
 log = get_logger("mine")
-MAX_BUCKETS = 256  # of queries, by the hash of their ids
-_QUERIES = pa.schema({"query_id": pa.string(), "part": pa.int64()})
 _LINES = RUN_ROWS.append(pa.field("file", pa.int64()))
 
 
@@ -88,27 +76,33 @@ def run(
     if draft.finished:
         return draft.existing()
     cluster.check_resources(config.resources, knob="mine.resources")
-    source, folder = parents["triplets"], draft.work()
+    source = parents["triplets"]
     rows = source.rows_of(source.names("triplets/", ".parquet"))
-    places: dict[str, list[PieceOffset]] = {}
+    context = MineContext(
+        folder=draft.work(),
+        buckets=max(len(rows), 1),
+        config=config,
+        triplets=source,
+        embeddings=parents["embeddings"],
+        held_out=held_out_documents(parents["dataset"], each=cluster.map_tasks),
+        output=draft.uri,
+    )
+    pieces: list[list[Piece]] = [[] for _ in rows]
     if config.runs:
-        runs = tuple(fs.absolute(uri) for uri in config.runs)  # workers have other working directories
-        held_out = held_out_documents(parents["dataset"], each=cluster.map_tasks)
-        cut_runs(runs, source, held_out=held_out, folder=folder, each=cluster.map_tasks)
+        _scatter_runs(context)
     else:
-        places = _search(config, parents, rows, folder)
-    counts = Counter(mined=0, kept=0, mixed=0, short=0, triplets=0)
-    work = PartStage(partial(Miner, config, source, draft.uri, folder, places))
+        pieces = _search(context, parents["dual_encoder"], rows)
     records = run_slices(
         "mined",
-        work,
-        [*rows],
-        folder=folder,
-        each=partial(cluster.map_loaded, resources=config.resources.without_gpus()),
+        partial(mine_part, context=context),
+        [*zip(rows, pieces, strict=True)],
+        folder=context.folder,
+        each=partial(cluster.map_tasks, resources=config.resources.without_gpus()),
         section="mine",
         unit="triplets",
         rows=[*rows.values()],
     )
+    counts = Counter(mined=0, kept=0, mixed=0, short=0, triplets=0)
     for name, record in zip(rows, records, strict=True):
         draft.register(name, Part(**record["part"]))
         counts.update(record["counts"])
@@ -145,19 +139,19 @@ def copy_part(name: str, *, source: Artifact, output: str) -> tuple[str, Part]:
 # --- search ------------------------------------------------------------------------------------------------
 
 
-def _search(
-    config: MineConfig, parents: Mapping[str, Artifact], rows: Mapping[str, int], folder: str
-) -> dict[str, list[PieceOffset]]:
-    """Search the documents for all queries; returns the places of each part's results."""
-    embeddings, step = parents["embeddings"], partial(run_slices, folder=folder, section="mine")
-    write = partial(write_pieces, triplets=parents["triplets"], folder=folder)
+def _search(context: MineContext, towers: Artifact, rows: Mapping[str, int]) -> list[list[Piece]]:
+    """Search the documents for all queries; returns the pieces of each part, whose rankings are written."""
+    config, embeddings = context.config, context.embeddings
+    step = partial(run_slices, folder=context.folder, section="mine")
+    tasks = partial(cluster.map_tasks, resources=config.resources.without_gpus())
+    write = partial(write_pieces, context=context)
     sizes = [*rows.values()]
     cut: list[list[Piece]] = step(
         "queries", write, [*rows], each=cluster.map_tasks, unit="triplets", rows=sizes
     )
     pieces = [piece for own in cut for piece in own]
     queries = [piece["queries"] for piece in pieces]
-    encode = PartStage(partial(PieceEncoder, config, parents["dual_encoder"]))
+    encode = PartStage(partial(PieceEncoder, towers, context))
     actors = partial(cluster.map_loaded, resources=config.resources)
     step("encoded", encode, pieces, each=actors, unit="queries", rows=queries)
     batches = batches_of(pieces)
@@ -166,117 +160,80 @@ def _search(
     shards = [
         {name: first[name] for name in names} for names in shuffle.slices_by_bytes(embeddings, "embeddings")
     ]
-    held_out, share = held_out_documents(parents["dataset"], each=cluster.map_tasks), 1.0
+    share = 1.0
     if config.max_documents is not None:
-        share = config.max_documents / max(embeddings.counts["documents"] - len(held_out), 1)
+        share = config.max_documents / max(embeddings.counts["documents"] - len(context.held_out), 1)
     documents = [sum(embeddings.rows_of(shard).values()) for shard in shards]
     items = [(batch, shard) for batch in range(len(batches)) for shard in range(len(shards))]
     log.info("searching %s documents for %s queries", f"{sum(documents):,}", f"{sum(queries):,}")
-    search = partial(
-        search_shard,
-        config=config,
-        batches=batches,
-        shards=shards,
-        embeddings=embeddings,
-        held_out=held_out,
-        share=share,
-        folder=folder,
-    )
-    tasks = partial(cluster.map_tasks, resources=config.resources.without_gpus())
+    search = partial(search_shard, context=context, batches=batches, shards=shards, share=share)
     sizes = [documents[shard] for _, shard in items]
     step("search", search, items, each=tasks, unit="documents", rows=sizes)
-    merge = partial(merge_shards, shards=len(shards), folder=folder)
-    step("merge", merge, range(len(batches)), each=cluster.map_tasks, unit="batches of queries")
-    places = iter(places_of(batches))
-    return {name: [next(places) for _ in own] for name, own in zip(rows, cut, strict=True)}
+    merge = partial(merge_shards, context=context, shards=len(shards))
+    step("merge", merge, batches, each=cluster.map_tasks, unit="batches of queries")
+    return cut
 
 
 class PieceEncoder:
     """Encodes the queries of a piece."""
 
-    def __init__(self, config: MineConfig, towers: Artifact) -> None:
+    def __init__(self, towers: Artifact, context: MineContext) -> None:
         import torch  # late: mining run files needs no torch
 
+        config = context.config
         torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
         self._encoder = QueryEncoder(towers.directory("query"), token_budget=config.token_budget)
+        self._context = context
 
     def __call__(self, item: tuple[int, Piece]) -> None:
         """Write the embeddings of a piece."""
-        queries = read_table(fs.join(item[1]["folder"], PIECE_QUERIES))["query"].to_pylist()
-        write_embeddings(item[1], self._encoder.encode_queries(queries))
+        name = item[1]["name"]
+        queries = self._context.read(f"{name}/queries")["query"].to_pylist()
+        embeddings = arrow.to_arrow(self._encoder.encode_queries(queries))
+        self._context.write(f"{name}/embeddings", pa.table({"embedding": embeddings}))
 
 
 # --- run files ---------------------------------------------------------------------------------------------
 
 
-def cut_runs(
-    runs: Sequence[str], triplets: Artifact, *, held_out: pa.Array, folder: str, each: TaskRunner
-) -> None:
-    """Cut run files by the parts of triplets; finished tasks of an earlier, killed call are not repeated.
+def _scatter_runs(context: MineContext) -> None:
+    """Write the lines of all run files to the parts of their queries."""
+    runs = [fs.absolute(uri) for uri in context.config.runs]  # workers have other working directories
+    lines = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
+    scatter, each = partial(scatter_lines, context=context), cluster.map_tasks
+    run_slices("lines", scatter, lines, folder=context.folder, each=each, section="mine")
 
-    Args:
-        runs: URIs of TREC run files. Of a query in several files the last one counts.
-        triplets: whose queries are ranked.
-        held_out: ids of documents that are left out.
-        folder: work directory.
-        each: runs the tasks.
 
-    Raises:
-        DataError: an invalid line, or a document that is there twice in a query.
+def scatter_lines(item: tuple[int, tuple[int, FileSlice]], *, context: MineContext) -> None:
+    """Write the lines of a slice of a run file to the parts of their queries.
+
+    Documents excluded from training are left out. DataError for an invalid line.
     """
-    names = triplets.names("triplets/", ".parquet")
-    buckets = min(max(len(names), 1), MAX_BUCKETS)
-    step = partial(run_slices, folder=folder, section="mine", each=each)
-    queries = partial(scatter_mined_queries, triplets=triplets, folder=folder, buckets=buckets)
-    step("mined_queries", queries, names, unit="parts")
-    slices = [(file, piece) for file, uri in enumerate(runs) for piece in find_trec_slices(uri)]
-    lines = partial(scatter_lines, held_out=held_out, folder=folder, buckets=buckets)
-    step("lines", lines, slices, unit="slices of run files")
-    step("join", partial(join_runs, folder=folder), range(buckets), unit="buckets of queries")
-
-
-def scatter_mined_queries(item: tuple[int, str], *, triplets: Artifact, folder: str, buckets: int) -> None:
-    """Write the queries of a part of triplets to buckets."""
-    number, name = item
-    query_ids = triplets.table(name, columns=["query_id"])["query_id"].unique()
-    queries = pa.table({"query_id": query_ids, "part": np.full(len(query_ids), number)})
-    bucket = shuffle.bucket_of(queries["query_id"], buckets)
-    shuffle.scatter(queries, bucket, target=fs.join(folder, "mined_queries"), name=f"{number:05d}")
-
-
-def scatter_lines(
-    item: tuple[int, tuple[int, FileSlice]], *, held_out: pa.Array, folder: str, buckets: int
-) -> None:
-    """Write the lines of a slice of a run file to buckets, without documents excluded from training."""
     number, (file, piece) = item
     rows = read_run_slice(piece)
-    rows = rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=held_out)))
+    rows = rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=context.held_out)))
     rows = rows.append_column("file", pa.array(np.full(len(rows), file)))
-    bucket = shuffle.bucket_of(rows["query_id"], buckets)
-    shuffle.scatter(rows, bucket, target=fs.join(folder, "lines"), name=f"{number:05d}")
+    context.scatter(rows, "query_id", "lines", f"{number:05d}")
 
 
-def join_runs(item: tuple[int, int], *, folder: str) -> None:
-    """Order a bucket's lines and write them to the parts that ask for their queries."""
-    bucket = item[1]
-    lines = shuffle.gather(fs.join(folder, "lines"), bucket, schema=_LINES)
-    queries = shuffle.gather(fs.join(folder, "mined_queries"), bucket, schema=_QUERIES)
+def read_runs(number: int, triplets: pa.Table, context: MineContext) -> RankedRows:
+    """All rows of part `number` of the triplets, with what the run files say.
+
+    Of a query in several files the last one counts.
+
+    Raises:
+        DataError: a document is there twice in a query.
+        ArtifactError: a query is in another part than its hash says, in which `collect` puts it.
+    """
+    query_ids = triplets["query_id"].unique()
+    if (shuffle.bucket_of(query_ids, context.buckets) != number).any():
+        raise ArtifactError(
+            f"{context.triplets.uri} has queries in other parts than `collect` writes: run it"
+        )
+    lines = context.gather("lines", number, _LINES)
+    lines = lines.filter(pc.is_in(lines["query_id"], value_set=query_ids))
     last = lines.group_by("query_id").aggregate([("file", "max")]).rename_columns(["query_id", "file"])
-    lines = lines.join(last, ["query_id", "file"], join_type="inner")
-    trec.check_distinct(lines, "a file of mine.runs")
-    joined = lines.join(queries, "query_id", join_type="inner")
-    joined = joined.sort_by(trec.RUN_ORDER).select([*RUN_ROWS.names, "part"])
-    target = fs.join(folder, "ranked")
-    shuffle.scatter(
-        joined.drop_columns("part"), joined["part"].to_numpy(), target=target, name=f"{bucket:05d}"
-    )
-
-
-def read_runs(
-    number: int, triplets: pa.Table, *, folder: str
-) -> tuple[Mapping[str, RankedDocuments], list[float | None]]:
-    """Rankings by query_id for part `number` of the triplets, and the score of each row's positive."""
-    runs = trec.to_run(shuffle.gather(fs.join(folder, "ranked"), number, schema=RUN_ROWS))
+    runs = trec.ordered_run(lines.join(last, ["query_id", "file"], join_type="inner"), "a file of mine.runs")
     scores: list[float | None] = []
     for query_id, doc_id in zip(
         triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), strict=True
@@ -284,44 +241,39 @@ def read_runs(
         ranking = runs.get(query_id, [])
         # A document below the end of a run scores at most as much as the last one.
         scores.append(dict(ranking).get(doc_id, ranking[-1][1] if ranking else None))
-    return runs, scores
+    return np.arange(len(triplets)), runs, scores
 
 
 # --- negatives ---------------------------------------------------------------------------------------------
 
 
-class Miner:
-    """Reads a part of triplets and the rankings of its queries, writes it with mined negatives."""
+def mine_part(item: tuple[int, tuple[str, list[Piece]]], *, context: MineContext) -> JsonRecord:
+    """Write a part of triplets, whose pieces are given, with mined negatives."""
+    number, (name, pieces) = item
+    table = context.triplets.table(name)
+    known = positives_by_query(table, *_answers(name, context.triplets))
+    ranked = read_rankings(table, pieces, context)
+    if context.config.runs:
+        ranked = iter([read_runs(number, table, context)])
+    tables, places, counts = [table.slice(0, 0)], [np.empty(0, np.int64)], Counter(triplets=len(table))
+    for rows, rankings, scores in ranked:
+        fresh, found = refresh(
+            table.take(rows), rankings, known=known, positive_scores=scores, config=context.config
+        )
+        tables.append(fresh)
+        places.append(rows)
+        counts.update(found)
+    order = np.argsort(np.concatenate(places))
+    fresh = pa.concat_tables(tables).take(order).combine_chunks()
+    part = write_table(fs.join(context.output, name), fresh)
+    return {"part": asdict(part), "counts": counts}
 
-    def __init__(
-        self,
-        config: MineConfig,
-        triplets: Artifact,
-        output: str,
-        folder: str,
-        places: Mapping[str, Sequence[PieceOffset]],
-    ) -> None:
-        self._config, self._triplets, self._output = config, triplets, output
-        self._folder, self._places = folder, places
 
-    def __call__(self, item: tuple[int, str]) -> JsonRecord:
-        """Mine a part."""
-        number, name = item
-        table = self._triplets.table(name)
-        rankings: Mapping[str, RankedDocuments]
-        if self._config.runs:
-            rankings, scores = read_runs(number, table, folder=self._folder)
-        else:
-            rankings = searched = SearchedRankings(table, self._places[name], self._folder)
-            scores = searched.positive_scores()
-        answers = name.replace("triplets/", "answers/", 1)
-        tables = [table]
-        if answers in self._triplets.manifest.parts:
-            tables.append(self._triplets.table(answers))
-        known = positives_by_query(*tables)
-        fresh, counts = refresh(table, rankings, known=known, positive_scores=scores, config=self._config)
-        part = write_table(fs.join(self._output, name), fresh)
-        return {"part": asdict(part), "counts": counts | {"triplets": len(fresh)}}
+def _answers(name: str, triplets: Artifact) -> Iterator[pa.Table]:
+    """All answers of the queries of a part of triplets, if `collect` wrote them."""
+    answers = name.replace("triplets/", "answers/", 1)
+    if answers in triplets.manifest.parts:
+        yield triplets.table(answers)
 
 
 def candidates(

@@ -3,7 +3,7 @@
     part of triplets ─► pieces: queries, and pairs of a query and its positive ─► embeddings of a piece
     pieces in order ─► batches ─┐
     parts of a shard ───────────┴─► best documents, scores of positives ─► merged over the shards of a batch
-    merged results of the part's batches ─► SearchedRankings
+    merged results of a batch ─► rankings of each of its pieces
 
 A part's distinct queries are numbered by their first rows, so that its pieces and their pairs can be found
 again from the part alone. A shard is some parts of the embeddings. A task holds one part, a batch's queries
@@ -20,11 +20,8 @@ with 64 dimensions, of which 32 lists of the index found 99.5 %:
     index         0.3      1.5                  3.1       7.3
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 from math import isqrt
 from typing import Any
 
@@ -36,25 +33,32 @@ from numpy import ndarray
 
 from scalingnote.core import topk
 from scalingnote.storage import arrow, shuffle
-from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, read_table, write_table
+from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.triplets.collect.triplets import hash_fraction
 from scalingnote.triplets.mine.config import MineConfig
+from scalingnote.triplets.work_folder import WorkFolder
 
 _TRAINED_VECTORS_PER_LIST = 64
 _TRAINING_ROUNDS = 10
 _PAIRS_PER_BLOCK = 1 << 16
 QUERIES_PER_PIECE = 1 << 12
 QUERIES_PER_BATCH = 1 << 16
-PIECE_QUERIES, PIECE_PAIRS, PIECE_EMBEDDINGS = "queries.parquet", "pairs.parquet", "embeddings.parquet"
-RESULT_RANKING, RESULT_DOCUMENTS, RESULT_POSITIVES = (
-    "ranking.parquet",
-    "documents.parquet",
-    "positives.parquet",
-)
-Piece = dict[str, Any]  # JSON values: its "folder", and numbers of its "queries" and "pairs"
+Piece = dict[str, Any]  # JSON values: its "name", and numbers of its "queries" and "pairs"
 RankedDocuments = Sequence[tuple[str, float]]  # doc_id and score, best first
+# Rows of triplets, the rankings of their queries by query_id, and the score of each row's positive, if known.
+RankedRows = tuple[Int[ndarray, " rows"], Mapping[str, RankedDocuments], list[float | None]]
+
+
+@dataclass(frozen=True)
+class MineContext(WorkFolder):
+    """What all tasks of the stage get."""
+
+    config: MineConfig
+    triplets: Artifact
+    embeddings: Artifact  # of documents
+    held_out: pa.Array  # ids of documents excluded from training
+    output: str
 
 
 @dataclass(frozen=True)
@@ -69,33 +73,22 @@ class QueryBatch:
 # --- queries ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PieceOffset:
-    """Where the results of a piece are: its batch, and its first query and pair there."""
-
-    batch: int
-    query: int
-    pair: int
-    queries: int
-    pairs: int
-
-
-def write_pieces(item: tuple[int, str], *, triplets: Artifact, folder: str) -> list[Piece]:
+def write_pieces(item: tuple[int, str], *, context: MineContext) -> list[Piece]:
     """Write the distinct queries of a part of triplets, and their positives."""
     number, name = item
-    table = triplets.table(name, columns=["query_id", "query", "positive"])
+    table = context.triplets.table(name, columns=["query_id", "query", "positive"])
     numbers, query_ids = _number_queries(table)
     first = np.unique(numbers, return_index=True)[1]
     pieces = []
     for start in range(0, len(query_ids), QUERIES_PER_PIECE):
         stop = min(start + QUERIES_PER_PIECE, len(query_ids))
         rows = _rows_between(numbers, start, stop)
-        target = fs.join(folder, "pieces", f"{number:05d}-{start // QUERIES_PER_PIECE:05d}")
+        piece = f"pieces/{number:05d}-{start // QUERIES_PER_PIECE:05d}"
         queries = pa.table({"query": table["query"].take(pa.array(first[start:stop]))})
         pairs = pa.table({"query": numbers[rows] - start, "positive": table["positive"].take(pa.array(rows))})
-        write_table(fs.join(target, PIECE_QUERIES), queries)
-        write_table(fs.join(target, PIECE_PAIRS), pairs)
-        pieces.append({"folder": target, "queries": len(queries), "pairs": len(pairs)})
+        context.write(f"{piece}/queries", queries)
+        context.write(f"{piece}/pairs", pairs)
+        pieces.append({"name": piece, "queries": len(queries), "pairs": len(pairs)})
     return pieces
 
 
@@ -103,23 +96,6 @@ def batches_of(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Group pieces, in order, into batches."""
     sizes = [piece["queries"] for piece in pieces]
     return [[pieces[i] for i in group] for group in shuffle.group_by_size(sizes, limit=QUERIES_PER_BATCH)]
-
-
-def places_of(batches: Sequence[Sequence[Piece]]) -> list[PieceOffset]:
-    """Where the results of each piece are."""
-    places = []
-    for batch, pieces in enumerate(batches):
-        query = pair = 0
-        for piece in pieces:
-            places.append(PieceOffset(batch, query, pair, piece["queries"], piece["pairs"]))
-            query, pair = query + piece["queries"], pair + piece["pairs"]
-    return places
-
-
-def write_embeddings(piece: Piece, embeddings: Float[ndarray, "queries dim"]) -> None:
-    """Store the embeddings of a piece's queries at length 1."""
-    table = pa.table({"embedding": arrow.to_arrow(arrow.l2_normalize(embeddings))})
-    write_table(fs.join(piece["folder"], PIECE_EMBEDDINGS), table)
 
 
 def _number_queries(triplets: pa.Table) -> tuple[Int[ndarray, " rows"], pa.Array]:
@@ -133,12 +109,13 @@ def _rows_between(numbers: Int[ndarray, " rows"], start: int, stop: int) -> Int[
     return np.flatnonzero((numbers >= start) & (numbers < stop))
 
 
-def _read_batch(pieces: Sequence[Piece]) -> QueryBatch:
+def _read_batch(pieces: Sequence[Piece], context: MineContext) -> QueryBatch:
     """A batch whose queries have embeddings."""
     queries, query_rows, positives, first = [], [], [], 0
     for piece in pieces:
-        queries.append(arrow.to_numpy(read_table(fs.join(piece["folder"], PIECE_EMBEDDINGS))["embedding"]))
-        pairs = read_table(fs.join(piece["folder"], PIECE_PAIRS))
+        embeddings = arrow.to_numpy(context.read(f"{piece['name']}/embeddings")["embedding"])
+        queries.append(arrow.l2_normalize(embeddings))
+        pairs = context.read(f"{piece['name']}/pairs")
         query_rows.append(pairs["query"].to_numpy() + first)
         positives += pairs["positive"].chunks
         first += piece["queries"]
@@ -149,66 +126,33 @@ def _read_batch(pieces: Sequence[Piece]) -> QueryBatch:
 # --- search ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BatchNeighbors:
-    """Result of a batch: of each query the best documents, by row over all parts, and scores of the pairs."""
-
-    scores: Float[ndarray, "queries k"]
-    rows: Int[ndarray, "queries k"]  # -1 is none
-    documents: pa.Table  # row, ascending, and doc_id
-    positives: Float[ndarray, " pairs"]  # NaN where the document was not searched
-
-    def write(self, folder: str) -> None:
-        """Write three tables."""
-        write_table(fs.join(folder, RESULT_DOCUMENTS), self.documents)
-        write_table(fs.join(folder, RESULT_POSITIVES), pa.table({"score": self.positives}))
-        columns = [arrow.to_arrow(self.scores), arrow.to_arrow(self.rows)]
-        write_table(
-            fs.join(folder, RESULT_RANKING), pa.table(columns, names=["scores", "rows"]), use_dictionary=[]
-        )
-
-    @classmethod
-    def read(cls, folder: str) -> "BatchNeighbors":
-        """Read what was written."""
-        ranking, documents, positives = (
-            read_table(fs.join(folder, name)) for name in (RESULT_RANKING, RESULT_DOCUMENTS, RESULT_POSITIVES)
-        )
-        scores, rows = (arrow.to_matrix(ranking[name]) for name in ("scores", "rows"))
-        return cls(scores, rows, documents, positives["score"].to_numpy())
-
-
 def search_shard(
     item: tuple[int, tuple[int, int]],
     *,
-    config: MineConfig,
+    context: MineContext,
     batches: Sequence[Sequence[Piece]],
-    shards: Sequence[dict[str, int]],
-    embeddings: Artifact,
-    held_out: pa.Array,
+    shards: Sequence[Mapping[str, int]],
     share: float,
-    folder: str,
 ) -> None:
     """Task: search a batch of queries in a shard.
 
     Args:
         item: its number; the numbers of the batch and of the shard.
-        config: depth, and kind of search.
+        context: of the stage.
         batches: pieces of each batch.
         shards: of each, the names of its parts and the row of a part's first document.
-        embeddings: of the documents.
-        held_out: ids of documents excluded from training.
-        share: of the others that is searched, by a seeded hash.
-        folder: work directory.
+        share: of the documents that training may see, searched by a seeded hash.
     """
-    batch = _read_batch(batches[item[1][0]])
+    config = context.config
+    batch = _read_batch(batches[item[1][0]], context)
     best = topk.Best(len(batch.queries), config.last_rank)
     positives = np.full(len(batch.query_rows), np.nan, np.float32)
     indexed: list[Float[ndarray, "docs dim"]] = []
     ids: list[pa.ChunkedArray] = []
     rows: list[Int[ndarray, " docs"]] = []
     for name, first in shards[item[1][1]].items():
-        table = embeddings.table(name, columns=["doc_id", INDEXED_VIEW])
-        kept = np.flatnonzero(pc.invert(pc.is_in(table["doc_id"], value_set=held_out)))
+        table = context.embeddings.table(name, columns=["doc_id", INDEXED_VIEW])
+        kept = np.flatnonzero(pc.invert(pc.is_in(table["doc_id"], value_set=context.held_out)))
         table = table.take(pa.array(kept))
         _score_positives(batch, table, positives)
         if share < 1:
@@ -228,8 +172,11 @@ def search_shard(
     found = np.unique(best.ids[best.ids >= 0])
     doc_ids = pa.chunked_array([chunk for one in ids for chunk in one.chunks], pa.string())
     names = doc_ids.take(pa.array(np.searchsorted(numbers, found)))
-    documents = pa.table({"row": found, "doc_id": names})
-    BatchNeighbors(best.scores, best.ids, documents, positives).write(_found_folder(folder, *item[1]))
+    folder = _found_folder(*item[1])
+    context.write(f"{folder}/documents", pa.table({"row": found, "doc_id": names}))
+    context.write(f"{folder}/positives", pa.table({"score": positives}))
+    ranking = {"score": arrow.to_arrow(best.scores), "row": arrow.to_arrow(best.ids)}
+    context.write(f"{folder}/ranking", pa.table(ranking))
 
 
 def _score_positives(batch: QueryBatch, table: pa.Table, scores: Float[ndarray, " pairs"]) -> None:
@@ -276,75 +223,70 @@ def _search_index(
         best.add(chosen, np.where(none, -np.inf, scores), np.where(none, -1, rows[places]))
 
 
-def merge_shards(item: tuple[int, int], *, shards: int, folder: str) -> None:
-    """Task: merge the results of a batch over its shards; any order gives the same."""
-    folders = [_found_folder(folder, item[1], shard) for shard in range(shards)]
-    first = BatchNeighbors.read(folders[0])
-    best = topk.Best(*first.rows.shape)
-    positives = np.full(len(first.positives), np.nan, np.float32)
-    for found in map(BatchNeighbors.read, folders):
-        for block in topk.query_blocks(len(best.ids)):
-            best.add(block, found.scores[block], found.rows[block])
-        positives = np.where(np.isnan(found.positives), positives, found.positives)
-    rows = pa.array(np.unique(best.ids[best.ids >= 0]))
-    tables = (read_table(fs.join(found, RESULT_DOCUMENTS)) for found in folders)
-    documents = pa.concat_tables([table.filter(pc.is_in(table["row"], value_set=rows)) for table in tables])
-    merged = BatchNeighbors(best.scores, best.ids, documents.sort_by("row"), positives)
-    merged.write(_merged_folder(folder, item[1]))
-
-
-def _found_folder(folder: str, batch: int, shard: int) -> str:
-    return fs.join(folder, "found", f"{batch:05d}", f"{shard:05d}")
-
-
-def _merged_folder(folder: str, batch: int) -> str:
-    return fs.join(folder, "merged", f"{batch:05d}")
+def _found_folder(batch: int, shard: int) -> str:
+    return f"found/{batch:05d}/{shard:05d}"
 
 
 # --- rankings --------------------------------------------------------------------------------------------
 
 
-class SearchedRankings(Mapping[str, RankedDocuments]):
-    """Rankings of the queries of a part of triplets, each read when it is asked for.
-
-    The results of one batch are in memory at a time.
-    """
-
-    def __init__(self, triplets: pa.Table, places: Sequence[PieceOffset], folder: str) -> None:
-        """Rank by the results in `folder`; `places` are those of the part's pieces, in order."""
-        self._row_numbers, query_ids = _number_queries(triplets)
-        self._number = {query_id: number for number, query_id in enumerate(query_ids.to_pylist())}
-        self._places, self._folder = places, folder
-        self._starts = [*accumulate((place.queries for place in places), initial=0)]
-
-    def positive_scores(self) -> list[float | None]:
-        """The score of each row's positive, if it was searched."""
-        scores = np.full(len(self._row_numbers), np.nan)
-        for start, place in zip(self._starts, self._places, strict=False):
-            rows = _rows_between(self._row_numbers, start, start + place.queries)
-            positives = _read_merged(self._folder, place.batch).positives
-            scores[rows] = positives[place.pair : place.pair + place.pairs]
-        return [None if np.isnan(score) else score for score in scores.tolist()]
-
-    def __getitem__(self, query_id: str) -> RankedDocuments:
-        number = self._number[query_id]
-        piece = bisect_right(self._starts, number) - 1
-        place = self._places[piece]
-        found = _read_merged(self._folder, place.batch)
-        line = place.query + number - self._starts[piece]
-        rows = found.rows[line][found.rows[line] >= 0]
-        at = np.searchsorted(found.documents["row"].to_numpy(), rows)
-        doc_ids = found.documents["doc_id"].take(pa.array(at)).to_pylist()
-        return list(zip(doc_ids, found.scores[line][: len(rows)].tolist(), strict=True))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._number)
-
-    def __len__(self) -> int:
-        return len(self._number)
+def merge_shards(item: tuple[int, Sequence[Piece]], *, context: MineContext, shards: int) -> None:
+    """Task: merge the results of a batch over its shards, in any order, and write those of each piece."""
+    number, pieces = item
+    queries, pairs = (sum(piece[name] for piece in pieces) for name in ("queries", "pairs"))
+    best, positives = topk.Best(queries, context.config.last_rank), np.full(pairs, np.nan, np.float32)
+    folders = [_found_folder(number, shard) for shard in range(shards)]
+    for folder in folders:
+        ranking = context.read(f"{folder}/ranking")
+        scores, rows = (arrow.to_matrix(ranking[name]) for name in ("score", "row"))
+        for block in topk.query_blocks(queries):
+            best.add(block, scores[block], rows[block])
+        scored = context.read(f"{folder}/positives")["score"].to_numpy()
+        positives = np.where(np.isnan(scored), positives, scored)
+    found = pa.array(np.unique(best.ids[best.ids >= 0]))
+    tables = (context.read(f"{folder}/documents") for folder in folders)
+    documents = pa.concat_tables([table.filter(pc.is_in(table["row"], value_set=found)) for table in tables])
+    documents = documents.sort_by("row").combine_chunks()
+    query = pair = 0
+    for piece in pieces:
+        lines = slice(query, query := query + piece["queries"])
+        _write_rankings(f"{piece['name']}/rankings", best, lines, documents, context)
+        own = positives[pair : (pair := pair + piece["pairs"])]
+        context.write(f"{piece['name']}/positives", pa.table({"score": pa.array(own, from_pandas=True)}))
 
 
-@lru_cache(maxsize=1)
-def _read_merged(folder: str, batch: int) -> BatchNeighbors:
-    """The results of a batch; those of the last one asked for stay in memory."""
-    return BatchNeighbors.read(_merged_folder(folder, batch))
+def _write_rankings(
+    name: str, best: topk.Best, lines: slice, documents: pa.Table, context: MineContext
+) -> None:
+    """Write the doc_ids and scores of some queries' documents, a row for each query."""
+    ids = best.ids[lines]
+    present = ids >= 0
+    offsets = pa.array(np.append(0, present.sum(axis=1).cumsum()).astype(np.int32))
+    places = np.searchsorted(documents["row"].to_numpy(), ids[present])
+    values = {
+        "doc_id": documents["doc_id"].take(pa.array(places)).combine_chunks(),
+        "score": pa.array(best.scores[lines][present]),
+    }
+    lists = {column: pa.ListArray.from_arrays(offsets, value) for column, value in values.items()}
+    context.write(name, pa.table(lists))
+
+
+def read_rankings(triplets: pa.Table, pieces: Sequence[Piece], context: MineContext) -> Iterator[RankedRows]:
+    """The rows of a part of triplets, whose `pieces` are given, piece by piece, with what was found."""
+    numbers, query_ids = _number_queries(triplets)
+    start = 0
+    for piece in pieces:
+        stop = start + piece["queries"]
+        ranked = context.read(f"{piece['name']}/rankings")
+        columns = (
+            query_ids[start:stop].to_pylist(),
+            ranked["doc_id"].to_pylist(),
+            ranked["score"].to_pylist(),
+        )
+        rankings = {
+            query_id: list(zip(doc_ids, scores, strict=True))
+            for query_id, doc_ids, scores in zip(*columns, strict=True)
+        }
+        positives = context.read(f"{piece['name']}/positives")["score"].to_pylist()
+        yield _rows_between(numbers, start, stop), rankings, positives
+        start = stop

@@ -48,12 +48,6 @@ def words(text: str) -> list[str]:
     return out
 
 
-def join_fields(documents: pa.Table | pa.RecordBatch, fields: Sequence[str]) -> list[str]:
-    """The text of each document: its fields, each on a line."""
-    columns = (documents[name].to_pylist() for name in fields)
-    return ["\n".join(value or "" for value in row) for row in zip(*columns, strict=True)]
-
-
 def hash_words(words: Sequence[str]) -> UInt64[ndarray, " words"]:
     """A 64-bit hash of each word, the same in every process and on every machine."""
     # pandas: SipHash in C, with a fixed key.

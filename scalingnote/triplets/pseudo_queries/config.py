@@ -15,7 +15,6 @@ TextKind = Literal[
     "phrase",
     "keywords",
     "question",
-    "passage",
 ]
 
 # Shares of the kinds, from an ablation on three collections (docs/guides/distil.md): without questions, or
@@ -46,8 +45,8 @@ class PseudoQueriesConfig(Config):
         description="kinds and their shares. title; first_sentence, sentence: of the content, cut at "
         "32 words; window: consecutive words of title or content; title_window: part of the title and a "
         "window; phrase: words between function words; keywords: some content words in their order; "
-        "question: phrases in a question template (English, Chinese); passage: the content, cut at "
-        "128 words, encoded by the document tower. Without spaces, two characters count as a word",
+        "question: phrases in a question template (English, Chinese). Without spaces, two characters count "
+        "as a word",
     )
     train_queries: int | None = Field(
         0, ge=0, description="real queries of the dataset's training split to add; null adds all of them"

@@ -1,7 +1,7 @@
 """The pseudo_queries stage: distinct texts from documents, for a teacher to encode.
 
     documents ─draw─► buckets by text ┐
-    test and validation queries ──────┼─merge─► parts: query_id, query, role, split
+    test and validation queries ──────┼─merge─► parts: query_id, query, split
     real queries, if any ─────────────┘
 
 Tasks run on Ray and shuffle through files, so memory is bounded by a slice of documents and by a bucket of
@@ -28,7 +28,6 @@ from scalingnote.datasets.file_heads import columns_of
 from scalingnote.datasets.input_files import UnreadableRow, find_files
 from scalingnote.datasets.passages import settings
 from scalingnote.datasets.readers import table_rows
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, shuffle
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import (
@@ -40,14 +39,13 @@ from scalingnote.storage.shuffle import (
     write_tables,
 )
 from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
-from scalingnote.triplets.pseudo_queries.sampling import SourceDocument, draw
+from scalingnote.triplets.pseudo_queries.sampling import draw
+from scalingnote.triplets.work_folder import WorkFolder, read_slice
 
 log = get_logger("pseudo_queries")
 MAX_BUCKET_TEXTS = 1 << 20
 LOG_CHUNK_ROWS = 1 << 18  # of a query log, scattered at once
-SCATTERED = pa.schema(
-    {"key": pa.string(), "query": pa.string(), "role": pa.string(), "split": pa.string(), "order": pa.int8()}
-)
+SCATTERED = pa.schema({"key": pa.string(), "query": pa.string(), "split": pa.string(), "order": pa.int8()})
 HELD_OUT = pa.schema({"key": pa.string()})
 _REAL, _DRAWN = 0, 1  # values of `order`: of equal texts the real query is kept
 
@@ -75,23 +73,21 @@ def run(config: PseudoQueriesConfig, *, dataset: str, triplets: str | None = Non
     source = parents["dataset"]
     documents = source.counts["documents"]
     expected = len(config.mix) * documents if config.count is None else config.count
-    buckets = TextBuckets(draft.work(), max(-(-expected // MAX_BUCKET_TEXTS), 1))
+    per_document = None if config.count is None else config.count / max(documents, 1)
+    buckets = max(-(-expected // MAX_BUCKET_TEXTS), 1)
+    context = TextContext(draft.work(), buckets, config, source, per_document, draft.uri)
     do = partial(
         run_slices, folder=draft.work(), each=cluster.map_tasks, section="pseudo_queries", unit="tasks"
     )
-    per_document = None if config.count is None else config.count / max(documents, 1)
-    task = partial(scatter_documents, dataset=source, config=config, per_document=per_document, to=buckets)
-    drawn = do("draw", task, slices(source, "documents"))
-    task = partial(scatter_queries, dataset=source, config=config, to=buckets)
-    real = do("real", task, slices(source, "queries"))
+    drawn = do("draw", partial(scatter_documents, context=context), slices(source, "documents"))
+    real = do("real", partial(scatter_queries, context=context), slices(source, "queries"))
     if "triplets" in parents:
-        hold_out = partial(hold_out_validation, triplets=parents["triplets"], to=buckets)
+        hold_out = partial(hold_out_validation, context=context, triplets=parents["triplets"])
         do("validation", hold_out, slices(parents["triplets"], "triplets"))
     logged: list[JsonRecord] = []
     if config.query_log:
-        logged = do("log", partial(scatter_log, config=config, to=buckets), [config.query_log])
-    merge = partial(merge_bucket, of=buckets, output=draft.uri, rows=config.rows_per_part)
-    merged = do("merge", merge, range(buckets.count))
+        logged = do("log", partial(scatter_log, context=context), [config.query_log])
+    merged = do("merge", partial(merge_bucket, context=context), range(buckets))
     for record in merged:
         for name, part in named_parts(record["files"]):
             draft.register(name, part)
@@ -108,101 +104,93 @@ def run(config: PseudoQueriesConfig, *, dataset: str, triplets: str | None = Non
 
 
 @dataclass(frozen=True)
-class TextBuckets:
-    """Files of texts and of held-out keys, in buckets by the hash of the text's key."""
+class TextContext(WorkFolder):
+    """What all tasks get. Texts, and keys that are held out, are in buckets by their keys."""
 
-    folder: str
-    count: int
+    config: PseudoQueriesConfig
+    dataset: Artifact
+    per_document: float | None  # texts to draw; None: one of each kind
+    output: str
 
-    def write_texts(self, rows: Iterable[tuple[str, str, str, str, int]], name: str) -> None:
+    def write_texts(self, rows: Iterable[tuple[str, str, str, int]], name: str) -> None:
         """Write SCATTERED rows; those with an empty key are left out."""
         records = [dict(zip(SCATTERED.names, row, strict=True)) for row in rows if row[0]]
-        self._scatter(pa.Table.from_pylist(records, schema=SCATTERED), "texts", name)
+        self.scatter(pa.Table.from_pylist(records, schema=SCATTERED), "key", "texts", name)
+
+    def write_real(self, texts: Iterable[str], name: str) -> int:
+        """Write real queries; returns the number of distinct ones."""
+        by_key = {key: text for text in texts if (key := text_key(text))}
+        held_out = shuffle.hash_of(pa.array([*by_key], pa.string())) < self.config.validation_share * 2.0**64
+        splits = np.where(held_out, "validation", "train").tolist()
+        rows = zip(by_key.items(), splits, strict=True)
+        self.write_texts([(key, text, split, _REAL) for (key, text), split in rows], name)
+        return len(by_key)
 
     def hold_out(self, queries: pa.ChunkedArray, name: str) -> int:
         """Write the keys of queries that no text may equal; returns their number."""
         keys = {text_key(text) for text in queries.unique().to_pylist()} - {""}
-        self._scatter(pa.table({"key": sorted(keys)}, schema=HELD_OUT), "held", name)
+        self.scatter(pa.table({"key": sorted(keys)}, schema=HELD_OUT), "key", "held", name)
         return len(keys)
 
-    def read(self, bucket: int) -> tuple[pa.Table, pa.Table]:
-        """SCATTERED and HELD_OUT rows of a bucket."""
-        texts = shuffle.gather(self._target("texts"), bucket, schema=SCATTERED)
-        return texts, shuffle.gather(self._target("held"), bucket, schema=HELD_OUT)
 
-    def _scatter(self, table: pa.Table, kind: str, name: str) -> None:
-        bucket = shuffle.bucket_of(table["key"], self.count)
-        shuffle.scatter(table, bucket, target=self._target(kind), name=name)
-
-    def _target(self, kind: str) -> str:
-        return fs.join(self.folder, "scattered", kind)
-
-
-def scatter_documents(
-    item: NumberedSlice,
-    *,
-    dataset: Artifact,
-    config: PseudoQueriesConfig,
-    per_document: float | None,
-    to: TextBuckets,
-) -> int:
+def scatter_documents(item: NumberedSlice, *, context: TextContext) -> int:
     """Draw the texts of a slice of documents and write them to buckets; returns the number of texts."""
     number, parts = item
-    rows: dict[str, tuple[str, str, str]] = {}
-    keys = {part: shuffle.hash_of(dataset.table(part, ["doc_id"])["doc_id"]) for part in parts}
+    config, dataset = context.config, context.dataset
     # A document is held out whole: its passages share sentences.
     whole = "doc_id" if settings(dataset) is None else "document_id"
-    documents = {part: shuffle.hash_of(dataset.table(part, [whole])[whole]) for part in parts}
+    ids = read_slice(dataset, parts, [*dict.fromkeys(("doc_id", whole))])
+    documents = shuffle.hash_of(ids[whole])
     limit = int(config.validation_share * 2.0**64)  # of the hashes of documents held out
-    distinct = np.unique(np.concatenate([*documents.values(), np.empty(0, np.uint64)]))
+    distinct = np.unique(documents)
     if limit and len(distinct) > 1:  # at least one, or a small collection measures nothing
         limit = max(limit, 1 + int(distinct[0]))
-    for part, hashes in keys.items():
+    splits = np.where(documents < limit, "validation", "train").tolist()
+    numbered = zip(shuffle.hash_of(ids["doc_id"]).tolist(), splits, strict=True)
+    rows: dict[str, tuple[str, str]] = {}
+    for part in parts:
         table = dataset.table(part, ["title", "content"])
-        columns = (hashes, documents[part], *(table[name].to_pylist() for name in ("title", "content")))
-        for key, document_key, title, content in zip(*columns, strict=True):
-            split = "validation" if document_key < limit else "train"
-            document = SourceDocument(int(key), title or "", content or "")
-            for text in draw(document, config, per_document=per_document):
-                rows.setdefault(text_key(text.text), (text.text, text.role, split))
-    to.write_texts([(key, *row, _DRAWN) for key, row in rows.items()], f"{number:05d}")
+        for title, content in zip(table["title"].to_pylist(), table["content"].to_pylist(), strict=True):
+            key, split = next(numbered)
+            for text in draw(key, title or "", content or "", config, per_document=context.per_document):
+                rows.setdefault(text_key(text), (text, split))
+    context.write_texts([(key, *row, _DRAWN) for key, row in rows.items()], f"{number:05d}")
     return len(rows)
 
 
-def scatter_queries(
-    item: NumberedSlice, *, dataset: Artifact, config: PseudoQueriesConfig, to: TextBuckets
-) -> int:
+def scatter_queries(item: NumberedSlice, *, context: TextContext) -> int:
     """Hold out a slice's test queries and write its training queries to buckets; returns their number."""
     number, parts = item
-    table = pa.concat_tables(dataset.table(part, ["query", "split"]) for part in parts)
+    wanted = context.config.train_queries
+    table = read_slice(context.dataset, parts, ["query", "split"])
     training = pc.equal(table["split"], "train")
     name = f"queries-{number:05d}"
-    to.hold_out(table.filter(pc.invert(training))["query"], name)
+    context.hold_out(table.filter(pc.invert(training))["query"], name)
     texts = sorted(table.filter(training)["query"].unique().to_pylist())
-    if config.train_queries is not None:
-        total = max(dataset.counts.get("queries", len(table)), 1)
+    if wanted is not None:
+        total = max(context.dataset.counts.get("queries", len(table)), 1)
         hashes = shuffle.hash_of(pa.array(texts, pa.string()))
         # The smallest hashes, so that a larger number keeps the texts of a smaller one.
-        share = -(-config.train_queries * len(table) // total)
+        share = -(-wanted * len(table) // total)
         texts = [texts[row] for row in np.argsort(hashes, kind="stable")[:share]]
-    return _write_real(texts, name, config, to)
+    return context.write_real(texts, name)
 
 
-def hold_out_validation(item: NumberedSlice, *, triplets: Artifact, to: TextBuckets) -> int:
+def hold_out_validation(item: NumberedSlice, *, context: TextContext, triplets: Artifact) -> int:
     """Hold out the validation queries of a slice of triplets; returns their number."""
     number, parts = item
-    table = pa.concat_tables(triplets.table(part, ["query", "split"]) for part in parts)
+    table = read_slice(triplets, parts, ["query", "split"])
     queries = table.filter(pc.equal(table["split"], "validation"))["query"]
-    return to.hold_out(queries, f"triplets-{number:05d}")
+    return context.hold_out(queries, f"triplets-{number:05d}")
 
 
-def scatter_log(item: tuple[int, str], *, config: PseudoQueriesConfig, to: TextBuckets) -> JsonRecord:
+def scatter_log(item: tuple[int, str], *, context: TextContext) -> JsonRecord:
     """Write the queries of a log to buckets; counts `rows` written and `unreadable` rows."""
     rows = _log_texts(item[1])
     written = unreadable = chunk = 0
     while some := list(islice(rows, LOG_CHUNK_ROWS)):
         texts = [text for text in some if text is not None]
-        written += _write_real(texts, f"log-{chunk:05d}", config, to)
+        written += context.write_real(texts, f"log-{chunk:05d}")
         unreadable += len(some) - len(texts)
         chunk += 1
     if unreadable:
@@ -210,16 +198,16 @@ def scatter_log(item: tuple[int, str], *, config: PseudoQueriesConfig, to: TextB
     return {"rows": written, "unreadable": unreadable}
 
 
-def merge_bucket(item: tuple[int, int], *, of: TextBuckets, output: str, rows: int) -> JsonRecord:
-    """Write the distinct texts of a bucket that are not held out, as parts of at most `rows` rows.
+def merge_bucket(item: tuple[int, int], *, context: TextContext) -> JsonRecord:
+    """Write the distinct texts of a bucket that are not held out, as parts of at most `rows_per_part` rows.
 
     Of equal texts a real query is kept before a drawn one, and validation before training.
     """
-    bucket = item[1]
-    table, held_out = of.read(bucket)
+    bucket, rows = item[1], context.config.rows_per_part
+    table, held_out = context.gather("texts", bucket, SCATTERED), context.gather("held", bucket, HELD_OUT)
     keys = [("key", "ascending"), ("order", "ascending"), ("split", "descending"), ("query", "ascending")]
     table = table.sort_by(keys)
-    names = ["query", "role", "split"]
+    names = ["query", "split"]
     distinct = table.group_by("key", use_threads=False).aggregate([(name, "first") for name in names])
     excluded = pc.is_in(distinct["key"], value_set=held_out["key"].combine_chunks())
     kept = distinct.filter(pc.invert(excluded))
@@ -234,7 +222,7 @@ def merge_bucket(item: tuple[int, int], *, of: TextBuckets, output: str, rows: i
         for part, start in enumerate(range(0, len(whole), rows))
     }
     return {
-        "files": write_tables(output, parts),
+        "files": write_tables(context.output, parts),
         "queries": len(whole),
         "validation": pc.sum(pc.equal(whole["split"], "validation")).as_py() or 0,
         "held_out": len(distinct) - len(kept),
@@ -244,16 +232,6 @@ def merge_bucket(item: tuple[int, int], *, of: TextBuckets, output: str, rows: i
 def text_key(text: str) -> str:
     """Equal for texts that differ only in case, spaces, and punctuation at both ends."""
     return " ".join(text.casefold().split()).strip(" .,:;?!。，：；？！\"'")
-
-
-def _write_real(texts: Iterable[str], name: str, config: PseudoQueriesConfig, to: TextBuckets) -> int:
-    """Write real queries to buckets; returns the number of distinct ones."""
-    by_key = {key: text for text in texts if (key := text_key(text))}
-    held_out = shuffle.hash_of(pa.array([*by_key], pa.string())) < config.validation_share * 2.0**64
-    splits = np.where(held_out, "validation", "train").tolist()
-    rows = zip(by_key.items(), splits, strict=True)
-    to.write_texts([(key, text, "query", split, _REAL) for (key, text), split in rows], name)
-    return len(by_key)
 
 
 def _log_texts(path: str) -> Iterator[str | None]:

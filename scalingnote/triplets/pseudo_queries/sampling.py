@@ -15,7 +15,6 @@ from importlib import resources
 
 from scalingnote.core.sentences import SENTENCE_END
 from scalingnote.core.words import HAN, UNSPACED, fold, marks
-from scalingnote.models.published_model import Role
 from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig, TextKind
 
 MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
@@ -25,7 +24,6 @@ _SPACE = re.compile(r"\s+")
 _CLAUSE_END = re.compile(r"[,;:()\[\].!?，。；：！？]+(?:\s+|$)")
 WINDOW_WORDS = (2, 16)  # least and most
 MAX_SENTENCE_WORDS = 32  # of a title or sentence; the rest is cut
-PASSAGE_WORDS = 128  # of a passage; the rest is cut
 _PHRASE_WORDS = (1, 8)  # least and most, before function words at its ends are removed
 _KEYWORDS = (2, 8)
 _KEYWORD_SPAN = 60  # content words of a document among which keywords are drawn
@@ -38,46 +36,33 @@ ENGLISH_TEMPLATES, CHINESE_TEMPLATES = (
 FUNCTION_WORDS = frozenset((_FOLDER / "function_words.txt").read_text().split())
 
 
-@dataclass(frozen=True)
-class SourceDocument:
-    """A source of texts; `key` seeds the draws."""
-
-    key: int
-    title: str
-    content: str
-
-
-@dataclass(frozen=True)
-class PseudoQuery:
-    """A text and the role in which the teacher encodes it."""
-
-    text: str
-    role: Role = "query"
-
-
 def draw(
-    document: SourceDocument, config: PseudoQueriesConfig, *, per_document: float | None
-) -> Iterator[PseudoQuery]:
+    key: int, title: str, content: str, config: PseudoQueriesConfig, *, per_document: float | None
+) -> Iterator[str]:
     """The pseudo-queries of a document.
 
     Args:
-        document: a text without sentence or title gives fewer texts, an empty one gives none.
+        key: seeds the draws, together with the config's seed.
+        title: may be empty.
+        content: without sentences it gives fewer texts; an empty document gives none.
         config: kinds and their shares.
         per_document: expected number of draws, in whole numbers and one more by chance; None draws one text
             of each kind.
     """
-    rng = random.Random(document.key ^ config.seed * 0x9E3779B97F4A7C15)
+    rng = random.Random(key ^ config.seed * 0x9E3779B97F4A7C15)
     kinds: list[TextKind] = list(config.mix)
     if per_document is not None:
         count = int(per_document) + (rng.random() < per_document % 1)
         kinds = rng.choices(kinds, list(config.mix.values()), k=count)
-    parts = _Parts.of(document)
+    sentences = [text for piece in SENTENCE_END.split(content) if (text := piece.strip())]
+    words = [unit for text in (title, *sentences) if (unit := units(text))]
+    parts = _Parts(title.strip(), sentences, words)
     for kind in kinds:
         text = _SPACE.sub(" ", _DRAWS[kind](parts, rng)).strip()
         if kind in _CASE_VARIES and rng.random() < _LOWER_CASE_SHARE:
             text = text.lower()
         if text:
-            yield PseudoQuery(text, "document" if kind == "passage" else "query")
+            yield text
 
 
 @dataclass(frozen=True)
@@ -86,15 +71,13 @@ class _Parts:
 
     title: str
     sentences: list[str]
-    content: str
     words: list[list[str]]
     """Units of the title and of each sentence; empty lists are left out."""
 
-    @classmethod
-    def of(cls, document: SourceDocument) -> "_Parts":
-        sentences = [text for piece in SENTENCE_END.split(document.content) if (text := piece.strip())]
-        words = [unit for text in (document.title, *sentences) if (unit := units(text))]
-        return cls(document.title.strip(), sentences, document.content, words)
+
+def _by_length(choices: list[list[str]], rng: random.Random) -> list[str]:
+    """One of some lists, drawn with a probability by its length; an empty one if there are none."""
+    return rng.choices(choices, [len(words) for words in choices])[0] if choices else []
 
 
 def units(text: str) -> list[str]:
@@ -139,12 +122,16 @@ def _sentence(parts: _Parts, rng: random.Random) -> str:
 
 def _window(parts: _Parts, rng: random.Random) -> str:
     """Consecutive units of the title or of one sentence, drawn with a probability by its length."""
-    if not parts.words:
-        return ""
-    sentence = rng.choices(parts.words, [len(words) for words in parts.words])[0]
-    length = min(rng.randint(*WINDOW_WORDS), len(sentence))
-    start = rng.randint(0, len(sentence) - length)
-    return "".join(sentence[start : start + length]).strip()
+    return "".join(_some_words(_by_length(parts.words, rng), WINDOW_WORDS, rng)).strip()
+
+
+def _some_words(words: list[str], bounds: tuple[int, int], rng: random.Random) -> list[str]:
+    """Consecutive words; their number is drawn between two bounds. None of none."""
+    if not words:
+        return []
+    length = min(rng.randint(*bounds), len(words))
+    start = rng.randint(0, len(words) - length)
+    return words[start : start + length]
 
 
 def _title_window(parts: _Parts, rng: random.Random) -> str:
@@ -157,21 +144,11 @@ def _title_window(parts: _Parts, rng: random.Random) -> str:
 
 def _phrase(parts: _Parts, rng: random.Random) -> str:
     """Consecutive words of one clause, without function words at either end."""
-    if not parts.words:
-        return ""
-    sentence = "".join(rng.choices(parts.words, [len(words) for words in parts.words])[0])
+    sentence = "".join(_by_length(parts.words, rng))
     clauses = [words for clause in _CLAUSE_END.split(sentence) if (words := units(clause))]
-    if not clauses:
-        return ""
-    words = rng.choices(clauses, [len(clause) for clause in clauses])[0]
-    length = min(rng.randint(*_PHRASE_WORDS), len(words))
-    start = rng.randint(0, len(words) - length)
-    words = words[start : start + length]
-    while words and _is_function_word(words[0]):
-        words = words[1:]
-    while words and _is_function_word(words[-1]):
-        words = words[:-1]
-    return "".join(words).strip()
+    words = _some_words(_by_length(clauses, rng), _PHRASE_WORDS, rng)
+    content = [place for place, word in enumerate(words) if not _is_function_word(word)]
+    return "".join(words[content[0] : content[-1] + 1]).strip() if content else ""
 
 
 def _keywords(parts: _Parts, rng: random.Random) -> str:
@@ -221,10 +198,6 @@ def _is_function_word(unit: str) -> bool:
     return fold(_edge().sub("", unit)) in FUNCTION_WORDS
 
 
-def _passage(parts: _Parts, _: random.Random) -> str:
-    return cut(parts.content, PASSAGE_WORDS)
-
-
 _CASE_VARIES = frozenset(("sentence", "window", "title_window", "phrase"))
 _DRAWS: Mapping[TextKind, Callable[[_Parts, random.Random], str]] = {
     "title": _title,
@@ -235,5 +208,4 @@ _DRAWS: Mapping[TextKind, Callable[[_Parts, random.Random], str]] = {
     "phrase": _phrase,
     "keywords": _keywords,
     "question": _question,
-    "passage": _passage,
 }
