@@ -118,7 +118,7 @@ def multi_hop(scored, planner, tmp_path_factory):
 
 
 def test_test_documents_with_groups_and_texts_are_held_out(tmp_path, dataset):
-    assert set(find_held_out(dataset).documents.to_pylist()) == TEST_DOCUMENTS
+    assert set(find_held_out(dataset)["doc_id"].to_pylist()) == TEST_DOCUMENTS
     rows = [
         ("d0", "Straße  one", "", "Holds\na text", None),
         ("d1", "strasse one", "topic", "holds a TEXT", None),  # the same text under another id
