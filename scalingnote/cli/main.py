@@ -14,7 +14,7 @@ from scalingnote.core import __version__
 from scalingnote.core.errors import ScalingNoteError, explained_imports
 from scalingnote.run import stages
 
-TEXTS = "documents: .jsonl, .parquet, .tsv, .txt or .md, a folder or glob of them"
+TEXTS_HELP = "documents: .jsonl, .parquet, .tsv, .txt or .md, a folder or glob of them"
 Command = Callable[[str, Any, str], "_Parser"]  # name, function, help -> its parser
 
 
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model_commands(command: Command) -> None:
     distill = command("distill", commands.distill, "make a query table of a published model, without queries")
     distill.add_argument("folder", metavar="MODEL", nargs="?", help="hub id or folder")
-    distill.add_argument("--texts", metavar="PATH", help=TEXTS)
+    distill.add_argument("--texts", metavar="PATH", help=TEXTS_HELP)
     teacher = distill.add_argument_group("another teacher than MODEL")
     teacher.add_argument(
         "--endpoint", metavar="URL", help="of OpenAI's /v1 or TEI's /embed; key: SCALINGNOTE_ENDPOINT_KEY"
@@ -137,7 +137,7 @@ def _add_model_commands(command: Command) -> None:
         "screen", commands.screen, "say which published model distils well into a table on your texts"
     )
     screen.add_argument("models", nargs="+", metavar="MODEL", help="hub ids or folders")
-    screen.add_argument("--texts", required=True, metavar="PATH", help=TEXTS)
+    screen.add_argument("--texts", required=True, metavar="PATH", help=TEXTS_HELP)
     _add_columns(screen)
     screen.add_argument("--count", type=int, metavar="N", help="pseudo-queries to draw, default: 5000")
     screen.add_argument("--json", metavar="FILE", help="write the numbers there, too")

@@ -127,8 +127,7 @@ class SemanticIdEmbedding(nn.Module):
 def _table(rows: int) -> nn.Embedding:
     """A table of embeddings of about unit length."""
     drawn = torch.randn(rows, EMBEDDING_WIDTH) * EMBEDDING_WIDTH**-0.5
-    table: nn.Embedding = nn.Embedding.from_pretrained(drawn, freeze=False)
-    return table
+    return nn.Embedding(rows, EMBEDDING_WIDTH, _weight=drawn)
 
 
 class FeatureColumns(nn.Module):

@@ -57,7 +57,9 @@ def threshold(doubts: Float[ndarray, " queries"], share: float) -> float:
     if not len(doubts):
         raise ConfigError("no held-out queries to tune the threshold of escalation on: give some")
     most = int(share * len(doubts) + 1e-9)  # 0.29 * 100 is 28.999999999999996
-    return float(np.sort(doubts)[::-1][most])
+    ranked = np.sort(doubts)[::-1]
+    # Between two of them: the last digits of a query's scores differ, alone and among others.
+    return float((ranked[max(most - 1, 0)] + ranked[most]) / 2)
 
 
 class DoubtWindow:

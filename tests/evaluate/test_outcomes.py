@@ -196,7 +196,7 @@ def test_signals_are_read_and_bad_rows_set_aside(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("clicks.jsonl", '{"request": "1"}', "no row with request_id and satisfied; set aside: 1 x"),
+        ("clicks.jsonl", '{"request": "1"}', r"no column \['request_id', 'satisfied'\]"),
         ("feedback.jsonl", '{"request_id": "1", "satisfied": "maybe"}', "satisfied is 'maybe'"),
         ("feedback.jsonl", '{"request_id": "1", "satisfied": 7}', "satisfied is 7: it is true, false or a"),
         ("feedback.csv", "request_id,satisfied\n1,1\n", "is neither .jsonl nor .parquet"),

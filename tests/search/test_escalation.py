@@ -30,6 +30,7 @@ def test_doubt_with_few_candidates():
 def test_threshold_lets_the_share_escalate(share, most):
     doubts = np.array([-0.4, -0.1, -0.3, -0.2])
     assert (doubts > threshold(doubts, share)).sum() == most
+    assert threshold(doubts, 0.5) == pytest.approx(-0.25)  # between two of them
 
 
 def test_threshold_among_ties_lets_fewer_escalate():
