@@ -1,4 +1,4 @@
-"""Texts and their words.
+"""Texts, their words and their sentences.
 
 Texts from outside are checked: what is no text is an error, and half of a surrogate pair becomes U+FFFD.
 One definition of words serves every script, for all that splits, compares or highlights them.
@@ -14,7 +14,7 @@ Scripts without spaces are cut by the caller, into *clusters*: a letter with its
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 from scalingnote.core.errors import DataError
@@ -30,6 +30,9 @@ UNSPACED = HAN + _KANA + _THAI + _LAO + _BURMESE + _KHMER
 """Scripts without spaces between words."""
 HANGUL = "\uac00-\ud7af"
 """Korean has spaces, but particles stick to words: a caller may cut it as well."""
+
+# Behind a full stop of Chinese or Japanese, at the space behind a Latin one, at a line's end.
+SENTENCE_END = re.compile(r"(?<=[。！？])|(?<=[.!?])\s|\n")
 
 # What distinguishes no words: soft hyphen, joiners and other format characters come from their category.
 _UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef"
@@ -166,6 +169,17 @@ def _drop_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 @cache
 def _cluster() -> re.Pattern[str]:
     return re.compile(f".[{marks()}]*", re.DOTALL)
+
+
+def sentence_spans(text: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each sentence in characters, without the spaces around it; none is empty."""
+    start = 0
+    for stop, following in [*(found.span() for found in SENTENCE_END.finditer(text)), (len(text), len(text))]:
+        sentence = text[start:stop]
+        first = start + len(sentence) - len(sentence.lstrip())
+        if first < stop:
+            yield first, start + len(sentence.rstrip())
+        start = following
 
 
 @cache

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.model_files import local_folder
-from scalingnote.core.sentences import sentence_spans
+from scalingnote.core.words import sentence_spans
 from scalingnote.datasets.config import Passages
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact

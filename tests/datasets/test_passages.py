@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.core.sentences import sentence_spans
+from scalingnote.core.words import sentence_spans
 from scalingnote.datasets import job, passages
 from scalingnote.datasets.config import NewDocuments, Passages, Texts
 from scalingnote.datasets.passages import Passage, PassageSplitter

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from scalingnote.core.sentences import SENTENCE_END
-from scalingnote.core.words import HAN, UNSPACED, fold, marks
+from scalingnote.core.words import HAN, SENTENCE_END, UNSPACED, fold, marks
 from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig, TextKind
 
 MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
