@@ -13,9 +13,10 @@ from safetensors import numpy as safetensors
 import tiny
 from in_process import without_ray
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.fuse import job, prepare
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.fuse.feature_store import User
+from scalingnote.fuse.feature_store import Event, StoreConfig, User, open_store
 from scalingnote.fuse.fusion import DocumentFusion, QueryFusion
 from scalingnote.fuse.impressions import SCHEMA, training_rows
 from scalingnote.fuse.prepare import FusedCorpus, read_part
@@ -23,9 +24,11 @@ from scalingnote.index.job import _require_same_origin
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.quantize.kmeans import encode_nearest, fit
 from scalingnote.quantize.semantic_id import suffixes, to_table
+from scalingnote.search.query_path import Personal, QueryPath
 from scalingnote.storage import schema
 from scalingnote.storage.arrow import to_arrow, to_matrix, to_numpy
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table
+from scalingnote.triplets.planner import planner
 from scalingnote.triplets.planner.planner import WORD_COUNTS
 
 DOCUMENTS, PER_PART, DIM, USERS = 60, 24, 16, 12
@@ -200,6 +203,24 @@ def test_what_users_like_is_found_for_them(fused: Artifact, inputs: Inputs):
     assert min(gains) > 0
     assert np.mean(gains) > 0.1
     assert queries.fuse(plain, users=[User()] * 8).tobytes() == plain.tobytes()
+
+
+def test_a_query_path_answers_known_users_personally(fused: Artifact, inputs: Inputs, tmp_path: Path):
+    store = open_store(StoreConfig(url=f"sqlite:{tmp_path}/users.db"))
+    ids = open_artifact(inputs.uris["semantic_ids"], kind="semantic_ids").table("codes")["semantic_id"]
+    clicks = [Event(f"e{row}", "fan", float(row), ids[row].as_py()) for row in range(10, 50, 4)]
+    store.write([Event("p", "fan", 1.0, profile={"brand": "b2"}), *clicks])
+    encoder = QueryEncoder(open_artifact(inputs.uris["dual_encoder"], kind="dual_encoder").directory("query"))
+    words = planner.load(open_artifact(inputs.uris["planner"], kind="planner"))
+    fusion = QueryFusion.load(fused.directory(job.QUERY_SIDE))
+    path, query = QueryPath(encoder, None, Personal(fusion, store, words)), tiny.document_rows(10)[3]["title"]
+    plain = QueryPath(encoder)([query])[0]
+    fan, stranger, nobody = path([query] * 3, ["fan", "a stranger", None])
+    assert [each.personalised for each in (fan, stranger, nobody)] == [True, False, False]
+    np.testing.assert_allclose(np.linalg.norm(fan.embedding), 1, atol=1e-5)
+    assert float((fan.embedding @ plain.embedding.T).item()) < 0.999
+    for each in (stranger, nobody):
+        np.testing.assert_allclose(each.embedding, plain.embedding, atol=1e-6)
 
 
 def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
