@@ -36,7 +36,7 @@ from numpy import ndarray
 
 from benchmarks import beir, minilm
 from benchmarks.front_door import ndcg, ranked
-from benchmarks.public_sets import json_rows, write_json_lines
+from benchmarks.public_sets import write_json_lines
 from benchmarks.report import arguments, show, write
 from benchmarks.serve import running
 from scalingnote.run import pipeline
@@ -170,11 +170,14 @@ def distil_by_endpoint(url: str, folder: Path, *, count: int) -> int:
 
 
 def compare(folder: Path, model: Any) -> tuple[float, Float32[ndarray, "docs dim"]]:
-    """The largest difference to vectors of the model's files, and the documents' vectors."""
+    """The largest difference to vectors of the model's files, and the documents' vectors.
+
+    Of the texts as `prepare` has them: a control character is a blank there, for a model in a folder as well.
+    """
     config = pipeline.load_run(f"{folder}/endpoint.run")
     queries = pipeline.locate(config, "query_embeddings").table("embeddings", ["query", "embedding"])
     documents = pipeline.locate(config, "embeddings").table("embeddings", ["summary"])["summary"]
-    texts = [row["text"] for row in json_rows(folder / "docs.jsonl")]
+    texts = pipeline.locate(config, "dataset").table("documents", ["content"])["content"].to_pylist()
     found = arrow.to_numpy(documents)
     sides: Sequence[tuple[ndarray, list[str]]] = (
         (arrow.to_numpy(queries["embedding"]), queries["query"].to_pylist()),
