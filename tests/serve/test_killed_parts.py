@@ -63,7 +63,7 @@ def url(cluster: None, index: Artifact, query_tower: Artifact, teacher: Artifact
         "deployments": {"searcher": {"num_replicas": 1}, "encoder": {"num_replicas": 0}},
         "cpus_per_replica": 0.1,
         "groups_per_aggregator": 2,
-        "escalation": {"teacher": teacher.uri, "share": 1.0, "deadline_ms": 2000},
+        "escalation": {"teacher": teacher.uri, "share": 1.0, "deadline_ms": 500},
     }
     served = artifacts.find(
         AppArgs.model_validate({"index": index.uri, "query_tower": query_tower.uri, "serve": knobs})
@@ -163,18 +163,19 @@ def test_a_killed_aggregator_costs_the_groups_that_are_named(url, index, query_t
 def test_a_killed_teacher_leaves_the_students_answer(url, index, query_tower, teacher):
     by_teacher, by_student = (best(index, tower, [*range(SHARDS)]) for tower in (teacher, query_tower))
     assert by_teacher != by_student
-    status, answer = search(url)
-    assert (status, answer["escalated"], found(answer)) == (200, True, by_teacher)
-    kill("QueryTeacher")
-    reasons = set()
+    killed, reasons = False, set()
     for _ in range(TRIES):
         status, answer = search(url)
         assert status == 200
         assert found(answer) == (by_teacher if answer["escalated"] else by_student)
         assert bool(answer["degraded"]) != answer["escalated"]
-        reasons |= set(answer["degraded"])
         if answer["escalated"] and reasons:
             break
+        if answer["escalated"]:  # also where the next one was ready before a query missed it
+            kill("QueryTeacher")
+            killed = True
+        elif killed:
+            reasons |= set(answer["degraded"])
         time.sleep(PAUSE_S)
     assert answer["escalated"]
     assert reasons
@@ -189,7 +190,7 @@ def test_a_gateway_without_documents_answers_by_ids(url, index, teacher):
         kill("Gateway")
         for _ in range(TRIES):
             status, answer = search(url)
-            if status == 200 and answer["degraded"]:
+            if status == 200 and answer["degraded"] == ["documents_unreadable"]:  # nor is the teacher late
                 break
             time.sleep(PAUSE_S)
         assert answer["degraded"] == ["documents_unreadable"]
