@@ -273,7 +273,8 @@ def map_tasks(work: Callable[[T], R], parts: Sequence[T], resources: Resources |
     running: dict[Any, int] = {}
     while queue.left or running:
         if queue.left:  # else there is nothing to ask the cluster for
-            for _ in range(min(_tasks_at_once(resources) - len(running), len(queue.left))):
+            most = MAX_TASKS_AT_ONCE if resources is None else resources.workers or 2 * workers(resources)
+            for _ in range(min(most - len(running), len(queue.left))):
                 number = queue.left.popleft()
                 running[task.remote(shared, parts[number])] = number
         (reference,), _ = ray.wait([*running], fetch_local=False)
@@ -290,10 +291,6 @@ def map_tasks(work: Callable[[T], R], parts: Sequence[T], resources: Resources |
         else:
             yield result
     queue.check()
-
-
-def _tasks_at_once(resources: Resources | None) -> int:
-    return MAX_TASKS_AT_ONCE if resources is None else resources.workers or 2 * workers(resources)
 
 
 def _apply(work: Callable[[T], R], part: T) -> R:
@@ -318,12 +315,12 @@ def map_loaded(
     most = min(workers(resources), len(parts))
     # Actors that wait for a node are what an autoscaler sees; elsewhere they would wait for ever.
     room = most if _nodes_wait_s else sum(_room_per_node(_needs_per_worker(resources)))
-    return ray_data.map_on_actors(
-        as_stage(work),
-        parts,
-        size=ray_data.PoolSize(min(_least(resources), most), min(room, most), most),
+    pool = ray_data.ActorPool(
+        least=min(_least(resources), most),
+        initial=min(room, most),
+        most=most,
         options=actor_options(resources),
         readers=min(readers, len(parts)),
         reader_options={"num_cpus": 1, **_on_cpu_nodes()},
-        backoff_s=BACKOFF_S,
     )
+    return ray_data.map_on_actors(as_stage(work), parts, pool, backoff_s=BACKOFF_S)

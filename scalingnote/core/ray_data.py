@@ -4,7 +4,7 @@
 
 One execution of Ray Data goes over all parts that are left. A part that fails, or whose process or node is
 lost, goes back to the queue (:mod:`.parts`) and is tried in the next one, so after the others. A worker that
-cannot load, or whose parts fail, waits in its place (:mod:`.attempts`): the others do its work.
+cannot load, or whose parts fail, waits in its place (:class:`.parts.Attempts`): the others do its work.
 
 An actor stays until the last part: the driver's memory grows by about 8 KB a part, so 100,000 parts fit.
 """
@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import ray
+import ray.data
+from ray.data.exceptions import ExecutionTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from scalingnote.core import ray_internals
-from scalingnote.core.attempts import Attempts
 from scalingnote.core.errors import ScalingNoteError
 from scalingnote.core.log import get_logger
-from scalingnote.core.parts import PartQueue, PartStage
+from scalingnote.core.parts import Attempts, PartQueue, PartStage
 
 MAX_FAILED_IN_A_ROW = 2  # parts of a worker, which then loads anew: an error of a GPU stays in its process
 MAX_IDLE_EXECUTIONS = 2  # in a row that change nothing: the next would not either
@@ -36,33 +37,33 @@ WAIT_POLL_INTERVAL_S = 2.0
 log = get_logger("parts")
 
 
-class PoolSize(NamedTuple):
-    """Numbers of actors: the fewest, those asked for at the start, and the most."""
+class ActorPool(NamedTuple):
+    """The actors, whose number follows that of the nodes, and the tasks around them.
+
+    Attributes:
+        least, initial, most: numbers of actors: the fewest, those asked for at the start, and the most.
+        options: Ray's, of an actor.
+        readers: tasks that read ahead of the actors, and as many that write behind them; 0: the actors do.
+        reader_options: Ray's, of such a task.
+    """
 
     least: int
     initial: int
     most: int
+    options: Mapping[str, Any]
+    readers: int
+    reader_options: Mapping[str, Any]
 
 
 def map_on_actors(
-    stage: PartStage,
-    parts: Sequence[Any],
-    *,
-    size: PoolSize,
-    options: Mapping[str, Any],
-    readers: int,
-    reader_options: Mapping[str, Any],
-    backoff_s: float,
+    stage: PartStage, parts: Sequence[Any], pool: ActorPool, *, backoff_s: float
 ) -> Iterator[Any]:
     """Results of a stage for each part, in the order of completion.
 
     Args:
         stage: that each actor loads.
         parts: of work.
-        size: of the pool of actors, which shrinks and grows with the cluster.
-        options: Ray's, of an actor.
-        readers: tasks that read ahead of the actors, and as many that write behind them; 0: the actors do.
-        reader_options: Ray's, of such a task.
+        pool: of actors.
         backoff_s: before the second loading in a place.
 
     Raises:
@@ -76,16 +77,9 @@ def map_on_actors(
         while queue.left:
             numbers = [*queue.left]
             queue.left.clear()
-            attempts.call("start", min(size.most, len(numbers)))
-            dataset = _dataset(
-                stage,
-                [_row(number, part=parts[number]) for number in numbers],
-                attempts,
-                size=size,
-                options=options,
-                readers=readers,
-                reader_options=reader_options,
-            )
+            attempts.call("start", min(pool.most, len(numbers)))
+            rows = [_row(number, part=parts[number]) for number in numbers]
+            dataset = _dataset(stage, rows, attempts, pool)
             unchanged = yield from _execution_results(dataset, numbers, queue, attempts)
             idle = idle + 1 if unchanged else 0
             if idle == MAX_IDLE_EXECUTIONS:
@@ -115,7 +109,8 @@ def _execution_results(
                     queue.fail(number, result.failure, transient=result.transient)
                 else:
                     yield result.value
-    except _execution_errors() as error:
+    except (ray.exceptions.RayError, ExecutionTimeoutError) as error:
+        # The second comes after half an hour without progress: no node came, or a part kills every worker.
         reason = f"{error}".strip()
         log.warning("an execution ended early: %s", reason.splitlines()[0])
     for slot, why in attempts.call("failures").items():
@@ -132,26 +127,17 @@ def _execution_results(
     return reason if len(untried) == len(numbers) else ""
 
 
-def _dataset(
-    stage: PartStage,
-    rows: list[pa.Table],
-    attempts: "SharedObject",
-    *,
-    size: PoolSize,
-    options: Mapping[str, Any],
-    readers: int,
-    reader_options: Mapping[str, Any],
-) -> Any:
+def _dataset(stage: PartStage, rows: list[pa.Table], attempts: "SharedObject", pool: ActorPool) -> Any:
     """The rows, each in a block of its own, through readers, actors and writers.
 
     A row whose process is lost is left out; Ray would hold it back until the same actor runs again, which may
     need a node that never comes.
     """
-    most = min(size.most, len(rows))
+    most, readers = min(pool.most, len(rows)), pool.readers
     with ray.data.DataContext.current(_context(init_deaths=most)):
         dataset: Any = ray.data.from_arrow(rows)
     each: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}
-    around = each | {"compute": ray.data.TaskPoolStrategy(size=max(readers, 1)), **reader_options}
+    around = each | {"compute": ray.data.TaskPoolStrategy(size=max(readers, 1)), **pool.reader_options}
     if readers:
         dataset = dataset.map_batches(partial(read_part, read=stage.read), **around)
     dataset = ray_internals.map_with_one_try(
@@ -161,25 +147,23 @@ def _dataset(
         # Two tasks, Ray's default, where tasks read ahead. Else one: the first actor to start would take
         # parts that the others, still loading, could begin sooner.
         compute=ray.data.ActorPoolStrategy(
-            min_size=min(size.least, most),
+            min_size=min(pool.least, most),
             max_size=most,
-            initial_size=min(max(size.initial, size.least), most),
+            initial_size=min(max(pool.initial, pool.least), most),
             max_tasks_in_flight_per_actor=2 if readers else 1,
         ),
         fn_constructor_kwargs={"stage": stage, "whole": not readers, "attempts": attempts},
-        **{key: value for key, value in options.items() if value},
+        **{key: value for key, value in pool.options.items() if value},
     )
     return dataset.map_batches(partial(write_part, write=stage.write), **around) if readers else dataset
 
 
 def _context(*, init_deaths: int) -> Any:
     """Settings by which an execution goes on, silently, when single actors, tasks and nodes are lost."""
-    from ray.data import DataContext  # late: ray.data takes a second to import
-
     with warnings.catch_warnings():
         # Ray warns of its own default settings when it first makes a context.
         warnings.simplefilter("ignore", DeprecationWarning)
-        context = DataContext.get_current().copy()
+        context = ray.data.DataContext.get_current().copy()
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # not before: Ray sets it when it is imported
     ray_internals.silence_data()
     context.enable_progress_bars = context.print_on_execution_start = False
@@ -189,16 +173,6 @@ def _context(*, init_deaths: int) -> Any:
     context.autoscaling_config.actor_pool_util_upscaling_threshold = 1e-3
     context.autoscaling_config.actor_pool_util_downscaling_threshold = 0.0
     return context
-
-
-def _execution_errors() -> tuple[type[Exception], ...]:
-    """Exceptions by which an execution of Ray Data ends early.
-
-    Ray raises the second after half an hour without progress: no node came, or a part kills every worker.
-    """
-    from ray.data.exceptions import ExecutionTimeoutError  # late: ray.data takes a second to import
-
-    return ray.exceptions.RayError, ExecutionTimeoutError
 
 
 def _alive_nodes() -> set[str]:
