@@ -27,7 +27,7 @@ from scalingnote.encode.encodings import Cost
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import usage
 from scalingnote.storage.artifact import Artifact, Draft, Part, read_table, write_table
-from scalingnote.storage.part_records import run_parts
+from scalingnote.storage.shuffle import run_parts
 
 log = get_logger("encode")
 PartRecord = dict[str, Any]  # JSON values: name, part, rejected, fields of Cost and of :class:`_TimedEncoder`

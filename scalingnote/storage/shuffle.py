@@ -1,9 +1,10 @@
-"""Resumable tasks over slices of an artifact, and a shuffle between them through files.
+"""Resumable tasks over parts, such as slices of an artifact, and a shuffle between them through files.
 
-Tables are scattered into buckets by key, and a bucket is gathered again. A task processes a slice (some parts
-of an artifact) or a bucket. It names its file after its own number, so that a repeated task replaces its
-file, and writes its record last: a run after a kill keeps the records it finds and repeats the other tasks.
-No row passes through the driver. The caller decides where and in which order tasks run (:data:`TaskRunner`).
+Tables are scattered into buckets by key, and a bucket is gathered again. A task processes a part: a slice
+(some parts of an artifact), a bucket, whatever has a name. It names its files after its part, so that a
+repeated task replaces them, and its record, JSON values, is written last: however often the driver is killed,
+a run keeps the records that it finds and repeats the other tasks. No row passes through the driver. The
+caller decides where and in which order tasks run (:data:`TaskRunner`).
 
 A task scatters into one file with a few record batches for each bucket, so a bucket costs about two ranged
 reads of each file. :func:`slices` makes at most about MAX_SLICES files, with larger slices instead of more: a
@@ -15,10 +16,11 @@ A killed shuffle of Ray Data (read_parquet, repartition by key, write_parquet) s
 tasks do, and a row takes less time and memory.
 """
 
+import json
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from functools import lru_cache
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,12 +33,12 @@ import pyarrow.ipc
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
-from scalingnote.core.errors import DataError
+from scalingnote.core.errors import DataError, PartsFailedError
+from scalingnote.core.log import Progress, get_logger
 from scalingnote.core.parts import Executor, PartStage
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.manifest import Part, write_file, write_table
-from scalingnote.storage.part_records import run_parts
 
 ROWS_PER_SLICE = 1 << 18
 MAX_SLICES = 1 << 12  # of an artifact; with more rows, slices are larger
@@ -49,6 +51,7 @@ BYTE_SLICES = 64  # that a table is cut into by bytes, within the limits of a sl
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 << 20, 512 << 20
 JsonRecord = dict[str, Any]  # JSON values
 NumberedSlice = tuple[int, list[str]]  # its number and its parts
+NamedPart = tuple[str, Any]  # its name and the part as the stage knows it
 TaskRunner = Executor
 T = TypeVar("T")
 
@@ -222,6 +225,97 @@ def run_slices(
         rows=None if rows is None else dict(zip(numbered, rows, strict=True)),
     )
     return [*records.values()]
+
+
+def run_parts(
+    stage: PartStage | Callable[[Any], Any],
+    parts: Mapping[str, Any],
+    *,
+    folder: str,
+    executor: Executor,
+    section: str,
+    unit: str,
+    rows: Mapping[str, int] | None = None,
+    max_failed: int = 0,
+    report: Callable[[Any], object] | None = None,
+    underway: Callable[[], int] | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Process every part that has no record yet.
+
+    Args:
+        stage: gives the record of a part, which is JSON values.
+        parts: by their names, in which a ``/`` becomes ``-`` in the name of the record's file.
+        folder: of the records.
+        executor: processes the parts.
+        section: name of the logger.
+        unit: name of what progress lines count.
+        rows: name -> number of rows of each part, which progress counts; None: it counts parts.
+        max_failed: parts that may be set aside because they fail at every try, if others do not.
+        report: gets the record of each part that this run processes; returns a note for the progress line.
+        underway: rows that this run has processed, with those of unfinished parts.
+
+    Returns:
+        The records of all parts, in the order of `parts`; and the parts that were set aside, with the reason.
+
+    Raises:
+        PartsFailedError: after all other parts, if more than `max_failed` parts or all of them failed.
+        ScalingNoteError: raised by the stage.
+    """
+    texts = _read_records(folder, parts)
+    todo = [(name, part) for name, part in parts.items() if name not in texts]
+    if todo and texts:
+        get_logger(section).info("resuming: %d of %d %s are done", len(texts), len(parts), unit)
+    sizes = dict.fromkeys(parts, 1) if rows is None else rows
+    left, total = sum(sizes[name] for name, _ in todo), sum(sizes[name] for name in parts)
+    failed: dict[str, str] = {}
+    with Progress(section, total=total, done=total - left, unit=unit, underway=underway) as progress:
+        try:
+            for name, text in executor(_named(stage, folder), todo) if todo else ():
+                texts[name] = text
+                progress.advance(sizes[name], note=report(json.loads(text)) if report else "")
+        except PartsFailedError as error:
+            failed = {todo[number][0]: reason for number, reason in error.reasons.items()}
+            if len(failed) > max_failed or not texts:
+                raise
+    return {name: json.loads(texts.pop(name)) for name in parts if name not in failed}, failed
+
+
+def _named(stage: PartStage | Callable[[Any], Any], folder: str) -> PartStage | Callable[[NamedPart], Any]:
+    """The same stage on named parts, which also writes the record of each; gives its name and its record."""
+    if not isinstance(stage, PartStage):
+        return partial(_process, task=stage, folder=folder)
+    return replace(
+        stage, read=partial(_read, read=stage.read), write=partial(_write, write=stage.write, folder=folder)
+    )
+
+
+def _process(part: NamedPart, *, task: Callable[[Any], Any], folder: str) -> tuple[str, str]:
+    return _write_record(part, task(part[1]), folder)
+
+
+def _read(part: NamedPart, *, read: Callable[[Any], Any]) -> Any:
+    return read(part[1])
+
+
+def _write(part: NamedPart, result: Any, *, write: Callable[[Any, Any], Any], folder: str) -> tuple[str, str]:
+    return _write_record(part, write(part[1], result), folder)
+
+
+def _write_record(part: NamedPart, record: Any, folder: str) -> tuple[str, str]:
+    text = json.dumps(record)
+    fs.write_bytes(_record_file(folder, part[0]), text.encode())
+    return part[0], text
+
+
+def _read_records(folder: str, parts: Mapping[str, Any]) -> dict[str, str | bytes]:
+    """The records of parts as text, by name."""
+    present = {fs.join(folder, name) for name in fs.list_files(folder)}
+    files = {name: file for name in parts if (file := _record_file(folder, name)) in present}
+    return dict(zip(files, fs.map_files(fs.read_bytes, [*files.values()]), strict=True))
+
+
+def _record_file(folder: str, name: str) -> str:
+    return fs.join(folder, name.replace("/", "-") + ".json")
 
 
 def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from row_files import write_lines
 from scalingnote.datasets import column_checks
 from scalingnote.datasets.column_checks import CHECKED, check_table, query_ids
 from scalingnote.datasets.input_files import (
@@ -55,9 +56,9 @@ def check_rows(table, rows, features=NO_FEATURES):
 
 def check_json(tmp_path, table, rows):
     """Rows through a JSON-lines file and the checks."""
-    path = tmp_path / "rows.jsonl"
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    path.write_bytes(b"\n".join(lines) + b"\n")
+    path = write_lines(
+        tmp_path / "rows.jsonl", *(row + b"\n" if isinstance(row, bytes) else row for row in rows)
+    )
     names = {name for row in rows if isinstance(row, dict) for name in row}
     part = whole(File(str(path), path.stat().st_size, 0))
     return check_rows(table, named_rows(part, {name: name for name in sorted(names)}))
@@ -277,9 +278,7 @@ def test_a_query_is_one_whatever_its_width_blanks_and_case():
     assert folded.to_pylist() == [folded[0].as_py()] * 3 + [None] + [folded[0].as_py()]
     # The recipe is public: BLAKE2b, 8 bytes, of the UTF-8 of the text. This value must never change.
     assert folded[0].as_py() == "b0ce94d70c1661cc"
-
-
-def test_invisible_characters_and_case_make_no_other_query():
+    # Invisible characters and case make no other query.
     pairs = [
         ("diabetes", "dia\u200bbetes"),
         ("nike shoes", "\ufeffni\u00adke shoes"),

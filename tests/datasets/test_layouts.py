@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from row_files import write_lines
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import layouts, sources
 from scalingnote.datasets.config import Columns, MsMarco, NewDocuments, TableFile, Texts
@@ -30,13 +31,13 @@ def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 def write(path, *rows):
     """Rows as the name of the file says."""
+    if path.suffix == ".jsonl":
+        return write_lines(path, *rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    elif path.suffix == ".tsv":
-        path.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        path.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

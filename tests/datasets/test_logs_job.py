@@ -1,7 +1,6 @@
 """A log in any number of files and parts gives what a page of plain Python gives; killed runs go on."""
 
 import hashlib
-import json
 import random
 import unicodedata
 from collections import Counter, defaultdict
@@ -11,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from in_process import killed_after
+from row_files import build, write_lines
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import job, supervision
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.job import run as prepare
 from scalingnote.datasets.readers import read_logs
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import LEASE, WORK, Draft
 
 DAY = 86_400
 WINDOWS = {"train": ["1970-01-02", "1970-01-11"], "test": ["1970-01-11", "1970-01-16"]}
@@ -109,7 +109,7 @@ def write(log, folder, *, files, form):
             if form == "parquet":
                 pq.write_table(pa.Table.from_pylist(piece, schema=schema), path, row_group_size=17)
             else:
-                path.write_text("".join(json.dumps(row) + "\n" for row in piece))
+                write_lines(path, *piece)
         paths[table] = {"path": str(folder / table)}
     return paths
 
@@ -248,15 +248,6 @@ def query_id(text):
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-def serially(task, items):
-    return map(task, items)
-
-
-def build(config, output, *, each=serially):
-    draft = Draft(str(output), kind="dataset", config=config, parents={})
-    return draft.existing() if draft.finished else job.build(config, read_logs(config), draft, each=each)
-
-
 def contents(artifact):
     """All rows of all tables, in an order of their own."""
     found = {name: artifact.table(name).to_pylist() for name in TABLES if artifact.names(f"{name}/")}
@@ -326,23 +317,10 @@ def test_the_order_of_arrival_does_not_matter(small, tmp_path):
 
 
 @pytest.mark.parametrize("tasks", [3, 8, 12])
-def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks, caplog):
+def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks):
     config, digest = small
-    budget = iter(range(tasks))
-    killed = []
-
-    def mortal(task, items):
-        for item in items:
-            if next(budget, None) is None:
-                # Killed after the work and before the record: the worst moment.
-                task.keywords["task"](item[1])
-                killed.append(item)
-                raise KeyboardInterrupt
-            yield task(item)
-
     with pytest.raises(KeyboardInterrupt):
-        build(config, tmp_path / "out", each=mortal)
-    assert killed
+        build(config, tmp_path / "out", each=killed_after(tasks))
     done = []
 
     def counted(task, items):
@@ -382,23 +360,6 @@ def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypat
     assert max(sizes) == 50
 
 
-def test_whoever_waits_sees_that_the_log_is_being_built(small, tmp_path):
-    config, digest = small
-    output, there = tmp_path / "out", []
-
-    def watched(task, items):
-        for item in items:
-            there.append(fs.exists(str(output / WORK / LEASE)))
-            yield task(item)
-
-    assert build(config, output, each=watched).digest == digest
-    assert set(there) == {True}
-
-
-def _paths(config):
-    return {name: getattr(config, name).model_dump() for name in ("documents", "impressions")}
-
-
 def test_without_windows_the_last_tenth_of_the_time_is_for_test(small, tmp_path):
     config, _ = small
     artifact = build(config.model_copy(update={"train": None, "test": None}), tmp_path / "out")
@@ -414,27 +375,11 @@ def _seconds(text):
     return datetime.fromisoformat(text).timestamp()
 
 
-@pytest.mark.parametrize(
-    ("table", "rows", "error"),
-    [
-        (
-            "documents",
-            [{"doc_id": "x", "title": ""}],
-            "no usable row of documents; set aside: 1 x documents: no text",
-        ),
-        ("impressions", [], "no usable row of impressions"),
-    ],
-)
-def test_nothing_usable_says_why(small, tmp_path, table, rows, error):
-    paths = _paths(small[0]) | write({table: rows}, tmp_path / "in", files=1, form="jsonl")
-    with pytest.raises(DataError, match=error):
+def test_a_log_without_a_usable_impression_is_refused(small, tmp_path):
+    documents = {"documents": small[0].documents.model_dump()}
+    paths = documents | write({"impressions": []}, tmp_path / "in", files=1, form="jsonl")
+    with pytest.raises(DataError, match="no usable row of impressions"):
         build(Logs(**paths, **WINDOWS), tmp_path / "out")
-
-
-def test_windows_beside_the_log_are_refused_early(small, tmp_path):
-    windows = {"train": ["2024-01-01", "2024-02-01"], "test": ["2024-02-01", "2024-03-01"]}
-    with pytest.raises(DataError, match=r"the log spans 1970-01-0.* to 1970-01-1.*timestamp_unit"):
-        build(Logs(**_paths(small[0]), **windows), tmp_path / "out")
 
 
 def test_on_ray(cluster, small, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Long documents as passages: where a text is divided, and the data set that results."""
 
-import json
 import unicodedata
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +8,7 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from row_files import write_lines
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.words import sentence_spans
 from scalingnote.datasets import job, passages
@@ -153,12 +153,10 @@ def test_divided_rows_repeat_all_columns_and_name_their_document(minilm):
 
 
 def write_documents(path: Path, count: int) -> Path:
-    lines = [
-        json.dumps({"doc_id": f"d{n}", "title": f"Title {n}", "text": TEXTS["english"] * (1 + n % 3)})
-        for n in range(count)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    texts = (TEXTS["english"] * (1 + n % 3) for n in range(count))
+    return write_lines(
+        path, *({"doc_id": f"d{n}", "title": f"Title {n}", "text": t} for n, t in enumerate(texts))
+    )
 
 
 def test_a_data_set_of_passages_has_whole_documents_in_each_part(tmp_path):
@@ -188,7 +186,7 @@ def test_a_data_set_of_passages_has_whole_documents_in_each_part(tmp_path):
 def test_a_long_document_is_not_cut_where_it_is_divided(tmp_path):
     text = TEXTS["english"] * 8
     assert len(text) > 20_000
-    (tmp_path / "docs.jsonl").write_text(json.dumps({"doc_id": "d", "text": text}) + "\n")
+    write_lines(tmp_path / "docs.jsonl", {"doc_id": "d", "text": text})
     config = Texts(path=str(tmp_path), passages=Passages(max_tokens=200, tokenizer=MODEL))
     made = job.run(config, output=str(tmp_path / "out" / "dataset"))
     assert made.table("documents").to_pylist()[-1]["end"] == len(text)

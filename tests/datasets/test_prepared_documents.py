@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from row_files import build, write_lines, write_tables
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import documents, input_files, job, readers
 from scalingnote.datasets.config import Columns, NewDocuments, Texts
@@ -47,29 +48,17 @@ def write_inputs(folder, *, form="jsonl"):
             half = table.slice(number * len(rows) // 2, len(rows) // 2)
             pq.write_table(half, folder / f"d{number}.parquet", row_group_size=20)
     else:
-        lines = [json.dumps(row).encode() + b"\n" for row in rows]
-        lines[40:40] = [b'{"doc_id": broken\n', b"\n", b'{"doc_id": "\xff"}\n', b"[1]\n"]
-        (folder / "d0.jsonl").write_bytes(b"".join(lines[:200]))
-        (folder / "d1.jsonl").write_bytes(b"".join(lines[200:]).rstrip(b"\n"))
+        rows[40:40] = [b'{"doc_id": broken\n', b"\n", b'{"doc_id": "\xff"}\n', b"[1]\n"]
+        write_lines(folder / "d0.jsonl", *rows[:200])
+        write_lines(folder / "d1.jsonl", *rows[200:-1], json.dumps(rows[-1]).encode())
     pairs = [(f"q{n}", f"d{(7 * n) % (COUNT + 9)}") for n in range(80)]
-    (folder / "q.jsonl").write_text(
-        "".join(json.dumps({"query_id": q, "query": f"query {q}"}) + "\n" for q, _ in pairs)
+    files = write_tables(
+        folder,
+        queries=[{"query_id": q, "query": f"query {q}"} for q, _ in pairs],
+        qrels=[{"query_id": q, "doc_id": d, "relevance": 1} for q, d in pairs],
     )
-    (folder / "r.jsonl").write_text(
-        "".join(json.dumps({"query_id": q, "doc_id": d, "relevance": 1}) + "\n" for q, d in pairs)
-    )
-    return {
-        "documents": {"path": str(folder / f"d*.{form}")},
-        "queries": {"path": str(folder / "q.jsonl")},
-        "qrels": {"path": str(folder / "r.jsonl")},
-        "features": {"price": "float64"},
-        "documents_per_part": 17,
-    }
-
-
-def build(config, output, *, each=map):
-    draft = Draft(str(output), kind="dataset", config=config, parents={})
-    return job.build(config, readers.read_columns(config), draft, each=each)
+    documents = {"path": str(folder / f"d[0-9].{form}")}
+    return files | {"documents": documents, "features": {"price": "float64"}, "documents_per_part": 17}
 
 
 def facts(artifact):

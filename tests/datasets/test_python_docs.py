@@ -149,17 +149,13 @@ def test_a_package_that_misbehaves_loses_only_itself(packages, monkeypatch):
     assert "no network" in documents["walked_noisy.message"]["content"]
 
 
-def test_standard_library_and_c_functions():
-    documents, queries, query_of, _ = rows_of(PythonDocs(packages=("json", "math", "collections")))
+def test_standard_library_numpy_and_c_functions():
+    documents, queries, query_of, _ = rows_of(PythonDocs(packages=("json", "math", "collections", "numpy")))
     assert queries[query_of["json.dumps"]] == "Serialize obj to a JSON formatted str"
     assert queries[query_of["math.comb"]].startswith("Number of ways to choose k items from n items")
     assert "collections.OrderedDict.move_to_end" in documents
     assert "json.encoder.JSONEncoder" not in documents  # json.JSONEncoder is its public name
     assert "json.JSONEncoder" in documents
-
-
-def test_numpy_names():
-    documents, queries, query_of, _ = rows_of(PythonDocs(packages=("numpy",)))
     assert queries[query_of["numpy.concatenate"]] == "Join a sequence of arrays along an existing axis"
     assert documents["numpy.add"]["content"].startswith("add(x1, x2, /, out=None")
 

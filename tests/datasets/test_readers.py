@@ -1,14 +1,14 @@
 """Files in, tables out: the readers on tiny files, and what becomes of nothing, of subsets and of repeats."""
 
-import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
+from row_files import write_lines, write_tables
 from scalingnote.core.errors import ArtifactError, DataError
-from scalingnote.datasets import config as configs
 from scalingnote.datasets import sources
 from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
 from scalingnote.datasets.input_files import delimited_lines, find_files, whole
@@ -20,13 +20,6 @@ from scalingnote.storage.schema import DOCUMENTS
 def splits(artifact):
     return dict(
         zip(*(artifact.table("queries.parquet")[c].to_pylist() for c in ("query", "split")), strict=True)
-    )
-
-
-def write_lines(path, *rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
     )
 
 
@@ -68,14 +61,8 @@ def test_msmarco(tmp_path):
         seed=1,
     )
     artifact = run(config, output=str(tmp_path / "out"))
-    table = artifact.table("documents")
-    assert table.to_pylist()[0] == {
-        "doc_id": "1",
-        "title": "",
-        "topic": "",
-        "content": "first passage",
-        "group": "1",
-    }
+    first = artifact.table("documents").to_pylist()[0]
+    assert first == {"doc_id": "1", "title": "", "topic": "", "content": "first passage", "group": "1"}
     assert artifact.manifest.info["simulated_clicks"] is True
     assert artifact.manifest.info["click_model"] == "position"
     # Queries that share a document share a split.
@@ -85,31 +72,26 @@ def test_msmarco(tmp_path):
 
 
 def test_columns_of_users_and_vectors(tmp_path):
-    write_lines(
-        tmp_path / "notes.jsonl",
-        *({"doc_id": f"d{n}", "title": f"note {n}", "image": [n, 0.5] if n else "none"} for n in range(4)),
-    )
-    write_lines(tmp_path / "queries.jsonl", {"query_id": "q", "query": "note"})
     odd = [{"query_id": "q", "doc_id": doc_id} for doc_id in (1.5, "half \ud800", ["d1"], None)]
-    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "d1"}, *odd)
     users = [{"uid": "ann", "age": 30}, {"uid": "ben", "age": "old"}, {"uid": "ann", "age": 31}, {"age": 9}]
-    write_lines(tmp_path / "users.jsonl", *users)
-    config = Columns(
-        **{name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("queries", "qrels")},
-        documents={"path": str(tmp_path / "notes.jsonl")},
-        users={"path": str(tmp_path / "users.jsonl"), "columns": {"user_id": "uid"}},
-        features={"image": "vector"},
-        profile={"age": "int64"},
-        test_fraction=0.0,
+    tables = write_tables(
+        tmp_path,
+        documents=[
+            {"doc_id": f"d{n}", "title": f"note {n}", "image": [n, 0.5] if n else "none"} for n in range(4)
+        ],
+        queries=[{"query_id": "q", "query": "note"}],
+        qrels=[{"query_id": "q", "doc_id": "d1"}, *odd],
+        users=users,
     )
+    tables["users"]["columns"] = {"user_id": "uid"}
+    config = Columns(**tables, features={"image": "vector"}, profile={"age": "int64"}, test_fraction=0.0)
     artifact = run(config, output=str(tmp_path / "out"))
     assert artifact.table("users").to_pylist() == [
         {"user_id": "ann", "age": 30},
         {"user_id": "ben", "age": None},
     ]
     assert artifact.table("documents")["image"].to_pylist() == [None, [1, 0.5], [2, 0.5], [3, 0.5]]
-    reasons = artifact.manifest.info["rejected_by_reason"]
-    assert reasons == {
+    assert artifact.manifest.info["rejected_by_reason"] == {
         "qrels: doc_id is of type float": 1,
         "qrels: doc_id is of type list": 1,
         "qrels: doc_id with control characters": 1,
@@ -129,14 +111,8 @@ def test_columns(tmp_path):
         tmp_path / "q.parquet",
     )
     pq.write_table(pa.table({"query_id": ["a", "b"], "doc_id": ["1", "2"]}), tmp_path / "qrels.parquet")
-    exposure = {
-        "session_id": "s",
-        "query_id": "a",
-        "doc_id": "3",
-        "position": 1,
-        "clicked": True,
-        "timestamp": 5,
-    }
+    exposure = {"session_id": "s", "query_id": "a", "doc_id": "3"}
+    exposure |= {"position": 1, "clicked": True, "timestamp": 5}
     write_lines(tmp_path / "log.jsonl", exposure, {**exposure, "position": -1})
     config = Columns(
         documents={
@@ -158,15 +134,9 @@ def test_columns(tmp_path):
     assert artifact.table("impressions.parquet").num_rows == 1  # the data's own: nothing is simulated
     assert not artifact.manifest.info["simulated_clicks"]
     assert splits(artifact) == {"alpha": "train", "beta": "test"}
-    wrong = config.model_copy(
-        update={
-            "queries": configs.TableFile(
-                path=str(tmp_path / "qrels.parquet"), columns={"query": "q", "typo": "x"}
-            )
-        }
-    )
+    typo = TableFile(path=str(tmp_path / "qrels.parquet"), columns={"query": "q", "typo": "x"})
     with pytest.raises(DataError, match="typo"):
-        run(wrong, output=str(tmp_path / "other"))
+        run(config.model_copy(update={"queries": typo}), output=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -186,15 +156,12 @@ def test_a_mapping_to_a_column_that_is_not_there_is_refused(form, tmp_path):
 
 
 def test_a_subset_leaves_out_without_rejecting(tmp_path):
-    write_lines(
-        tmp_path / "d.jsonl", *({"doc_id": n, "title": f"t{n}", "group": f"g{n // 2}"} for n in range(100))
+    files = write_tables(
+        tmp_path,
+        documents=[{"doc_id": n, "title": f"t{n}", "group": f"g{n // 2}"} for n in range(100)],
+        queries=[{"query_id": n, "query": f"q{n}"} for n in range(100)],
+        qrels=[{"query_id": n, "doc_id": n} for n in range(100)],
     )
-    write_lines(tmp_path / "q.jsonl", *({"query_id": n, "query": f"q{n}"} for n in range(100)))
-    write_lines(tmp_path / "r.jsonl", *({"query_id": n, "doc_id": n} for n in range(100)))
-    files = {
-        name: {"path": str(tmp_path / f"{short}.jsonl")}
-        for name, short in (("documents", "d"), ("queries", "q"), ("qrels", "r"))
-    }
     artifact = run(Columns(**files, max_documents=40), output=str(tmp_path / "out"))
     assert artifact.counts["documents"] == 40
     assert artifact.counts["queries"] == 40
@@ -202,41 +169,37 @@ def test_a_subset_leaves_out_without_rejecting(tmp_path):
     assert artifact.manifest.info["left_out"] == {"documents": 60, "queries": 60, "qrels": 60}
     groups = artifact.table("documents")["group"].to_pylist()
     assert len(set(groups)) == 20  # whole groups
-    assert set(artifact.table("qrels.parquet")["doc_id"].to_pylist()) <= set(
-        artifact.table("documents")["doc_id"].to_pylist()
-    )
+    doc_ids = set(artifact.table("documents")["doc_id"].to_pylist())
+    assert set(artifact.table("qrels.parquet")["doc_id"].to_pylist()) <= doc_ids
 
 
 def test_a_finished_data_set_is_returned_and_another_is_refused(tmp_path):
-    write_lines(tmp_path / "d.jsonl", {"doc_id": "1", "title": "t"})
-    write_lines(tmp_path / "q.jsonl", {"query_id": "1", "query": "q", "doc_id": "1"})
-    files = {
-        name: {"path": str(tmp_path / f"{short}.jsonl")}
-        for name, short in (("documents", "d"), ("queries", "q"), ("qrels", "q"))
-    }
+    asked = [{"query_id": "1", "query": "q", "doc_id": "1"}]
+    files = write_tables(tmp_path, documents=[{"doc_id": "1", "title": "t"}], queries=asked, qrels=asked)
     first = run(Columns(**files), output=str(tmp_path / "out"))
-    (tmp_path / "d.jsonl").unlink()
+    (tmp_path / "documents.jsonl").unlink()
     assert run(Columns(**files), output=str(tmp_path / "out")).digest == first.digest
     with pytest.raises(ArtifactError, match="already holds another"):
         run(Columns(**files, seed=1), output=str(tmp_path / "out"))
 
 
 def test_nothing_usable_is_an_error_that_says_why(tmp_path):
-    write_lines(tmp_path / "d.jsonl", {"doc_id": "1", "title": ""})
-    write_lines(tmp_path / "q.jsonl", {"query_id": "1", "query": "x"})
-    write_lines(tmp_path / "r.jsonl", {"query_id": "1", "doc_id": "gone"})
-    files = {"documents": "d", "queries": "q", "qrels": "r"}
-    config = Columns(**{name: {"path": str(tmp_path / f"{short}.jsonl")} for name, short in files.items()})
-    with pytest.raises(DataError, match="no usable row of documents; set aside: 1 x documents: no text"):
-        run(config, output=str(tmp_path / "out"))
-    write_lines(tmp_path / "d.jsonl", {"doc_id": "1", "title": "now there"})
-    with pytest.raises(
-        DataError, match=r"no query with a relevant document remains; .* qrels: unknown doc_id"
-    ):
-        run(config, output=str(tmp_path / "out"))
-    write_lines(tmp_path / "r.jsonl", {"query_id": "1"})
-    with pytest.raises(DataError, match=r"r\.jsonl \(qrels\) has no column \['doc_id'\] .*: map it under"):
-        run(config, output=str(tmp_path / "out"))
+    def refused(files):
+        with pytest.raises(DataError) as error:
+            run(Columns(**files), output=str(tmp_path / "out"))
+        return str(error.value)
+
+    files = write_tables(
+        tmp_path,
+        documents=[{"doc_id": "1", "title": ""}],
+        queries=[{"query_id": "1", "query": "x"}],
+        qrels=[{"query_id": "1", "doc_id": "gone"}],
+    )
+    assert "no usable row of documents; set aside: 1 x documents: no text" in refused(files)
+    write_tables(tmp_path, documents=[{"doc_id": "1", "title": "now there"}])
+    assert re.search(r"no query with a relevant document remains; .* qrels: unknown doc_id", refused(files))
+    write_tables(tmp_path, qrels=[{"query_id": "1"}])
+    assert re.search(r"qrels\.jsonl \(qrels\) has no column \['doc_id'\] .*: map it under", refused(files))
 
 
 def test_the_union_is_told_apart_by_name():

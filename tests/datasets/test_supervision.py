@@ -1,6 +1,5 @@
 """Queries and their rows in many tasks are those of one task; killed runs go on."""
 
-import json
 import random
 from datetime import UTC, datetime
 
@@ -9,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from in_process import killed_after
+from row_files import build, write_tables
 from scalingnote.core.errors import DataError
-from scalingnote.datasets import input_files, job, readers, supervision
+from scalingnote.datasets import input_files, job, supervision
 from scalingnote.datasets.config import Columns
-from scalingnote.storage.artifact import Draft
 
 QUERIES, DOCUMENTS = 60, 50
 TABLES = ("queries", *supervision.PAIR_SCHEMAS, "users")
@@ -21,12 +20,6 @@ TABLES = ("queries", *supervision.PAIR_SCHEMAS, "users")
 def write_inputs(folder, *, impressions=False, split=False, users=False):
     """A small source whose rows have every kind of fault; returns the fields of its config."""
     rng = random.Random(3)
-    folder.mkdir(parents=True)
-
-    def lines(name, rows, *, raw=()):
-        path = folder / f"{name}.jsonl"
-        path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + b"".join(raw))
-        return {"path": str(path)}
 
     def pairs(**more):
         for number in range(4 * QUERIES):
@@ -44,12 +37,10 @@ def write_inputs(folder, *, impressions=False, split=False, users=False):
     if split:
         queries = [row | {"split": "test" if n % 3 == 0 else "train"} for n, row in enumerate(queries)]
     queries += [{"query_id": "q3", "query": "again"}, {"query_id": "lonely", "query": "x"}, {"query": "y"}]
-    fields = {
-        "documents": lines("documents", documents),
-        "queries": lines("queries", queries, raw=[b'{"query_id": broken\n', b"[1]\n"]),
-        "qrels": lines("qrels", pairs(relevance=lambda _: rng.choice([0, 1, 2, "many"]))),
-        "features": {"price": "float64"},
-    }
+    queries += [b'{"query_id": broken\n', b"[1]\n"]
+    judged = pairs(relevance=lambda _: rng.choice([0, 1, 2, "many"]))
+    fields = write_tables(folder, documents=documents, queries=queries, qrels=judged)
+    fields["features"] = {"price": "float64"}
     if impressions:
         rows = list(pairs(position=lambda n: n % 5, clicked=lambda _: rng.random() < 0.3))
         table = pa.Table.from_pylist(
@@ -65,16 +56,11 @@ def write_inputs(folder, *, impressions=False, split=False, users=False):
         )
         pq.write_table(table, folder / "log.parquet", row_group_size=40)
         fields["impressions"] = {"path": str(folder / "log.parquet")}
-        fields["scores"] = lines("scores", pairs(score=lambda _: rng.random()))
+        fields |= write_tables(folder, scores=pairs(score=lambda _: rng.random()))
     if users:
         given = [{"user_id": f"u{n % 25}", "age": n} for n in range(30)] + [{"age": 1}]
-        fields |= {"users": lines("users", given), "profile": {"age": "int64"}}
+        fields |= write_tables(folder, users=given) | {"profile": {"age": "int64"}}
     return fields
-
-
-def build(config, output, *, each=map):
-    draft = Draft(str(output), kind="dataset", config=config, parents={})
-    return job.build(config, readers.read_columns(config), draft, each=each)
 
 
 @pytest.fixture
@@ -155,10 +141,3 @@ def test_what_no_task_can_hold_is_refused(tmp_path, many, monkeypatch):
     (tmp_path / "in" / "qrels.jsonl").write_text('{"query_id": "q1", "doc_id": "gone"}\n')
     with pytest.raises(DataError, match=r"no query with a relevant document remains; set aside: .*"):
         build(config, tmp_path / "none")
-
-
-def test_on_ray(cluster, tmp_path, many, monkeypatch):
-    many()
-    monkeypatch.setattr(job, "SLICE_BYTES", 1)
-    config = Columns(**write_inputs(tmp_path / "in"))
-    assert job.run(config, output=str(tmp_path / "ray")).digest == build(config, tmp_path / "here").digest

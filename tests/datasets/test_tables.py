@@ -1,13 +1,12 @@
 """Files are found, refused by name before work is spent, and cut into slices that lose and double no row."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from row_files import write_lines, write_tables
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import input_files
 from scalingnote.datasets.config import Logs
@@ -27,12 +26,6 @@ IMPRESSION = {
 DOCUMENT = {"doc_id": "d", "title": "A title"}
 
 
-def lines(path, *rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 FORM = table_format("impressions", pa.schema([]))
 
 
@@ -45,27 +38,19 @@ def planned(tmp_path, *, documents=DOCUMENT, impressions=IMPRESSION, form="parqu
     """The plan of one file a table."""
     paths = {}
     for table, row in {"documents": documents, "impressions": impressions, **extra}.items():
-        if not isinstance(row, dict) or table in ("scores", "qrels", "documents", "impressions"):
-            path = tmp_path / f"{table}.{form}"
-            if form == "parquet":
-                pq.write_table(row if isinstance(row, pa.Table) else pa.Table.from_pylist([row]), path)
-            else:
-                lines(path, row)
-            paths[table] = {"path": str(path), "columns": (columns or {}).get(table, {})}
+        path = tmp_path / f"{table}.{form}"
+        if form == "parquet":
+            pq.write_table(pa.Table.from_pylist([row]), path)
+        else:
+            write_lines(path, row)
+        paths[table] = {"path": str(path), "columns": (columns or {}).get(table, {})}
     return slices_of(Logs(**paths))
 
 
 def test_files_are_found_sorted_below_directories_and_by_pattern(tmp_path):
-    for name in (
-        "b/2.parquet",
-        "b/1.parquet",
-        "a.jsonl",
-        "b/_temporary/0.parquet",
-        "b/.1.parquet.crc",
-        "b/_SUCCESS",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"x")
+    hidden = ("b/_temporary/0.parquet", "b/.1.parquet.crc", "b/_SUCCESS")
+    for name in ("b/2.parquet", "b/1.parquet", "a.jsonl", *hidden):
+        write_lines(tmp_path / name, b"x")
     base = str(tmp_path)
 
     def names(path):
@@ -127,12 +112,12 @@ def test_a_file_of_judgements_may_leave_the_grade_out(tmp_path, form):
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
-    good = lines(tmp_path / "d.jsonl", DOCUMENT)
+    documents = write_tables(tmp_path, documents=[DOCUMENT])
     (tmp_path / "i.parquet").write_bytes(b"PAR1 or so")
     (tmp_path / "i.jsonl").write_bytes(b"session_id,query\ns,q\n")
     for name, error in (("i.parquet", "is not a Parquet file"), ("i.jsonl", "opens with no JSON object")):
         with pytest.raises(DataError, match=error):
-            slices_of(Logs(documents={"path": good}, impressions={"path": str(tmp_path / name)}))
+            slices_of(Logs(**documents, impressions={"path": str(tmp_path / name)}))
 
 
 def test_queries_are_called_in_one_way(tmp_path):
@@ -144,20 +129,15 @@ def test_queries_are_called_in_one_way(tmp_path):
     assert "query_id" in planned(tmp_path, impressions=named, scores={**score, "query_id": "7"})[-1].columns
     with pytest.raises(DataError, match=r"scores\.parquet .* has no column query_id, but the impressions"):
         planned(tmp_path, impressions=named, scores=score)
-    lines(tmp_path / "two" / "1.jsonl", named)
-    lines(tmp_path / "two" / "2.jsonl", IMPRESSION)
-    config = Logs(
-        documents={"path": lines(tmp_path / "d.jsonl", DOCUMENT)}, impressions={"path": str(tmp_path / "two")}
-    )
+    write_lines(tmp_path / "two" / "1.jsonl", named)
+    write_lines(tmp_path / "two" / "2.jsonl", IMPRESSION)
+    config = Logs(**write_tables(tmp_path, documents=[DOCUMENT]), impressions={"path": str(tmp_path / "two")})
     with pytest.raises(DataError, match=r"2\.jsonl has no column query_id, other impressions have"):
         slices_of(config)
 
 
 def test_a_dwell_threshold_needs_dwell_times(tmp_path):
-    paths = {
-        "documents": {"path": lines(tmp_path / "d.jsonl", DOCUMENT)},
-        "impressions": {"path": lines(tmp_path / "i.jsonl", IMPRESSION)},
-    }
+    paths = write_tables(tmp_path, documents=[DOCUMENT], impressions=[IMPRESSION])
     assert len(slices_of(Logs(**paths))) == 2
     with pytest.raises(DataError, match=r"has no column \['dwell_s'\]"):
         slices_of(Logs(**paths, min_dwell_s=1.0))
@@ -168,9 +148,8 @@ def test_slices_are_runs_of_row_groups(tmp_path, monkeypatch):
     rows = pa.Table.from_pylist([{**IMPRESSION, "doc_id": f"{n:0200d}"} for n in range(30_000)])
     pq.write_table(rows, path, row_group_size=2000, use_dictionary=False)
     monkeypatch.setattr(input_files, "SLICE_BYTES", 1 << 20)
-    documents = lines(tmp_path / "d.jsonl", DOCUMENT)
-    source = read_logs(Logs(documents={"path": documents}, impressions={"path": str(path)}))
-    found = source.tables["impressions"]
+    documents = write_tables(tmp_path, documents=[DOCUMENT])
+    found = read_logs(Logs(**documents, impressions={"path": str(path)})).tables["impressions"]
     assert len(found) > 4
     assert all(piece.part.size <= 1 << 20 for piece in found)
     doc_ids = [
@@ -196,7 +175,7 @@ def test_byte_ranges_give_every_line_to_one_slice(tmp_path_factory, lengths, ste
 def test_a_broken_line_changes_no_other_row(tmp_path):
     rows = [{**IMPRESSION, "doc_id": f"d{n}", "position": n + 1, "nested": {"x": n}} for n in range(60)]
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    lines(whole, *rows)
+    write_lines(whole, *rows)
     text = whole.read_text().splitlines(keepends=True)
     broken.write_text("".join([*text[:20], "{oops\n", "\n", *text[20:40], "{" * 9000 + "\n", *text[40:]]))
     columns = {name: name for name in IMPRESSION}

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from row_files import write_lines
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import job, sources
 from scalingnote.datasets.config import Texts
@@ -15,25 +16,18 @@ from scalingnote.datasets.input_files import Quarantine, Source
 from scalingnote.datasets.sources import read_texts
 
 
-def lines(path, *rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in rows))
-    return path
-
-
 def document(doc_id, title, content):
     return {"doc_id": doc_id, "title": title, "content": content}
 
 
 def test_json_lines(tmp_path):
-    path = lines(
-        tmp_path / "a.jsonl",
+    rows = [
         {"id": "x", "title": "One", "text": "first"},
         {"id": 7, "text": "second"},
         {"text": "third", "title": None},
         {"title": "only a title"},
-    )
-    assert list(read_texts(path)) == [
+    ]
+    assert list(read_texts(write_lines(tmp_path / "a.jsonl", *rows))) == [
         document("x", "One", "first"),
         document("7", "", "second"),
         document("3", "", "third"),
@@ -51,18 +45,22 @@ def test_u2028_is_no_end_of_a_line(tmp_path):
 def test_ids_with_slashes_and_devanagari_in_paths(tmp_path):
     ids = ["https://example.org/a?b=c#d", "द्वारा/लेख १", "a b", "12#0"]
     folder = tmp_path / "हिन्दी लेख" / "v1.0"
-    path = lines(folder / "corpus.jsonl", *({"_id": doc_id, "text": f"text of {doc_id}"} for doc_id in ids))
+    path = write_lines(
+        folder / "corpus.jsonl", *({"_id": doc_id, "text": f"text of {doc_id}"} for doc_id in ids)
+    )
     for where in (path, folder, f"{tmp_path}/हि*/v1.0"):
         assert [row["doc_id"] for row in read_texts(where)] == ids
 
 
 def test_beir_folder_without_queries(tmp_path):
-    lines(tmp_path / "corpus.jsonl", {"_id": "d1", "title": "One", "text": "first"})
+    write_lines(tmp_path / "corpus.jsonl", {"_id": "d1", "title": "One", "text": "first"})
     assert list(read_texts(str(tmp_path))) == [document("d1", "One", "first")]
 
 
 def test_text_lines(tmp_path):
-    path = lines(tmp_path / "a.txt", "﻿first\twith a tab\r\n".encode(), b"\n", b"second, caf\xc3\xa9", b"\n")
+    path = write_lines(
+        tmp_path / "a.txt", "﻿first\twith a tab\r\n".encode(), b"\n", b"second, caf\xc3\xa9", b"\n"
+    )
     assert list(read_texts(path)) == [
         document("1", "", "first\twith a tab"),
         document("2", "", "second, café"),
@@ -82,7 +80,7 @@ def test_parquet(tmp_path, kind):
 
 def test_bad_rows_are_counted(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)
-    path = lines(
+    path = write_lines(
         tmp_path / "a.jsonl",
         {"doc_id": "a", "text": "good"},
         b'{"text": "not closed\n',
@@ -106,25 +104,25 @@ def test_bad_rows_are_counted(tmp_path, caplog, monkeypatch):
 
 
 def test_errors_before_any_row_is_read(tmp_path):
-    with pytest.raises(DataError, match="no file at"):
-        read_texts(tmp_path / "missing.jsonl")
-    with pytest.raises(DataError, match=r"no file at"):
-        read_texts(tmp_path)
-    with pytest.raises(DataError, match=r"neither \.jsonl nor \.parquet nor \.tsv nor \.txt"):
-        read_texts(lines(tmp_path / "a.csv", b"text\n"))
-    with pytest.raises(DataError, match="is not a Parquet file"):
-        read_texts(lines(tmp_path / "b.parquet", b"PAR1 not really"))
-    with pytest.raises(DataError, match="needs settings"):
-        read_texts("beir")
+    cases = {
+        tmp_path / "missing.jsonl": "no file at",
+        tmp_path: "no file at",
+        write_lines(tmp_path / "in/a.csv", b"text\n"): r"neither \.jsonl nor \.parquet nor \.tsv nor \.txt",
+        write_lines(tmp_path / "in/b.parquet", b"PAR1 not really"): "is not a Parquet file",
+        "beir": "needs settings",
+    }
+    for path, message in cases.items():
+        with pytest.raises(DataError, match=message):
+            read_texts(path)
     with pytest.raises(DataError, match="whose columns are known"):
         read_texts("python_docs", {"content": "answer"})
 
 
 def test_no_text_at_all(tmp_path):
     with pytest.raises(DataError, match="it has no rows"):
-        list(read_texts(lines(tmp_path / "a.jsonl")))
+        list(read_texts(write_lines(tmp_path / "a.jsonl")))
     with pytest.raises(DataError, match=r"no text \(2\), invalid JSON \(1\)"):
-        list(read_texts(lines(tmp_path / "b.jsonl", {"text": ""}, b"{\n", {"text": " "})))
+        list(read_texts(write_lines(tmp_path / "b.jsonl", {"text": ""}, b"{\n", {"text": " "})))
 
 
 def test_registered_data_set(monkeypatch):

@@ -1,0 +1,32 @@
+"""Files of rows as users have them, and the data set of a config, made in this process."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from scalingnote.datasets import job, sources
+from scalingnote.datasets.config import Columns, Logs
+from scalingnote.storage.artifact import Artifact, Draft
+
+
+def write_lines(path: Path, *rows: dict[str, Any] | bytes) -> Path:
+    """JSON lines; rows of bytes are written as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
+    )
+    return path
+
+
+def write_tables(folder: Path, **tables: Iterable[dict[str, Any] | bytes]) -> dict[str, dict[str, str]]:
+    """Each table as a file of JSON lines; returns the fields of a config that names them."""
+    return {
+        name: {"path": str(write_lines(folder / f"{name}.jsonl", *rows))} for name, rows in tables.items()
+    }
+
+
+def build(config: Columns | Logs, output: Path, *, each: Callable[..., Iterable[Any]] = map) -> Artifact:
+    """The data set of a config, whose tasks `each` runs; a finished one as it is."""
+    draft = Draft(str(output), kind="dataset", config=config, parents={})
+    return draft.existing() if draft.finished else job.build(config, sources.read(config), draft, each=each)
