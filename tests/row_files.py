@@ -1,9 +1,11 @@
 """Files of rows as users have them, and the data set of a config, made in this process."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from scalingnote.datasets import job, sources
 from scalingnote.datasets.config import Columns, Logs
@@ -30,3 +32,10 @@ def build(config: Columns | Logs, output: Path, *, each: Callable[..., Iterable[
     """The data set of a config, whose tasks `each` runs; a finished one as it is."""
     draft = Draft(str(output), kind="dataset", config=config, parents={})
     return draft.existing() if draft.finished else job.build(config, sources.read(config), draft, each=each)
+
+
+def table_of(schema: pa.Schema, rows: Sequence[Sequence[Any]]) -> pa.Table:
+    """Rows, each with its values in the order of the columns, as a table."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(schema)
+    arrays = [pa.array(list(column), field.type) for column, field in zip(columns, schema, strict=True)]
+    return pa.table(arrays, schema=schema)

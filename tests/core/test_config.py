@@ -58,20 +58,14 @@ def test_every_ablation_of_lightretriever_changes_one_thing(path: Path):
 
 def test_the_published_lightretriever_has_the_published_numbers():
     config = load(RunConfig, [CONFIGS / "paper/lightretriever.yaml"])
-    train, lora = config.train, config.train.query_tower.lora
+    train, lora, optimizer = config.train, config.train.query_tower.lora, config.train.optimizer
     assert train.shares_backbone
     assert (lora.rank, lora.alpha, lora.dropout) == (16, 32, 0.1)
     assert (train.global_batch, config.collect.num_negatives, train.losses.temperature) == (128, 7, 0.02)
-    assert (train.query.max_length, train.document.max_length) == (512, 512)
-    assert (train.sparse.flops, train.sparse.query) == (1e-3, "counts")
-    assert (train.sparse.flops_ramp, train.max_steps) == (4000, 12_000)
-    optimizer = train.optimizer
-    assert (optimizer.peak_lr, optimizer.warmup, optimizer.weight_decay) == (2e-5, 100, 0.01)
-    assert (optimizer.schedule, optimizer.floor) == ("cosine", 0.1)
+    assert (train.sparse.flops, train.sparse.flops_ramp, train.max_steps) == (1e-3, 4000, 12_000)
+    assert (optimizer.peak_lr, optimizer.warmup, optimizer.floor) == (2e-5, 100, 0.1)
     assert (train.losses.bidirectional, train.losses.alpha) == (False, 0)
-    assert len(train.mixture) == 23
-    assert (train.mixture["fever"].epochs, train.mixture["t2ranking"].epochs) == (0.8, 0.5)
-    assert sum(map(len, train.query.instructions.values())) == 23
+    assert len(train.mixture) == sum(map(len, train.query.instructions.values())) == 23
     assert len(train.query.tasks) == 15 + 8  # of BEIR, and of CMTEB
 
 
@@ -79,20 +73,15 @@ def test_the_published_lightretriever_has_the_published_numbers():
 def test_the_published_embeddistill_has_the_published_numbers(name: str, peak_lr: float):
     file = CONFIGS / f"paper/embeddistill-{name}.yaml"
     config = load(RunConfig, [file])
-    assert config.adopt.similarity == "dot"
-    assert config.collect.num_negatives == 0
-    distill = config.distill
-    assert (distill.global_batch, distill.optimizer.peak_lr) == (128, peak_lr)
-    assert distill.student.pooling == "cls"
-    losses = distill.losses
+    distill, losses = config.distill, config.distill.losses
+    assert (config.adopt.similarity, config.collect.num_negatives) == ("dot", 0)
+    assert (distill.global_batch, distill.optimizer.peak_lr, distill.student.pooling) == (128, peak_lr, "cls")
     assert (losses.qkd, losses.one_hot, losses.scores, losses.query_matching) == (0, 1, 1, 1)
     if name == "msmarco":
         mini = load(RunConfig, [f"{file}:mini-generation"])
+        generation = mini.collect.query_generation
         assert mini.distill.losses.query_matching == 5
-        assert (mini.collect.query_generation.sigmas, mini.collect.query_generation.mask_fraction) == (
-            (0.1, 0.2),
-            0.1,
-        )
+        assert (generation.sigmas, generation.mask_fraction) == ((0.1, 0.2), 0.1)
         direct = load(RunConfig, [f"{file}:direct"]).distill
         assert (direct.document.pooling, direct.losses.scores, direct.losses.query_matching) == ("cls", 0, 0)
 
@@ -188,7 +177,7 @@ class Outer(Config):
 WRONG: list[tuple[str | None, list[str], str]] = [
     ("a: [", [], "is not YAML"),
     ("- 1", [], "holds a list"),
-    (None, [], "no config file"),
+    (None, [], "no config file at .*c.yaml"),
     ("", ["global_bach=3"], r"unknown key 'global_bach'; did you mean 'global_batch'\?"),
     ("", ["optimizer.peak_lr=-1"], r"optimizer\.peak_lr: .*greater than 0 \(found -1\)"),
     ("", ["global_batch=33"], "does not divide over 2 workers"),
@@ -203,11 +192,8 @@ def test_a_config_error_names_the_place_and_the_value(
         (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load(TrainConfig, [tmp_path / "c.yaml"], overrides)
-
-
-def test_a_knob_in_place_of_a_file_is_told_its_option():
     with pytest.raises(ConfigError, match="no config file at dim=8: override a knob by --set dim=8"):
-        load(TrainConfig, [Path("dim=8")], [])
+        load(TrainConfig, ["dim=8"], [])
 
 
 def test_a_lookup_student_needs_the_teachers_tokens():
@@ -227,13 +213,10 @@ def test_stages_are_chosen_by_name():
     config = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml"])
     assert [s.name for s in select(config, start="encode", until="index")] == ["encode", "quantize", "index"]
     assert [s.name for s in select(config, only="train")] == ["train"]
+    without = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml", CONFIGS / "methods/twinbert.yaml"])
+    assert {"teacher", "distill"}.isdisjoint(stage.name for stage in select(without))
     with pytest.raises(ConfigError, match=r"no stage 'quantise'.*did you mean 'quantize'\?"):
         select(config, only="quantise")
-
-
-def test_without_a_student_there_is_no_teacher_either():
-    config = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml", CONFIGS / "methods/twinbert.yaml"])
-    assert {"teacher", "distill"}.isdisjoint(stage.name for stage in select(config))
 
 
 def test_a_variant_is_laid_over_its_file_and_may_extend_another(tmp_path: Path):

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from row_files import table_of
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import splits
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.splits import uniform
-from scalingnote.storage.schema import QRELS
+from scalingnote.storage.schema import IMPRESSIONS, QRELS
 
 FILES = {"documents": {"path": "d"}, "impressions": {"path": "i"}}
 HOUR = 3_600_000
@@ -58,9 +59,8 @@ def test_windows_at_odds_are_refused(windows, error):
 
 
 def impressions(*rows):
-    columns = zip(*rows, strict=True)
     names = ("query_id", "doc_id", "clicked", "dwell_s")
-    return pa.table({name: list(column) for name, column in zip(names, columns, strict=True)})
+    return table_of(pa.schema([IMPRESSIONS.field(name) for name in names]), rows)
 
 
 def test_clicks_count_from_a_dwell_time_on():
@@ -80,26 +80,14 @@ def test_clicks_count_from_a_dwell_time_on():
     ]
 
 
-def texts(*rows):
-    return pa.Table.from_pylist(
-        [dict(zip(splits.QUERY_TEXTS.names, row, strict=True)) for row in rows], splits.QUERY_TEXTS
-    )
-
-
 def test_queries_are_dealt_out():
-    asked = pa.Table.from_pylist(
-        [
-            {"query_id": "seen", "doc_id": "a", "clicks": 3},
-            {"query_id": "new", "doc_id": "a", "clicks": 1},
-            {"query_id": "new", "doc_id": "b", "clicks": 0},
-            {"query_id": "silent", "doc_id": "a", "clicks": 0},
-        ],
-        schema=splits.TEST_CLICKS,
-    )
-    named = texts(
+    clicks = [("seen", "a", 3), ("new", "a", 1), ("new", "b", 0), ("silent", "a", 0)]
+    asked = table_of(splits.TEST_CLICKS, clicks)
+    texts = [
         ("seen", "Seen", 4), ("seen", "seen", 4), ("seen", "SEEN", 1), ("new", "new", 1), ("silent", "s", 1),
         ("early", "early", 2), ("outside", "o", 1), ("judged", "j", 0),
-    )  # fmt: skip
+    ]  # fmt: skip
+    named = table_of(splits.QUERY_TEXTS, texts)
     trained = pa.array(["seen", "early"])
     settled = splits.split_queries(
         trained, test_clicks=asked, texts=named, judged=splits.judge_by_clicks(asked, min_clicks=1)
@@ -117,8 +105,7 @@ def test_queries_are_dealt_out():
     }
     # Judged by people: what was clicked no longer says what is relevant, and a grade of 0 stays a judgement.
     judged = [("seen", "a", 1), ("judged", "b", 2), ("judged", "a", 0), ("new", "a", 0)]
-    rows = pa.Table.from_pylist([dict(zip(QRELS.names, row, strict=True)) for row in judged], QRELS)
-    settled = splits.split_queries(trained, test_clicks=asked, texts=named, judged=rows)
+    settled = splits.split_queries(trained, test_clicks=asked, texts=named, judged=table_of(QRELS, judged))
     assert [row["query_id"] for row in settled.queries.to_pylist() if row["split"] == "test"] == ["judged"]
     assert [(row["doc_id"], row["relevance"]) for row in settled.qrels.to_pylist()] == [("a", 0), ("b", 2)]
     assert settled.left_out["queries of the test window without a relevant document"] == 2

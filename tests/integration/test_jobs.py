@@ -20,6 +20,7 @@ import psutil
 import pytest
 from ray.job_submission import JobSubmissionClient
 
+from row_files import write_tables
 from scalingnote.cli import main as cli
 from scalingnote.core.config import load
 from scalingnote.run import pipeline
@@ -57,8 +58,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         qrels.append({"query_id": f"q{i}", "doc_id": f"d{i}", "relevance": 1})
     # The files lie beside the project, as data sets do, and are named by their full path.
     data = tmp_path_factory.mktemp("data")
-    for name, rows in (("documents", documents), ("queries", queries), ("qrels", qrels)):
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tables(data, documents=documents, queries=queries, qrels=qrels)
     (base / "configs").mkdir()
     (base / "configs" / "tiny.yaml").write_text(
         f"""
@@ -250,16 +250,8 @@ def test_a_job_refuses_a_run_dir_that_would_vanish_with_it(project: Path) -> Non
 
 
 def test_a_submission_id_is_used_once(project: Path, head: Head, in_process: dict[str, str]) -> None:
-    arguments = (
-        "submit",
-        "configs/tiny.yaml",
-        "--only",
-        "prepare",
-        "--address",
-        head.dashboard,
-        "--submission-id",
-        "once",
-    )
+    named = ("--submission-id", "once", "--address", head.dashboard)
+    arguments = ("submit", "configs/tiny.yaml", "--only", "prepare", *named)
     first, second = command(project, *arguments, "--detach"), shell(project, *arguments)
     assert (first.returncode, first.stdout) == (0, "once\n")
     assert second.returncode == 0, second.stderr

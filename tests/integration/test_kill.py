@@ -58,10 +58,8 @@ def test_a_killed_driver_loses_and_doubles_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     config = write_config(tmp_path)
-    shorter, inside = (
-        "train.epochs=4",
-        "train.resources.workers=0",
-    )  # where a run trains is not what it learns
+    # Where a run trains is not what it learns.
+    shorter, inside = "train.epochs=4", "train.resources.workers=0"
     undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}", shorter, inside])
     expected = run_here(undisturbed, until="train")
 

@@ -5,13 +5,11 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 from in_process import without_ray
 from scalingnote.core.config import Config, Resources
-from scalingnote.core.errors import ArtifactError
 from scalingnote.index import job as index_job
 from scalingnote.index.config import IndexConfig
 from scalingnote.quantize import job as quantize_job
@@ -68,17 +66,6 @@ def test_stages_give_the_same_artifacts_there_as_here(
     assert first.document["doc_id"] == first.doc_id
 
 
-def test_damage_to_a_remote_part_is_refused(bucket: str) -> None:
-    corpus = Corpus.build(f"{bucket}/damaged", sizes=[20], dim=16)
-    artifact = open_artifact(corpus.uris["embeddings"], kind="embeddings")
-    name = "embeddings/part-00000.parquet"
-    data = np.frombuffer(fs.read_bytes(fs.join(artifact.uri, name)), np.uint8).copy()
-    data[len(data) // 2] ^= 1
-    fs.write_bytes(fs.join(artifact.uri, name), data.tobytes())
-    with pytest.raises(ArtifactError, match=f"s3://corpus/damaged/embeddings/{name} is damaged"):
-        artifact.table(name)
-
-
 @pytest.fixture
 def requests(bucket: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests that the store answers, as METHOD or METHOD range."""
@@ -115,9 +102,8 @@ def test_an_artifact_takes_eleven_requests(bucket: str, requests: list[str]) -> 
     requests.clear()
     made = draft.commit(counts={})
     assert len(requests) == 5
-    assert (
-        made.manifest.info["usage"]["requests"] == 6 + 2
-    )  # the manifest is written, and work deleted, afterwards
+    # The manifest is written, and work deleted, afterwards.
+    assert made.manifest.info["usage"]["requests"] == 6 + 2
 
 
 def test_a_large_file_is_read_by_ranges_side_by_side(

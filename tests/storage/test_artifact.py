@@ -51,17 +51,19 @@ def test_what_is_committed_is_read_back(uri: str):
     assert artifact.manifest.parts["rows/part-00000.parquet"].rows == 3
 
 
-def test_without_a_manifest_there_is_nothing_to_read(uri: str):
-    draft = Draft(uri, kind="thing", config=Settings(), parents={})
-    draft.write_table("rows/part-00000.parquet", TABLE)
+def test_what_is_not_the_whole_artifact_asked_for_is_refused(uri: str):
+    Draft(uri, kind="thing", config=Settings(), parents={}).write_table("rows/part-00000.parquet", TABLE)
     with pytest.raises(ArtifactError, match="no finished 'thing' artifact"):
         open_artifact(uri, kind="thing")
-
-
-def test_another_kind_is_refused(uri: str):
     build(uri)
     with pytest.raises(ArtifactError, match="holds 'thing', expected 'index'"):
         open_artifact(uri, kind="index")
+    fs.delete(fs.join(uri, "facts.json"))
+    with pytest.raises(ArtifactError, match=r"facts\.json is missing"):
+        open_artifact(uri, kind="thing").read_json("facts.json")
+    fs.write_bytes(fs.join(uri, "manifest.json"), b'{"kind": "thing"}')
+    with pytest.raises(ArtifactError, match="is not a manifest"):
+        open_artifact(uri, kind="thing")
 
 
 @pytest.mark.parametrize("name", ["rows/part-00000.parquet", "rows.arrow", "facts.json"])
@@ -74,20 +76,6 @@ def test_a_flipped_byte_in_any_part_is_refused_by_name(uri: str, name: str):
         open_artifact(uri, kind="thing").file(name)
 
 
-def test_a_missing_part_is_refused_by_name(uri: str):
-    build(uri)
-    fs.delete(fs.join(uri, "facts.json"))
-    with pytest.raises(ArtifactError, match=r"facts\.json is missing"):
-        open_artifact(uri, kind="thing").read_json("facts.json")
-
-
-def test_a_manifest_that_is_not_one_is_refused(uri: str):
-    build(uri)
-    fs.write_bytes(fs.join(uri, "manifest.json"), b'{"kind": "thing"}')
-    with pytest.raises(ArtifactError, match="is not a manifest"):
-        open_artifact(uri, kind="thing")
-
-
 def test_the_same_settings_and_rows_give_the_same_digest_wherever_they_ran(tmp_path: Path):
     first = build(str(tmp_path / "first"))
     assert build(str(tmp_path / "second"), workers=7).digest == first.digest
@@ -95,15 +83,12 @@ def test_the_same_settings_and_rows_give_the_same_digest_wherever_they_ran(tmp_p
     assert build(str(tmp_path / "fourth"), rows=TABLE.slice(1)).digest != first.digest
 
 
-def test_a_finished_artifact_is_not_built_again(uri: str):
+def test_a_finished_artifact_is_not_built_again_nor_overwritten(uri: str):
     built = build(uri)
+    assert not [name for name in fs.list_files(uri) if name.startswith("_work")]
     draft = Draft(uri, kind="thing", config=Settings(), parents={})
     assert draft.finished
     assert draft.existing().digest == built.digest
-
-
-def test_a_finished_artifact_of_other_settings_is_never_overwritten(uri: str):
-    build(uri)
     with pytest.raises(ArtifactError, match="already holds another 'thing' artifact"):
         Draft(uri, kind="thing", config=Settings(knob=2), parents={})
 
@@ -114,11 +99,6 @@ def test_unfinished_work_is_resumed_only_by_the_same_settings(uri: str):
     assert fs.exists(Draft(uri, kind="thing", config=Settings(), parents={}).work("checkpoint"))
     other = Draft(uri, kind="thing", config=Settings(knob=2), parents={})
     assert not fs.exists(other.work("checkpoint"))
-
-
-def test_a_commit_leaves_no_work_behind(uri: str):
-    build(uri)
-    assert not [name for name in fs.list_files(uri) if name.startswith("_work")]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "data/part-0.parquet"])

@@ -247,10 +247,3 @@ def test_a_delete_whose_answer_is_lost_is_repeated(store: Faults, lost: str) -> 
     fs.delete(folder)
     assert "lost" in store.seen
     assert fs.list_files(folder) == {}
-
-
-def test_a_folder_of_many_objects_is_deleted(store: Faults) -> None:
-    for number in range(40):
-        fs.write_bytes(f"{store.uri}/many/{number}", b"x")
-    fs.delete(f"{store.uri}/many")
-    assert fs.list_files(f"{store.uri}/many") == {}

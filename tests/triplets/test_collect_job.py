@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from in_process import run_without_ray, without_ray
+from row_files import table_of
 from scalingnote.core import topk
 from scalingnote.core.bm25 import BM25, document_texts
 from scalingnote.core.config import Config, Resources
@@ -57,21 +58,18 @@ CONFIG = ONE_HOP.model_copy(
 PLANNER = Statistics(fields=("title",))
 
 
-def table(schema, rows):
-    columns = zip(*rows, strict=True) if rows else [[]] * len(schema)
-    return pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
-
-
 def make_dataset(uri, *, impressions=True, scores=False):
     draft = Draft(str(uri), kind="dataset", config=Config(), parents={})
     # Every fifteenth text is the same: such queries are associated by clicks and by relevance.
     text = [f"{WORDS[i % 15]} {WORDS[i * 7 % 15 - 1]} shop item" for i in range(60)]
     documents = [(f"d{i}", text[i], "home", f"model {i}", f"g{i // 3}") for i in range(60)]
-    draft.write_table("documents/part-00000.parquet", table(DOCUMENTS, documents[:30]))
-    draft.write_table("documents/part-00001.parquet", table(DOCUMENTS, documents[30:]))
+    draft.write_table("documents/part-00000.parquet", table_of(DOCUMENTS, documents[:30]))
+    draft.write_table("documents/part-00001.parquet", table_of(DOCUMENTS, documents[30:]))
     split = {f"q{i}": "test" if f"q{i}" in TEST_QUERIES else "train" for i in range(40)}
-    draft.write_table("queries.parquet", table(QUERIES, [(q, text[int(q[1:])], s) for q, s in split.items()]))
-    draft.write_table("qrels.parquet", table(QRELS, [(f"q{i}", f"d{i}", 1) for i in range(40)]))
+    draft.write_table(
+        "queries.parquet", table_of(QUERIES, [(q, text[int(q[1:])], s) for q, s in split.items()])
+    )
+    draft.write_table("qrels.parquet", table_of(QRELS, [(f"q{i}", f"d{i}", 1) for i in range(40)]))
     if impressions:
         log = [
             ("s", None, f"q{i}", f"d{(i + 7 * rank) % 60}", rank + 1, not rank or not (i + rank) % 9, 0, None)
@@ -79,10 +77,10 @@ def make_dataset(uri, *, impressions=True, scores=False):
             for rank in range(6)
         ]
         log += [("s", None, "stranger", "d1", 1, True, 0, None)]
-        draft.write_table("impressions.parquet", table(IMPRESSIONS, log))
+        draft.write_table("impressions.parquet", table_of(IMPRESSIONS, log))
     if scores:
         ranked = [(f"q{i}", f"d{(i * 5 + j) % 60}", float(-j)) for i in range(40) for j in range(15)]
-        draft.write_table("scores.parquet", table(SCORES, ranked))
+        draft.write_table("scores.parquet", table_of(SCORES, ranked))
     return draft.commit(counts={}, simulated_clicks=impressions)
 
 
@@ -134,10 +132,10 @@ def test_test_documents_with_groups_and_texts_are_held_out(tmp_path, dataset):
     def held_out(name: str, **info: bool) -> pa.Table:
         draft = Draft(str(tmp_path / name), kind="dataset", config=Config(), parents={})
         for part in range(2):
-            draft.write_table(f"documents/part-{part:05d}.parquet", table(DOCUMENTS, rows[part::2]))
-        draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test"), ("r", "y", "train")]))
+            draft.write_table(f"documents/part-{part:05d}.parquet", table_of(DOCUMENTS, rows[part::2]))
+        draft.write_table("queries.parquet", table_of(QUERIES, [("q", "x", "test"), ("r", "y", "train")]))
         judged = [("q", "d0", 1), ("q", "d3", 1), ("q", "d4", 0), ("r", "d5", 1)]
-        draft.write_table("qrels.parquet", table(QRELS, judged))
+        draft.write_table("qrels.parquet", table_of(QRELS, judged))
         return find_held_out(draft.commit(counts={}, **info))
 
     found = held_out("by-group")
@@ -395,7 +393,7 @@ def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):
 
 
 def test_what_lacks_negatives_and_what_nobody_asked_is_counted():
-    log = table(
+    log = table_of(
         IMPRESSIONS,
         [
             ("s", None, query, doc, 1, clicked, 0, dwell)

@@ -7,6 +7,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
+from row_files import table_of
 from scalingnote.triplets.collect.triplets import (
     KNOWN,
     MULTI_HOP,
@@ -25,11 +26,6 @@ LOAN = st.tuples(
     st.lists(DOCS, min_size=1, max_size=1),
     st.sampled_from(["click", "relevance"]),
 )
-
-
-def table(schema: pa.Schema, rows: list[tuple]) -> pa.Table:
-    columns = zip(*rows, strict=True) if rows else [[]] * len(schema)
-    return pa.table([pa.array(list(c), f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
 
 
 def _drawn(loan: tuple) -> float:
@@ -56,8 +52,8 @@ def slow_borrow(loans: list[tuple], known: dict[tuple[int, str], bool], most: in
 )
 def test_borrowing_equals_its_transcription(loans, known, most, order):
     found, counts = select_multi_hop(
-        table(MULTI_HOP, Random(order).sample(loans, len(loans))),
-        table(KNOWN, [(row, doc, positive) for (row, doc), positive in known.items()]),
+        table_of(MULTI_HOP, Random(order).sample(loans, len(loans))),
+        table_of(KNOWN, [(row, doc, positive) for (row, doc), positive in known.items()]),
         limit=most,
         seed=5,
     )
@@ -67,7 +63,7 @@ def test_borrowing_equals_its_transcription(loans, known, most, order):
 
 def test_what_answers_the_borrower_is_not_lent_as_a_negative():
     loans = [(0, "q7", 0.9, "a", ["b"], "click"), (0, "q8", 0.8, "b", ["c"], "click")]
-    found, counts = select_multi_hop(table(MULTI_HOP, loans), table(KNOWN, []), limit=4, seed=0)
+    found, counts = select_multi_hop(table_of(MULTI_HOP, loans), table_of(KNOWN, []), limit=4, seed=0)
     assert found["positive"].to_pylist() == ["b"]
     assert counts["multi_negative_is_positive"] == 1
 
@@ -78,7 +74,7 @@ def test_lenders_give_triplets_of_a_source_to_every_borrower():
 
     def lent(most: int) -> tuple[list[tuple], int]:
         found, over = multi_hop_candidates(
-            table(ONE_HOP, triplets),
+            table_of(ONE_HOP, triplets),
             pa.array([f"q{i}" for i in range(6)]),
             source="click",
             associates=np.array([5, 2, 5, 3]),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from row_files import table_of
 from scalingnote.triplets.collect.config import CollectConfig
 from scalingnote.triplets.collect.triplets import (
     EVIDENCE,
@@ -32,10 +33,8 @@ def settings(**values: object) -> CollectConfig:
 def clicked(log: Iterable[tuple[str, bool, bool]], *, query: str = "q", **values: object) -> list[Triplet]:
     """The triplets of a query by rows of a log: a document, whether it was clicked and satisfied."""
     rows = [(query, doc, int(click), int(satisfied), None) for doc, click, satisfied in log]
-    columns = [*zip(*rows, strict=True)] or [()] * len(EVIDENCE)
-    evidence = pa.table([pa.array(c, f.type) for c, f in zip(columns, EVIDENCE, strict=True)], EVIDENCE)
     config = settings(sources=("click",), **values)
-    found, _, counts = one_hop_triplets(evidence, pa.array([query]), config=config)
+    found, _, counts = one_hop_triplets(table_of(EVIDENCE, rows), pa.array([query]), config=config)
     assert counts["ignored_rows"] == 0
     return [Triplet(row["positive"], row["negatives"]) for row in found.to_pylist()]
 

@@ -6,6 +6,7 @@ import pytest
 
 import tiny
 from in_process import without_ray
+from row_files import table_of
 from scalingnote.core.errors import ArtifactError, DataError
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.models.config import Scratch
@@ -65,13 +66,9 @@ def test_of_the_queries_only_those_for_training_are_counted():
 
 def dataset(uri, *, documents, queries, qrels):
     draft = Draft(str(uri), kind="dataset", config=tiny.Nothing(), parents={})
-    for name, rows, schema in (
-        ("documents/part-00000", documents, DOCUMENTS),
-        ("queries", queries, QUERIES),
-        ("qrels", qrels, QRELS),
-    ):
-        columns = [pa.array(list(c), f.type) for c, f in zip(zip(*rows, strict=True), schema, strict=True)]
-        draft.write_table(f"{name}.parquet", pa.table(columns, schema=schema))
+    draft.write_table("documents/part-00000.parquet", table_of(DOCUMENTS, documents))
+    draft.write_table("queries.parquet", table_of(QUERIES, queries))
+    draft.write_table("qrels.parquet", table_of(QRELS, qrels))
     return draft.commit(counts={})
 
 

@@ -155,21 +155,19 @@ def test_real_queries_join_and_win_over_equal_texts(dataset: Artifact, tmp_path:
 
 def test_a_log_in_parquet_and_one_that_is_not_there(dataset: Artifact, tmp_path: Path):
     pq.write_table(pa.table({"query": ["from parquet", None]}), tmp_path / "log.parquet")
-    config = ONE_EACH.model_copy(update={"query_log": str(tmp_path / "log.parquet")})
-    assert "from parquet" in texts(job.run(config, dataset=dataset.uri, output=str(tmp_path / "out")))
     (tmp_path / "queries.jsonl").write_text('{"_id": "q1", "text": "from BEIR \\ud83d"}\n')
-    config = ONE_EACH.model_copy(update={"query_log": str(tmp_path / "queries.jsonl")})
-    assert "from BEIR \ufffd" in texts(job.run(config, dataset=dataset.uri, output=str(tmp_path / "beir")))
     (tmp_path / "other.jsonl").write_text('{"q": "of an unknown name"}\n')
-    config = ONE_EACH.model_copy(update={"query_log": str(tmp_path / "other.jsonl")})
+
+    def of_log(name: str) -> dict[str, str]:
+        config = ONE_EACH.model_copy(update={"query_log": str(tmp_path / name)})
+        return texts(job.run(config, dataset=dataset.uri, output=str(tmp_path / f"of-{name}")))
+
+    assert "from parquet" in of_log("log.parquet")
+    assert "from BEIR \ufffd" in of_log("queries.jsonl")
     with pytest.raises(ConfigError, match=r"no column .query. or .text., only \['q'\]"):
-        job.run(config, dataset=dataset.uri, output=str(tmp_path / "other"))
+        of_log("other.jsonl")
     with pytest.raises(ConfigError, match=r"query_log: no file at .*nowhere\.txt"):
-        job.run(
-            ONE_EACH.model_copy(update={"query_log": str(tmp_path / "nowhere.txt")}),
-            dataset=dataset.uri,
-            output=str(tmp_path / "missing"),
-        )
+        of_log("nowhere.txt")
 
 
 def test_documents_without_text_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
