@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scalingnote.core.log import environment
-from scalingnote.core.reports import markdown
+from scalingnote.core.reports import ReportTable
 from scalingnote.storage.usage import peak_bytes
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows with equal keys as Markdown; leading columns that hold only words are aligned left."""
     words = takewhile(lambda name: all(_is_word(row[name]) for row in rows), rows[0])
     lines = [[_text(value) for value in row.values()] for row in rows]
-    return markdown([*rows[0]], lines, text=len([*words]))
+    return ReportTable([*rows[0]], lines, text=len([*words])).markdown
 
 
 def write(

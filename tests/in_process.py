@@ -1,11 +1,15 @@
 """Stages in this process: for tests of what a stage does, not of where."""
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
 from scalingnote.core import cluster
+from scalingnote.core.parts import as_stage
+from scalingnote.storage.shuffle import run_slices
 
 R = TypeVar("R")
 
@@ -38,3 +42,36 @@ def killed_after(tasks: int) -> Callable[..., Iterator[Any]]:
             yield task(part)
 
     return run
+
+
+class KilledSteps:
+    """Each step of a stage is killed once, after its first item; counts how often each item is processed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *modules: str) -> None:
+        """Replace `run_slices` in the modules of the stage."""
+        self.killed: set[str] = set()
+        self.done: Counter[str] = Counter()
+        for module in modules:
+            patch.setattr(f"{module}.run_slices", self._run_slices)
+
+    def finish(self, run: Callable[[], R]) -> R:
+        """The result of a stage that is run again after each kill."""
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return run()
+
+    def _run_slices(self, name: str, task: Any, slices: Sequence[Any], *, each: Any, **given: Any) -> Any:
+        process = as_stage(task).start()
+
+        def counted(item: Any) -> Any:
+            self.done[f"{name} {item[0]}"] += 1
+            return process(item)
+
+        def dying(work: Any, items: Sequence[Any]) -> Iterator[Any]:
+            for result in each(work, items):
+                yield result
+                if name not in self.killed:
+                    self.killed.add(name)
+                    raise KeyboardInterrupt
+
+        return run_slices(name, counted, slices, each=dying, **given)

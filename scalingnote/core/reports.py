@@ -33,8 +33,22 @@ class ReportTable:
 
     @property
     def markdown(self) -> str:
-        """The table as Markdown."""
-        return markdown(self.head, self.rows, text=self.text)
+        """The table as Markdown that also lines up as plain text."""
+        lines = [[_markdown_cell(cell) for cell in line] for line in (self.head, *self.rows)]
+        widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
+        left = [number < self.text for number in range(len(widths))]
+        rule = [
+            f":{'-' * (w - 1)}" if words else f"{'-' * (w - 1)}:"
+            for w, words in zip(widths, left, strict=True)
+        ]
+        aligned = [
+            [
+                cell.ljust(width) if words else cell.rjust(width)
+                for cell, width, words in zip(line, widths, left, strict=True)
+            ]
+            for line in lines
+        ]
+        return "\n".join(f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:]))
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class ReportSection:
     text: str = ""
     tables: Sequence[ReportTable] = ()
     pictures: Sequence[str] = ()
-    """SVG of :func:`scalingnote.core.pictures.svg`."""
+    """SVG of :func:`scalingnote.evaluate.pictures.svg`."""
 
 
 @dataclass(frozen=True)
@@ -79,27 +93,6 @@ def _templates() -> "Environment":
     templates.tests |= {"strong": lambda cell: isinstance(cell, StrongCell)}
     templates.tests |= {"code": lambda cell: isinstance(cell, CodeCell)}
     return templates
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, text: int = 1) -> str:
-    """A Markdown table that also lines up as plain text.
-
-    Args:
-        head: names of the columns.
-        rows: their cells.
-        text: the first `text` columns are words, aligned left; the others are numbers, aligned right.
-    """
-    lines = [[_markdown_cell(cell) for cell in line] for line in (head, *rows)]
-    widths = [max(2, *(len(line[i]) for line in lines)) for i in range(len(head))]
-    aligned = [
-        [
-            cell.ljust(width) if i < text else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in lines
-    ]
-    rule = [f":{'-' * (w - 1)}" if i < text else f"{'-' * (w - 1)}:" for i, w in enumerate(widths)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:]))
 
 
 def _markdown_cell(cell: str) -> str:

@@ -92,8 +92,7 @@ class Artifact:
 
     def file(self, name: str) -> str:
         """URI of a part; its checksum is verified at the first use in this process."""
-        if name not in self.manifest.parts:
-            raise ArtifactError(f"{self.uri} has no part {name!r}; it has {self.names()[:8]}")
+        self._part(name)
         uri = fs.join(self.uri, name)
         self._verify(name, uri)
         return uri
@@ -109,21 +108,24 @@ class Artifact:
 
         A remote part above :data:`MAX_MEMORY_PART_BYTES` is copied to this machine.
         """
-        part = self.manifest.parts.get(name)
-        if part is None or fs.is_local(self.uri):
+        if fs.is_local(self.uri):
             return fs.open_input(self.file(name))
-        if part.bytes > MAX_MEMORY_PART_BYTES:
+        if self._part(name).bytes > MAX_MEMORY_PART_BYTES:
             return fs.open_input(str(self.local_file(name)))
         if (data := fs.read_if_exists(fs.join(self.uri, name))) is None:
             raise self._missing(name)
         self._compare(name, hashlib.sha256(data).hexdigest())
         return pa.BufferReader(data)
 
+    def _part(self, name: str) -> Part:
+        if (part := self.manifest.parts.get(name)) is None:
+            raise ArtifactError(f"{self.uri} has no part {name!r}; it has {self.names()[:8]}")
+        return part
+
     def _copy(self, names: list[str]) -> Path:
         """A local directory with these parts: the artifact itself, or a copy that was verified as it came."""
         for name in names:
-            if name not in self.manifest.parts:
-                raise ArtifactError(f"{self.uri} has no part {name!r}; it has {self.names()[:8]}")
+            self._part(name)
         try:
             return fs.download(self.uri, names, version=self.digest, check=self._compare)
         except FileNotFoundError as error:

@@ -18,7 +18,7 @@ from scalingnote.storage import filesystem as fs
 
 Qrels = dict[str, dict[str, int]]  # query_id -> doc_id -> relevance
 Run = dict[str, list[tuple[str, float]]]  # query_id -> (doc_id, score), best first
-RUN_ORDER = [("query_id", "ascending"), ("score", "descending"), ("rank", "ascending")]  # columns to sort by
+_ORDER = [("query_id", "ascending"), ("score", "descending"), ("rank", "ascending")]
 _ENCODED = "%:"
 # A reader may treat these as the end of a column or of the file, or as a byte-order mark.
 _BREAKS = r"\s\x00\ufeff"
@@ -50,13 +50,11 @@ def write_run(uri: str, run: Mapping[str, Sequence[tuple[str, float]]], *, tag: 
     written as the next smaller float32. DataError for a score that is NaN.
     """
     tag = _escape(tag)
-    lines = [
-        f"{_escape(query_id)} Q0 {_escape(doc_id)} {rank} {score} {tag}\n"
-        for query_id, results in run.items()
-        for rank, ((doc_id, _), score) in enumerate(
-            zip(results, _descending(query_id, results), strict=True), 1
-        )
-    ]
+    lines = []
+    for query_id, results in run.items():
+        scores = _descending(query_id, results)
+        for rank, ((doc_id, _), score) in enumerate(zip(results, scores, strict=True), 1):
+            lines.append(f"{_escape(query_id)} Q0 {_escape(doc_id)} {rank} {score} {tag}\n")
     fs.write_bytes(uri, "".join(lines).encode())
 
 
@@ -67,27 +65,20 @@ def run_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, str,
 
 
 def ordered_run(rows: pa.Table, name: str) -> Run:
-    """The run of rows of `query_id`, `doc_id`, `score` and `rank`; DataError as :func:`check_distinct`."""
-    check_distinct(rows, name)
-    return to_run(rows.sort_by(RUN_ORDER))
+    """The run of rows of `query_id`, `doc_id`, `score` and `rank`: by score, of equal ones by rank.
 
-
-def check_distinct(rows: pa.Table, name: str) -> None:
-    """DataError, with the `name` of the file, if a query has a document twice."""
+    DataError, with the `name` of the file, if a query has a document twice.
+    """
     pairs = rows.group_by(["query_id", "doc_id"]).aggregate([([], "count_all")])
     if twice := pairs.filter(pc.greater(pairs["count_all"], 1)).to_pylist():
         raise DataError(
             f"{name}: document {twice[0]['doc_id']!r} stands twice in query {twice[0]['query_id']!r}: "
             "keep one of them"
         )
-
-
-def to_run(rows: pa.Table) -> Run:
-    """The run of rows that are in its order."""
     run: Run = {}
-    for query_id, doc_id, score in zip(
-        *(rows[column].to_pylist() for column in ("query_id", "doc_id", "score")), strict=True
-    ):
+    ordered = rows.sort_by(_ORDER)
+    columns = (ordered[name].to_pylist() for name in ("query_id", "doc_id", "score"))
+    for query_id, doc_id, score in zip(*columns, strict=True):
         run.setdefault(query_id, []).append((doc_id, score))
     return run
 
@@ -95,12 +86,11 @@ def to_run(rows: pa.Table) -> Run:
 def _rows(lines: Iterable[bytes], name: str, *, columns: int) -> Iterator[tuple[str, list[str]]]:
     for number, line in enumerate(lines, 1):
         # utf-8-sig: Windows editors write a byte-order mark, which does not belong to the first id.
-        values = line.decode("utf-8-sig").split()
+        text = line.decode("utf-8-sig")
+        values = text.split()
         if len(values) not in (0, columns):
-            text = line.decode("utf-8-sig").rstrip("\n")
-            raise DataError(
-                f"{name}, line {number}: {len(values)} columns, expected {columns}: {text[:80]!r}"
-            )
+            shown = text.rstrip("\n")[:80]
+            raise DataError(f"{name}, line {number}: {len(values)} columns, expected {columns}: {shown!r}")
         if values:
             yield f"{name}, line {number}", [_unescape(value) for value in values]
 

@@ -27,21 +27,20 @@ _counts: "bytearray | mmap.mmap" = bytearray(LAYOUT.size)
 log = get_logger("usage")
 
 
-def count(*, requests: int = 1, read: int = 0, written: int = 0) -> None:
+def count(*, requests: int = 1, read: int = 0, written: int = 0, rows: int = 0) -> None:
     """Add to the counts of this process."""
+    global _counts
     with _lock:
-        _map_counts()
+        if not isinstance(_counts, mmap.mmap) and (folder := _folder()):
+            _counts = _map(folder / _PROCESS, bytes(_counts))
         before = LAYOUT.unpack_from(_counts)
         sums = before[0] + requests, before[1] + read, before[2] + written
-        LAYOUT.pack_into(_counts, 0, *sums, peak_bytes(), before[4])
+        LAYOUT.pack_into(_counts, 0, *sums, peak_bytes(), before[4] + rows)
 
 
 def count_rows(rows: int) -> None:
     """Add rows that this process has encoded, those of unfinished parts too: progress lines show them."""
-    with _lock:
-        _map_counts()
-        before = LAYOUT.unpack_from(_counts)
-        LAYOUT.pack_into(_counts, 0, *before[:4], before[4] + rows)
+    count(requests=0, rows=rows)
 
 
 def rows_on_this_node() -> int:
@@ -99,14 +98,8 @@ def peak_bytes() -> int:
     return int(status.split(b"VmHWM:")[1].split()[0]) << 10
 
 
-def _map_counts() -> None:
-    """Move the counts of a process of Ray to its file."""
-    global _counts
-    if not isinstance(_counts, mmap.mmap) and (folder := _folder()):
-        _counts = _map(folder / _PROCESS, bytes(_counts))
-
-
 def _map(path: Path, start: bytes) -> mmap.mmap:
+    """The file of a process of Ray, with its counts so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(start)
     with path.open("r+b") as file:

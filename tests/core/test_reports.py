@@ -6,7 +6,6 @@ from scalingnote.core.reports import (
     ReportSection,
     ReportTable,
     StrongCell,
-    markdown,
     render,
 )
 
@@ -24,8 +23,8 @@ PAGE = ReportPage(
 
 
 def test_a_markdown_table_lines_up_and_no_cell_ends_it():
-    lines = markdown(["a|b", "n"], [["c\nd", StrongCell("7")], [CodeCell("x|y"), "1,000"]]).splitlines()
-    assert lines == [
+    table = ReportTable(["a|b", "n"], [["c\nd", StrongCell("7")], [CodeCell("x|y"), "1,000"]])
+    assert table.markdown.splitlines() == [
         "| a\\|b   |     n |",
         "| :----- | ----: |",
         "| c d    | **7** |",

@@ -1,25 +1,20 @@
 """A small shop: 40 queries, 60 documents in groups of three, a click log, and a few test queries."""
 
-import contextlib
-from collections import Counter
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from in_process import run_without_ray, without_ray
+from in_process import KilledSteps, run_without_ray, without_ray
 from row_files import table_of
 from scalingnote.core import topk
 from scalingnote.core.bm25 import BM25, document_texts
 from scalingnote.core.config import Config, Resources
 from scalingnote.core.errors import ConfigError, DataError
-from scalingnote.core.parts import as_stage
 from scalingnote.datasets.splits import find_held_out
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
-from scalingnote.storage.shuffle import run_slices
 from scalingnote.triplets.collect import job, triplet_parts
 from scalingnote.triplets.collect.config import (
     AssociationConfig,
@@ -197,7 +192,7 @@ def check(row, clicked):
     assert row["weight"] == 1.0
 
 
-def test_multi_hop_lends_and_resumes_after_a_kill(scored, planner, multi_hop, tmp_path, monkeypatch):
+def test_multi_hop_lends_what_the_lenders_have(scored, multi_hop):
     dataset, artifact = scored, multi_hop
     rows = artifact.table("triplets").to_pylist()
     clicked = clicks(dataset)
@@ -216,18 +211,6 @@ def test_multi_hop_lends_and_resumes_after_a_kill(scored, planner, multi_hop, tm
     page = fs.read_bytes(artifact.file("statistics.md")).decode()
     assert "**Clicks are simulated.**" in page
     assert "multi across split" in page
-
-    def die(item, *, context):
-        raise KeyboardInterrupt
-
-    # Killed near the end; what the steps before it wrote is kept, and gives the same triplets.
-    without_ray(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr("scalingnote.triplets.collect.statistics.count_documents", die)
-        with pytest.raises(KeyboardInterrupt):
-            run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
-    again = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
-    assert again.digest == artifact.digest
 
 
 def test_given_scores_replace_bm25(planner, tmp_path, monkeypatch):
@@ -273,18 +256,15 @@ def test_nor_does_the_number_of_workers(cluster, scored, planner, multi_hop, tmp
     check_cut(run(config, dataset=scored.uri, planner=planner.uri, output=output), multi_hop)
 
 
-def test_few_rows_make_one_part_and_a_large_log_more(dataset, planner, one_hop, tmp_path, monkeypatch):
+def test_few_rows_make_one_part_and_a_large_log_more(dataset, monkeypatch):
     config, ranker = ONE_HOP.model_copy(update={"parts": None}), BM25Ranker()
     rows = 40 + 241 + 40 * 12
-    for small, large, parts in ((1 << 17, 1 << 22, 1), (300, 1 << 22, 3), (10, 1 << 22, 8), (10, 50, 16)):
+    cases = ((1 << 17, 1 << 22, 1), (300, 1 << 22, 3), (10, 1 << 22, 8), (10, 50, -(-rows // 50)))
+    for small, large, parts in cases:
         monkeypatch.setattr(job, "SMALL_BUCKET_ROWS", small)
         monkeypatch.setattr(job, "MAX_BUCKET_ROWS", large)
         assert job._parts(config, dataset, ranker) == parts, (small, large, rows)
-    without_ray(monkeypatch)
-    monkeypatch.setattr(job, "MAX_BUCKET_ROWS", 100)
-    other = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "other"))
-    assert len(other.names("triplets/")) == (rows + 99) // 100 > len(one_hop.names("triplets/"))
-    assert sorted_rows(other).equals(sorted_rows(one_hop))
+    assert job._parts(ONE_HOP, dataset, ranker) == -(-rows // 50)  # more than its 4 parts
 
 
 def sorted_rows(triplets):
@@ -315,36 +295,15 @@ def test_killed_in_every_step_no_finished_item_is_repeated(dataset, planner, tmp
     whole = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
     for name, value in SHARDS.items():
         monkeypatch.setattr(name, value)
-    killed, journal = set(), tmp_path / "journal"
-
-    def dying_run_slices(name, task, slices, *, each, **given):
-        process = as_stage(task).start()
-
-        def noted(item):
-            with journal.open("a") as lines:
-                print(name, item[0], file=lines)
-            return process(item)
-
-        def dying(work, items):
-            for result in each(work, items):
-                yield result
-                if name not in killed:
-                    killed.add(name)
-                    raise KeyboardInterrupt
-
-        return run_slices(name, noted, slices, each=dying, **given)
-
-    monkeypatch.setattr("scalingnote.triplets.collect.job.run_slices", dying_run_slices)
-    monkeypatch.setattr("scalingnote.encode.lexical.frequencies.run_slices", dying_run_slices)
-    again = None
-    while not again:
-        with contextlib.suppress(KeyboardInterrupt):
-            again = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    steps = KilledSteps(
+        monkeypatch, "scalingnote.triplets.collect.job", "scalingnote.encode.lexical.frequencies"
+    )
+    output = str(tmp_path / "b")
+    again = steps.finish(lambda: run(config, dataset=dataset.uri, planner=planner.uri, output=output))
     assert again.digest == whole.digest
-    assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "words"} <= killed
-    done = Counter(journal.read_text().splitlines())
-    assert {"shards 0", "shards 1", "search 7"} <= set(done)
-    assert set(done.values()) == {1}
+    assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "words"} <= steps.killed
+    assert {"shards 0", "shards 1", "search 7"} <= set(steps.done)
+    assert set(steps.done.values()) == {1}
 
 
 def test_a_cross_encoder_scores_the_candidates_of_bm25(dataset, planner, tmp_path, monkeypatch):

@@ -1,8 +1,7 @@
 """The search of the mine stage, cut in any way, against one search of all documents in memory."""
 
 import pickle
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +14,12 @@ import pytest
 from ray import cloudpickle
 
 import tiny
-from in_process import without_ray
+from in_process import KilledSteps, without_ray
 from scalingnote.core import cluster, topk
 from scalingnote.core.config import Resources
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.storage.shuffle import TaskRunner, run_slices
 from scalingnote.triplets.collect.triplets import hash_fraction
 from scalingnote.triplets.mine import job, search
 from scalingnote.triplets.mine.config import MineConfig
@@ -166,45 +164,13 @@ def test_an_index_finds_the_same_if_all_lists_are_searched(parents, tmp_path, re
     assert few.counts["mined"] > 50
 
 
-class Killed(BaseException):
-    """As if the process had been killed."""
-
-
-class Steps:
-    """Counts the work that is done of each step, and kills the process after two items of one."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, *, kill: str = "") -> None:
-        self.done: Counter[str] = Counter()
-        self._kill = kill
-        patch.setattr(job, "run_slices", self._run)
-
-    def _run(self, name: str, *given: Any, each: TaskRunner, **knobs: Any) -> list[Any]:
-        def counted(work: Any, items: Sequence[Any]) -> Iterator[Any]:
-            for result in each(work, items):
-                self.done[name] += 1
-                if name == self._kill and self.done[name] == 2:
-                    raise Killed
-                yield result
-
-        return run_slices(name, *given, each=counted, **knobs)
-
-
 def test_a_run_after_a_kill_repeats_only_what_was_not_done(parents, cut, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        everything = Steps(patch)
-        whole = mine(parents, tmp_path / "whole")
-    for step in ("queries", "encoded", "search", "merge", "mined"):
-        with monkeypatch.context() as patch:
-            before = Steps(patch, kill=step)
-            with pytest.raises(Killed):
-                mine(parents, tmp_path / step)
-        with monkeypatch.context() as patch:
-            after = Steps(patch)
-            again = mine(parents, tmp_path / step)
-        assert files(again) == files(whole), step
-        # Tasks that were running when the process was killed may have left their records.
-        assert before.done + after.done <= everything.done, step
-        assert before.done[step] == 2 < everything.done[step], step
+    whole = mine(parents, tmp_path / "whole")
+    steps = KilledSteps(monkeypatch, "scalingnote.triplets.mine.job")
+    again = steps.finish(lambda: mine(parents, tmp_path / "again"))
+    assert files(again) == files(whole)
+    assert steps.killed == {"queries", "encoded", "search", "merge", "mined"}
+    assert set(steps.done.values()) == {1}
 
 
 class CountedReads(Artifact):
