@@ -1,7 +1,7 @@
 """BM25 over document texts in memory, by bm25s, and the analyzer that splits texts into terms.
 
-English, Chinese and code are each split in the way that suits BM25; :mod:`scalingnote.core.languages` makes
-stems of the words.
+English, Chinese and code are each split in the way that suits BM25; :mod:`scalingnote.core.words` makes stems
+of the words.
 """
 
 import re
@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from scalingnote.core import words
 from scalingnote.core.errors import DataError
-from scalingnote.core.languages import Language, detect, stems
+from scalingnote.core.words import Language, detect, stems
 
 ANALYZER = 3  # version of `terms`: weights of documents go with queries of the same one; 2 had no language
 _ASCII_RUN = re.compile(r"([^\W_]+(?:[._]+[^\W_]+)*)()", re.ASCII)  # as `_run`, and faster

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from scalingnote.core.config import Config, ElasticResources
-from scalingnote.core.languages import Language
+from scalingnote.core.words import Language
 
 View = Literal["title", "content", "summary"]
 EngineName = Literal["own", "sentence-transformers", "vllm"]

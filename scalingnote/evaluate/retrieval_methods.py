@@ -25,8 +25,8 @@ from scipy.sparse import csr_array
 
 from scalingnote.core.bm25 import terms
 from scalingnote.core.errors import ConfigError, DataError
-from scalingnote.core.languages import Language
 from scalingnote.core.log import Progress
+from scalingnote.core.words import Language
 from scalingnote.datasets.passages import settings
 from scalingnote.encode.config import BM25Config
 from scalingnote.encode.lexical.language import language_of

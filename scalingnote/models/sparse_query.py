@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from scalingnote.core.bm25 import ANALYZER, terms
 from scalingnote.core.errors import ArtifactError
-from scalingnote.core.languages import Language
+from scalingnote.core.words import Language
 from scalingnote.models.prompt import tokenize, without_limits
 
 SETTINGS = "sparse_query.json"

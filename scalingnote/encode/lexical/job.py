@@ -21,8 +21,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from scalingnote.core import cluster
 from scalingnote.core.bm25 import document_texts, terms
 from scalingnote.core.errors import DataError
-from scalingnote.core.languages import Language
 from scalingnote.core.log import get_logger
+from scalingnote.core.words import Language
 from scalingnote.encode.config import BM25Config
 from scalingnote.encode.lexical.frequencies import count_frequencies
 from scalingnote.encode.lexical.language import language_of

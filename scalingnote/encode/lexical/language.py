@@ -3,8 +3,8 @@
 from typing import Literal
 
 from scalingnote.core.bm25 import document_texts, terms
-from scalingnote.core.languages import Language, detect
 from scalingnote.core.log import get_logger
+from scalingnote.core.words import Language, detect
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import TEXT_COLUMNS
 

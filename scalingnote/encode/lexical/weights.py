@@ -29,8 +29,8 @@ from scipy.sparse import csr_array, vstack
 
 from scalingnote.core.bm25 import terms
 from scalingnote.core.errors import ArtifactError
-from scalingnote.core.languages import Language
 from scalingnote.core.topk import jit
+from scalingnote.core.words import Language
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import SPARSE
 

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
-from scalingnote.core.languages import Language
+from scalingnote.core.words import Language
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, open_artifact, write_table
