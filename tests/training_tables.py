@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from scalingnote.core import GIB
 from scalingnote.core.config import load
-from scalingnote.core.units import GIB
 from scalingnote.plan.config import Assumptions
 from scalingnote.plan.training_cost import estimate
 from scalingnote.run.config import RunConfig

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import psutil
 
-from scalingnote.core.units import GIB
+from scalingnote.core import GIB
 
 PYTHON = (3, 11)
 EXTRAS = ("common", "offline", "online")  # what `scalingnote[cpu]` adds to the core

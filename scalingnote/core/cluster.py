@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 import ray
 
-from scalingnote.core import ray_start
+from scalingnote.core import GIB, ray_start
 from scalingnote.core.config import ElasticResources, Resources
 from scalingnote.core.errors import ConfigError, ScalingNoteError
 from scalingnote.core.log import get_logger
 from scalingnote.core.parts import PartQueue, PartStage, as_stage, map_here
-from scalingnote.core.units import GIB
 
 T = TypeVar("T")
 R = TypeVar("R")

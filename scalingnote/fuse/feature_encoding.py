@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 from jaxtyping import Float, Float32
 from numpy import ndarray
 
+from scalingnote.core import DAY_S
 from scalingnote.core.config import Config
 from scalingnote.core.errors import ConfigError
-from scalingnote.core.units import DAY_S
 from scalingnote.fuse.config import Feature
 
 Facts = dict[str, Any]  # JSON values

@@ -26,10 +26,10 @@ from typing import Any
 
 from pydantic import Field
 
+from scalingnote.core import DAY_S
 from scalingnote.core.config import Config
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import Progress
-from scalingnote.core.units import DAY_S
 from scalingnote.core.words import is_valid_unicode
 
 EVENTS_PER_WRITE = 512

@@ -18,11 +18,10 @@ import pyarrow.parquet as pq
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote.core import cluster
+from scalingnote.core import GIB, cluster
 from scalingnote.core.config import Resources
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
-from scalingnote.core.units import GIB
 from scalingnote.datasets import passages, splits
 from scalingnote.encode.lexical import weights
 from scalingnote.encode.query_encoder import QueryEncoder

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from scalingnote.core import GIB
 from scalingnote.core.config import Config
-from scalingnote.core.units import GIB
 from scalingnote.models.config import BackboneConfig, Scratch
 
 GpuName = Literal["H200", "H100", "A100", "L40S", "L4"]

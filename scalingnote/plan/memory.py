@@ -8,7 +8,7 @@ What a strategy keeps whole, shards or gathers follows from its engine in `train
 from dataclasses import dataclass
 from typing import Literal
 
-from scalingnote.core.units import GIB
+from scalingnote.core import GIB
 from scalingnote.models.config import Stored
 from scalingnote.models.flops import Shape
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, Optimizer, Strategy

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scalingnote.core import reports
+from scalingnote.core import DAY_S, reports
 from scalingnote.core.errors import ConfigError
-from scalingnote.core.units import DAY_S
 from scalingnote.models import flops
 from scalingnote.models.config import LookupConfig, Lora, Scratch, TokenWiseConfig
 from scalingnote.models.flops import Shape, Work, adapter_parameters, backbone_shape

@@ -12,8 +12,7 @@ from typing import Any
 
 from ray.serve import Application
 
-from scalingnote.core import ray_internals
-from scalingnote.core.units import GIB
+from scalingnote.core import GIB, ray_internals
 from scalingnote.index import shard
 from scalingnote.run.service_config import ServeConfig, ServicePart
 from scalingnote.storage import filesystem as fs

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from ray.serve import Deployment
 
+from scalingnote.core import GIB
 from scalingnote.core.config import load
 from scalingnote.core.errors import ConfigError
-from scalingnote.core.units import GIB
 from scalingnote.index.shard import open_layout, vector_files
 from scalingnote.run.service_config import AppArgs, DeploymentConfig, ServeConfig
 from scalingnote.serve import app, artifacts, placement

@@ -24,8 +24,8 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy import stats
 
+from scalingnote.core import DAY_S
 from scalingnote.core.reports import ReportPage, ReportSection, ReportTable, environment_line
-from scalingnote.core.units import DAY_S
 from scalingnote.evaluate.experiment.config import ExperimentConfig
 from scalingnote.evaluate.experiment.outcomes import MEASURES
 from scalingnote.evaluate.measures import SIGNIFICANCE_LEVEL, holm
