@@ -19,7 +19,7 @@ from scalingnote.triplets.collect.association import (
     mutual_pairs,
     own_keys,
 )
-from scalingnote.triplets.collect.config import AssociationConfig
+from scalingnote.triplets.config import AssociationConfig
 from scalingnote.triplets.planner.planner import TermScores
 
 NOWHERE = float("-inf")  # the score of a word that a query lacks

@@ -19,7 +19,7 @@ from numpy import ndarray
 from benchmarks.algorithm_one import associations, every_pair
 from benchmarks.report import arguments, peak_memory_mb, run_isolated, show, write
 from scalingnote.triplets.collect.association import mix_bits
-from scalingnote.triplets.collect.config import AssociationConfig
+from scalingnote.triplets.config import AssociationConfig
 from scalingnote.triplets.planner.planner import TermScores
 
 Row = dict[str, Any]

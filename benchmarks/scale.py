@@ -47,11 +47,8 @@ from scalingnote.index.config import IndexConfig
 from scalingnote.plan.capacity import STAGE_FIGURES, stage_figures
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.storage.artifact import Artifact, open_artifact
-from scalingnote.triplets.collect.config import BM25Ranker, CollectConfig
-from scalingnote.triplets.mine.config import MineConfig
+from scalingnote.triplets.config import BM25Ranker, CollectConfig, MineConfig, PseudoQueriesConfig, Statistics
 from scalingnote.triplets.mine.search import QUERIES_PER_BATCH
-from scalingnote.triplets.planner.config import Statistics
-from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
 
 SIZES = (100_000, 1_000_000, 10_000_000)
 AXIS_SIZES = (100_000, 400_000)  # documents; the first two of QUERIES and CODES predict the third

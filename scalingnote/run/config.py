@@ -16,10 +16,13 @@ from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.run.service_config import ServeConfig
 from scalingnote.train.config import DualPooledConfig, TrainConfig
 from scalingnote.train.distillation.config import DistillConfig
-from scalingnote.triplets.collect.config import CollectConfig
-from scalingnote.triplets.mine.config import MineConfig
-from scalingnote.triplets.planner.config import PlannerConfig, Statistics
-from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
+from scalingnote.triplets.config import (
+    CollectConfig,
+    MineConfig,
+    PlannerConfig,
+    PseudoQueriesConfig,
+    Statistics,
+)
 
 
 class RunConfig(Config):

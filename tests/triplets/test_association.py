@@ -20,7 +20,7 @@ from scalingnote.triplets.collect.association import (
     mix_bits,
     own_keys,
 )
-from scalingnote.triplets.collect.config import AssociationConfig
+from scalingnote.triplets.config import AssociationConfig
 from scalingnote.triplets.planner.planner import TermScores
 
 NO_CAPS = {"max_terms": 16, "max_associates": 10**6}

@@ -16,13 +16,6 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
 from scalingnote.triplets.collect import job, triplet_parts
-from scalingnote.triplets.collect.config import (
-    AssociationConfig,
-    BM25Ranker,
-    CollectConfig,
-    CrossEncoderConfig,
-    ScoreTable,
-)
 from scalingnote.triplets.collect.job import run
 from scalingnote.triplets.collect.triplets import (
     click_evidence,
@@ -30,8 +23,15 @@ from scalingnote.triplets.collect.triplets import (
     one_hop_triplets,
     ranking_evidence,
 )
+from scalingnote.triplets.config import (
+    AssociationConfig,
+    BM25Ranker,
+    CollectConfig,
+    CrossEncoderConfig,
+    ScoreTable,
+    Statistics,
+)
 from scalingnote.triplets.planner import job as planner_job
-from scalingnote.triplets.planner.config import Statistics
 
 WORDS = ["lamp", "sofa", "desk", "chair", "shelf", "rug", "bed", "mirror", "stool", "vase", "plant", "clock"]
 WORDS += ["frame", "bench", "crate"]

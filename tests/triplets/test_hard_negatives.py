@@ -17,7 +17,7 @@ from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.schema import TRIPLETS
 from scalingnote.storage.shuffle import bucket_of, run_slices
-from scalingnote.triplets.mine.config import MineConfig
+from scalingnote.triplets.config import MineConfig
 from scalingnote.triplets.mine.job import candidates, positives_by_query, read_runs, refresh, scatter_lines
 from scalingnote.triplets.mine.search import MineContext
 

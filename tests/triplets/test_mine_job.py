@@ -16,8 +16,8 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.triplets.config import MineConfig
 from scalingnote.triplets.mine import job
-from scalingnote.triplets.mine.config import MineConfig
 
 DIM = 16
 ONE = Resources(workers=1)  # a second one takes longer to start than there is to do

@@ -21,8 +21,8 @@ from scalingnote.datasets.splits import held_out_documents
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.triplets.collect.triplets import hash_fraction
+from scalingnote.triplets.config import MineConfig
 from scalingnote.triplets.mine import job, search
-from scalingnote.triplets.mine.config import MineConfig
 from scalingnote.triplets.mine.job import positives_by_query, refresh
 
 DIM, PART = 8, 13

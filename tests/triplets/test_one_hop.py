@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from row_files import table_of
-from scalingnote.triplets.collect.config import CollectConfig
 from scalingnote.triplets.collect.triplets import (
     EVIDENCE,
     Triplet,
@@ -21,6 +20,7 @@ from scalingnote.triplets.collect.triplets import (
     one_hop_triplets,
     relevance_triplet,
 )
+from scalingnote.triplets.config import CollectConfig
 
 DOCS = st.sampled_from("abcdefgh")
 

@@ -12,8 +12,8 @@ from transformers import (
 
 import tiny
 from scalingnote.core.errors import ConfigError
-from scalingnote.triplets.collect.config import CrossEncoderConfig
 from scalingnote.triplets.collect.transformer_models import PairScorer
+from scalingnote.triplets.config import CrossEncoderConfig
 
 QUERIES = ["what is asthma", "高血压怎么办", "what is asthma", "", "asthma " * 50, "what is asthma"]
 DOCUMENTS = [

@@ -12,8 +12,8 @@ from scalingnote.datasets.splits import held_out_documents
 from scalingnote.models.config import Scratch
 from scalingnote.storage.artifact import Draft, open_artifact
 from scalingnote.storage.schema import DOCUMENTS, QRELS, QUERIES
+from scalingnote.triplets.config import Learned, Statistics
 from scalingnote.triplets.planner import examples, job
-from scalingnote.triplets.planner.config import Learned, Statistics
 from scalingnote.triplets.planner.examples import ExampleContext, gather_examples, read_examples
 from scalingnote.triplets.planner.planner import load, words
 

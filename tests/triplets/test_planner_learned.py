@@ -5,7 +5,7 @@ import torch
 from scalingnote.core.errors import ArtifactError, ConfigError, TrainingError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Scratch
-from scalingnote.triplets.planner.config import Learned
+from scalingnote.triplets.config import Learned
 from scalingnote.triplets.planner.learned import TermRegressor, build_regressor, fit_regressor
 from scalingnote.triplets.planner.planner import Planner
 

@@ -15,8 +15,8 @@ from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.run import stages
 from scalingnote.run.config import RunConfig
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.triplets.config import PseudoQueriesConfig, TextKind
 from scalingnote.triplets.pseudo_queries import job, sampling
-from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig, TextKind
 
 LONG = "One without an end" + 40 * " and on"
 DOCUMENTS = [

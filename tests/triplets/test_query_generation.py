@@ -19,8 +19,8 @@ from transformers import (
 from scalingnote.core.errors import ConfigError
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.triplets.collect import transformer_models
-from scalingnote.triplets.collect.config import QueryGenerationConfig
 from scalingnote.triplets.collect.transformer_models import GENERATED, QueryGenerator
+from scalingnote.triplets.config import QueryGenerationConfig
 
 TEXTS = ["what is asthma", "what causes anemia in children", "高血压怎么办", "asthma", "treatment for anemia"]
 QUERIES = pa.table({"query_id": [f"q{i}" for i in range(len(TEXTS))], "query": TEXTS})

@@ -4,10 +4,7 @@ import pytest
 
 from scalingnote.core.config import validate
 from scalingnote.core.errors import ConfigError
-from scalingnote.triplets.collect.config import CollectConfig
-from scalingnote.triplets.mine.config import MineConfig
-from scalingnote.triplets.planner.config import Learned, Statistics
-from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
+from scalingnote.triplets.config import CollectConfig, Learned, MineConfig, PseudoQueriesConfig, Statistics
 
 CROSS = {"kind": "cross_encoder", "path": "x"}
 

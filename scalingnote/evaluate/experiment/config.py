@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pydantic import AwareDatetime, Field, model_validator
 
 from scalingnote.core.config import Config, Resources
-from scalingnote.triplets.collect.config import CrossEncoderConfig
+from scalingnote.triplets.config import CrossEncoderConfig
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 

@@ -27,7 +27,7 @@ from scalingnote.evaluate.pool import find_documents
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, fingerprint, open_artifact
 from scalingnote.storage.schema import TEXT_COLUMNS
-from scalingnote.triplets.collect.config import CrossEncoderConfig
+from scalingnote.triplets.config import CrossEncoderConfig
 
 log = get_logger("compare")
 PAIRS_PER_BLOCK = 2048

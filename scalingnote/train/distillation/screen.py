@@ -37,7 +37,7 @@ from scalingnote.storage.arrow import as_searched, l2_normalize
 from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.distillation.agreement import median_ms, neighbour_overlap
 from scalingnote.train.distillation.config import ScreenConfig
-from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
+from scalingnote.triplets.config import PseudoQueriesConfig
 from scalingnote.triplets.pseudo_queries.sampling import draw
 
 log = get_logger("distill")

@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float32, Int64, Shaped, UInt8, UInt64
 from numpy import ndarray
 
 from scalingnote.core.errors import DataError
-from scalingnote.triplets.collect.config import AssociationConfig
+from scalingnote.triplets.config import AssociationConfig
 from scalingnote.triplets.planner.planner import TermScores
 
 # Kinds of association, numbered by how many top terms must match.

@@ -23,14 +23,14 @@ from scalingnote.encode.lexical.language import language_of
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import JsonRecord, named_parts, run_slices, slices
 from scalingnote.triplets.collect import ranking, statistics, steps, triplet_parts
-from scalingnote.triplets.collect.config import (
+from scalingnote.triplets.collect.steps import CollectContext
+from scalingnote.triplets.config import (
     AnyRanker,
     BM25Ranker,
     CollectConfig,
     CrossEncoderConfig,
     ScoreTable,
 )
-from scalingnote.triplets.collect.steps import CollectContext
 
 log = get_logger("collect")
 MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's memory for each

@@ -25,9 +25,9 @@ from scalingnote.storage.arrow import to_arrow, to_matrix
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import DOCUMENTS, TEXT_COLUMNS
 from scalingnote.storage.shuffle import NumberedSlice
-from scalingnote.triplets.collect.config import CrossEncoderConfig
 from scalingnote.triplets.collect.steps import CollectContext, Counts, read_queries, scatter_evidence
 from scalingnote.triplets.collect.triplets import ranking_evidence
+from scalingnote.triplets.config import CrossEncoderConfig
 from scalingnote.triplets.work_folder import read_slice
 
 MAX_VOCABULARY_WORDS = 1 << 22  # the most frequent ones: 400 MB of a task that builds a shard

@@ -27,12 +27,6 @@ from scalingnote.storage.artifact import Artifact, open_artifact, write_table
 from scalingnote.storage.schema import SCORES
 from scalingnote.storage.shuffle import NumberedSlice
 from scalingnote.triplets.collect import association
-from scalingnote.triplets.collect.config import (
-    MAX_EVIDENCE,
-    AssociationConfig,
-    CollectConfig,
-    QueryGenerationConfig,
-)
 from scalingnote.triplets.collect.decontamination import CLEAN, EXACT, NEAR, find_repeats
 from scalingnote.triplets.collect.triplets import (
     CLICK_COLUMNS,
@@ -41,6 +35,12 @@ from scalingnote.triplets.collect.triplets import (
     condense,
     one_hop_triplets,
     ranking_evidence,
+)
+from scalingnote.triplets.config import (
+    MAX_EVIDENCE,
+    AssociationConfig,
+    CollectConfig,
+    QueryGenerationConfig,
 )
 from scalingnote.triplets.planner.planner import Planner, TermScores
 from scalingnote.triplets.planner.planner import load as load_planner

@@ -18,8 +18,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.triplets.collect.config import CrossEncoderConfig, QueryGenerationConfig
 from scalingnote.triplets.collect.decontamination import normalise
+from scalingnote.triplets.config import CrossEncoderConfig, QueryGenerationConfig
 
 MAX_QUERY_TOKENS = 64  # read and written
 GENERATED_BATCH_QUERIES = 64  # of a forward pass

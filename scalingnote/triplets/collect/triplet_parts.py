@@ -18,7 +18,6 @@ from scalingnote.storage.artifact import write_table
 from scalingnote.storage.schema import ANSWERS, TRIPLETS
 from scalingnote.storage.shuffle import JsonRecord
 from scalingnote.triplets.collect.association import ASSOCIATIONS, KINDS
-from scalingnote.triplets.collect.config import CollectConfig, Mixing, SourceSampling
 from scalingnote.triplets.collect.statistics import part_statistics
 from scalingnote.triplets.collect.steps import (
     Bucket,
@@ -34,6 +33,7 @@ from scalingnote.triplets.collect.triplets import (
     multi_hop_candidates,
     select_multi_hop,
 )
+from scalingnote.triplets.config import CollectConfig, Mixing, SourceSampling
 
 MAX_MULTI_HOP = 4  # triplets per query and source, strongest association first
 OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Int, Int64
 from numpy import ndarray
 
-from scalingnote.triplets.collect.config import MAX_EVIDENCE, CollectConfig
+from scalingnote.triplets.config import MAX_EVIDENCE, CollectConfig
 
 EVIDENCE = pa.schema(
     {

@@ -32,7 +32,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file, write_table
 from scalingnote.storage.shuffle import JsonRecord, run_slices
 from scalingnote.triplets.collect.triplets import draw
-from scalingnote.triplets.mine.config import MineConfig
+from scalingnote.triplets.config import MineConfig
 from scalingnote.triplets.mine.search import (
     MineContext,
     Piece,

@@ -36,7 +36,7 @@ from scalingnote.storage import arrow, shuffle
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.triplets.collect.triplets import hash_fraction
-from scalingnote.triplets.mine.config import MineConfig
+from scalingnote.triplets.config import MineConfig
 from scalingnote.triplets.work_folder import WorkFolder
 
 _TRAINED_VECTORS_PER_LIST = 64

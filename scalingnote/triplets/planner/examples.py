@@ -34,7 +34,7 @@ from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QUERIES, TEXT_COLUMNS
 from scalingnote.storage.shuffle import NumberedSlice, TaskRunner, hash_of, run_slices, slices
 from scalingnote.triplets.collect.triplets import rank_within_runs
-from scalingnote.triplets.planner.config import Learned
+from scalingnote.triplets.config import Learned
 from scalingnote.triplets.planner.planner import words
 from scalingnote.triplets.work_folder import WorkFolder, read_slice
 

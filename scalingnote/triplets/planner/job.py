@@ -26,7 +26,7 @@ from scalingnote.encode.lexical.frequencies import count_frequencies
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table
 from scalingnote.storage.shuffle import slices
-from scalingnote.triplets.planner.config import Learned, PlannerConfig, Statistics
+from scalingnote.triplets.config import Learned, PlannerConfig, Statistics
 from scalingnote.triplets.planner.examples import ExampleContext, gather_examples, read_examples
 from scalingnote.triplets.planner.planner import WORD_COUNTS, words
 

@@ -30,7 +30,7 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone, train_tokenizer
 from scalingnote.models.config import Scratch
 from scalingnote.models.prompt import without_limits
-from scalingnote.triplets.planner.config import Learned
+from scalingnote.triplets.config import Learned
 
 NOT_READ = -1  # position of a word behind the last token that the encoder reads
 _QUERIES_PER_BATCH = 256

@@ -30,7 +30,7 @@ from rjieba import Jieba
 from scalingnote.core.config import validate
 from scalingnote.core.words import HAN, fold, run_of, word_of
 from scalingnote.storage.artifact import Artifact
-from scalingnote.triplets.planner.config import Learned
+from scalingnote.triplets.config import Learned
 
 HALF = 0.01  # a word that this share of the texts has is of importance 0.5
 SATURATION = 3.0  # how steeply importance leaves 0.5 on either side

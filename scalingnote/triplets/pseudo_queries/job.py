@@ -38,7 +38,7 @@ from scalingnote.storage.shuffle import (
     slices,
     write_tables,
 )
-from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig
+from scalingnote.triplets.config import PseudoQueriesConfig
 from scalingnote.triplets.pseudo_queries.sampling import draw
 from scalingnote.triplets.work_folder import WorkFolder, read_slice
 

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 
 from scalingnote.core.words import HAN, SENTENCE_END, UNSPACED, fold, marks
-from scalingnote.triplets.pseudo_queries.config import PseudoQueriesConfig, TextKind
+from scalingnote.triplets.config import PseudoQueriesConfig, TextKind
 
 MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
 _HAN = re.compile(f"[{HAN}]")
