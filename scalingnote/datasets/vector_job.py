@@ -1,16 +1,36 @@
-"""The stage teacher where vectors are given: a file of texts and vectors becomes `query_embeddings`."""
+"""The stage teacher where vectors are given: files of texts and vectors become `query_embeddings`.
+
+Vectors are in Parquet, JSON lines, or rows of .npy beside a file of texts. Texts are read and checked as
+documents are, a title stands before its text. Rows that cannot be learnt from are set aside with the reason.
+"""
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Float
+from numpy import ndarray
 
 from scalingnote.core.errors import DataError
 from scalingnote.core.log import Progress, get_logger
+from scalingnote.datasets.column_checks import check_table
 from scalingnote.datasets.config import VectorsConfig
-from scalingnote.datasets.vector_files import VectorFiles
+from scalingnote.datasets.documents import rechunk
+from scalingnote.datasets.file_heads import LISTS, FileHead, list_columns
+from scalingnote.datasets.input_files import File, Quarantine, cut, find_files, shown_row
+from scalingnote.datasets.layouts import FileLayout, find_layouts
+from scalingnote.datasets.readers import count_rows, document_slices
+from scalingnote.datasets.tables import column_schema, read_tables, table_format
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.shuffle import hash_of
 
+VECTOR_NAMES = ("vector", "embedding")
+BLOCK_ROWS = 4096
+_TEXT_SUFFIXES = (".parquet", ".jsonl", ".txt", ".tsv")
 log = get_logger("datasets")
 
 
@@ -28,7 +48,6 @@ def run(config: VectorsConfig, *, output: str) -> Artifact:
     draft.discard_parts()  # the files may have changed since an interrupted run
     sources = open_files(config)
     counts = {"queries": 0, "validation": 0}
-    rejected: list[pa.Table] = []
     for number, files in enumerate(sources):
         share = config.validation_share if files is sources[-1] else 0.0
         with Progress("datasets", total=0, unit=f"texts with vectors of {files.path}") as progress:
@@ -46,22 +65,163 @@ def run(config: VectorsConfig, *, output: str) -> Artifact:
                 counts["queries"] += len(table)
                 counts["validation"] += int(held_out.sum())
                 progress.advance(len(table))
-        rejected.append(files.quarantine.table())
-        counts["rejected"] = counts.get("rejected", 0) + sum(files.quarantine.rejected.values())
         if files.quarantine.rejected:
             log.warning("%s%s", files.path, files.quarantine.reasons())
-    draft.write_table("rejected.parquet", pa.concat_tables(rejected))
+    draft.write_table("rejected.parquet", pa.concat_tables(files.quarantine.table() for files in sources))
     reasons = Counter[str]()
     for files in sources:
         for key, count in files.quarantine.rejected.items():
             reasons[key.partition(": ")[2]] += count
+    counts["rejected"] = reasons.total()
     return draft.commit(counts=counts, similarity="cosine", rejected_by_reason=dict(reasons))
 
 
-def open_files(config: VectorsConfig) -> list[VectorFiles]:
+def open_files(config: VectorsConfig) -> list["VectorFiles"]:
     """The files of texts, then that of queries, whose columns are known; DataError before any is read."""
     columns = {str(ours): theirs for ours, theirs in config.columns.items()}
     opened = [VectorFiles(config.path, texts=config.texts, columns=columns)]
     if config.queries is not None:
         opened.append(VectorFiles(config.queries, texts=None, columns=columns))
     return opened
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+class VectorFiles:
+    """The usable rows of files, each text once; all vectors have the length of the first ones."""
+
+    def __init__(self, path: str, *, texts: str | None, columns: Mapping[str, str]) -> None:
+        """Look at the files' columns.
+
+        Args:
+            path: .parquet, .jsonl, or one .npy file.
+            texts: the file of texts of a .npy file.
+            columns: our names (title, content, vector) -> those of the files, where they are not known.
+
+        Raises:
+            DataError: no file; texts and vectors cannot be told, or not be matched.
+        """
+        self.path, self.quarantine, self.dim = path, Quarantine(), 0
+        self._seen: set[int] = set()
+        self._matrix: ndarray | None = None
+        self._features = column_schema({} if path.endswith(".npy") else {"vector": "vector"})
+        of_texts = {ours: theirs for ours, theirs in columns.items() if ours != "vector"}
+        if path.endswith(".npy"):
+            if texts is None:
+                raise DataError(
+                    f"{path} holds vectors alone: give the file of their texts, row by row, by --texts"
+                )
+            self._matrix, layouts = _load_matrix(path), _layouts(texts, _TEXT_SUFFIXES, of_texts)
+            rows = sum(map(count_rows, cut([*layouts])))
+            if rows != len(self._matrix):
+                raise DataError(
+                    f"{path} has {len(self._matrix):,} rows, {texts} {rows:,} texts (blank lines are none): "
+                    "they are to be the same, in one order"
+                )
+        else:
+            if texts is not None:
+                raise DataError(
+                    f"{path} has texts of its own: leave --texts {texts} out, or give a .npy file"
+                )
+            layouts = {
+                file: _with_vectors(layout, columns.get("vector"))
+                for file, layout in _layouts(path, (".parquet", ".jsonl"), of_texts).items()
+            }
+        self._slices = document_slices(layouts, numbered=True)
+
+    def tables(self) -> Iterator[pa.Table]:
+        """Rows as ``query_id``, ``query`` and ``embedding``, block by block; DataError if there is none."""
+        for block in rechunk(self._checked_rows(), BLOCK_ROWS):
+            texts = pc.binary_join_element_wise(block["title"], block["content"], " ")
+            found = [
+                (text, vector)
+                for text, vector in zip(
+                    pc.utf8_trim_whitespace(texts).to_pylist(), self._vectors(block), strict=True
+                )
+                if self._is_good(text, vector)
+            ]
+            if found:
+                query = pa.array([text for text, _ in found], pa.string())
+                columns = {
+                    "query_id": pa.array([f"text {number:016x}" for number in hash_of(query).tolist()]),
+                    "query": query,
+                    "embedding": arrow.to_arrow(np.stack([vector for _, vector in found])),
+                }
+                yield pa.table(columns)
+        if not self._seen:
+            raise DataError(f"{self.path} has no text with a vector{self.quarantine.reasons()}")
+
+    def _checked_rows(self) -> Iterator[pa.Table]:
+        """Rows with a text; their doc_id is their number."""
+        form = table_format("documents", self._features)
+        for rows in self._slices:
+            for table in read_tables(rows, form, quarantine=self.quarantine):
+                yield check_table(table, "documents", features=self._features, quarantine=self.quarantine)
+
+    def _vectors(self, block: pa.Table) -> ndarray:
+        """The vector of each row, None where it has none."""
+        if self._matrix is None:
+            lists: ndarray = block["vector"].combine_chunks().to_numpy(zero_copy_only=False)
+            return lists
+        numbers = block["doc_id"].cast(pa.int64()).to_numpy()
+        return np.asarray(self._matrix[numbers - 1], np.float32)
+
+    def _is_good(self, text: str, vector: Float[ndarray, " dim"] | None) -> bool:
+        reason = ""
+        if vector is None or not len(vector):
+            reason = "no vector"
+        elif not np.isfinite(vector).all() or not vector.any():
+            reason = "a vector that is 0, or holds what is not a number"
+        elif len(vector) != (self.dim or len(vector)):
+            reason = f"a vector of another length than {self.dim}, which the first one has"
+        elif (key := hash(text)) in self._seen:
+            reason = "a text that occurred before"
+        else:
+            self.dim = len(vector)
+            self._seen.add(key)
+        if reason:
+            self.quarantine.reject("vectors", shown_row(text), reason)
+        return not reason
+
+
+def _layouts(path: str, suffixes: tuple[str, ...], columns: dict[str, str]) -> dict[File, FileLayout]:
+    files = find_files(path, suffixes)
+    if empty := [file.uri for file in files if not file.size]:
+        raise DataError(f"{empty[0]} is empty: leave it out, or write it again")
+    return find_layouts(files, columns, names=("title", "content"), numbered=True)
+
+
+def _with_vectors(layout: FileLayout, chosen: str | None) -> FileLayout:
+    """The layout with the column of vectors; DataError if it cannot be told."""
+    column = _vector_column(layout.head) if chosen is None else chosen
+    if column not in layout.head.kinds:
+        raise DataError(f"{layout.head.uri} {layout.head.lack([column])}")
+    if layout.head.kind(column) not in (LISTS, ""):
+        raise DataError(f"{layout.head.uri}: column {column!r} holds no lists of numbers: choose another one")
+    return replace(layout, columns={**layout.columns, "vector": column})
+
+
+def _vector_column(head: FileHead) -> str:
+    lists = [name for name in head.kinds if head.kind(name) == LISTS]
+    named = [name for name in VECTOR_NAMES if name in lists] or lists
+    if len(named) == 1:
+        return named[0]
+    found = f"several, {list_columns(named)}" if named else f"none in {list_columns(head.kinds)}"
+    raise DataError(
+        f"{head.uri}: the column of vectors (lists of numbers) cannot be told, there are {found}: choose "
+        "one by --set vectors.columns.vector=NAME"
+    )
+
+
+def _load_matrix(path: str) -> ndarray:
+    """The rows of a .npy file, mapped into memory."""
+    (file,) = find_files(path, (".npy",))
+    try:
+        matrix: ndarray = np.load(file.uri, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{path} is no .npy file of numbers ({error}): write it by numpy.save") from None
+    if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.number):
+        shape = " x ".join(map(str, matrix.shape))
+        raise DataError(f"{path} holds {shape} of {matrix.dtype}: it is to be a matrix, a row per text")
+    return matrix
