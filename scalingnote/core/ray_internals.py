@@ -1,7 +1,7 @@
 """All private API of Ray that this package uses, of version 2.60: read this file when Ray is upgraded.
 
-Each function says what Ray's public API lacks; tests/core/test_ray_internals.py holds one test of each. Ray
-is imported where it is used: a module that names this one stays quick to import.
+Each function says what Ray's public API lacks; tests/core/test_ray_internals.py looks whether Ray still has
+it. Ray is imported where it is used: a module that names this one stays quick to import.
 """
 
 import contextlib

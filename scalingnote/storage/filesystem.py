@@ -41,7 +41,7 @@ def absolute(uri: str) -> str:
 def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     """The filesystem of `uri` and the path inside it."""
     if "://" not in uri:
-        return pafs.LocalFileSystem(), str(Path(uri).absolute())
+        return pafs.LocalFileSystem(), absolute(uri)
     scheme, rest = uri.split("://", 1)
     authority, _, path = rest.partition("/")
     try:

@@ -26,31 +26,13 @@ def test_the_driver_of_a_job_has_a_variable(monkeypatch: pytest.MonkeyPatch):
     assert ray_internals.in_submitted_job()
 
 
-def test_ray_has_a_switch_between_one_machine_and_many(monkeypatch: pytest.MonkeyPatch):
-    from ray._private import ray_constants as constants
+def test_what_is_replaced_while_ray_starts_is_where_ray_looks(capfd):
+    """That each is put back is tested in test_cluster.py, with what they are for."""
+    from ray._private import node, ray_constants, services, worker
 
-    monkeypatch.setenv(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
-    monkeypatch.setattr(constants, "ENABLE_RAY_CLUSTER", True)
-    with ray_internals.loopback_only():
-        assert constants.ENABLE_RAY_CLUSTER is False
-    assert constants.ENABLE_RAY_CLUSTER is True
-    assert "ENABLE_RAY_CLUSTER" in inspect.getsource(ray._private.services)  # where addresses are chosen
-
-
-def test_rays_function_for_its_node_can_be_replaced():
-    from ray._private import services
-
-    asking = inspect.getsource(ray._private.node)
-    assert "services.get_node(" in asking
-    kept = services.get_node
-    with ray_internals.start_timeout(1.0):
-        assert services.get_node is not kept
-    assert services.get_node is kept
-
-
-def test_rays_function_for_worker_lines_can_be_replaced(capfd):
-    from ray._private import worker
-
+    assert {"ENABLE_RAY_CLUSTER", "ENABLE_RAY_CLUSTERS_ENV_VAR"} <= vars(ray_constants).keys()
+    assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services)  # where addresses are chosen
+    assert "services.get_node(" in inspect.getsource(node)
     kept = worker.print_to_stdstream
     assert "print_to_stdstream" in inspect.getsource(worker.connect)
     with ray_internals.shown_worker_lines(lambda line: line.startswith("ours")):
