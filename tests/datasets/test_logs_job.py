@@ -4,7 +4,7 @@ import hashlib
 import random
 import unicodedata
 from collections import Counter, defaultdict
-from datetime import UTC, datetime
+from datetime import UTC
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -358,21 +358,6 @@ def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypat
     assert sum(map(len, rows)) > 90
     assert max(map(len, parts)) == 64
     assert max(sizes) == 50
-
-
-def test_without_windows_the_last_tenth_of_the_time_is_for_test(small, tmp_path):
-    config, _ = small
-    artifact = build(config.model_copy(update={"train": None, "test": None}), tmp_path / "out")
-    first, last = (_seconds(text) for text in artifact.manifest.info["span"])
-    train, test = (
-        [_seconds(text) for text in artifact.manifest.info["windows"][name]] for name in ("train", "test")
-    )
-    assert (train[0], test[1]) == (first, pytest.approx(last + 0.001))
-    assert train[1] == test[0] == pytest.approx(last - 0.1 * (last - first), abs=0.01)
-
-
-def _seconds(text):
-    return datetime.fromisoformat(text).timestamp()
 
 
 def test_a_log_without_a_usable_impression_is_refused(small, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from row_files import write_lines, write_tables
-from scalingnote.core.errors import ArtifactError, DataError
+from scalingnote.core.errors import DataError
 from scalingnote.datasets import sources
 from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
 from scalingnote.datasets.input_files import delimited_lines, find_files, whole
@@ -171,16 +171,6 @@ def test_a_subset_leaves_out_without_rejecting(tmp_path):
     assert len(set(groups)) == 20  # whole groups
     doc_ids = set(artifact.table("documents")["doc_id"].to_pylist())
     assert set(artifact.table("qrels.parquet")["doc_id"].to_pylist()) <= doc_ids
-
-
-def test_a_finished_data_set_is_returned_and_another_is_refused(tmp_path):
-    asked = [{"query_id": "1", "query": "q", "doc_id": "1"}]
-    files = write_tables(tmp_path, documents=[{"doc_id": "1", "title": "t"}], queries=asked, qrels=asked)
-    first = run(Columns(**files), output=str(tmp_path / "out"))
-    (tmp_path / "documents.jsonl").unlink()
-    assert run(Columns(**files), output=str(tmp_path / "out")).digest == first.digest
-    with pytest.raises(ArtifactError, match="already holds another"):
-        run(Columns(**files, seed=1), output=str(tmp_path / "out"))
 
 
 def test_nothing_usable_is_an_error_that_says_why(tmp_path):

@@ -1,4 +1,7 @@
-"""Train and test share no group, whatever joins them; in a log, a query seen in training is not tested."""
+"""Train and test share no group, whatever joins them; the windows of a log.
+
+How the queries of a log are dealt out is in test_logs_job.py.
+"""
 
 import pyarrow as pa
 import pytest
@@ -6,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from row_files import table_of
 from scalingnote.core.errors import DataError
 from scalingnote.datasets import splits
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.splits import uniform
-from scalingnote.storage.schema import IMPRESSIONS, QRELS
 
 FILES = {"documents": {"path": "d"}, "impressions": {"path": "i"}}
 HOUR = 3_600_000
@@ -58,69 +59,6 @@ def test_windows_at_odds_are_refused(windows, error):
         Logs(**FILES, **windows)
 
 
-def impressions(*rows):
-    names = ("query_id", "doc_id", "clicked", "dwell_s")
-    return table_of(pa.schema([IMPRESSIONS.field(name) for name in names]), rows)
-
-
-def test_clicks_count_from_a_dwell_time_on():
-    rows = impressions(
-        ("q", "a", True, 30.0), ("q", "a", True, 9.9), ("q", "b", False, None), ("q", "c", True, None)
-    )
-    every = splits.count_test_clicks(rows, min_dwell_s=0.0)
-    assert every.to_pylist() == [
-        {"query_id": "q", "doc_id": "a", "clicks": 2},
-        {"query_id": "q", "doc_id": "b", "clicks": 0},
-        {"query_id": "q", "doc_id": "c", "clicks": 1},
-    ]
-    # Where nobody measured, nobody can say that it was too short.
-    assert splits.count_test_clicks(rows, min_dwell_s=10.0)["clicks"].to_pylist() == [1, 0, 1]
-    assert splits.judge_by_clicks(every, min_clicks=2).to_pylist() == [
-        {"query_id": "q", "doc_id": "a", "relevance": 1}
-    ]
-
-
-def test_queries_are_dealt_out():
-    clicks = [("seen", "a", 3), ("new", "a", 1), ("new", "b", 0), ("silent", "a", 0)]
-    asked = table_of(splits.TEST_CLICKS, clicks)
-    texts = [
-        ("seen", "Seen", 4), ("seen", "seen", 4), ("seen", "SEEN", 1), ("new", "new", 1), ("silent", "s", 1),
-        ("early", "early", 2), ("outside", "o", 1), ("judged", "j", 0),
-    ]  # fmt: skip
-    named = table_of(splits.QUERY_TEXTS, texts)
-    trained = pa.array(["seen", "early"])
-    settled = splits.split_queries(
-        trained, test_clicks=asked, texts=named, judged=splits.judge_by_clicks(asked, min_clicks=1)
-    )
-    assert [tuple(row.values()) for row in settled.queries.to_pylist()] == [
-        ("early", "early", "train"),
-        ("new", "new", "test"),
-        ("seen", "Seen", "train"),
-    ]
-    assert settled.qrels.to_pylist() == [{"query_id": "new", "doc_id": "a", "relevance": 1}]
-    assert settled.left_out == {
-        "queries of the test window that training has seen": 1,
-        "queries of the test window without a relevant document": 1,
-        "queries without an impression in either window": 1,
-    }
-    # Judged by people: what was clicked no longer says what is relevant, and a grade of 0 stays a judgement.
-    judged = [("seen", "a", 1), ("judged", "b", 2), ("judged", "a", 0), ("new", "a", 0)]
-    settled = splits.split_queries(trained, test_clicks=asked, texts=named, judged=table_of(QRELS, judged))
-    assert [row["query_id"] for row in settled.queries.to_pylist() if row["split"] == "test"] == ["judged"]
-    assert [(row["doc_id"], row["relevance"]) for row in settled.qrels.to_pylist()] == [("a", 0), ("b", 2)]
-    assert settled.left_out["queries of the test window without a relevant document"] == 2
-
-
-def test_nothing_at_all_is_no_error():
-    nothing = splits.split_queries(
-        pa.array([], pa.string()),
-        test_clicks=splits.TEST_CLICKS.empty_table(),
-        texts=splits.QUERY_TEXTS.empty_table(),
-        judged=QRELS.empty_table(),
-    )
-    assert nothing.queries.num_rows == nothing.qrels.num_rows == sum(nothing.left_out.values()) == 0
-
-
 # --- by groups
 
 PAIRS = pa.schema({"query_id": pa.string(), "group": pa.string()})
@@ -141,11 +79,6 @@ def held_out(pairs, queries, *, fraction, seed=0):
     return set(
         ids.filter(pa.array(splits.held_out(ids, positives, fraction=fraction, seed=seed))).to_pylist()
     )
-
-
-def test_the_share_is_about_the_fraction():
-    pairs = [(f"q{n}", f"d{n}") for n in range(5000)]
-    assert 430 < len(held_out(pairs, [q for q, _ in pairs], fraction=0.1, seed=3)) < 570
 
 
 @given(
@@ -171,8 +104,3 @@ def _first_name(query, pairs):
         if (found, joined) == (groups, queries):
             return f"g:{min(groups)}" if groups else f"q:{query}"
         groups, queries = found, joined
-
-
-def test_all_or_nothing():
-    assert held_out([("q", "g")], ["q"], fraction=1.0) == {"q"}
-    assert held_out([("q", "g")], ["q"], fraction=0.0) == set()

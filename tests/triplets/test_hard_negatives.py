@@ -35,11 +35,6 @@ def triplet_rows(*rows: tuple[str, str, list[str]]) -> pa.Table:
     return pa.Table.from_pylist(full, schema=TRIPLETS)
 
 
-def test_the_window_is_counted_before_anything_is_left_out():
-    config = MineConfig(first_rank=2, last_rank=4, max_score_ratio=None)
-    assert candidates(RANKING, known={"b"}, positive_score=None, config=config) == ["c", "d"]
-
-
 def test_what_scores_nearly_as_the_positive_is_no_negative():
     config = MineConfig(first_rank=1, last_rank=5, max_score_ratio=0.75)
     assert candidates(RANKING, known={"a"}, positive_score=0.9, config=config) == ["d", "e"]

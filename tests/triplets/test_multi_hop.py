@@ -61,13 +61,6 @@ def test_borrowing_equals_its_transcription(loans, known, most, order):
     assert len(loans) == len(found) + sum(counts.values())  # every loan is kept or counted
 
 
-def test_what_answers_the_borrower_is_not_lent_as_a_negative():
-    loans = [(0, "q7", 0.9, "a", ["b"], "click"), (0, "q8", 0.8, "b", ["c"], "click")]
-    found, counts = select_multi_hop(table_of(MULTI_HOP, loans), table_of(KNOWN, []), limit=4, seed=0)
-    assert found["positive"].to_pylist() == ["b"]
-    assert counts["multi_negative_is_positive"] == 1
-
-
 def test_lenders_give_triplets_of_a_source_to_every_borrower():
     triplets = [(5, "b", ["x"], "click"), (2, "a", ["y"], "click"), (5, "c", ["z"], "click")]
     triplets = [(*row, None) for row in [*triplets, (5, "d", ["w"], "relevance")]]

@@ -86,14 +86,6 @@ def test_words_behind_the_tokens_read_score_zero(trained, tmp_path):
     assert short.score([["x" * 500]])[0] > 0
 
 
-def test_positions_name_the_first_token_of_each_distinct_word(trained):
-    model = trained[0]
-    (row,) = model.rows([["buy", "fig", "buy", "plum"]])
-    ids = [model.rows([[word]])[0].ids[1:-1] for word in ("buy", "fig", "plum")]
-    assert row.ids[1:-1] == ids[0] + ids[1] + ids[0] + ids[2]
-    assert row.positions == [1, 1 + len(ids[0]), 1 + 2 * len(ids[0]) + len(ids[1])]
-
-
 def test_unfit_backbones_are_refused():
     texts = [["buy", "fig"]]
     with pytest.raises(ConfigError, match="max_length=33"):

@@ -97,19 +97,6 @@ def test_no_noise_and_no_mask_is_plain_generation(checkpoint):
     assert counts == {"generated": 5, "dropped_same": 0, "dropped_empty": 0}
 
 
-def test_two_per_query_by_default(checkpoint):
-    config = QueryGenerationConfig()
-    assert (config.sigmas, config.mask_fraction) == ((0.1, 0.2), 0.1)
-    made, counts = generator(checkpoint, sigmas=(1.0, 2.0))(QUERIES)
-    assert counts["generated"] == 10
-    assert counts["generated"] - counts["dropped_same"] - counts["dropped_empty"] == len(made)
-    for row in made.to_pylist():
-        source, number = row["query_id"].split("~")
-        assert row["source_query_id"] == source
-        assert row["sigma"] == (1.0, 2.0)[int(number)]
-        assert row["query"] != TEXTS[int(source[1:])]
-
-
 def test_noise_and_masks_belong_to_query_and_sigma(checkpoint, monkeypatch):
     knobs = {"sigmas": (1.0, 2.0), "mask_fraction": 0.3}
     made = generator(checkpoint, **knobs)(QUERIES)[0].to_pylist()
