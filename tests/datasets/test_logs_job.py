@@ -252,12 +252,8 @@ def contents(artifact):
     """All rows of all tables, in an order of their own."""
     found = {name: artifact.table(name).to_pylist() for name in TABLES if artifact.names(f"{name}/")}
     for row in found.get("impressions", ()):
-        row["timestamp"] = int(row["timestamp"].timestamp() + 0.5 - _zone(row["timestamp"]))
+        row["timestamp"] = round(row["timestamp"].replace(tzinfo=UTC).timestamp())
     return {name: in_order(rows) for name, rows in found.items()}
-
-
-def _zone(naive):
-    return naive.timestamp() - naive.replace(tzinfo=UTC).timestamp()
 
 
 def in_order(rows):
