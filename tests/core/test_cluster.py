@@ -14,24 +14,22 @@ from scalingnote.core.errors import ConfigError, ScalingNoteError
 
 @pytest.fixture(autouse=True)
 def unconnected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What Ray was asked to join; it joins nothing."""
+    """What Ray was asked to join; it joins nothing, and no token is made."""
     asked: list[tuple[Any, ...]] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *given, **_: asked.append(given))
     monkeypatch.setattr(cluster, "_started", False)
     return asked
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def test_an_address_that_nobody_listens_at_is_refused_at_once(
     unconnected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ):
-    address = f"127.0.0.1:{free_port()}"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} .*refused.*ray start"):
         cluster.connect()
@@ -54,7 +52,6 @@ def test_a_ray_that_does_not_start_is_told_without_a_trace(monkeypatch: pytest.M
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(
         ScalingNoteError, match=r"Ray did not start .* timed out during startup.*run this again"
     ):
@@ -78,7 +75,6 @@ def test_a_ray_that_starts_slowly_is_awaited(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray_internals, "START_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cluster.connect()
     assert asked == ["0a"] * 3
     assert services.get_node is get_node
@@ -99,7 +95,6 @@ def test_our_log_is_shown_while_ray_is_silent(monkeypatch: pytest.MonkeyPatch, c
         log.get_logger("cluster").info("waiting for Ray")
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cluster.connect()
     shown = capfd.readouterr().err
     assert "waiting for Ray" in shown
@@ -146,10 +141,8 @@ def test_a_private_cluster_has_a_token_and_listens_on_loopback(
 def test_a_cluster_is_private_if_it_was_started_here_for_this_machine(
     address: str | None, nodes: list[str], private: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": node} for node in nodes])
     monkeypatch.setattr(ray_start, "_check_address", lambda _: None)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token is made
     cluster.connect(address)
     assert cluster.is_private() is private
 
@@ -162,8 +155,6 @@ def test_an_interrupt_while_ray_starts_ends_what_was_started(monkeypatch: pytest
         time.sleep(0.01)
         steps.append("started")
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token is made
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: steps.append("ended"))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
