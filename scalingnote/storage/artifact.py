@@ -99,8 +99,6 @@ class Artifact:
 
     def local_file(self, name: str) -> Path:
         """A part as a file of this machine, verified; a remote one is copied first, once for a node."""
-        if fs.is_local(self.uri):
-            self.file(name)
         return self._copy([name]) / name
 
     def open(self, name: str) -> pa.NativeFile:
@@ -123,9 +121,10 @@ class Artifact:
         return part
 
     def _copy(self, names: list[str]) -> Path:
-        """A local directory with these parts: the artifact itself, or a copy that was verified as it came."""
+        """A local directory with these parts, verified: the artifact itself, or a copy as it comes."""
+        verify = self.file if fs.is_local(self.uri) else self._part
         for name in names:
-            self._part(name)
+            verify(name)
         try:
             return fs.download(self.uri, names, version=self.digest, check=self._compare)
         except FileNotFoundError as error:
@@ -163,9 +162,6 @@ class Artifact:
         names = self.names(prefix.rstrip("/") + "/")
         if not names:
             raise ArtifactError(f"{self.uri} has no parts below {prefix!r}")
-        if fs.is_local(self.uri):
-            for name in names:
-                self.file(name)
         return self._copy(names) / prefix
 
     def table_parts(self, name: str) -> list[str]:
