@@ -11,7 +11,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 import tiny
-from in_process import without_ray
+from in_process import run_without_ray, without_ray
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.fuse import job, prepare
@@ -51,6 +51,9 @@ CONFIG = {
 class Inputs:
     uris: dict[str, str]
     embeddings: np.ndarray
+
+    def open(self, kind: str) -> Artifact:
+        return open_artifact(self.uris[kind], kind=kind)
 
 
 def write_parts(draft: Draft, table: str, rows: pa.Table) -> None:
@@ -128,16 +131,20 @@ def config(**more: object) -> FuseConfig:
     return FuseConfig.model_validate({**CONFIG, **more})
 
 
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def fused(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
-        return job.run(config(), **inputs.uris, output=f"{tmp_path_factory.mktemp('fused')}/fused")
+    output = f"{tmp_path_factory.mktemp('fused')}/fused"
+    return run_without_ray(job.run, config(), **inputs.uris, output=output)
 
 
 def test_the_artifact_is_one_of_embeddings_in_the_same_parts(fused: Artifact, inputs: Inputs):
     found = open_artifact(fused.uri, kind="embeddings")
-    plain = open_artifact(inputs.uris["embeddings"], kind="embeddings")
+    plain = inputs.open("embeddings")
     assert found.names("embeddings/") == plain.names("embeddings/")
     for name in plain.names("embeddings/"):
         one, other = found.table(name), plain.table(name)
@@ -146,17 +153,14 @@ def test_the_artifact_is_one_of_embeddings_in_the_same_parts(fused: Artifact, in
     final = to_numpy(found.table("embeddings")["summary"])
     np.testing.assert_allclose(np.linalg.norm(final, axis=1), 1, atol=1e-5)
     assert np.abs(final - inputs.embeddings).max() > 0.05
-    _require_same_origin(found, open_artifact(inputs.uris["semantic_ids"], kind="semantic_ids"))
+    _require_same_origin(found, inputs.open("semantic_ids"))
     curve = found.read_json("curve.json")
     assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
     assert not list(Path(fused.uri).glob("_work*"))
 
 
-def test_what_test_queries_show_is_not_learnt_from(
-    fused: Artifact, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    without_ray(monkeypatch)
-    source = open_artifact(inputs.uris["dataset"], kind="dataset")
+def test_what_test_queries_show_is_not_learnt_from(fused: Artifact, inputs: Inputs, tmp_path: Path):
+    source = inputs.open("dataset")
     prepare.write_clicks(config(parts=1), source, [], folder=str(tmp_path))
     seen = [row for row in source.table("impressions").to_pylist() if row["doc_id"] not in ("d000", "d001")]
     usable = pa.Table.from_pylist([row for row in seen if row["query_id"] != "q1"], schema=schema.IMPRESSIONS)
@@ -177,9 +181,7 @@ def test_one_document_by_the_saved_network_is_the_bulk_row(fused: Artifact, inpu
     fusion = DocumentFusion.load(fused.directory(job.DOCUMENT_SIDE))
     row = tiny.document_rows(DOCUMENTS)[30]
     document = pa.table({"doc_id": [row["doc_id"]], "brand": ["b2"], "price": [30.0]})
-    codes = (
-        open_artifact(inputs.uris["semantic_ids"], kind="semantic_ids").table("codes")["codes"][30].as_py()
-    )
+    codes = inputs.open("semantic_ids").table("codes")["codes"][30].as_py()
     alone = fusion.fuse(document, inputs.embeddings[30:31], np.array([codes]))
     np.testing.assert_allclose(alone, to_numpy(fused.table("embeddings")["summary"])[30:31], atol=1e-6)
 
@@ -189,11 +191,7 @@ def test_what_users_like_is_found_for_them(fused: Artifact, inputs: Inputs):
     queries = QueryFusion.load(fused.directory(job.QUERY_SIDE))
     final = to_numpy(fused.table("embeddings")["summary"])
     plain = inputs.embeddings[:8]
-    ids = (
-        open_artifact(inputs.uris["semantic_ids"], kind="semantic_ids")
-        .table("codes")["semantic_id"]
-        .to_pylist()
-    )
+    ids = inputs.open("semantic_ids").table("codes")["semantic_id"].to_pylist()
     brands = np.arange(DOCUMENTS) % 4
     gains = []
     for brand in range(4):
@@ -207,11 +205,11 @@ def test_what_users_like_is_found_for_them(fused: Artifact, inputs: Inputs):
 
 def test_a_query_path_answers_known_users_personally(fused: Artifact, inputs: Inputs, tmp_path: Path):
     store = open_store(StoreConfig(url=f"sqlite:{tmp_path}/users.db"))
-    ids = open_artifact(inputs.uris["semantic_ids"], kind="semantic_ids").table("codes")["semantic_id"]
+    ids = inputs.open("semantic_ids").table("codes")["semantic_id"]
     clicks = [Event(f"e{row}", "fan", float(row), ids[row].as_py()) for row in range(10, 50, 4)]
     store.write([Event("p", "fan", 1.0, profile={"brand": "b2"}), *clicks])
-    encoder = QueryEncoder(open_artifact(inputs.uris["dual_encoder"], kind="dual_encoder").directory("query"))
-    words = planner.load(open_artifact(inputs.uris["planner"], kind="planner"))
+    encoder = QueryEncoder(inputs.open("dual_encoder").directory("query"))
+    words = planner.load(inputs.open("planner"))
     fusion = QueryFusion.load(fused.directory(job.QUERY_SIDE))
     path, query = QueryPath(encoder, None, Personal(fusion, store, words)), tiny.document_rows(10)[3]["title"]
     plain = QueryPath(encoder)([query])[0]
@@ -226,8 +224,6 @@ def test_a_query_path_answers_known_users_personally(fused: Artifact, inputs: In
 def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
     fused: Artifact, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    without_ray(monkeypatch)
-
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -244,10 +240,7 @@ def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
     assert job.run(config(), **inputs.uris, output=output).digest == fused.digest
 
 
-def test_inputs_that_do_not_fit_are_refused(
-    inputs: Inputs, fused: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    without_ray(monkeypatch)
+def test_inputs_that_do_not_fit_are_refused(inputs: Inputs, fused: Artifact, tmp_path: Path):
     missing = [{"kind": "numeric", "column": "prize"}]
     silent = tiny.dataset(f"{tmp_path}/silent").uri
     plain = {"document": {}, "query": {}}
@@ -265,13 +258,12 @@ def test_inputs_that_do_not_fit_are_refused(
 
 
 def test_a_document_that_was_not_encoded_is_left_out(inputs: Inputs, tmp_path: Path):
-    opened = {kind: open_artifact(inputs.uris[kind], kind=kind) for kind in ("dataset", "semantic_ids")}
-    source = open_artifact(inputs.uris["embeddings"], kind="embeddings")
+    source = inputs.open("embeddings")
     draft = Draft(f"{tmp_path}/fewer", kind="embeddings", config=tiny.Nothing(), parents={})
     (part, *_) = source.names("embeddings/")
     table = source.table(part)
     draft.write_table(part, table.filter(pc.not_equal(table["doc_id"], "d003")))
-    corpus = FusedCorpus(opened["dataset"], draft.commit(counts={}), opened["semantic_ids"])
+    corpus = FusedCorpus(inputs.open("dataset"), draft.commit(counts={}), inputs.open("semantic_ids"))
     whole, found = (read_part(c, part, ["brand"]) for c in (corpus._replace(embeddings=source), corpus))
     kept = [row for row in range(PER_PART) if row != 3]
     assert found[0].equals(whole[0].take(kept))

@@ -35,10 +35,19 @@ QUERIES = [
 ONE_EACH = PseudoQueriesConfig(count=None, mix={"title": 1, "first_sentence": 1}, validation_share=0)
 
 
-@pytest.fixture
-def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ray(monkeypatch)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Artifact:
     return make(tmp_path / "dataset", DOCUMENTS)
+
+
+def own_words(count: int) -> list[dict[str, Any]]:
+    """Documents whose words all end with their number."""
+    return [{"title": f"t{n}", "content": f"alpha{n} beta{n} gamma{n} delta{n}"} for n in range(count)]
 
 
 def make(path: Path, documents: list[dict[str, Any]]) -> Artifact:
@@ -107,11 +116,10 @@ def test_equal_seeds_draw_equal_texts_of_kinds_by_their_shares(dataset: Artifact
     assert all(len(text.split()) <= 24 for text in texts(first))
 
 
-def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    without_ray(monkeypatch)
-    documents = [{"title": f"t{n}", "content": f"alpha{n} beta{n} gamma{n} delta{n}"} for n in range(40)]
+def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path):
     config = PseudoQueriesConfig(count=400, mix={"window": 1}, validation_share=0.2)
-    found = job.run(config, dataset=make(tmp_path / "data", documents).uri, output=str(tmp_path / "out"))
+    dataset = make(tmp_path / "data", own_words(40))
+    found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
     by_document: dict[str, set[str]] = {}
     for text, split in texts(found).items():
         by_document.setdefault(text.split()[0].lstrip("abcdeghlmpt"), set()).add(split)
@@ -170,8 +178,7 @@ def test_a_log_in_parquet_and_one_that_is_not_there(dataset: Artifact, tmp_path:
         of_log("nowhere.txt")
 
 
-def test_documents_without_text_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    without_ray(monkeypatch)
+def test_documents_without_text_are_an_error(tmp_path: Path):
     empty = make(tmp_path / "data", [{"title": "", "content": " \n "}])
     with pytest.raises(DataError, match="none of 1 documents has a title or content"):
         job.run(ONE_EACH, dataset=empty.uri, output=str(tmp_path / "out"))
@@ -196,13 +203,11 @@ def test_a_published_model_with_pseudo_queries_has_no_triplets():
         )
 
 
-def test_a_small_collection_holds_out_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_small_collection_holds_out_a_document(tmp_path: Path):
     """At 2 % of six documents none would be, and the student could not be compared with its teacher."""
-    without_ray(monkeypatch)
     config = PseudoQueriesConfig(count=60, mix={"window": 1})
-    documents = [{"title": f"t{n}", "content": f"alpha{n} beta{n} gamma{n} delta{n}"} for n in range(6)]
     for number, held_out in ((6, True), (1, False)):
-        dataset = make(tmp_path / f"{number}", documents[:number])
+        dataset = make(tmp_path / f"{number}", own_words(number))
         found = job.run(config, dataset=dataset.uri, output=str(tmp_path / f"out-{number}"))
         assert (found.counts["validation"] > 0) is held_out
         assert found.counts["queries"] > found.counts["validation"]
