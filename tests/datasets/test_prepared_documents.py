@@ -57,7 +57,7 @@ def write_inputs(folder, *, form="jsonl"):
         queries=[{"query_id": q, "query": f"query {q}"} for q, _ in pairs],
         qrels=[{"query_id": q, "doc_id": d, "relevance": 1} for q, d in pairs],
     )
-    documents = {"path": str(folder / f"d[0-9].{form}")}
+    documents = {"path": str(folder / f"d?.{form}")}
     return files | {"documents": documents, "features": {"price": "float64"}, "documents_per_part": 17}
 
 
