@@ -270,7 +270,7 @@ def run_parts(
     failed: dict[str, str] = {}
     with Progress(section, total=total, done=total - left, unit=unit, underway=underway) as progress:
         try:
-            for name, text in executor(_named(stage, folder), todo) if todo else ():
+            for name, text in executor(_keep_records(stage, folder), todo) if todo else ():
                 texts[name] = text
                 progress.advance(sizes[name], note=report(json.loads(text)) if report else "")
         except PartsFailedError as error:
@@ -280,7 +280,9 @@ def run_parts(
     return {name: json.loads(texts.pop(name)) for name in parts if name not in failed}, failed
 
 
-def _named(stage: PartStage | Callable[[Any], Any], folder: str) -> PartStage | Callable[[NamedPart], Any]:
+def _keep_records(
+    stage: PartStage | Callable[[Any], Any], folder: str
+) -> PartStage | Callable[[NamedPart], Any]:
     """The same stage on named parts, which also writes the record of each; gives its name and its record."""
     if not isinstance(stage, PartStage):
         return partial(_process, task=stage, folder=folder)
