@@ -21,13 +21,12 @@ from numpy import ndarray
 from scalingnote.core.errors import ArtifactError, ConfigError, DatabaseError, ScalingNoteError, SearchError
 from scalingnote.index import filters
 from scalingnote.index import shard as shards_of
+from scalingnote.index.config import SearchConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import DocIds, DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import collection as collections
-from scalingnote.search import grouping
 from scalingnote.search.collection import Collection, Conditions, Hits, PointPart, Terms
-from scalingnote.search.config import SearchConfig
 from scalingnote.search.scan import unit_queries
 from scalingnote.search.searcher import (
     DEFAULT_JOINING,
@@ -35,6 +34,7 @@ from scalingnote.search.searcher import (
     Searcher,
     candidate_ids,
     candidate_places,
+    first_passages,
 )
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, open_artifact
@@ -104,7 +104,7 @@ class DatabaseSearcher:
 
     def documents(self) -> list[pa.Table]:
         """See :meth:`Searcher.documents`."""
-        return grouping.first_passages(self._columns) if self.layout.passages else self._columns
+        return first_passages(self._columns) if self.layout.passages else self._columns
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document with this id, from the index."""

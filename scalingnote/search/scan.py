@@ -28,9 +28,9 @@ from scalingnote.index import filters, ivf
 from scalingnote.index.ivf import RESCORE_COST, RowMask
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import IndexLayout
-from scalingnote.search.grouping import MAX_DEPTH
 
 MAX_K = 1000
+MAX_DEPTH = 16_000  # passages of one query; Milvus gives 16,384
 CACHED_FILTERS = 64  # filters whose row masks a built index keeps: one byte per document each
 
 Masks = Sequence[RowMask | None]  # of each segment; None: all rows

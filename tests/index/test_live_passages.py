@@ -9,7 +9,7 @@ from live_shards import DIM, index, table
 from scalingnote.core.errors import DataError
 from scalingnote.index import filters
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.search import grouping
+from scalingnote.search import searcher as searchers
 from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
@@ -57,7 +57,7 @@ def check(searcher: Searcher, rows: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("first", [1, 4])
 def test_a_built_index_gives_documents(built, first, monkeypatch):
-    monkeypatch.setattr(grouping, "FIRST_DEPTH", first)
+    monkeypatch.setattr(searchers, "FIRST_DEPTH", first)
     check(Searcher.open(built.uri), BUILT)
 
 

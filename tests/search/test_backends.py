@@ -15,13 +15,12 @@ from scalingnote.core.config import Config
 from scalingnote.core.errors import ConfigError, DatabaseError, SearchError
 from scalingnote.export import databases, vectors
 from scalingnote.index import filters, job
-from scalingnote.index.config import FastScan, IndexConfig
+from scalingnote.index.config import FastScan, IndexConfig, SearchConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.collection import MOST_EF, _expression
-from scalingnote.search.config import SearchConfig
 from scalingnote.search.searcher import Candidates, Results, Searcher, rank, with_documents
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
@@ -181,7 +180,7 @@ def search(
 
 
 def documents_of(found: Candidates, store: DocumentStore) -> Sequence[Any]:
-    return with_documents(Results(found, found.dense.tolist(), found.documents), store).documents
+    return with_documents(Results(found, found.dense.tolist()), store).documents
 
 
 def ids(answers: list[Found]) -> list[list[str]]:

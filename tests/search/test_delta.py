@@ -26,7 +26,7 @@ from scalingnote.index.config import Flat, LiveConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.live import compaction, fold, versions
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.search.delta import Delta, OverriddenSearcher, SearcherWithDelta
+from scalingnote.search.live_searcher import Delta, OverriddenSearcher, SearcherWithDelta
 from scalingnote.search.searcher import Searcher, concatenate, rank, with_documents
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import document_of, passage_id

@@ -65,7 +65,7 @@ def test_an_exact_search_misses_nothing_that_few_lists_miss(
     best = [[f"d{row}" for row in line] for line in rows]
     for exact in (False, True):
         found = [
-            with_documents(Results(each, each.dense.tolist(), ()), searcher.store).documents
+            with_documents(Results(each, each.dense.tolist()), searcher.store).documents
             for each in searcher.find(probes, k=10, nprobe=1, exact=exact)
         ]
         assert ([[document["doc_id"] for document in line] for line in found] == best) == exact
