@@ -8,7 +8,6 @@ Indexes are built directly, not by faiss's index factory, which turns on polysem
 for equal recall.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -31,6 +30,7 @@ from scalingnote.index.config import (
     ScalarQuantized,
 )
 from scalingnote.quantize.kmeans import ITERATIONS, blas_only
+from scalingnote.storage import filesystem as fs
 
 # With fewer training points per centroid, K-means fits noise (faiss's own bound).
 POINTS_PER_CENTROID = 39
@@ -285,12 +285,14 @@ def parse(data: bytes) -> Any:
     return faiss.deserialize_index(np.frombuffer(data, np.uint8))
 
 
-def dump_quantizer(quantizer: Quantizer) -> dict[str, bytes]:
-    """Files of a quantizer; the coarse one comes last, so that its presence marks the set as complete."""
-    files = {"lists.faiss": quantizer.lists, "kept.faiss": quantizer.kept, "coarse.faiss": quantizer.coarse}
-    return {name: data for name, data in files.items() if data is not None}
+def write_quantizer(folder: str, quantizer: Quantizer) -> None:
+    """Write the files of a quantizer; the coarse one comes last, so that it marks the set as complete."""
+    for name in ("lists", "kept", "coarse"):
+        if (data := getattr(quantizer, name)) is not None:
+            fs.write_bytes(fs.join(folder, f"{name}.faiss"), data)
 
 
-def parse_quantizer(files: Mapping[str, bytes]) -> Quantizer:
-    """A quantizer from the files of :func:`dump_quantizer`."""
-    return Quantizer(files["coarse.faiss"], files.get("lists.faiss"), files.get("kept.faiss"))
+def read_quantizer(folder: str) -> Quantizer:
+    """The quantizer in a folder of :func:`write_quantizer`."""
+    names = ("coarse", "lists", "kept")
+    return Quantizer(*(fs.read_if_exists(fs.join(folder, f"{name}.faiss")) for name in names))

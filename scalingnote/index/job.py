@@ -312,8 +312,7 @@ def _train(files: int, *, config: IndexConfig, nlist: int, sample: str, folder: 
         nlist=nlist,
         seed=SAMPLE_SEED,
     )
-    for name, data in families.dump_quantizer(quantizer).items():
-        fs.write_bytes(fs.join(folder, name), data)
+    families.write_quantizer(folder, quantizer)
 
 
 def _encode_queries(tower: Artifact, *, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
@@ -328,9 +327,7 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
     use_threads(config.resources)
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in shared.parents.items() if kind in _READ}
     embeddings = parents["embeddings"]
-    folder = shared.work("quantizer")
-    files = {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
-    lists = ivf.empty(families.parse_quantizer(files))
+    lists = ivf.empty(families.read_quantizer(shared.work("quantizer")))
     stored: list[pa.Table] = []
     found: list[postings.Postings] = []
     exact = None

@@ -9,7 +9,7 @@
 Delta and large index may be in different processes, each of which follows the log. A search takes the newest
 record that the delta has read, and the searchers of the index read at least as far: what they know of later
 records they leave out. So no document is found twice or missed while a write reaches one process before
-another, and hidden rows take no place among the k best. See :mod:`scalingnote.index.live.delta`.
+another, and hidden rows take no place among the k best. See :mod:`scalingnote.index.live.versions`.
 """
 
 import threading
@@ -26,11 +26,11 @@ from numpy import ndarray
 
 from scalingnote.core.errors import ArtifactError
 from scalingnote.index.live import versions, wal
-from scalingnote.index.live.delta import open_empty, overridden
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.index.live.live_shard import LiveShard
 from scalingnote.index.live.live_state import Snapshot
-from scalingnote.index.live.versions import LiveVersion, OpenVersion
+from scalingnote.index.live.versions import LiveVersion, OpenVersion, open_empty
+from scalingnote.index.live.writes import overridden
 from scalingnote.index.shard import DocumentStore, IndexLayout, open_layout
 from scalingnote.search.scan import IndexView, require_vectors
 from scalingnote.search.searcher import Candidates, Searcher

@@ -24,7 +24,7 @@ from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.parts import map_here
 from scalingnote.index.config import Flat, LiveConfig
 from scalingnote.index.hybrid import Joining
-from scalingnote.index.live import compaction, fold, versions
+from scalingnote.index.live import compaction, versions
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.live_searcher import Delta, OverriddenSearcher, SearcherWithDelta
 from scalingnote.search.searcher import Searcher, concatenate, rank, with_documents
@@ -192,10 +192,6 @@ def test_a_folder_keeps_its_kind(built: Artifact, tmp_path: Path) -> None:
         LiveIndex(tmp_path / "delta", built.uri, delta=False)
     with pytest.raises(ConfigError, match=r"made with no delta .* set serve\.live\.delta to false"):
         LiveIndex(tmp_path / "whole", built.uri, delta=True)
-    with pytest.raises(ConfigError, match="has no delta: compact it"):
-        fold.fold(tmp_path / "whole")
-    with pytest.raises(ConfigError, match="has a delta beside its index: fold it"):
-        compaction.compact(tmp_path / "delta")
     LiveIndex(tmp_path / "delta").close()  # without a word the folder decides
 
 
@@ -226,7 +222,7 @@ def test_a_killed_fold_goes_on_with_the_shards_that_it_has_not_finished(
         truth |= written
         if not step:
             with pytest.raises(KeyboardInterrupt):
-                fold.fold(live.folder, each=killed)
+                compaction.compact(live.folder, each=killed)
     assert versions.current(live.folder).number == 0
     first = tmp_path / "live/versions/00001/shard-00000/lists.faiss"
     before = first.stat().st_mtime_ns

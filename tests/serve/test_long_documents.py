@@ -21,8 +21,8 @@ from scalingnote.export import databases, vectors
 from scalingnote.export.vectors import ExportSource
 from scalingnote.index import filters
 from scalingnote.index.config import LiveConfig, SearchConfig
-from scalingnote.index.live.delta import overridden
 from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.live.writes import overridden
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig

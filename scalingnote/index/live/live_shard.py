@@ -23,13 +23,11 @@ from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import get_logger
 from scalingnote.index import families, ivf
 from scalingnote.index.live import wal
-from scalingnote.index.live.live_state import (
+from scalingnote.index.live.live_state import LiveState, Snapshot
+from scalingnote.index.live.writes import (
     Delete,
-    LiveState,
-    Snapshot,
     Upsert,
     WriteResult,
-    catch_up,
     checked_delete,
     checked_upsert,
     encode_write,
@@ -277,7 +275,7 @@ class LiveShard:
     def _catch_up(self, state: LiveState) -> int:
         before = state.snapshot.sequence
         until = wal.last_acknowledged(self._folder) if self._log is None else self._log.acknowledged
-        catch_up(state, self._folder, until=until)
+        state.catch_up(self._folder, until=until)
         self._merge_if_long()
         return state.snapshot.sequence - before
 
