@@ -23,7 +23,7 @@ from scalingnote.index import filters
 from scalingnote.index import shard as shards_of
 from scalingnote.index.config import SearchConfig
 from scalingnote.index.hybrid import Joining
-from scalingnote.index.shard import DocIds, DocumentStore
+from scalingnote.index.shard import DocumentRows, DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import collection as collections
 from scalingnote.search.collection import Collection, Conditions, Hits, PointPart, Terms
@@ -62,9 +62,8 @@ class DatabaseSearcher:
         self.layout = shards_of.open_layout(index)
         self.shards = list(range(self.layout.shards))
         self._columns = [shards_of.open_columns(index, n) for n in self.shards]
-        self._stored = [arrow.StoredRows(table) for table in self._columns]
-        self._ids = [
-            DocIds(table["doc_id"], shards_of.open_ids(index, n, rows=len(table)))
+        self._rows = [
+            DocumentRows(table, shards_of.open_ids(index, n, rows=len(table)))
             for n, table in enumerate(self._columns)
         ]
 
@@ -113,7 +112,7 @@ class DatabaseSearcher:
     def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of candidates, from the index."""
         places = zip(ids, candidate_places(ids), strict=True)
-        return {each: self._stored[shard][row] for each, (shard, row) in places}
+        return {each: self._rows[shard][row] for each, (shard, row) in places}
 
     @cached_property
     def store(self) -> DocumentStore:
@@ -246,8 +245,8 @@ class DatabaseSearcher:
     def _places(self, doc_ids: Sequence[str]) -> tuple[Int[ndarray, " ids"], Int[ndarray, " ids"]]:
         """The shard of each document and its row there; row -1 where the index does not have it."""
         shards, rows = np.zeros(len(doc_ids), np.int64), np.full(len(doc_ids), -1, np.int64)
-        for shard, ids in enumerate(self._ids):
-            own = ids.rows(doc_ids)
+        for shard, found in enumerate(self._rows):
+            own = found.find(doc_ids)
             shards[own >= 0], rows[own >= 0] = shard, own[own >= 0]
         return shards, rows
 
@@ -299,7 +298,7 @@ class DatabaseSearcher:
                 raise ConfigError(f"{place} has another vector of {doc_id!r} than the index: {remedy}")
         for doc_id, shard, row in zip(ids, *self._places(ids), strict=True):
             for name in self.layout.filters if row >= 0 else ():
-                if name not in columns[doc_id] and self._stored[shard][int(row)][name] is not None:
+                if name not in columns[doc_id] and self._rows[shard][int(row)][name] is not None:
                     raise ConfigError(
                         f"{place} lacks the column {name!r}, which the index filters by: {remedy}"
                     )

@@ -368,13 +368,13 @@ class Searcher:
     def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of those candidates of a built index whose shards are held here."""
         held, places = self._shards, zip(ids, candidate_places(ids), strict=True)
-        return {each: held[shard].stored[row] for each, (shard, row) in places if shard in held}
+        return {each: held[shard].rows[row] for each, (shard, row) in places if shard in held}
 
     def rows_of(self, doc_ids: Sequence[str]) -> Int[ndarray, " rows"]:
         """Rows of the view that hold these documents, in an index of passages those of all their passages."""
         found = [np.empty(0, np.int64)]
         for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
-            found.append(first + self._shards[number].rows_of(doc_ids, passages=self.layout.passages))
+            found.append(first + self._shards[number].rows.find_all(doc_ids, passages=self.layout.passages))
         return np.concatenate(found)
 
     def hiding(self, alive: Bool[ndarray, " rows"]) -> "Searcher":
@@ -389,7 +389,7 @@ class Searcher:
         SearchError where the index keeps codes only.
         """
         for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
-            if (row := int(self._shards[number].doc_ids.rows([doc_id])[0])) >= 0:
+            if (row := int(self._shards[number].rows.find([doc_id])[0])) >= 0:
                 require_vectors(self.layout)
                 start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= first + row)
                 found: ndarray = ivf.vectors(kept, np.array([first + row - start]))[0]
@@ -400,7 +400,7 @@ class Searcher:
     def store(self) -> DocumentStore:
         """The documents of the shards held; opened when the first answer is shown in this process."""
         if self._artifact is None:
-            return DocumentStore({number: each.documents for number, each in self._shards.items()})
+            return DocumentStore({n: each.rows for n, each in self._shards.items()}, rows=len(self))
         return DocumentStore.open(self._artifact, sorted(self._shards))
 
     @property

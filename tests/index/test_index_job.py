@@ -144,7 +144,7 @@ def test_a_dataset_without_the_documents_is_refused(
     without_ray(monkeypatch)
     other = Corpus.build(f"{tmp_path}/other", sizes=[300, 200, 100], dim=16)
     uris = {**corpus.uris, "dataset": other.uris["dataset"]}
-    with pytest.raises(ArtifactError, match=r"39 embeddings, first of 'd600', have no document"):
+    with pytest.raises(ArtifactError, match=r"39 documents, first 'd600', have no row in the dataset"):
         job.run(CONFIG, **uris, output=f"{tmp_path}/index")
 
 

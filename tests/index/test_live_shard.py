@@ -16,7 +16,7 @@ from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.index.live import live_shard, live_state, wal
 from scalingnote.index.live.live_shard import LiveShard, owners
-from scalingnote.index.shard import DocIds, Shard
+from scalingnote.index.shard import DocumentRows, Shard
 from scalingnote.storage import arrow
 from synthetic_corpus import vectors
 
@@ -298,16 +298,17 @@ def test_a_log_that_fails_acknowledges_nothing_more(
 
 
 def test_ids_are_told_apart_where_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(names: list[list[str]], asked: list[str]) -> list[int]:
+        return DocumentRows(pa.table({"doc_id": pa.chunked_array(names, pa.string())})).find(asked).tolist()
 
     names = [f"d{i}" for i in range(50)]
     hash_of = layouts.hash_of
     monkeypatch.setattr(layouts, "hash_of", lambda keys: hash_of(keys) % np.uint64(4))
-    rows = DocIds(pa.chunked_array([names[:20], names[20:]])).rows
-    assert rows(["d7", "absent", "d49", "d7"]).tolist() == [7, -1, 49, 7]
-    assert rows([]).tolist() == []
+    assert find([names[:20], names[20:]], ["d7", "absent", "d49", "d7"]) == [7, -1, 49, 7]
+    assert find([names], []) == []
+    assert find([], ["d1"]) == [-1]
     with pytest.raises(ArtifactError, match="'d3' is in the shard twice"):
-        DocIds(pa.chunked_array([[*names, "d3"]]))
-    assert DocIds(pa.chunked_array([], pa.string())).rows(["d1"]).tolist() == [-1]
+        find([[*names, "d3"]], ["d1"])
 
 
 def test_a_document_lives_in_one_shard(base: Shard, shared: families.Quantizer, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ class _Source:
             return _Rows(now.base, now.base_alive, now, now.live_alive)
         before = self.base.shard(number)
         kept = np.ones(len(before.documents), bool)
-        kept[before.rows_of(self._hidden, passages=self.base.layout.passages)] = False
+        kept[before.rows.find_all(self._hidden, passages=self.base.layout.passages)] = False
         return _Rows(before, kept, self._since, self._since.live_alive & (self._shard_of == number))
 
     def _replay(self, opened: OpenVersion, number: int) -> Snapshot:

@@ -101,7 +101,7 @@ class Snapshot:
     def document(self, row: int) -> dict[str, Any]:
         """The document of an existing row, in the form of a search result."""
         first = len(self.base_alive)
-        return self.base.stored[row] if row < first else self._live_stored[row - first]
+        return self.base.rows[row] if row < first else self._live_stored[row - first]
 
     @cached_property
     def live_documents(self) -> pa.Table:
@@ -137,7 +137,7 @@ class LiveState:
         they are in: that of a delta, whose log alone says what is written.
         """
         self._passages: dict[str, list[str]] | None = {} if whole_documents else None  # of documents
-        self._base_rows = base.doc_ids
+        self._base = base.rows
         # Rows of the base whose documents belong to this shard.
         self._known = np.ones(len(base.documents), bool)
         self._live_rows: dict[str, int] = {}  # counted from 0; -1 where the document was deleted again
@@ -166,7 +166,7 @@ class LiveState:
             dead_live: list[int] = []
             segments, terms = now.postings, list[pa.RecordBatch]()
             for _, write in writes:
-                base_rows = self._base_rows.rows(write.doc_ids)
+                base_rows = self._base.find(write.doc_ids)
                 dead_base += base_rows[base_rows >= 0].tolist()
                 ended = [doc_id for doc_id in self._ending_ids(write) if doc_id in self._live_rows]
                 dead_live += [row for doc_id in ended if (row := self._live_rows[doc_id]) >= 0]
@@ -204,12 +204,12 @@ class LiveState:
             live = self._live_rows.get(doc_id, -1)
             if live >= 0:
                 return now, len(now.base_alive) + live
-            row = int(self._base_rows.rows([doc_id])[0])
+            row = int(self._base.find([doc_id])[0])
             return now, row if row >= 0 and now.base_alive[row] else -1
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:
         """Which of these documents are in this shard, or were since :meth:`forget`."""
-        rows = self._base_rows.rows(doc_ids)
+        rows = self._base.find(doc_ids)
         with self._lock:
             known = (rows >= 0) & self._known[rows] if len(self._known) else rows >= 0
             return [
