@@ -216,7 +216,7 @@ class _Source:
             opened.shard(number),
             self.quantizer,
             sequence=opened.included[number],
-            whole_documents=self._plan.delta and opened.layout.passages,
+            whole_documents=opened.whole_documents,
         )
         state.catch_up(versions.log_folder(self._plan.folder, number), until=self._plan.until[number])
         return state.snapshot

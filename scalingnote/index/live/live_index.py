@@ -73,19 +73,8 @@ class LiveIndex:
         opened, needed = OpenVersion(version, self._empty), self._last_droppable()
         with ExitStack() as on_failure:
             self.shards: list[LiveShard] = []
-            for number, after in enumerate(opened.included):
-                each = LiveShard(
-                    opened.shard(number),
-                    opened.quantizer,
-                    log=versions.log_folder(self.folder, number),
-                    after=after,
-                    needed=needed[number],
-                    shards=opened.layout.shards,
-                    strongest=opened.config.terms,
-                    similarity=opened.layout.similarity,
-                    follow=follow,
-                    whole_documents=self._empty is not None and opened.layout.passages,
-                )
+            for number, record in enumerate(needed):
+                each = LiveShard.open(opened, number, self.folder, needed=record, follow=follow)
                 on_failure.callback(each.close)
                 self.shards.append(each)
             on_failure.pop_all()

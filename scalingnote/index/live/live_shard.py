@@ -24,6 +24,7 @@ from scalingnote.core.log import get_logger
 from scalingnote.index import families, ivf
 from scalingnote.index.live import wal
 from scalingnote.index.live.live_state import LiveState, Snapshot
+from scalingnote.index.live.versions import OpenVersion, log_folder
 from scalingnote.index.live.writes import (
     Delete,
     Upsert,
@@ -109,6 +110,30 @@ class LiveShard:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def open(
+        cls,
+        opened: OpenVersion,
+        number: int,
+        folder: str | Path,
+        *,
+        needed: int | None = None,
+        follow: bool = False,
+    ) -> "LiveShard":
+        """Open a shard of a version, with its log in the folder of the live index."""
+        return cls(
+            opened.shard(number),
+            opened.quantizer,
+            log=log_folder(folder, number),
+            after=opened.included[number],
+            needed=needed,
+            shards=opened.layout.shards,
+            strongest=opened.config.terms,
+            similarity=opened.layout.similarity,
+            follow=follow,
+            whole_documents=opened.whole_documents,
+        )
 
     def __len__(self) -> int:
         """Number of documents."""

@@ -276,6 +276,8 @@ class OpenVersion:
         self.config = IndexConfig.model_validate(self.index.manifest.config)
         self.included = list(version.included)
         self.layout = shard.open_layout(self.index)
+        # Of a delta the log alone says which passages of a document are there, see LiveState.
+        self.whole_documents = index is not None and self.layout.passages
         self._coarse = shard.open_coarse(self.index)
 
     @cached_property
