@@ -134,9 +134,7 @@ class LiveConfig(Config):
         "index: each write pays for a bounded number of trainings",
     )
     keep_versions: int = Field(
-        2,
-        ge=1,
-        description="previous versions, with their logs, that can be made current again",
+        2, ge=1, description="previous versions, with their logs, that can be made current again"
     )
     keep_documents: bool = Field(
         False,

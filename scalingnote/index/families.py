@@ -154,13 +154,7 @@ def require_trainable(family: Family, documents: int, *, dim: int, nlist: int) -
         )
 
 
-def train(
-    sample: Float[ndarray, "docs dim"],
-    family: Family,
-    *,
-    nlist: int,
-    seed: int,
-) -> Quantizer:
+def train(sample: Float[ndarray, "docs dim"], family: Family, *, nlist: int, seed: int) -> Quantizer:
     """Fit a quantizer to a sample of vectors; centroids are fitted on GPUs where faiss sees some.
 
     Lists are chosen by direction. Of vectors that are longer or shorter than 1, centroids of product codes
@@ -185,9 +179,7 @@ def train(
     if kept is not None:
         kept.train(sample)
     return Quantizer(
-        dump(coarse),
-        None if index is None else dump_lists(index),
-        None if kept is None else dump(kept),
+        dump(coarse), None if index is None else dump_lists(index), None if kept is None else dump(kept)
     )
 
 

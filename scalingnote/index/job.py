@@ -193,10 +193,7 @@ def _resources_of_shards(resources: Resources, layout: shard.IndexLayout, shard_
 
 
 def _write(
-    draft: Draft,
-    slices: Sequence[Sequence[shard.EmbeddingSlice]],
-    sizes: Sequence[int],
-    shared: IndexRun,
+    draft: Draft, slices: Sequence[Sequence[shard.EmbeddingSlice]], sizes: Sequence[int], shared: IndexRun
 ) -> int:
     """Write the files of every shard and the shared ones; the bytes of vectors and lists."""
     coarse = fs.read_bytes(shared.work(f"quantizer/{shard.COARSE}"))
@@ -306,12 +303,7 @@ def _terms(parents: dict[str, Artifact], layout: shard.IndexLayout, drawn: pa.Ta
 def _train(files: int, *, config: IndexConfig, nlist: int, sample: str, folder: str) -> None:
     """Task: train on a sample in so many files, and store the quantizer."""
     use_threads(config.resources)
-    quantizer = families.train(
-        read_sample(sample, files),
-        config.family,
-        nlist=nlist,
-        seed=SAMPLE_SEED,
-    )
+    quantizer = families.train(read_sample(sample, files), config.family, nlist=nlist, seed=SAMPLE_SEED)
     families.write_quantizer(folder, quantizer)
 
 

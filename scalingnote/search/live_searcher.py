@@ -210,7 +210,7 @@ class Delta:
         self._log, self._name, self._layout = log, name, opened.layout
         self._number = open_layout(version.open()).shards  # its candidates come after those of the index
         (self._read,) = opened.included
-        self._shard = LiveShard.open(opened, 0, folder, follow=True)
+        self._shard = LiveShard(opened, 0, folder, follow=True)
         self._doc_ids: set[str] = set()
         self._reading = threading.Lock()
         self._latest: Latest[DeltaMoment] = Latest()

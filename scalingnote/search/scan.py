@@ -271,7 +271,7 @@ def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: in
     for _, lists, mask in pieces:
         rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask.rows)
         every = np.broadcast_to(rows, (len(queries), len(rows)))
-        found.append(ivf.best(lists.kept, queries, every, k=k))
+        found.append(topk.merge(ivf.scores(lists.kept, queries, every), every, k=k))
     return _best(pieces, found, k=k)
 
 

@@ -201,12 +201,7 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
     if len(ids) > depth:  # of several searchers, each with as many by either score
         both = hybrid.merge([both], candidates=depth)
     (joined,), (best,) = hybrid.join(
-        both,
-        joining,
-        tuned_weight=layout.dense_weight,
-        background=layout.background,
-        candidates=depth,
-        k=k,
+        both, joining, tuned_weight=layout.dense_weight, background=layout.background, candidates=depth, k=k
     )
     places = {number: place for place, number in enumerate(ids)}
     ranked = candidates.take([places[number] for number in best[best >= 0].tolist()])

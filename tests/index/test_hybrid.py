@@ -11,19 +11,6 @@ from scalingnote.index import hybrid
 from scalingnote.index.hybrid import HybridCandidates
 
 
-def test_scores_are_put_between_each_querys_lowest_and_highest():
-    scores = np.array([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]])
-    found = hybrid.normalise(scores, scores.min(1), scores.max(1))
-    assert found.tolist() == [[0, 1, 0.5], [0, 0, 0]]
-
-
-def test_weights_of_one_and_nothing_are_one_side_alone():
-    dense, sparse = np.array([[0.2, 1.0]]), np.array([[1.0, 0.0]])
-    assert hybrid.interpolate(dense, sparse, dense_weight=1.0).tolist() == dense.tolist()
-    assert hybrid.interpolate(dense, sparse, dense_weight=0.0).tolist() == sparse.tolist()
-    np.testing.assert_allclose(hybrid.interpolate(dense, sparse, dense_weight=0.25), [[0.8, 0.25]])
-
-
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(0, 60))
 def test_reciprocal_ranks_are_summed_over_rankings(seed: int, depth: int, k: int):
     rng = np.random.default_rng(seed)
@@ -88,12 +75,6 @@ def test_union_has_each_document_once(seed: int):
     for query, row in enumerate(found.tolist()):
         expected = sorted({int(i) for ranking in rankings for i in ranking[query]} - {-1})
         assert row == expected + [-1] * (found.shape[1] - len(expected))
-
-
-def test_background_is_the_mean_cosine():
-    rng = np.random.default_rng(0)
-    queries, documents = rng.normal(size=(7, 4)), rng.normal(size=(9, 4))
-    assert hybrid.background_of(queries, documents) == pytest.approx((queries @ documents.T).mean())
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 1.0]), st.integers(1, 12))
@@ -176,26 +157,6 @@ def test_ranks_of_candidates_are_those_of_the_lists():
     expected = hybrid.reciprocal_ranks(*lists, k=60, depth=10)
     found = hybrid.by_rank(fetched(dense, sparse, 15), k=60, candidates=15, depth=10)
     np.testing.assert_equal(found, expected)
-
-
-def test_search_ranks_nearly_as_the_whole_pool_does():
-    """What 0 is sets how much a unit of dense score counts; the weight makes up for it, on average."""
-    dense, sparse, _ = drawn_pool(2, queries=200)
-    low, background, high = dense.min(1), float(dense.mean()), dense.max(1)
-    whole = [hybrid.normalise(scores, scores.min(1), scores.max(1)) for scores in (dense, sparse)]
-    expected = topk.select(hybrid.interpolate(*whole, dense_weight=0.5), k=10)
-    narrower = np.mean((high - background) / (high - low))
-
-    def shared(weight: float) -> float:
-        _, ids = hybrid.by_score(
-            fetched(dense, sparse, 100), dense_weight=weight, background=background, depth=10
-        )
-        return float(
-            np.mean([len({*a} & {*b}) / 10 for a, b in zip(expected.tolist(), ids.tolist(), strict=True)])
-        )
-
-    assert shared(0.5) > 0.75
-    assert shared(narrower / (narrower + 1)) > 0.95
 
 
 def test_the_weight_is_the_best_of_the_grid():

@@ -1,7 +1,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -163,23 +162,6 @@ def test_of_processes_that_open_a_folder_first_one_makes_the_register(
         found = [pool.submit(versions.current, folder, built.uri) for _ in range(4)]
     assert {each.result().number for each in found} == {0}
     assert {each.result() for each in found} == {versions.current(folder)}
-
-
-def test_a_process_that_comes_late_to_the_first_register_leaves_what_is_there(
-    built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, truth, make_folder = tmp_path / "live", dict(TRUTH), versions.make_folder
-
-    def overtaken(made: Path) -> None:
-        monkeypatch.setattr(versions, "make_folder", make_folder)
-        with closing(LiveIndex(folder, built.uri)) as other:
-            _write(other, truth, 0)
-            other.compact()
-        make_folder(made)
-
-    monkeypatch.setattr(versions, "make_folder", overtaken)
-    assert versions.current(folder, built.uri).number == 1
-    assert _equal(LiveIndex(folder), truth)
 
 
 def test_versions_are_listed_and_old_ones_removed(live: LiveIndex, built: Artifact, tmp_path: Path) -> None:

@@ -194,8 +194,7 @@ class _Source:
             return
         log, passages = versions.log_folder(plan.folder, 0), self.base.layout.passages
         empty = OpenVersion(plan.version, versions.open_empty(plan.folder))
-        self.quantizer = empty.quantizer
-        self._since = self._replay(empty, 0)
+        self._since, self.quantizer = self._replay(empty, 0), empty.quantizer
         named = overridden(log, after=empty.included[0], until=plan.until[0], passages=passages)
         self._hidden = [*{doc_id for _, doc_ids in named for doc_id in doc_ids}]
         self._shard_of = bucket_of(self._since.live_documents["doc_id"], self.base.layout.shards)
@@ -212,12 +211,7 @@ class _Source:
 
     def _replay(self, opened: OpenVersion, number: int) -> Snapshot:
         """A shard as of the last record that is included."""
-        state = LiveState(
-            opened.shard(number),
-            self.quantizer,
-            sequence=opened.included[number],
-            whole_documents=opened.whole_documents,
-        )
+        state = LiveState(opened, number)
         state.catch_up(versions.log_folder(self._plan.folder, number), until=self._plan.until[number])
         return state.snapshot
 

@@ -74,7 +74,7 @@ class LiveIndex:
         with ExitStack() as on_failure:
             self.shards: list[LiveShard] = []
             for number, record in enumerate(needed):
-                each = LiveShard.open(opened, number, self.folder, needed=record, follow=follow)
+                each = LiveShard(opened, number, self.folder, needed=record, follow=follow)
                 on_failure.callback(each.close)
                 self.shards.append(each)
             on_failure.pop_all()
@@ -194,8 +194,8 @@ class LiveIndex:
 
     def _switch(self, version: LiveVersion) -> None:
         opened, needed = OpenVersion(version, self._empty), self._last_droppable()
-        for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
-            each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
+        for each, record in zip(self.shards, needed, strict=True):
+            each.rebase(opened, needed=record)
         self._version, self.layout = version, opened.layout
 
     def require_claim(self) -> None:

@@ -28,7 +28,8 @@ from jaxtyping import Bool, Float, Integer
 from numpy import ndarray
 
 from scalingnote.core.errors import SearchError
-from scalingnote.index import families, ivf, postings
+from scalingnote.index import ivf, postings
+from scalingnote.index.live.versions import OpenVersion
 from scalingnote.index.live.writes import Delete, Upsert, logged_writes
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
@@ -128,15 +129,14 @@ def _some(alive: Bool[ndarray, " rows"]) -> ivf.RowMask | None:
 class LiveState:
     """State of a shard in memory; its snapshots follow the writes applied to it."""
 
-    def __init__(
-        self, base: Shard, quantizer: families.Quantizer, *, sequence: int = 0, whole_documents: bool = False
-    ) -> None:
-        """Start from `base`, which includes the writes up to `sequence`; shards share the quantizer.
+    def __init__(self, opened: OpenVersion, number: int) -> None:
+        """Start from a shard of a version, which includes the writes that the version does.
 
-        `whole_documents`: a write ends all passages of each document that it names one of, whatever version
-        they are in: that of a delta, whose log alone says what is written.
+        Where the version asks for whole documents, a write ends all passages of each document that it names
+        one of, whatever version they are in: that of a delta, whose log alone says what is written.
         """
-        self._passages: dict[str, list[str]] | None = {} if whole_documents else None  # of documents
+        base, quantizer = opened.shard(number), opened.quantizer
+        self._passages: dict[str, list[str]] | None = {} if opened.whole_documents else None  # of documents
         self._base = base.rows
         # Rows of the base whose documents belong to this shard.
         self._known = np.ones(len(base.documents), bool)
@@ -144,7 +144,7 @@ class LiveState:
         self._tail = np.empty((0, base.lists.coarse.d), np.float32)  # with spare capacity
         self._lock, self._merging = threading.Lock(), threading.Lock()
         self.snapshot = Snapshot(
-            sequence=sequence,
+            sequence=opened.included[number],
             base=base,
             base_alive=self._known,
             live_alive=np.ones(0, bool),
