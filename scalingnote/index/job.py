@@ -80,9 +80,9 @@ def run(
         ArtifactError: the parents do not belong together, or there is no embedding.
         ConfigError: the settings do not fit the corpus.
     """
-    inputs = {"dataset": dataset, "embeddings": embeddings, "semantic_ids": semantic_ids}
-    optional = {"student": student, "dual_encoder": dual_encoder, "bm25_terms": bm25_terms}
-    uris = inputs | {kind: uri for kind, uri in optional.items() if uri is not None}
+    given = {"dataset": dataset, "embeddings": embeddings, "semantic_ids": semantic_ids}
+    given |= {"student": student, "dual_encoder": dual_encoder, "bm25_terms": bm25_terms}
+    uris = {kind: uri for kind, uri in given.items() if uri is not None}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="index", config=config, parents=parents)
     if draft.finished:
@@ -93,7 +93,7 @@ def run(
     cluster.check_resources(config.resources, knob="index.resources")
     filling = _resources_of_shards(config.resources, layout, shard_bytes)
     _train_quantizer(config, layout, draft, parents["embeddings"])
-    drawn, relevant = _test_queries(config, parents["dataset"])
+    drawn, relevant = _test_queries(parents["dataset"])
     sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
     shared = IndexRun(
         config=config.model_copy(update={"resources": filling}),
@@ -262,7 +262,7 @@ def _train_quantizer(config: IndexConfig, layout: shard.IndexLayout, draft: Draf
     list(cluster.map_tasks(train, [files], config.resources))
 
 
-def _test_queries(config: IndexConfig, dataset: Artifact) -> tuple[pa.Table, list[dict[str, int]]]:
+def _test_queries(dataset: Artifact) -> tuple[pa.Table, list[dict[str, int]]]:
     """Test queries to tune with, and the judgements of each: doc_id -> grade."""
     table = splits.queries(dataset, "test").sort_by("query_id")
     rng = np.random.default_rng(SAMPLE_SEED)

@@ -7,11 +7,11 @@ documents of the answers are read, never its vectors: candidates name a shard an
 do, so they are ranked and shown by the same code. Documents that the index does not have are left out.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,7 @@ from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 
+T = TypeVar("T")
 SAMPLED = 8  # documents that are compared with the collection's at the start
 TOLERANCE = 1e-4  # of their vectors: a database may keep them in another order of operations
 # Of the candidates of a query: ids of documents, dense scores, and scores by terms (none without terms).
@@ -127,8 +128,7 @@ class DatabaseSearcher:
 
     def answers(self) -> None:
         """DatabaseError unless the database answers."""
-        with self._database_errors():
-            self._collection.count()
+        self._ask(self._collection.count)
 
     def close(self) -> None:
         """Release the database."""
@@ -174,13 +174,11 @@ class DatabaseSearcher:
         self, unit: Float[ndarray, "queries dim"], depth: int, where: Conditions, *, exact: bool
     ) -> list[Hits]:
         """The best by vectors. A graph may find too few behind a filter: these queries are searched again."""
-        with self._database_errors():
-            found = self._collection.dense(unit, k=depth, where=where, thorough=exact)
+        found = self._ask(self._collection.dense, unit, k=depth, where=where, thorough=exact)
         wanted = min(depth, len(self))
         short = [n for n, (ids, _) in enumerate(found) if len(ids) < wanted and not exact]
         if short:
-            with self._database_errors():
-                again = self._collection.dense(unit[short], k=depth, where=where, thorough=True)
+            again = self._ask(self._collection.dense, unit[short], k=depth, where=where, thorough=True)
             for n, hits in zip(short, again, strict=True):
                 found[n] = max(found[n], hits, key=lambda each: len(each[0]))
         return found
@@ -190,8 +188,8 @@ class DatabaseSearcher:
         with_terms = [n for n, row in enumerate(rows) if row]
         found: list[Hits] = [([], [])] * len(rows)
         if with_terms:
-            with self._database_errors():
-                answers = self._collection.sparse([rows[n] for n in with_terms], k=depth, where=where)
+            asked = [rows[n] for n in with_terms]
+            answers = self._ask(self._collection.sparse, asked, k=depth, where=where)
             for n, hits in zip(with_terms, answers, strict=True):
                 found[n] = hits
         return found
@@ -252,16 +250,12 @@ class DatabaseSearcher:
 
     def _read(self, doc_ids: Sequence[str], part: PointPart) -> dict[str, Any]:
         """What is stored of documents; nothing is asked for none."""
-        if not doc_ids:
-            return {}
-        with self._database_errors():
-            return self._collection.read(doc_ids, part)
+        return self._ask(self._collection.read, doc_ids, part) if doc_ids else {}
 
-    @contextmanager
-    def _database_errors(self) -> Iterator[None]:
-        """DatabaseError for whatever a client raises: each has its own errors."""
+    def _ask(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What the database answers; DatabaseError for whatever its client raises: each has its own."""
         try:
-            yield
+            return call(*args, **options)
         except ScalingNoteError:
             raise
         except Exception as error:
@@ -277,18 +271,15 @@ class DatabaseSearcher:
             f"load it with `scalingnote export vectors --run RUN --to {self._name} --url {url} "
             f"--collection {collection}`"
         )
-        with self._database_errors():
-            described = self._collection.layout()
-            if described is None:
-                raise ConfigError(f"there is no {place}: {remedy}")
-            if described[0] != layout.dim or described[1] < layout.sparse:
-                have = f"{described[0] or 'no'} dimensions{'' if described[1] else ' and no terms'}"
-                wanted = f"{layout.dim}{' and terms' if layout.sparse else ''}"
-                raise ConfigError(f"{place} has {have}, the index {wanted}: {remedy}")
-            if (held := self._collection.count()) != layout.documents:
-                raise ConfigError(
-                    f"{place} holds {held:,} documents, the index {layout.documents:,}: {remedy}"
-                )
+        described = self._ask(self._collection.layout)
+        if described is None:
+            raise ConfigError(f"there is no {place}: {remedy}")
+        if described[0] != layout.dim or described[1] < layout.sparse:
+            have = f"{described[0] or 'no'} dimensions{'' if described[1] else ' and no terms'}"
+            wanted = f"{layout.dim}{' and terms' if layout.sparse else ''}"
+            raise ConfigError(f"{place} has {have}, the index {wanted}: {remedy}")
+        if (held := self._ask(self._collection.count)) != layout.documents:
+            raise ConfigError(f"{place} holds {held:,} documents, the index {layout.documents:,}: {remedy}")
         ids, vectors = self._sample()
         stored, columns = self._read(ids, "dense"), self._read(ids, "columns")
         for doc_id, vector in zip(ids, vectors, strict=True):

@@ -85,11 +85,6 @@ class LiveSearcher(Searcher):
             *snapshots, make=lambda: live_view(self._index.layout, dict(enumerate(snapshots)))
         )
 
-    @property
-    def layout(self) -> IndexLayout:
-        """Layout of the index version."""
-        return self._index.layout
-
     def refresh(self) -> None:
         """Show what the writing process has acknowledged by now, in the version that is open."""
         for shard in self._index.shards:
@@ -269,6 +264,9 @@ class SearcherWithDelta(Searcher):
         index.follow(versions.log_folder(folder, 0), after=version.included[0])
         return cls(index, Delta(folder, version))
 
+    def __len__(self) -> int:
+        return len(self._index)
+
     def refresh(self) -> None:
         """Show what the writing process has acknowledged by now."""
         self._delta.refresh()
@@ -284,27 +282,22 @@ class SearcherWithDelta(Searcher):
         return self._index.at(moment.record).view().beside(moment.view())
 
     @property
-    def layout(self) -> IndexLayout:
-        """Layout of the large index."""
-        return self._index.layout
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    @property
     def store(self) -> DocumentStore:
         """The documents of the large index."""
         return self._index.store
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document, or the passage, with this id; None where there is none."""
-        document = document_of(doc_id) if self.layout.passages else doc_id
-        return (self._delta if self._delta.overrides(document) else self._index).get(doc_id)
+        return self._holder(doc_id).get(doc_id)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
         """See :meth:`Searcher.vector`."""
-        document = document_of(doc_id) if self.layout.passages else doc_id
-        return (self._delta if self._delta.overrides(document) else self._index).vector(doc_id)
+        return self._holder(doc_id).vector(doc_id)
+
+    def _holder(self, row: str) -> Delta | OverriddenSearcher:
+        """What has the document that a row is, or is a passage of."""
+        document = document_of(row) if self._index.layout.passages else row
+        return self._delta if self._delta.overrides(document) else self._index
 
     def close(self) -> None:
         """Stop following."""

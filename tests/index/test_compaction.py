@@ -276,24 +276,6 @@ def test_a_quantizer_that_grew_stale_is_trained_anew(live: LiveIndex) -> None:
         before = after
 
 
-def test_a_follower_goes_over_to_the_new_version(live: LiveIndex, tmp_path: Path) -> None:
-    late, follower = (LiveIndex(tmp_path / "live", follow=True) for _ in range(2))
-    truth = dict(TRUTH)
-    _write(live, truth)
-    follower.refresh()
-    assert _equal(follower, truth)
-    for number in (1, 2):
-        live.upsert(table(["d2"], number), NEW[-number:][:1])
-        truth["d2"] = NEW[-number]
-        live.compact()
-    with pytest.raises(ArtifactError, match="was dropped after a compaction"):
-        late.shards[0].refresh()
-    for each in (late, follower):
-        each.refresh()
-        assert each.version == 2
-        assert _equal(each, truth)
-
-
 def test_one_compacts_at_a_time_and_only_its_own_index(
     live: LiveIndex, built: Artifact, tmp_path: Path
 ) -> None:

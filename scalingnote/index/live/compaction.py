@@ -135,7 +135,7 @@ def _plan(
     until = [max(done, wal.last_acknowledged(log)) for done, log in zip(base.included, logs, strict=True)]
     if until == base.included:
         return None
-    written = versions.count_written(base.index, delta=register.delta)
+    written: int = versions.live_content(base.index, delta=register.delta)["written"]
     for log, done, last in zip(logs, base.included, until, strict=True):
         writes = (write for _, write in logged_writes(log, after=done, until=last))
         written += sum(write.documents.num_rows for write in writes if isinstance(write, Upsert))

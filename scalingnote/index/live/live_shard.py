@@ -1,10 +1,4 @@
-"""A shard of a live index: its log, its state, and who may write to it.
-
-    write ─► its log (durable) ─► its state ─► acknowledged, and visible to every later search
-
-Concurrent writes share one sync of the log. A follower is the same shard in another process that sees the
-log's folder: it shows what the writer had acknowledged by the follower's last refresh.
-"""
+"""A shard of a live index: its log, its state, and who may write to it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -125,7 +119,7 @@ class LiveShard:
                 storage.schema.SPARSE, or none; other columns are ignored.
             vectors: one per document; scaled to unit length in an index that compares by cosine.
             rows: numbers that name rejected rows without a doc_id; None: their positions.
-            sources: the documents whole, which the log keeps with them.
+            sources: the documents whole, which the log keeps with them; in any order, also of rejected rows.
 
         Raises:
             DataError: columns or vectors have another type or shape than the index.

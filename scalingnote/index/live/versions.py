@@ -203,7 +203,7 @@ def delete_unlisted(folder: str | Path) -> None:
 
 def version_of(number: int, index: Artifact, *, delta: bool = False) -> LiveVersion:
     """The entry of an index artifact in the register; that of a delta has one log, whatever the shards."""
-    live = _live(index, delta=delta)
+    live = live_content(index, delta=delta)
     return LiveVersion(
         number=number,
         uri=fs.absolute(index.uri),
@@ -219,12 +219,7 @@ def log_folder(folder: str | Path, number: int) -> Path:
     return Path(folder) / f"shard-{number:05d}"
 
 
-def count_written(index: Artifact, *, delta: bool = False) -> int:
-    """Documents written to a version since its quantizer was trained."""
-    return int(_live(index, delta=delta)["written"])
-
-
-def _live(index: Artifact, *, delta: bool = False) -> dict[str, Any]:
+def live_content(index: Artifact, *, delta: bool) -> dict[str, Any]:
     """What compaction states of a version, in the form of `live.json`.
 
     Of an index that was built, which has none, and of a version of the other kind, whose logs are others.

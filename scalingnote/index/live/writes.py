@@ -71,21 +71,8 @@ def checked_upsert(
 ) -> tuple[Upsert, list[dict[str, str]]]:
     """Separate the rows that can be written from those to reject; of rows with equal doc_ids the last counts.
 
-    Args:
-        documents: with the columns of the index; where it holds terms, with `terms` and `impacts`, which may
-            be null or missing for documents without terms.
-        vectors: one per document, of any length.
-        base: a shard of the index.
-        strongest: terms kept per document; None: all.
-        rows: numbers that name rejected rows without a doc_id; None: their positions.
-        similarity: of the index; by cosine, vectors are scaled to length 1.
-        sources: the documents whole, to be kept; in any order, also of rows that are rejected.
-
-    Returns:
-        The write, and the rejected rows as in storage.schema.REJECTED.
-
-    Raises:
-        DataError: columns are missing or of another type, or `vectors` has another shape or type.
+    Arguments and errors are those of :meth:`LiveShard.upsert`; `base` is a shard of the index, of whose terms
+    the `strongest` are kept. Returns the write, and the rejected rows as in storage.schema.REJECTED.
     """
     table, dim = _cast(documents, base.documents.schema), base.lists.coarse.d
     terms = None if base.postings is None else _terms_of(documents)
