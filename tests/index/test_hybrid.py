@@ -97,21 +97,6 @@ def test_candidates_are_ranked_by_interpolated_scores(seed: int, weight: float, 
         assert ids[query][kept].tolist() == [i for i, _ in order]
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 12))
-def test_terms_alone_find_only_documents_that_have_some(seed: int, depth: int):
-    dense, sparse, _ = drawn_pool(seed, queries=3, documents=30)
-    sparse[1] = 0  # no known word
-    sparse[2, 4:] = 0  # fewer documents than asked for
-    scores, ids = hybrid.by_score(fetched(dense, sparse, 6), dense_weight=0.0, background=0.3, depth=depth)
-    for query in range(3):
-        found = ids[query][ids[query] >= 0].tolist()
-        expected = sorted(np.flatnonzero(sparse[query] > 0), key=lambda i: (-sparse[query, i], i))
-        assert found[:6] == expected[:6][:depth]
-        assert all(sparse[query, i] > 0 for i in found)
-        assert (scores[query][: len(found)] > 0).all()
-        assert np.isneginf(scores[query][len(found) :]).all()
-
-
 def test_a_score_does_not_depend_on_how_many_candidates_are_fetched():
     dense, sparse, _ = drawn_pool(0)
     few, many = (
@@ -148,15 +133,6 @@ def test_shards_merged_are_one_index(seed: int, cut: int):
         lambda both: hybrid.by_rank(both, k=60, candidates=7, depth=9),
     ):
         np.testing.assert_equal(rank(merged), rank(whole))
-
-
-def test_ranks_of_candidates_are_those_of_the_lists():
-    dense, sparse, _ = drawn_pool(1)
-    lists = [topk.select(scores, k=15) for scores in (dense, sparse)]
-    lists[1] = np.where(np.take_along_axis(sparse, lists[1], axis=1) > 0, lists[1], -1)
-    expected = hybrid.reciprocal_ranks(*lists, k=60, depth=10)
-    found = hybrid.by_rank(fetched(dense, sparse, 15), k=60, candidates=15, depth=10)
-    np.testing.assert_equal(found, expected)
 
 
 def test_the_weight_is_the_best_of_the_grid():

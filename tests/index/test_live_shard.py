@@ -4,20 +4,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from live_shards import DIM, brute_force, index, opened, quantizer, scored, search, table
+from live_shards import DIM, index, opened, quantizer, scored, search, table
 from scalingnote.core import topk
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError, SearchError
 from scalingnote.index import ivf
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
-from scalingnote.index.live import live_shard, live_state, wal
+from scalingnote.index.live import live_shard, wal
 from scalingnote.index.live.live_shard import LiveShard, owners
 from scalingnote.index.live.versions import OpenVersion
 from scalingnote.index.shard import DocumentRows
-from scalingnote.storage import arrow
 from synthetic_corpus import vectors
 
 BASE = {f"d{i}": vector for i, vector in enumerate(vectors(60, DIM))}
@@ -33,44 +30,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> OpenVersion:
 @pytest.fixture
 def live(base: OpenVersion, tmp_path: Path) -> LiveShard:
     return LiveShard(base, 0, tmp_path)
-
-
-OPERATION = st.one_of(
-    st.tuples(st.just("upsert"), st.lists(st.integers(0, 80), min_size=1, max_size=6)),
-    st.tuples(st.just("delete"), st.lists(st.integers(0, 80), min_size=1, max_size=6)),
-    st.tuples(st.sampled_from(["merge", "reopen", "search"]), st.just([])),
-)
-
-
-@settings(max_examples=20)
-@given(st.lists(OPERATION, max_size=25))
-def test_any_history_equals_brute_force_over_what_was_acknowledged(
-    base: OpenVersion, tmp_path_factory: pytest.TempPathFactory, history: list
-) -> None:
-    folder, truth, drawn = tmp_path_factory.mktemp("log"), dict(BASE), iter(NEW)
-    live = LiveShard(base, 0, folder)
-    for step, (kind, numbers) in enumerate(history):
-        doc_ids = [f"d{number}" for number in numbers]
-        match kind:
-            case "upsert":
-                matrix = np.stack([next(drawn) for _ in doc_ids])
-                written = live.upsert(table(doc_ids, step), matrix)
-                assert (written.rows, written.rejected) == (len(set(doc_ids)), [])
-                truth |= dict(zip(doc_ids, matrix, strict=True))
-            case "delete":
-                live.delete(doc_ids)
-                truth = {name: vector for name, vector in truth.items() if name not in doc_ids}
-            case "merge":
-                live.merge()
-            case "reopen":
-                live.close()
-                live = LiveShard(base, 0, folder)
-        assert len(live) == len(truth)
-        assert search(live.snapshot, ASKED, k=7) == brute_force(truth, ASKED, k=7)
-    assert sorted(search(live.snapshot, ASKED[:1], k=200)[0]) == sorted(truth)
-    for name in ("d0", "d70"):
-        assert (live.get(name) is not None) == (name in truth)
-    live.close()
 
 
 def test_a_search_keeps_the_moment_it_began_with(live: LiveShard) -> None:
@@ -316,17 +275,3 @@ def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> No
         np.testing.assert_array_equal(found[0], expected[0])
         if k == 1000:  # a tie of codes at the last place is anyone's
             np.testing.assert_array_equal(found[1], expected[1])
-
-
-def test_live_rows_lie_in_few_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [table([f"n{number}"]).to_batches()[0] for number in range(100, 300)]
-    most = 20 * rows[0].nbytes
-    monkeypatch.setattr(arrow, "BATCH_BYTES", most)
-    chunks: tuple[pa.RecordBatch, ...] = ()
-    for row in rows:
-        chunks = live_state._append(chunks, row)
-    assert max(chunk.nbytes for chunk in chunks) <= most
-    assert len(chunks) < 25
-    assert pa.Table.from_batches(chunks).equals(pa.Table.from_batches(rows))
-    larger = pa.concat_batches(rows)
-    assert live_state._append(chunks, larger)[-1].equals(larger)

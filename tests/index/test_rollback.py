@@ -45,23 +45,6 @@ def _numbers(folder: Path) -> list[int]:
     return [each.number for each in versions.listing(folder)]
 
 
-def test_versions_change_over_and_back(live: LiveIndex, tmp_path: Path) -> None:
-    folder, truth = tmp_path / "live", dict(TRUTH)
-    _write(live, truth, 0)
-    live.compact()
-    _write(live, truth, 1)
-    versions.activate(folder, 0)
-    assert live.adopt()
-    assert not live.adopt()
-    live.close()
-    live = LiveIndex(folder)
-    assert (live.version, _equal(live, truth)) == (0, True)
-    written = live.compact()  # of version 0 and all of the log
-    assert written is not None
-    assert (live.version, written.uri) == (2, f"{folder}/versions/00002")
-    assert _numbers(folder) == [0, 2]  # those that were current last
-
-
 STEP = st.one_of(
     st.tuples(st.sampled_from(["upsert", "delete"]), st.lists(st.integers(0, 50), min_size=1, max_size=6)),
     st.tuples(st.just("activate"), st.lists(st.integers(0, 9), min_size=1, max_size=1)),

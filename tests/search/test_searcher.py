@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from in_process import run_without_ray
-from scalingnote.core import topk
 from scalingnote.core.errors import ArtifactError
 from scalingnote.index import filters, job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import IndexLayout
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.searcher import Candidates, Results, Searcher, concatenate, rank, with_documents
+from scalingnote.search.searcher import Candidates, Searcher, concatenate, rank
 from synthetic_corpus import Corpus, queries
 
 # Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
@@ -55,19 +54,6 @@ def probes(corpus: Corpus) -> np.ndarray:
 def copy(uri: str, tmp_path: Path) -> Path:
     """The index in a place where it may be damaged."""
     return Path(shutil.copytree(uri, tmp_path / "index"))
-
-
-def test_an_exact_search_misses_nothing_that_few_lists_miss(
-    searcher: Searcher, corpus: Corpus, probes: np.ndarray
-) -> None:
-    _, rows = topk.search(probes, corpus.matrix, k=10)
-    best = [[f"d{row}" for row in line] for line in rows]
-    for exact in (False, True):
-        found = [
-            with_documents(Results(each, each.dense.tolist()), searcher.store).documents
-            for each in searcher.find(probes, k=10, nprobe=1, exact=exact)
-        ]
-        assert ([[document["doc_id"] for document in line] for line in found] == best) == exact
 
 
 def test_a_result_leads_to_its_document(searcher: Searcher, corpus: Corpus) -> None:
