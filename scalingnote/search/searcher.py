@@ -117,14 +117,10 @@ class Results:
 
     best: Candidates
     scores: Sequence[float]
+    documents: Sequence[Any]  # mappings, or their JSON; None, or empty: not read yet
 
     def __len__(self) -> int:
         return len(self.best)
-
-    @property
-    def documents(self) -> Sequence[Any]:
-        """Mappings, or their JSON; None, or empty: not read yet."""
-        return self.best.documents
 
     @property
     def is_read(self) -> bool:
@@ -133,11 +129,12 @@ class Results:
 
     def take(self, places: Sequence[int]) -> "Results":
         """The results at these places."""
-        return Results(self.best.take(places), [self.scores[place] for place in places])
+        documents = [self.documents[place] for place in places] if self.documents else ()
+        return Results(self.best.take(places), [self.scores[place] for place in places], documents)
 
     def with_documents(self, documents: Sequence[Mapping[str, Any]]) -> "Results":
         """The same results with their documents."""
-        return Results(replace(self.best, documents=documents), self.scores)
+        return Results(self.best, self.scores, documents)
 
     def hits(self) -> list[SearchHit]:
         """The results one by one."""
@@ -195,7 +192,7 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
         scores, order = [-negative for negative, _, _ in nearest], [place for _, _, place in nearest]
         # The candidates of a single searcher are in this order already.
         best = candidates if order == [*range(len(ids))] else candidates.take(order)
-        return Results(best, scores)
+        return Results(best, scores, best.documents)
     depth = max(k, joining.candidates)
     both = HybridCandidates(candidates.ids[None], candidates.dense[None], candidates.sparse[None])
     if len(ids) > depth:  # of several searchers, each with as many by either score
@@ -205,7 +202,7 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
     )
     places = {number: place for place, number in enumerate(ids)}
     ranked = candidates.take([places[number] for number in best[best >= 0].tolist()])
-    return Results(ranked, joined[best >= 0].tolist())
+    return Results(ranked, joined[best >= 0].tolist(), ranked.documents)
 
 
 def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -> Candidates:

@@ -180,7 +180,7 @@ def search(
 
 
 def documents_of(found: Candidates, store: DocumentStore) -> Sequence[Any]:
-    return with_documents(Results(found, found.dense.tolist()), store).documents
+    return with_documents(Results(found, found.dense.tolist(), found.documents), store).documents
 
 
 def ids(answers: list[Found]) -> list[list[str]]:

@@ -244,7 +244,9 @@ def test_searchers_are_asked_for_documents_that_the_delta_has_not_given(
         searched=2,
         version=made.versions.active.name,
     )
-    results, whole = asyncio.run(made.versions.documents.read(Results(best, [1.0, 0.1]), 60.0))
+    results, whole = asyncio.run(
+        made.versions.documents.read(Results(best, [1.0, 0.1], best.documents), 60.0)
+    )
     first, second = results.documents
     assert (whole, second, bool(first["title"])) == (True, of_delta, True)
     assert asked(made) == [int(own.shards[0] == shard) for shard in (0, 1)]
