@@ -31,7 +31,7 @@ from scalingnote.core.log import configure
 from scalingnote.index import families, tuning
 from scalingnote.index.config import FastScan
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.search.delta import SearcherWithDelta
+from scalingnote.search.live_searcher import SearcherWithDelta
 from scalingnote.search.searcher import Searcher
 
 Row = dict[str, Any]

@@ -45,7 +45,7 @@ from scalingnote.core.bm25 import BM25
 from scalingnote.core.config import load
 from scalingnote.run import pipeline, stages
 from scalingnote.run.config import RunConfig
-from scalingnote.search.escalation import doubt, threshold
+from scalingnote.search.query_path import doubt, escalation_threshold
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW
@@ -307,7 +307,7 @@ def escalated(
     whole = float(ndcg(ranked(teacher), pool.gains).mean())
     rows = []
     for share in SHARES:
-        chosen = doubts > threshold(doubts, share)
+        chosen = doubts > escalation_threshold(doubts, share)
         value = float(np.where(chosen, after, before).mean())
         row = {"set": name, "seed": seed, "share": share, "escalated": round(float(chosen.mean()), 4)}
         rows.append(row | {"nDCG@10": round(value, 4), "kept": round(value / whole, 4)})

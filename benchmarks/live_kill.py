@@ -31,7 +31,7 @@ from scalingnote.index.config import IVFPQ, Family, IndexConfig
 from scalingnote.index.live import live_shard, versions, wal
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search import scan
-from scalingnote.search.delta import SearcherWithDelta
+from scalingnote.search.live_searcher import SearcherWithDelta
 from scalingnote.search.scan import MAX_K
 from scalingnote.storage.artifact import Artifact, Draft
 

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import strategies as st
 
 from live_shards import DIM, EXACT, index, table, term_columns
 from scalingnote.index.config import Family
+from scalingnote.index.hybrid import Joining
 from scalingnote.index.live import versions
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseRows
+from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
@@ -24,6 +27,11 @@ TERMS = SparseRows(
     np.array([0, 3, 5, 6]),
     np.array([0, 4, 7, 2, 9, VOCABULARY + 5], np.int32),
     np.array([1, 2.5, 0.7, 1, 1.3, 1], np.float32),
+)
+JOININGS = (
+    Joining(),
+    Joining(dense_weight=0.2, candidates=20),
+    Joining(kind="reciprocal_rank", candidates=15),
 )
 HISTORIES = st.lists(
     st.one_of(
@@ -103,3 +111,30 @@ def play(
                 live.close()
                 live = LiveIndex(Path(live.folder), **reopened)
     return live, truth
+
+
+def agree(found: Searcher, expected: Searcher, truth: dict[str, Document]) -> None:
+    """Results, scores, documents and vectors are those of an index of the final documents, built anew."""
+    for name in ("d7", "d49", "d80", "n3", "nothing"):
+        vector, wanted = found.vector(name), expected.vector(name)
+        assert found.get(name) == expected.get(name)
+        assert (vector is None, wanted is None) == (name not in truth, name not in truth)
+        assert vector is None or np.allclose(vector, wanted, atol=1e-6)
+    for where in (None, {"topic": [f"topic 0 of d{i}" for i in range(0, 90, 3)]}):
+        for k in (1, 9, 200):
+            for hits, wanted in zip(
+                *(s.search(PROBES, k=k, where=where) for s in (found, expected)), strict=True
+            ):
+                assert [hit.document for hit in hits] == [hit.document for hit in wanted]
+                assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in wanted], abs=1e-6)
+        for joining in JOININGS:
+            knobs: dict[str, Any] = {"k": 9, "joining": joining, "where": where}
+            for hits, wanted in zip(
+                *(s.search(PROBES, TERMS, **knobs) for s in (found, expected)), strict=True
+            ):
+                np.testing.assert_allclose([h.score for h in hits], [w.score for w in wanted], atol=1e-6)
+                if joining.kind == "interpolation":  # sums of ranks hang on how ties were ranked
+                    # Rows are numbered otherwise: of equal scores another may come first, or be the last.
+                    last = wanted[-1].score + 1e-6 if wanted else 0
+                    above = {w.doc_id for w in wanted if w.score > last}
+                    assert {h.doc_id for h in hits if h.score > last} == above

@@ -1,6 +1,6 @@
 """Small shards and indexes for the tests of live updates, and the slow, obvious twin of its answers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -8,9 +8,12 @@ import pyarrow as pa
 from scalingnote.index import families, ivf, postings
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, IndexConfig
+from scalingnote.index.live import versions
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.index.live.live_state import Snapshot
-from scalingnote.index.shard import SHARD_DOCUMENTS, Shard
+from scalingnote.index.live.versions import OpenVersion
+from scalingnote.index.shard import SHARD_DOCUMENTS
+from scalingnote.models.published_model import Similarity
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.schema import PASSAGE, SPARSE, document_of
@@ -52,46 +55,22 @@ def term_columns(documents: list[Mapping[int, float]]) -> pa.Table:
     return pa.table([pa.array(values, field.type) for values, field in columns], schema=SPARSE)
 
 
-def shard(shared: families.Quantizer, documents: Mapping[str, np.ndarray], number: int = 0) -> Shard:
-    lists = ivf.empty(shared)
-    if documents:
-        ivf.add(lists, np.stack(list(documents.values())))
-    return Shard(number, lists, table(list(documents)))
+def opened(index: Artifact) -> OpenVersion:
+    """The index as the first version of a live one."""
+    return OpenVersion(versions.version_of(0, index))
 
 
-def search(
-    snapshot: Snapshot,
-    shared: families.Quantizer,
-    queries: np.ndarray,
-    *,
-    k: int,
-    nprobe: int = NLIST,
-    wanted: Callable[[pa.Table], np.ndarray] | None = None,
-) -> list[list[str]]:
-    """doc_ids found, best first; every list is scanned unless `nprobe` says otherwise."""
-    found = scored(snapshot, shared, queries, k=k, nprobe=nprobe, wanted=wanted)
-    return [snapshot.documents(row[row >= 0])["doc_id"].to_pylist() for row in found[1]]
+def search(snapshot: Snapshot, queries: np.ndarray, *, k: int) -> list[list[str]]:
+    """doc_ids found, best first; every list is scanned."""
+    return [
+        snapshot.documents(row[row >= 0])["doc_id"].to_pylist() for row in scored(snapshot, queries, k=k)[1]
+    ]
 
 
-def scored(
-    snapshot: Snapshot,
-    shared: families.Quantizer,
-    queries: np.ndarray,
-    *,
-    k: int,
-    nprobe: int = NLIST,
-    wanted: Callable[[pa.Table], np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+def scored(snapshot: Snapshot, queries: np.ndarray, *, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The same as scores and rows."""
-    masks = []
-    for segment in snapshot.segments:
-        mask = segment.alive
-        if wanted is not None:
-            fits = wanted(segment.documents)
-            mask = ivf.RowMask(fits if mask is None else mask.rows & fits)
-        masks.append(mask)
-    lists = [segment.lists for segment in snapshot.segments]
-    return scan.search(lists, queries, k=k, nprobe=nprobe, refine_factor=EVERY, masks=masks)
+    lists, masks = [s.lists for s in snapshot.segments], [s.alive for s in snapshot.segments]
+    return scan.search(lists, queries, k=k, nprobe=NLIST, refine_factor=EVERY, masks=masks)
 
 
 def brute_force(documents: Mapping[str, np.ndarray], queries: np.ndarray, *, k: int) -> list[list[str]]:
@@ -111,6 +90,7 @@ def index(
     terms: Mapping[str, Mapping[int, float]] | None = None,
     strongest: int | None = None,
     passages: bool = False,
+    similarity: Similarity = "cosine",
 ) -> Artifact:
     """An index artifact as the index stage writes it; with `passages`, ids are those of passages."""
     shared = quantizer(family)
@@ -133,18 +113,19 @@ def index(
         sparse=terms is not None,
         background=0.05,
         passages=passages,
+        similarity=similarity,
     )
     for number, own in enumerate(shards):
-        columns = None if terms is None else term_columns([terms[name] for name in own])
+        columns = term_columns([terms[name] for name in own] if terms else [])
+        lists = ivf.empty(shared)
+        ivf.add(lists, np.array([*own.values()], np.float32).reshape(-1, DIM))
         written = layouts.write_shard(
             draft.uri,
             number,
             layout=layout,
-            lists=shard(shared, own, number).lists,
+            lists=lists,
             documents=table(list(own), passages=passages),
-            terms=postings.merge([])
-            if columns is None
-            else postings.build(columns["terms"], columns["impacts"], strongest=strongest),
+            terms=postings.build(columns["terms"], columns["impacts"], strongest=strongest),
         )
         for name, part in written.items():
             draft.register(name, part)

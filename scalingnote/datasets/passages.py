@@ -3,7 +3,7 @@
     document ─► sentences ─► passages of at most `max_tokens`, between paragraphs where that can be
 
 Every later stage sees rows and does not know of documents; a search groups its results
-(:mod:`scalingnote.search.grouping`). Tokens are counted by the model's own tokenizer, which the data set
+(:mod:`scalingnote.search.searcher`). Tokens are counted by the model's own tokenizer, which the data set
 keeps (`passages/tokenizer.json`): documents that are written later are divided by the same one.
 """
 

@@ -8,7 +8,6 @@ Indexes are built directly, not by faiss's index factory, which turns on polysem
 for equal recall.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -31,6 +30,7 @@ from scalingnote.index.config import (
     ScalarQuantized,
 )
 from scalingnote.quantize.kmeans import ITERATIONS, blas_only
+from scalingnote.storage import filesystem as fs
 
 # With fewer training points per centroid, K-means fits noise (faiss's own bound).
 POINTS_PER_CENTROID = 39
@@ -154,13 +154,7 @@ def require_trainable(family: Family, documents: int, *, dim: int, nlist: int) -
         )
 
 
-def train(
-    sample: Float[ndarray, "docs dim"],
-    family: Family,
-    *,
-    nlist: int,
-    seed: int,
-) -> Quantizer:
+def train(sample: Float[ndarray, "docs dim"], family: Family, *, nlist: int, seed: int) -> Quantizer:
     """Fit a quantizer to a sample of vectors; centroids are fitted on GPUs where faiss sees some.
 
     Lists are chosen by direction. Of vectors that are longer or shorter than 1, centroids of product codes
@@ -185,9 +179,7 @@ def train(
     if kept is not None:
         kept.train(sample)
     return Quantizer(
-        dump(coarse),
-        None if index is None else dump_lists(index),
-        None if kept is None else dump(kept),
+        dump(coarse), None if index is None else dump_lists(index), None if kept is None else dump(kept)
     )
 
 
@@ -285,12 +277,14 @@ def parse(data: bytes) -> Any:
     return faiss.deserialize_index(np.frombuffer(data, np.uint8))
 
 
-def dump_quantizer(quantizer: Quantizer) -> dict[str, bytes]:
-    """Files of a quantizer; the coarse one comes last, so that its presence marks the set as complete."""
-    files = {"lists.faiss": quantizer.lists, "kept.faiss": quantizer.kept, "coarse.faiss": quantizer.coarse}
-    return {name: data for name, data in files.items() if data is not None}
+def write_quantizer(folder: str, quantizer: Quantizer) -> None:
+    """Write the files of a quantizer; the coarse one comes last, so that it marks the set as complete."""
+    for name in ("lists", "kept", "coarse"):
+        if (data := getattr(quantizer, name)) is not None:
+            fs.write_bytes(fs.join(folder, f"{name}.faiss"), data)
 
 
-def parse_quantizer(files: Mapping[str, bytes]) -> Quantizer:
-    """A quantizer from the files of :func:`dump_quantizer`."""
-    return Quantizer(files["coarse.faiss"], files.get("lists.faiss"), files.get("kept.faiss"))
+def read_quantizer(folder: str) -> Quantizer:
+    """The quantizer in a folder of :func:`write_quantizer`."""
+    names = ("coarse", "lists", "kept")
+    return Quantizer(*(fs.read_if_exists(fs.join(folder, f"{name}.faiss")) for name in names))

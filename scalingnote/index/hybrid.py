@@ -55,9 +55,7 @@ class HybridCandidates:
 
 
 def normalise(
-    scores: Float[ndarray, "queries docs"],
-    low: Float[ndarray, " queries"],
-    high: Float[ndarray, " queries"],
+    scores: Float[ndarray, "queries docs"], low: Float[ndarray, " queries"], high: Float[ndarray, " queries"]
 ) -> Float[ndarray, "queries docs"]:
     """Map scores linearly so that each query's `low` becomes 0 and `high` 1; 0 where they are equal."""
     spread = high - low

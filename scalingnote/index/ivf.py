@@ -25,6 +25,9 @@ from scalingnote.core.topk import jit
 from scalingnote.index.families import Quantizer, dump, dump_lists, parse
 from scalingnote.quantize.kmeans import blas_only
 
+Queries = Float[ndarray, "queries dim"]  # unit vectors
+Rows = Int[ndarray, "queries candidates"]  # -1 for none
+Scores = Float[ndarray, "queries candidates"]
 Chosen = tuple[Float[ndarray, "queries probes"], Int[ndarray, "queries probes"]]
 GRAPH_MAX_SHARE = 8  # of the centroids, 1/8: a graph search for more takes longer than comparing all
 # Sums may be reordered, so that loops over dimensions are vectorised; infinities must stay infinities.
@@ -178,7 +181,7 @@ def drop_dead_rows(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
             ids[:] = numbers[ids]
 
 
-def choose_lists(queries: Float[ndarray, "queries dim"], coarse: Any, *, nprobe: int) -> Chosen:
+def choose_lists(queries: Queries, coarse: Any, *, nprobe: int) -> Chosen:
     """Scores and numbers of the nprobe nearest lists of each query; computed once for all shards."""
     parameters = None
     if isinstance(coarse, faiss.IndexHNSW):
@@ -193,13 +196,13 @@ def choose_lists(queries: Float[ndarray, "queries dim"], coarse: Any, *, nprobe:
 
 def candidates(
     lists: Lists,
-    queries: Float[ndarray, "queries dim"],
+    queries: Queries,
     *,
     chosen: Chosen,
     k: int,
     refine_factor: int,
     allowed: RowMask | None = None,
-) -> tuple[Float[ndarray, "queries candidates"], Int[ndarray, "queries candidates"]]:
+) -> tuple[Scores, Rows]:
     """Rows of one shard, among which its k best are, in any order.
 
     Args:
@@ -215,18 +218,13 @@ def candidates(
     """
     if lists.kept is None:
         return scan(lists, queries, chosen=chosen, k=k, allowed=allowed)
-    rows = scan(lists, queries, chosen=chosen, k=k * refine_factor, allowed=allowed)[1]
+    _, rows = scan(lists, queries, chosen=chosen, k=k * refine_factor, allowed=allowed)
     return scores(lists.kept, queries, rows), rows
 
 
 def scan(
-    lists: Lists,
-    queries: Float[ndarray, "queries dim"],
-    *,
-    chosen: Chosen,
-    k: int,
-    allowed: RowMask | None = None,
-) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    lists: Lists, queries: Queries, *, chosen: Chosen, k: int, allowed: RowMask | None = None
+) -> tuple[Scores, Rows]:
     """The k best rows of the chosen lists by their codes, best first; where a row is -1, any score."""
     count = len(lists)  # faiss takes a microsecond to answer
     k = min(k, max(count, 1))
@@ -252,9 +250,7 @@ def scan(
     return scores, rows
 
 
-def _compare_all(
-    kept: Any, queries: Float[ndarray, "queries dim"], *, k: int, allowed: RowMask | None
-) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+def _compare_all(kept: Any, queries: Queries, *, k: int, allowed: RowMask | None) -> tuple[Scores, Rows]:
     """Scan a flat index by BLAS, which rounds differently per batch size; rescoring corrects that."""
     documents = floats(kept)
     if allowed is None:
@@ -269,16 +265,7 @@ def _compare_all(
 # --- exact scores -----------------------------------------------------------------------------------------
 
 
-def best(
-    kept: Any, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"], *, k: int
-) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """The k best of each query's candidates (-1 for none) by the vectors kept, padded with -inf and -1."""
-    return topk.merge(scores(kept, queries, rows), rows, k=k)
-
-
-def scores(
-    kept: Any, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"]
-) -> Float[ndarray, "queries candidates"]:
+def scores(kept: Any, queries: Queries, rows: Rows) -> Scores:
     """Inner products with the vectors kept; -inf where the row is -1."""
     queries = np.ascontiguousarray(queries, np.float32)
     if isinstance(kept, faiss.IndexFlat):
@@ -288,11 +275,7 @@ def scores(
     return found
 
 
-def scores_over(
-    pieces: Iterable[tuple[int, Any]],
-    queries: Float[ndarray, "queries dim"],
-    rows: Int[ndarray, "queries candidates"],
-) -> Float[ndarray, "queries candidates"]:
+def scores_over(pieces: Iterable[tuple[int, Any]], queries: Queries, rows: Rows) -> Scores:
     """As :func:`scores`, for rows over several pieces, given by first row and kept vectors, in order."""
     found = np.full(rows.shape, -np.inf, np.float32)
     for first, kept in pieces:

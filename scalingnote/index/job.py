@@ -79,9 +79,9 @@ def run(
         ArtifactError: the parents do not belong together, or there is no embedding.
         ConfigError: the settings do not fit the corpus.
     """
-    inputs = {"dataset": dataset, "embeddings": embeddings, "semantic_ids": semantic_ids}
-    optional = {"student": student, "dual_encoder": dual_encoder, "bm25_terms": bm25_terms}
-    uris = inputs | {kind: uri for kind, uri in optional.items() if uri is not None}
+    given = {"dataset": dataset, "embeddings": embeddings, "semantic_ids": semantic_ids}
+    given |= {"student": student, "dual_encoder": dual_encoder, "bm25_terms": bm25_terms}
+    uris = {kind: uri for kind, uri in given.items() if uri is not None}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="index", config=config, parents=parents)
     if draft.finished:
@@ -92,7 +92,7 @@ def run(
     cluster.check_resources(config.resources, knob="index.resources")
     filling = _resources_of_shards(config.resources, layout, shard_bytes)
     _train_quantizer(config, layout, draft, parents["embeddings"])
-    drawn, relevant = _test_queries(config, parents["dataset"])
+    drawn, relevant = _test_queries(parents["dataset"])
     sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
     shared = IndexRun(
         config=config.model_copy(update={"resources": filling}),
@@ -192,10 +192,7 @@ def _resources_of_shards(resources: Resources, layout: shard.IndexLayout, shard_
 
 
 def _write(
-    draft: Draft,
-    slices: Sequence[Sequence[shard.EmbeddingSlice]],
-    sizes: Sequence[int],
-    shared: IndexRun,
+    draft: Draft, slices: Sequence[Sequence[shard.EmbeddingSlice]], sizes: Sequence[int], shared: IndexRun
 ) -> int:
     """Write the files of every shard and the shared ones; the bytes of vectors and lists."""
     coarse = fs.read_bytes(shared.work(f"quantizer/{shard.COARSE}"))
@@ -264,7 +261,7 @@ def _train_quantizer(config: IndexConfig, layout: shard.IndexLayout, draft: Draf
     list(cluster.map_tasks(train, [files], config.resources))
 
 
-def _test_queries(config: IndexConfig, dataset: Artifact) -> tuple[pa.Table, list[dict[str, int]]]:
+def _test_queries(dataset: Artifact) -> tuple[pa.Table, list[dict[str, int]]]:
     """Test queries to tune with, and the judgements of each: doc_id -> grade."""
     table = splits.queries(dataset, "test").sort_by("query_id")
     rng = np.random.default_rng(SAMPLE_SEED)
@@ -305,14 +302,8 @@ def _terms(parents: dict[str, Artifact], layout: shard.IndexLayout, drawn: pa.Ta
 def _train(files: int, *, config: IndexConfig, nlist: int, sample: str, folder: str) -> None:
     """Task: train on a sample in so many files, and store the quantizer."""
     use_threads(config.resources)
-    quantizer = families.train(
-        read_sample(sample, files),
-        config.family,
-        nlist=nlist,
-        seed=SAMPLE_SEED,
-    )
-    for name, data in families.dump_quantizer(quantizer).items():
-        fs.write_bytes(fs.join(folder, name), data)
+    quantizer = families.train(read_sample(sample, files), config.family, nlist=nlist, seed=SAMPLE_SEED)
+    families.write_quantizer(folder, quantizer)
 
 
 def _encode_queries(tower: Artifact, *, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
@@ -327,9 +318,7 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
     use_threads(config.resources)
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in shared.parents.items() if kind in _READ}
     embeddings = parents["embeddings"]
-    folder = shared.work("quantizer")
-    files = {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
-    lists = ivf.empty(families.parse_quantizer(files))
+    lists = ivf.empty(families.read_quantizer(shared.work("quantizer")))
     stored: list[pa.Table] = []
     found: list[postings.Postings] = []
     exact = None

@@ -15,7 +15,7 @@ between shards, but never changes the merged answer, because all shards share on
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -97,25 +97,9 @@ class Shard:
     ids: UInt64[ndarray, "two rows"] | None = None  # see :func:`sorted_ids`; None: computed when needed
 
     @cached_property
-    def stored(self) -> StoredRows:
-        """The documents as rows of Python values."""
-        return StoredRows(self.documents)
-
-    @cached_property
-    def doc_ids(self) -> "DocIds":
-        """Rows by the ids of their documents."""
-        return DocIds(self.documents["doc_id"], self.ids)
-
-    @cached_property
-    def _passages(self) -> "PassageRows":
-        return PassageRows(self.documents["doc_id"])
-
-    def rows_of(self, document_ids: Sequence[str], *, passages: bool) -> Int64[ndarray, " rows"]:
-        """Rows of these documents, or of all their passages; those of other shards are left out."""
-        if passages:
-            return self._passages.rows(document_ids)
-        rows = self.doc_ids.rows(document_ids)
-        return rows[rows >= 0]
+    def rows(self) -> "DocumentRows":
+        """The documents by row and by id."""
+        return DocumentRows(self.documents, self.ids)
 
 
 def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[list[EmbeddingSlice]]:
@@ -184,8 +168,11 @@ def document_rows(
     Raises:
         ArtifactError: a doc_id has no document or no semantic ID, because they come from other datasets.
     """
-    found = _lookup(documents, doc_ids, "document in the dataset: embeddings and dataset differ in origin")
-    named = _lookup(semantic_ids, doc_ids, "semantic ID: re-run quantize on these embeddings")
+    origin = "row in the dataset: embeddings and dataset differ in origin"
+    found = arrow.take_documents(documents, doc_ids, missing=origin)
+    named = arrow.take_documents(
+        semantic_ids, doc_ids, missing="semantic ID: re-run quantize on these embeddings"
+    )
     # Runs of white space become one space before the cut, so that snippets use their full length.
     opening = pc.utf8_slice_codeunits(found["content"].fill_null(""), 0, 8 * snippet_chars)
     line = pc.utf8_trim_whitespace(pc.replace_substring_regex(opening, r"\s+", " "))
@@ -299,14 +286,6 @@ def open_ids(index: Artifact, number: int, *, rows: int) -> UInt64[ndarray, "two
     return found
 
 
-def _lookup(table: pa.Table, doc_ids: pa.ChunkedArray, missing: str) -> pa.Table:
-    rows = pc.index_in(doc_ids, table["doc_id"])
-    if rows.null_count:
-        first = doc_ids.filter(rows.is_null())[0].as_py()
-        raise ArtifactError(f"{rows.null_count} embeddings, first of {first!r}, have no {missing}")
-    return table.take(rows)
-
-
 def sorted_ids(doc_ids: pa.ChunkedArray) -> UInt64[ndarray, "two rows"]:
     """Hashes of document ids in ascending order, and the row of each: 16 bytes per document.
 
@@ -323,57 +302,69 @@ def sorted_ids(doc_ids: pa.ChunkedArray) -> UInt64[ndarray, "two rows"]:
     return np.stack([hashes, rows.astype(np.uint64)])
 
 
-class DocIds:
-    """Rows of document ids. Threads may share one.
+class DocumentRows:
+    """Documents of a shard by row, and rows by the ids of documents. Threads may share one.
 
     A dictionary of the ids would take ten times the 16 bytes of :func:`sorted_ids`. Hashes may collide, so an
     id is found only where the stored id is equal.
+
+    Args:
+        documents: of the shard, whole or some columns.
+        ids: :func:`sorted_ids` of them; None: computed when needed.
     """
 
-    def __init__(self, doc_ids: pa.ChunkedArray, ids: UInt64[ndarray, "two rows"] | None = None) -> None:
-        """Take :func:`sorted_ids` of these ids; None: compute them."""
-        self._doc_ids = doc_ids
-        self._hashes, self._rows = sorted_ids(doc_ids) if ids is None else ids
+    def __init__(self, documents: pa.Table, ids: UInt64[ndarray, "two rows"] | None = None) -> None:
+        self._stored, self._doc_ids, self._ids = StoredRows(documents), documents["doc_id"], ids
 
-    def rows(self, doc_ids: Sequence[str]) -> Int64[ndarray, " ids"]:
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._stored[row]
+
+    def find(self, doc_ids: Sequence[str]) -> Int64[ndarray, " ids"]:
         """Row of each id, -1 where it is unknown; DataError where an id is not a string."""
         wrong = [doc_id for doc_id in doc_ids if not isinstance(doc_id, str)]
         if wrong:
             raise DataError(f"{wrong[0]!r} is no doc_id: pass strings")
         found = np.full(len(doc_ids), -1, np.int64)
-        if not len(doc_ids) or not len(self._hashes):
-            return found
-        hashes = hash_of(pa.array(doc_ids, pa.string()))
-        starts = np.searchsorted(self._hashes, hashes)
-        stops = np.searchsorted(self._hashes, hashes, side="right")
-        for number in np.flatnonzero(starts < stops).tolist():
-            for row in self._rows[starts[number] : stops[number]].tolist():
-                if self._doc_ids[row].as_py() == doc_ids[number]:
-                    found[number] = row
+        for number, row in _with_equal_hash(*self._sorted, doc_ids):
+            if self._doc_ids[row].as_py() == doc_ids[number]:
+                found[number] = row
         return found
 
-
-class PassageRows:
-    """Rows of all passages of a document, 16 bytes each. Threads may share one."""
-
-    def __init__(self, passage_ids: pa.ChunkedArray) -> None:
-        self._ids = passage_ids
-        hashes = hash_of(pc.replace_substring_regex(passage_ids, r"#[^#]*$", ""))  # as document_of
-        self._rows = np.argsort(hashes, kind="stable")
-        self._hashes = hashes[self._rows]
-
-    def rows(self, document_ids: Sequence[str]) -> Int64[ndarray, " rows"]:
-        """Rows of the passages of these documents."""
-        hashes = hash_of(pa.array(document_ids, pa.string()))
-        starts = np.searchsorted(self._hashes, hashes)
-        stops = np.searchsorted(self._hashes, hashes, side="right")
+    def find_all(self, document_ids: Sequence[str], *, passages: bool) -> Int64[ndarray, " rows"]:
+        """Rows of these documents, with `passages` of all passages of each; unknown ones are left out."""
+        if not passages:
+            rows = self.find(document_ids)
+            return rows[rows >= 0]
         found = [
             row
-            for document_id, start, stop in zip(document_ids, starts, stops, strict=True)
-            for row in self._rows[start:stop].tolist()
-            if document_of(self._ids[row].as_py()) == document_id  # hashes may collide
+            for number, row in _with_equal_hash(*self._sorted_by_document, document_ids)
+            if document_of(self._doc_ids[row].as_py()) == document_ids[number]
         ]
         return np.array(found, np.int64)
+
+    @cached_property
+    def _sorted(self) -> UInt64[ndarray, "two rows"]:
+        return sorted_ids(self._doc_ids) if self._ids is None else self._ids
+
+    @cached_property
+    def _sorted_by_document(self) -> UInt64[ndarray, "two rows"]:
+        """As :func:`sorted_ids`, of the documents that the rows are passages of."""
+        hashes = hash_of(pc.replace_substring_regex(self._doc_ids, r"#[^#]*$", ""))  # as document_of
+        rows = np.argsort(hashes, kind="stable")
+        return np.stack([hashes[rows], rows.astype(np.uint64)])
+
+
+def _with_equal_hash(
+    hashes: UInt64[ndarray, " rows"], rows: UInt64[ndarray, " rows"], ids: Sequence[str]
+) -> Iterator[tuple[int, int]]:
+    """Numbers of ids, and the rows whose ids have the same hash."""
+    if not len(ids) or not len(hashes):
+        return
+    wanted = hash_of(pa.array(ids, pa.string()))
+    starts, stops = np.searchsorted(hashes, wanted), np.searchsorted(hashes, wanted, side="right")
+    for number in np.flatnonzero(starts < stops).tolist():
+        for row in rows[starts[number] : stops[number]].tolist():
+            yield number, row
 
 
 class DocumentStore:
@@ -383,18 +374,17 @@ class DocumentStore:
     Threads may share one.
     """
 
-    def __init__(self, shards: Mapping[int, pa.Table], ids: Mapping[int, Any] | None = None) -> None:
-        """Take the documents of shards by their numbers, and :func:`sorted_ids` of them where known."""
-        self._stored = {number: StoredRows(documents) for number, documents in shards.items()}
-        self._documents, self._ids = shards, ids or {}
-        self._rows = sum(map(len, shards.values()))
+    def __init__(self, shards: Mapping[int, DocumentRows], *, rows: int) -> None:
+        """Take the documents of shards by their numbers, and how many there are."""
+        self._shards, self._rows = shards, rows
 
     @classmethod
     def open(cls, index: Artifact, shards: Sequence[int] | None = None) -> "DocumentStore":
         """Open the documents of shards, None: all; files are checked, and copied here where remote."""
         numbers = range(open_layout(index).shards) if shards is None else shards
         tables = {n: arrow.map_rows(index.local_file(documents_file(n))) for n in numbers}
-        return cls(tables, {n: open_ids(index, n, rows=len(table)) for n, table in tables.items()})
+        opened = {n: DocumentRows(table, open_ids(index, n, rows=len(table))) for n, table in tables.items()}
+        return cls(opened, rows=sum(map(len, tables.values())))
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -402,15 +392,11 @@ class DocumentStore:
 
     def read(self, shard: int, row: int) -> dict[str, Any]:
         """The document of a row of a shard."""
-        return self._stored[shard][row]
+        return self._shards[shard][row]
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document with this id; None where there is none."""
-        for number, doc_ids in self._doc_ids.items():
-            if (row := int(doc_ids.rows([doc_id])[0])) >= 0:
-                return self.read(number, row)
+        for rows in self._shards.values():
+            if (row := int(rows.find([doc_id])[0])) >= 0:
+                return rows[row]
         return None
-
-    @cached_property
-    def _doc_ids(self) -> dict[int, DocIds]:
-        return {n: DocIds(table["doc_id"], self._ids.get(n)) for n, table in self._documents.items()}

@@ -132,7 +132,10 @@ def candidates(
     scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)
     scores[rows < 0] = -np.inf
     exact = scores if lists.kept is None else ivf.scores(lists.kept, queries, rows)
-    scanned = len(lists) if lists.index is None else _list_sizes(lists)[chosen[1]].sum() / len(queries)
+    scanned = float(len(lists))
+    if lists.index is not None:
+        sizes = [lists.index.invlists.list_size(number) for number in range(lists.index.nlist)]
+        scanned = np.array(sizes)[chosen[1]].sum() / len(queries)
     return ShardAnswers(rows, scores, exact, float(scanned))
 
 
@@ -366,8 +369,3 @@ def _reopen(number: int, run: IndexRun) -> ivf.Lists:
     names = shard.vector_files(number, family=run.layout.family, refine=run.layout.refine)
     coarse, *data = (fs.read_bytes(fs.join(run.output, name)) for name in (shard.COARSE, *names))
     return ivf.load(families.parse(coarse), *data)
-
-
-def _list_sizes(lists: ivf.Lists) -> Int[ndarray, " nlist"]:
-    inverted = lists.index.invlists  # type: ignore[union-attr]
-    return np.array([inverted.list_size(number) for number in range(inverted.nlist)])

@@ -58,8 +58,7 @@ class Index:
         from scalingnote.encode import exports
         from scalingnote.models.sparse_query import SparseQuery
         from scalingnote.run import pipeline
-        from scalingnote.search import escalation
-        from scalingnote.search.query_path import QueryPath
+        from scalingnote.search.query_path import QueryPath, escalation_threshold
         from scalingnote.search.searcher import Searcher
 
         config = pipeline.load_run(str(run_dir))
@@ -77,7 +76,7 @@ class Index:
             self._teacher = QueryPath(teacher, terms)
             queries = _held_out_queries(config)
             doubts = self._doubts(self.query_path(queries)) if queries else np.empty(0)
-            self._threshold = escalation.threshold(doubts, escalate)
+            self._threshold = escalation_threshold(doubts, escalate)
 
     def encode(self, query: str) -> "Query":
         """Embedding and terms of a query: the teacher's embedding where the student is uncertain."""
@@ -128,14 +127,14 @@ class Index:
         ]
 
     def _doubts(self, encoded: "Sequence[Query]") -> Float64[ndarray, " queries"]:
-        from scalingnote.search import escalation
+        from scalingnote.search.query_path import COMPARED, doubt
 
         embeddings = np.concatenate([query.embedding for query in encoded])
-        hits = self.searcher.search(embeddings, k=escalation.COMPARED)
-        scores = np.full((len(hits), escalation.COMPARED), -np.inf)
+        hits = self.searcher.search(embeddings, k=COMPARED)
+        scores = np.full((len(hits), COMPARED), -np.inf)
         for row, best in enumerate(hits):
             scores[row, : len(best)] = [hit.score for hit in best]
-        return escalation.doubt(scores)
+        return doubt(scores)
 
 
 def agreement(run_dir: str | Path) -> "Agreement":

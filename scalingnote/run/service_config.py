@@ -14,8 +14,7 @@ from scalingnote.core.config import Config, merge, validate
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode.config import Form
 from scalingnote.evaluate.experiment.config import TrafficSplit
-from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
-from scalingnote.search.config import SearchConfig
+from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig, SearchConfig
 
 ENCODING_DEADLINE_S = 60.0  # of a request that encodes many texts, or documents to be written
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -7,11 +7,11 @@ documents of the answers are read, never its vectors: candidates name a shard an
 do, so they are ranked and shown by the same code. Documents that the index does not have are left out.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +21,12 @@ from numpy import ndarray
 from scalingnote.core.errors import ArtifactError, ConfigError, DatabaseError, ScalingNoteError, SearchError
 from scalingnote.index import filters
 from scalingnote.index import shard as shards_of
+from scalingnote.index.config import SearchConfig
 from scalingnote.index.hybrid import Joining
-from scalingnote.index.shard import DocIds, DocumentStore
+from scalingnote.index.shard import DocumentRows, DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import collection as collections
-from scalingnote.search import grouping
 from scalingnote.search.collection import Collection, Conditions, Hits, PointPart, Terms
-from scalingnote.search.config import SearchConfig
 from scalingnote.search.scan import unit_queries
 from scalingnote.search.searcher import (
     DEFAULT_JOINING,
@@ -35,11 +34,13 @@ from scalingnote.search.searcher import (
     Searcher,
     candidate_ids,
     candidate_places,
+    first_passages,
 )
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 
+T = TypeVar("T")
 SAMPLED = 8  # documents that are compared with the collection's at the start
 TOLERANCE = 1e-4  # of their vectors: a database may keep them in another order of operations
 # Of the candidates of a query: ids of documents, dense scores, and scores by terms (none without terms).
@@ -62,9 +63,8 @@ class DatabaseSearcher:
         self.layout = shards_of.open_layout(index)
         self.shards = list(range(self.layout.shards))
         self._columns = [shards_of.open_columns(index, n) for n in self.shards]
-        self._stored = [arrow.StoredRows(table) for table in self._columns]
-        self._ids = [
-            DocIds(table["doc_id"], shards_of.open_ids(index, n, rows=len(table)))
+        self._rows = [
+            DocumentRows(table, shards_of.open_ids(index, n, rows=len(table)))
             for n, table in enumerate(self._columns)
         ]
 
@@ -104,7 +104,7 @@ class DatabaseSearcher:
 
     def documents(self) -> list[pa.Table]:
         """See :meth:`Searcher.documents`."""
-        return grouping.first_passages(self._columns) if self.layout.passages else self._columns
+        return first_passages(self._columns) if self.layout.passages else self._columns
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document with this id, from the index."""
@@ -113,7 +113,7 @@ class DatabaseSearcher:
     def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of candidates, from the index."""
         places = zip(ids, candidate_places(ids), strict=True)
-        return {each: self._stored[shard][row] for each, (shard, row) in places}
+        return {each: self._rows[shard][row] for each, (shard, row) in places}
 
     @cached_property
     def store(self) -> DocumentStore:
@@ -128,8 +128,7 @@ class DatabaseSearcher:
 
     def answers(self) -> None:
         """DatabaseError unless the database answers."""
-        with self._database_errors():
-            self._collection.count()
+        self._ask(self._collection.count)
 
     def close(self) -> None:
         """Release the database."""
@@ -175,13 +174,11 @@ class DatabaseSearcher:
         self, unit: Float[ndarray, "queries dim"], depth: int, where: Conditions, *, exact: bool
     ) -> list[Hits]:
         """The best by vectors. A graph may find too few behind a filter: these queries are searched again."""
-        with self._database_errors():
-            found = self._collection.dense(unit, k=depth, where=where, thorough=exact)
+        found = self._ask(self._collection.dense, unit, k=depth, where=where, thorough=exact)
         wanted = min(depth, len(self))
         short = [n for n, (ids, _) in enumerate(found) if len(ids) < wanted and not exact]
         if short:
-            with self._database_errors():
-                again = self._collection.dense(unit[short], k=depth, where=where, thorough=True)
+            again = self._ask(self._collection.dense, unit[short], k=depth, where=where, thorough=True)
             for n, hits in zip(short, again, strict=True):
                 found[n] = max(found[n], hits, key=lambda each: len(each[0]))
         return found
@@ -191,8 +188,8 @@ class DatabaseSearcher:
         with_terms = [n for n, row in enumerate(rows) if row]
         found: list[Hits] = [([], [])] * len(rows)
         if with_terms:
-            with self._database_errors():
-                answers = self._collection.sparse([rows[n] for n in with_terms], k=depth, where=where)
+            asked = [rows[n] for n in with_terms]
+            answers = self._ask(self._collection.sparse, asked, k=depth, where=where)
             for n, hits in zip(with_terms, answers, strict=True):
                 found[n] = hits
         return found
@@ -246,23 +243,19 @@ class DatabaseSearcher:
     def _places(self, doc_ids: Sequence[str]) -> tuple[Int[ndarray, " ids"], Int[ndarray, " ids"]]:
         """The shard of each document and its row there; row -1 where the index does not have it."""
         shards, rows = np.zeros(len(doc_ids), np.int64), np.full(len(doc_ids), -1, np.int64)
-        for shard, ids in enumerate(self._ids):
-            own = ids.rows(doc_ids)
+        for shard, found in enumerate(self._rows):
+            own = found.find(doc_ids)
             shards[own >= 0], rows[own >= 0] = shard, own[own >= 0]
         return shards, rows
 
     def _read(self, doc_ids: Sequence[str], part: PointPart) -> dict[str, Any]:
         """What is stored of documents; nothing is asked for none."""
-        if not doc_ids:
-            return {}
-        with self._database_errors():
-            return self._collection.read(doc_ids, part)
+        return self._ask(self._collection.read, doc_ids, part) if doc_ids else {}
 
-    @contextmanager
-    def _database_errors(self) -> Iterator[None]:
-        """DatabaseError for whatever a client raises: each has its own errors."""
+    def _ask(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What the database answers; DatabaseError for whatever its client raises: each has its own."""
         try:
-            yield
+            return call(*args, **options)
         except ScalingNoteError:
             raise
         except Exception as error:
@@ -278,18 +271,15 @@ class DatabaseSearcher:
             f"load it with `scalingnote export vectors --run RUN --to {self._name} --url {url} "
             f"--collection {collection}`"
         )
-        with self._database_errors():
-            described = self._collection.layout()
-            if described is None:
-                raise ConfigError(f"there is no {place}: {remedy}")
-            if described[0] != layout.dim or described[1] < layout.sparse:
-                have = f"{described[0] or 'no'} dimensions{'' if described[1] else ' and no terms'}"
-                wanted = f"{layout.dim}{' and terms' if layout.sparse else ''}"
-                raise ConfigError(f"{place} has {have}, the index {wanted}: {remedy}")
-            if (held := self._collection.count()) != layout.documents:
-                raise ConfigError(
-                    f"{place} holds {held:,} documents, the index {layout.documents:,}: {remedy}"
-                )
+        described = self._ask(self._collection.layout)
+        if described is None:
+            raise ConfigError(f"there is no {place}: {remedy}")
+        if described[0] != layout.dim or described[1] < layout.sparse:
+            have = f"{described[0] or 'no'} dimensions{'' if described[1] else ' and no terms'}"
+            wanted = f"{layout.dim}{' and terms' if layout.sparse else ''}"
+            raise ConfigError(f"{place} has {have}, the index {wanted}: {remedy}")
+        if (held := self._ask(self._collection.count)) != layout.documents:
+            raise ConfigError(f"{place} holds {held:,} documents, the index {layout.documents:,}: {remedy}")
         ids, vectors = self._sample()
         stored, columns = self._read(ids, "dense"), self._read(ids, "columns")
         for doc_id, vector in zip(ids, vectors, strict=True):
@@ -299,7 +289,7 @@ class DatabaseSearcher:
                 raise ConfigError(f"{place} has another vector of {doc_id!r} than the index: {remedy}")
         for doc_id, shard, row in zip(ids, *self._places(ids), strict=True):
             for name in self.layout.filters if row >= 0 else ():
-                if name not in columns[doc_id] and self._stored[shard][int(row)][name] is not None:
+                if name not in columns[doc_id] and self._rows[shard][int(row)][name] is not None:
                     raise ConfigError(
                         f"{place} lacks the column {name!r}, which the index filters by: {remedy}"
                     )

@@ -22,8 +22,8 @@ from numpy import ndarray
 
 from scalingnote.export import databases
 from scalingnote.export.databases import DENSE, NO_TERM, TERMS
+from scalingnote.index.config import SearchConfig
 from scalingnote.index.filters import Condition
-from scalingnote.search.config import SearchConfig
 
 MOST_EF = 32_768  # that Milvus takes
 Conditions = Mapping[str, Condition]  # of scalingnote.index.filters.conditions

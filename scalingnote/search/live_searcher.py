@@ -1,18 +1,42 @@
-"""Search of a live index, and of views that are made anew when what they are of changes."""
+"""Search of an index that takes writes: of all its shards, or of a large index and the delta beside it.
 
+    LiveIndex.snapshots() ──────────► one view of all shards, made anew when something is written
+
+    Delta.now() ─► its documents as of record n          ┐
+    OverriddenSearcher.at(n) ─► the index without the    ├─ concatenate, rank ─► each document once
+    rows of documents that records up to n name          ┘
+
+Delta and large index may be in different processes, each of which follows the log. A search takes the newest
+record that the delta has read, and the searchers of the index read at least as far: what they know of later
+records they leave out. So no document is found twice or missed while a write reaches one process before
+another, and hidden rows take no place among the k best. See :mod:`scalingnote.index.live.versions`.
+"""
+
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import is_not
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from jaxtyping import Float
+import numpy as np
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
+from scalingnote.core.errors import ArtifactError
+from scalingnote.index.live import versions, wal
 from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.live.live_shard import LiveShard
 from scalingnote.index.live.live_state import Snapshot
-from scalingnote.index.shard import IndexLayout
+from scalingnote.index.live.versions import LiveVersion, OpenVersion, open_empty
+from scalingnote.index.live.writes import overridden
+from scalingnote.index.shard import DocumentStore, IndexLayout, open_layout
 from scalingnote.search.scan import IndexView, require_vectors
-from scalingnote.search.searcher import Searcher
+from scalingnote.search.searcher import Candidates, Searcher
+from scalingnote.storage.schema import document_of
 
+MOMENTS_KEPT = 4  # masks of rows as of earlier records: gateways read the log at different times
 T = TypeVar("T")
 
 
@@ -61,11 +85,6 @@ class LiveSearcher(Searcher):
             *snapshots, make=lambda: live_view(self._index.layout, dict(enumerate(snapshots)))
         )
 
-    @property
-    def layout(self) -> IndexLayout:
-        """Layout of the index version."""
-        return self._index.layout
-
     def refresh(self) -> None:
         """Show what the writing process has acknowledged by now, in the version that is open."""
         for shard in self._index.shards:
@@ -79,3 +98,207 @@ class LiveSearcher(Searcher):
         """See :meth:`Searcher.vector`."""
         require_vectors(self.layout)
         return self._index.vector(doc_id)
+
+
+# --- beside a large index ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Overridden:
+    """What a searcher has read of the log. Replaced as a whole, so that searches need no lock."""
+
+    record: int  # the last one
+    alive: Bool[ndarray, " rows"]  # as of this record
+    rows: Int[ndarray, " hidden"]  # in the order in which they were hidden
+    records: Int[ndarray, " hidden"]  # by which
+
+
+class OverriddenSearcher(Searcher):
+    """Search of shards of a large index without overridden documents; :meth:`follow` comes first."""
+
+    def follow(self, log: str | Path, *, after: int) -> None:
+        """Hide what the records after `after`, the last one that this version includes, override."""
+        self._log, self._reading = Path(log), threading.Lock()
+        nothing = np.empty(0, np.int64)
+        self._overridden = _Overridden(after, np.ones(len(self), bool), nothing, nothing)
+        self._moments: dict[int, Searcher] = {}  # by the number of hidden rows
+        self.rows_of([])  # rows by ids are sorted now: no search waits for that after the first write
+        self.refresh()
+
+    @property
+    def record(self) -> int:
+        """The last record of the log that was read."""
+        return self._overridden.record
+
+    def refresh(self) -> None:
+        """Read what was acknowledged by now."""
+        with self._reading:
+            now, until = self._overridden, wal.last_acknowledged(self._log)
+            if until <= now.record:
+                return
+            alive, rows, records = now.alive.copy(), [now.rows], [now.records]
+            named = overridden(self._log, after=now.record, until=until, passages=self.layout.passages)
+            for record, doc_ids in named:
+                own = self.rows_of(doc_ids)
+                own = own[alive[own]]
+                alive[own] = False
+                rows.append(own)
+                records.append(np.full(len(own), record))
+            self._overridden = _Overridden(until, alive, np.concatenate(rows), np.concatenate(records))
+
+    def at(self, record: int) -> Searcher:
+        """A searcher of the rows that no record up to this one overrides; it must have been read."""
+        now = self._overridden
+        if record > now.record:
+            raise ArtifactError(
+                f"{self._log} was read up to record {now.record}, not {record}: refresh first"
+            )
+        hidden = int(np.searchsorted(now.records, record, "right"))
+        if not hidden:
+            return self
+        found = self._moments.get(hidden)
+        if found is None:
+            alive = now.alive
+            if hidden < len(now.rows):
+                alive = np.ones(len(self), bool)
+                alive[now.rows[:hidden]] = False
+            found = self.hiding(alive)
+            kept = [*self._moments.items()][1 - MOMENTS_KEPT :]
+            self._moments = dict([*kept, (hidden, found)])
+        return found
+
+    def hiding(self, alive: Bool[ndarray, " rows"]) -> Searcher:
+        """See :meth:`Searcher.hiding`."""
+        other = super().hiding(alive)
+        vars(other)["_moments"] = {}  # or one version would hold itself in memory
+        return other
+
+
+class DeltaMoment(Searcher):
+    """Search of a delta as of a record of its log.
+
+    Args:
+        view: of its rows.
+        record: of the log.
+        version: that its candidates name.
+    """
+
+    def __init__(self, view: IndexView, record: int, version: str) -> None:
+        self._view, self.record, self.version = view, record, version
+
+    def find(self, *queries: Any, **options: Any) -> list[Candidates]:
+        """See :meth:`Searcher.find`; a delta is no shard of the index."""
+        return [replace(found, searched=0) for found in super().find(*queries, **options)]
+
+
+class Delta:
+    """What was written beside a version of a large index, in a process that follows the log.
+
+    Args:
+        folder: of the live index.
+        version: of its register.
+        name: of the version, which candidates name.
+    """
+
+    def __init__(self, folder: str | Path, version: LiveVersion, *, name: str = "") -> None:
+        opened, log = OpenVersion(version, open_empty(folder)), versions.log_folder(folder, 0)
+        self._log, self._name, self._layout = log, name, opened.layout
+        self._number = open_layout(version.open()).shards  # its candidates come after those of the index
+        (self._read,) = opened.included
+        self._shard = LiveShard(opened, 0, folder, follow=True)
+        self._doc_ids: set[str] = set()
+        self._reading = threading.Lock()
+        self._latest: Latest[DeltaMoment] = Latest()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what was acknowledged by now."""
+        with self._reading:
+            self._shard.refresh()
+            # Later than the documents: an id that is known here has its document, unless it was deleted.
+            until, passages = self._shard.snapshot.sequence, self._layout.passages
+            for _, doc_ids in overridden(self._log, after=self._read, until=until, passages=passages):
+                self._doc_ids.update(doc_ids)
+            self._read = until
+
+    def now(self) -> DeltaMoment:
+        """A searcher of what was written as of now."""
+        snapshot = self._shard.snapshot
+
+        def make() -> DeltaMoment:
+            view = live_view(self._layout, {self._number: snapshot})
+            return DeltaMoment(view, snapshot.sequence, self._name)
+
+        return self._latest.of(snapshot, make=make)
+
+    def overrides(self, doc_id: str) -> bool:
+        """Whether a document was written or deleted since the version: then that of the index is hidden."""
+        return doc_id in self._doc_ids
+
+    def get(self, row: str) -> dict[str, Any] | None:
+        """The document, or the passage, with this id, as of now; None where the delta has none."""
+        return self._shard.get(row)
+
+    def vector(self, row: str) -> Float[ndarray, " dim"] | None:
+        """Its vector, as exact as the index keeps it. SearchError where the index keeps codes only."""
+        require_vectors(self._layout)
+        return self._shard.vector(row)
+
+    def close(self) -> None:
+        """Stop following."""
+        self._shard.close()
+
+
+class SearcherWithDelta(Searcher):
+    """Search of a large index and its delta in one process, as the writes of both: see :class:`Searcher`."""
+
+    def __init__(self, index: OverriddenSearcher, delta: Delta) -> None:
+        self._index, self._delta = index, delta
+        self._latest: Latest[IndexView] = Latest()
+
+    @classmethod
+    def over(cls, folder: str | Path, *, mapped: bool = False) -> "SearcherWithDelta":
+        """Open the current version in the folder of a live index, and its delta."""
+        version = versions.current(folder)
+        index = OverriddenSearcher.open(version.uri, mapped=mapped)
+        index.follow(versions.log_folder(folder, 0), after=version.included[0])
+        return cls(index, Delta(folder, version))
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def refresh(self) -> None:
+        """Show what the writing process has acknowledged by now."""
+        self._delta.refresh()
+
+    def view(self) -> IndexView:
+        """The rows of both as of now; the same view until something is written."""
+        moment = self._delta.now()
+        return self._latest.of(moment, make=partial(self._as_of, moment))
+
+    def _as_of(self, moment: DeltaMoment) -> IndexView:
+        if self._index.record < moment.record:
+            self._index.refresh()
+        return self._index.at(moment.record).view().beside(moment.view())
+
+    @property
+    def store(self) -> DocumentStore:
+        """The documents of the large index."""
+        return self._index.store
+
+    def get(self, doc_id: str) -> dict[str, Any] | None:
+        """The document, or the passage, with this id; None where there is none."""
+        return self._holder(doc_id).get(doc_id)
+
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """See :meth:`Searcher.vector`."""
+        return self._holder(doc_id).vector(doc_id)
+
+    def _holder(self, row: str) -> Delta | OverriddenSearcher:
+        """What has the document that a row is, or is a passage of."""
+        document = document_of(row) if self._index.layout.passages else row
+        return self._delta if self._delta.overrides(document) else self._index
+
+    def close(self) -> None:
+        """Stop following."""
+        self._delta.close()

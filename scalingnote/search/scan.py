@@ -28,9 +28,9 @@ from scalingnote.index import filters, ivf
 from scalingnote.index.ivf import RESCORE_COST, RowMask
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import IndexLayout
-from scalingnote.search.grouping import MAX_DEPTH
 
 MAX_K = 1000
+MAX_DEPTH = 16_000  # passages of one query; Milvus gives 16,384
 CACHED_FILTERS = 64  # filters whose row masks a built index keeps: one byte per document each
 
 Masks = Sequence[RowMask | None]  # of each segment; None: all rows
@@ -271,7 +271,7 @@ def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: in
     for _, lists, mask in pieces:
         rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask.rows)
         every = np.broadcast_to(rows, (len(queries), len(rows)))
-        found.append(ivf.best(lists.kept, queries, every, k=k))
+        found.append(topk.merge(ivf.scores(lists.kept, queries, every), every, k=k))
     return _best(pieces, found, k=k)
 
 

@@ -4,10 +4,19 @@
 
 A searcher holds all shards of an index or some of them. :meth:`Searcher.find` returns the candidates of its
 shards, and :func:`rank` ranks those of one or several searchers. :class:`Searcher` opens an index that
-was built, :class:`LiveSearcher` an index that takes writes.
+was built; :mod:`scalingnote.search.live_searcher` has those of an index that takes writes.
+
+In an index of passages each document is shown once, at the place of its best passage, which is its snippet:
+
+    k documents ─► the best passages, a few per document ─► one per document ─► k of them? else more passages
+
+A ranking of passages is searched as any other; what is grouped is its beginning. So the k documents are
+exactly the first k of the whole ranking of passages: a document that is not found has no passage among those
+read, all of which are better than its own. There are fewer than k only if the ranking ends, or at MAX_DEPTH.
+A hybrid ranking is that of as many candidates of either kind as an index of documents has, at least `depth`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import faiss
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
@@ -26,13 +36,22 @@ from scalingnote.index.hybrid import HybridCandidates, Joining
 from scalingnote.index.shard import DocumentStore, IndexLayout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search import grouping, scan
-from scalingnote.search.scan import IndexView, checked_nprobe, require_hybrid, require_vectors, unit_queries
+from scalingnote.search import scan
+from scalingnote.search.scan import (
+    MAX_DEPTH,
+    IndexView,
+    checked_nprobe,
+    require_hybrid,
+    require_vectors,
+    unit_queries,
+)
 from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.storage.schema import PASSAGE, document_of, passage_id
 
 S = TypeVar("S", bound="Searcher")
-T = TypeVar("T")
 DEFAULT_JOINING = Joining()
+FIRST_DEPTH = 4  # passages per document asked for, in the first search
+DEEPER = 4  # times as many in each further one
 _ROW_BITS = 40  # of a candidate's id; the bits above are the number of its shard
 _ROWS = (1 << _ROW_BITS) - 1
 
@@ -179,12 +198,7 @@ def rank(candidates: Candidates, *, k: int, joining: Joining, layout: IndexLayou
     if len(ids) > depth:  # of several searchers, each with as many by either score
         both = hybrid.merge([both], candidates=depth)
     (joined,), (best,) = hybrid.join(
-        both,
-        joining,
-        tuned_weight=layout.dense_weight,
-        background=layout.background,
-        candidates=depth,
-        k=k,
+        both, joining, tuned_weight=layout.dense_weight, background=layout.background, candidates=depth, k=k
     )
     places = {number: place for place, number in enumerate(ids)}
     ranked = candidates.take([places[number] for number in best[best >= 0].tolist()])
@@ -216,6 +230,54 @@ def concatenate(answers: Sequence[Candidates], *, missing: Sequence[int] = ()) -
         version=answers[-1].version,
         missing=missing,
     )
+
+
+# --- passages ---------------------------------------------------------------------------------------------
+
+
+def first_depth(k: int, layout: IndexLayout) -> int:
+    """Rows to search first for k documents: as many, but several passages for each."""
+    return min(FIRST_DEPTH * k, MAX_DEPTH) if layout.passages else k
+
+
+def next_depth(found: Results, passages: int, *, k: int, depth: int) -> int | None:
+    """Passages to search next, if the documents `found` are too few; None where a search would find no more.
+
+    Args:
+        found: documents, of :func:`best_per_document`.
+        passages: that the search of `depth` passages found.
+        k: documents asked for.
+        depth: of that search.
+    """
+    if len(found) >= k or passages < depth or depth >= MAX_DEPTH:
+        return None
+    return min(DEEPER * depth, MAX_DEPTH)
+
+
+def best_per_document(results: Results) -> Results:
+    """Results with passages as results with documents, in the order of their best passages."""
+    first: dict[str, int] = {}
+    for place, row in enumerate(results.documents):
+        first.setdefault(document_of(row["doc_id"]), place)
+    found = results.take([*first.values()])
+    return found.with_documents([as_document(row) for row in found.documents])
+
+
+def first_passages(tables: Iterable[pa.Table]) -> list[pa.Table]:
+    """The row of each document's first passage, which every document has: to count documents."""
+    return [table.filter(pc.ends_with(table["doc_id"], passage_id("", 1))) for table in tables]
+
+
+def as_document(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored row of a passage as its document, with the place of the passage in it, if it was read."""
+    shown = {name: value for name, value in row.items() if name not in PASSAGE.names}
+    shown["doc_id"] = document_of(row["doc_id"])
+    if "passage" in row:
+        shown["passage"] = {"number": row["passage"], "start": row["start"], "end": row["end"]}
+    return shown
+
+
+# --- searchers --------------------------------------------------------------------------------------------
 
 
 class Searcher:
@@ -298,13 +360,13 @@ class Searcher:
     def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of those candidates of a built index whose shards are held here."""
         held, places = self._shards, zip(ids, candidate_places(ids), strict=True)
-        return {each: held[shard].stored[row] for each, (shard, row) in places if shard in held}
+        return {each: held[shard].rows[row] for each, (shard, row) in places if shard in held}
 
     def rows_of(self, doc_ids: Sequence[str]) -> Int[ndarray, " rows"]:
         """Rows of the view that hold these documents, in an index of passages those of all their passages."""
         found = [np.empty(0, np.int64)]
         for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
-            found.append(first + self._shards[number].rows_of(doc_ids, passages=self.layout.passages))
+            found.append(first + self._shards[number].rows.find_all(doc_ids, passages=self.layout.passages))
         return np.concatenate(found)
 
     def hiding(self, alive: Bool[ndarray, " rows"]) -> "Searcher":
@@ -319,7 +381,7 @@ class Searcher:
         SearchError where the index keeps codes only.
         """
         for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
-            if (row := int(self._shards[number].doc_ids.rows([doc_id])[0])) >= 0:
+            if (row := int(self._shards[number].rows.find([doc_id])[0])) >= 0:
                 require_vectors(self.layout)
                 start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= first + row)
                 found: ndarray = ivf.vectors(kept, np.array([first + row - start]))[0]
@@ -330,7 +392,7 @@ class Searcher:
     def store(self) -> DocumentStore:
         """The documents of the shards held; opened when the first answer is shown in this process."""
         if self._artifact is None:
-            return DocumentStore({number: each.documents for number, each in self._shards.items()})
+            return DocumentStore({n: each.rows for n, each in self._shards.items()}, rows=len(self))
         return DocumentStore.open(self._artifact, sorted(self._shards))
 
     @property
@@ -357,7 +419,7 @@ class Searcher:
         """A row of filter columns for each document: of one divided into passages, that of the first."""
         view = self.view()
         rows = view.alive_documents()
-        return grouping.first_passages(rows) if view.layout.passages else rows
+        return first_passages(rows) if view.layout.passages else rows
 
     def search(
         self,
@@ -371,7 +433,7 @@ class Searcher:
     ) -> list[list[SearchHit]]:
         """Find the k best documents of each query, by embeddings, or by embeddings and terms.
 
-        Of an index of passages, a document is found by its best one (:mod:`scalingnote.search.grouping`).
+        Of an index of passages, a document is found by its best one.
 
         Args:
             queries: embeddings of any length.
@@ -389,28 +451,22 @@ class Searcher:
             SearchError: queries, terms, k, nprobe or filter are invalid for this index.
         """
         layout = self.layout
-
-        def rank_all(
-            queries: Float[ndarray, "queries dim"], terms: SparseRows | None, k: int
-        ) -> list[Results]:
-            found = self.find(queries, terms, k=k, joining=joining, nprobe=nprobe, where=where)
-            best = [rank(one, k=k, joining=joining, layout=layout) for one in found]
-            return [one if one.is_read else with_documents(one, self.store) for one in best]
-
-        if not layout.passages:
-            return [one.hits() for one in rank_all(queries, terms, k)]
         unit_queries(queries, dim=layout.dim, k=k)  # an error for k, before it becomes a number of passages
         answers: list[list[SearchHit]] = [[] for _ in queries]
-        waiting = {grouping.first_depth(k): [*range(len(queries))]}
+        waiting, depth = [*range(len(queries))], first_depth(k, layout)
         while waiting:
-            depth, numbers = waiting.popitem()
-            own = rank_all(queries[numbers], None if terms is None else terms.take(numbers), depth)
-            for number, passages in zip(numbers, own, strict=True):
-                found = grouping.best_per_document(passages)
-                answers[number] = found.hits()[:k]
-                deeper = grouping.next_depth(found, len(passages), k=k, depth=depth)
-                if deeper is not None:
-                    waiting.setdefault(deeper, []).append(number)
+            numbers, k_passages, waiting = waiting, depth, []
+            own = None if terms is None else terms.take(numbers)
+            found = self.find(queries[numbers], own, k=depth, joining=joining, nprobe=nprobe, where=where)
+            for number, candidates in zip(numbers, found, strict=True):
+                best = rank(candidates, k=k_passages, joining=joining, layout=layout)
+                shown = best if best.is_read else with_documents(best, self.store)
+                if layout.passages:
+                    shown = best_per_document(shown)
+                    deeper = next_depth(shown, len(best), k=k, depth=k_passages)
+                    if deeper is not None:
+                        waiting, depth = [*waiting, number], deeper
+                answers[number] = shown.hits()[:k]
         return answers
 
     def find(

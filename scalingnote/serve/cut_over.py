@@ -14,8 +14,8 @@ until it is finished: so either can answer.
 from dataclasses import dataclass, replace
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.index.live import delta
 from scalingnote.index.live import versions as live_versions
+from scalingnote.index.live.writes import kept_writes
 from scalingnote.run import migration as migrations
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
@@ -75,7 +75,7 @@ def require_kept_writes(migration: Migration) -> None:
     catalog = artifacts.of_run(migration.before, ServeConfig()).catalog
     if isinstance(catalog, LiveCatalog):
         log = live_versions.log_folder(catalog.pairs.folder(catalog.pairs.read()[0]), 0)
-        for _ in delta.kept_writes(log):
+        for _ in kept_writes(log):
             pass
 
 

@@ -4,8 +4,8 @@
                    └─► searchers: the rows that it overrides ─────► candidates as of record n ┴► one ranking
 
 A search takes the newest record n that its gateway has read and names it to the searchers, which answer as of
-n (:mod:`scalingnote.search.delta`). So all parts of an answer are of one moment. A gateway reads the log ten
-times a second, and at once when a write through it was acknowledged.
+n (:mod:`scalingnote.search.live_searcher`). So all parts of an answer are of one moment. A gateway reads the
+log ten times a second, and at once when a write through it was acknowledged.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from scalingnote.index.live import versions
-from scalingnote.search.delta import Delta
+from scalingnote.search.live_searcher import Delta
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
 from scalingnote.serve.access import unavailable

@@ -15,8 +15,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.run.service_config import Escalation
-from scalingnote.search.escalation import DoubtWindow
-from scalingnote.search.query_path import Query
+from scalingnote.search.query_path import DoubtWindow, Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve.concurrency import Handle, RequestTimer, at
 from scalingnote.serve.fan_out import FanOut

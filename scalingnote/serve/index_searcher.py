@@ -19,12 +19,11 @@ from numpy import ndarray
 
 from scalingnote.core.errors import DatabaseError, SearchError
 from scalingnote.index import filters, sparse
+from scalingnote.index.config import SearchConfig
 from scalingnote.index.live import versions
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
-from scalingnote.search.config import SearchConfig
-from scalingnote.search.delta import OverriddenSearcher
-from scalingnote.search.live_searcher import LiveSearcher
+from scalingnote.search.live_searcher import LiveSearcher, OverriddenSearcher
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, Searcher, candidate_places
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically

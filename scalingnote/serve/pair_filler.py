@@ -17,9 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.index.live import versions, wal
-from scalingnote.index.live.delta import kept_writes, overridden
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.index.live.live_state import Delete
+from scalingnote.index.live.writes import Delete, kept_writes, overridden
 from scalingnote.run.ingest import IndexRows
 from scalingnote.serve.concurrency import Handle
 from scalingnote.serve.telemetry import get_logger

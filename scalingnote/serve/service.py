@@ -26,10 +26,17 @@ from scalingnote.index import filters
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import IndexLayout
 from scalingnote.run.service_config import ServeConfig
-from scalingnote.search import grouping
-from scalingnote.search.escalation import COMPARED
-from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, Results, rank
+from scalingnote.search.query_path import COMPARED, Query
+from scalingnote.search.searcher import (
+    DEFAULT_JOINING,
+    Candidates,
+    Results,
+    as_document,
+    best_per_document,
+    first_depth,
+    next_depth,
+    rank,
+)
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError, invalid, not_found, unavailable
 from scalingnote.serve.concurrency import RequestTimer, at, gather_in_time
@@ -111,7 +118,7 @@ class Service:
             encoded.embedding,
             encoded.terms if layout.sparse else None,
             encoded.personalised,
-            k=grouping.first_depth(wanted) if layout.passages else wanted,
+            k=first_depth(wanted, layout),
             nprobe=request.nprobe,
             where=where,
             version=version,
@@ -189,8 +196,7 @@ class Service:
         row, wanted = _row_of(request.doc_id, layout), request.k + 1
         vector = await self._vector(version, row, request.doc_id, timer)
         timer.end("encode")
-        k = grouping.first_depth(wanted) if layout.passages else wanted
-        query = Query(vector, k=k, where=where, version=version)
+        query = Query(vector, k=first_depth(wanted, layout), where=where, version=version)
         candidates = await self._candidates(query, timer)
         results, readable = await self._documents(
             query, candidates, k=wanted, joining=DEFAULT_JOINING, layout=layout, timer=timer
@@ -248,7 +254,7 @@ class Service:
         else:
             calls = [searcher.document.remote(version, row) for searcher in self._deployed.searchers]
             (stored,) = await _from_one(calls, doc_id, self._timer(None))
-        return grouping.as_document(stored) if layout.passages else dict(stored)
+        return as_document(stored) if layout.passages else dict(stored)
 
     async def _candidates(self, query: Query, timer: RequestTimer) -> Candidates:
         """The candidates of the groups that are in time.
@@ -278,7 +284,7 @@ class Service:
     ) -> tuple[Results, bool]:
         """The k best documents of a query with what is stored of them, and whether that could be read.
 
-        Of passages, more are searched until they are of k documents, see :mod:`scalingnote.search.grouping`.
+        Of passages, more are searched until they are of k documents, see :mod:`scalingnote.search.searcher`.
         """
         while True:
             best = rank(candidates, k=query.k, joining=joining, layout=layout)
@@ -287,8 +293,8 @@ class Service:
                 self._start_canary(query, results)
             if not layout.passages:
                 return results, readable
-            found = grouping.best_per_document(results)
-            depth = grouping.next_depth(found, len(best), k=k, depth=query.k)
+            found = best_per_document(results)
+            depth = next_depth(found, len(best), k=k, depth=query.k)
             more: Candidates | Refused | None = None
             if depth is not None and timer.left_s() > 0:
                 query, canary = replace(query, k=depth), False

@@ -177,16 +177,16 @@ def test_writes_during_a_compaction_are_kept(
 ) -> None:
     truth = dict(TRUTH)
     _write(live, truth)
-    write = compaction.write_file
+    write = compaction.shard.write_shard
 
-    def write_and_be_overtaken(uri: str, data: bytes) -> object:
+    def write_and_be_overtaken(*shard: object, **content: object) -> object:
         name = f"late{len(truth)}"
         live.upsert(table([name, "d1"], len(truth)), np.stack([NEW[len(truth)], NEW[-len(truth)]]))
         truth.update({name: NEW[len(truth)], "d1": NEW[-len(truth)]})
         assert _equal(live, truth)
-        return write(uri, data)
+        return write(*shard, **content)
 
-    monkeypatch.setattr(compaction, "write_file", write_and_be_overtaken)
+    monkeypatch.setattr(compaction.shard, "write_shard", write_and_be_overtaken)
     assert live.compact() is not None
     assert live.version == 1
     assert _equal(live, truth)
@@ -276,24 +276,6 @@ def test_a_quantizer_that_grew_stale_is_trained_anew(live: LiveIndex) -> None:
         before = after
 
 
-def test_a_follower_goes_over_to_the_new_version(live: LiveIndex, tmp_path: Path) -> None:
-    late, follower = (LiveIndex(tmp_path / "live", follow=True) for _ in range(2))
-    truth = dict(TRUTH)
-    _write(live, truth)
-    follower.refresh()
-    assert _equal(follower, truth)
-    for number in (1, 2):
-        live.upsert(table(["d2"], number), NEW[-number:][:1])
-        truth["d2"] = NEW[-number]
-        live.compact()
-    with pytest.raises(ArtifactError, match="was dropped after a compaction"):
-        late.shards[0].refresh()
-    for each in (late, follower):
-        each.refresh()
-        assert each.version == 2
-        assert _equal(each, truth)
-
-
 def test_one_compacts_at_a_time_and_only_its_own_index(
     live: LiveIndex, built: Artifact, tmp_path: Path
 ) -> None:
@@ -317,7 +299,7 @@ def test_a_damaged_version_is_refused(live: LiveIndex, tmp_path: Path) -> None:
     live.close()
     assert written is not None
     read = [name for name in written.names("shard-") if not name.endswith("columns.arrow")]  # searchers' own
-    for name in [*read, "live.json", "index.json"]:
+    for name in [*read, "index.json"]:
         path = Path(written.uri, name)
         data = path.read_bytes()
         path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])

@@ -11,19 +11,6 @@ from scalingnote.index import hybrid
 from scalingnote.index.hybrid import HybridCandidates
 
 
-def test_scores_are_put_between_each_querys_lowest_and_highest():
-    scores = np.array([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]])
-    found = hybrid.normalise(scores, scores.min(1), scores.max(1))
-    assert found.tolist() == [[0, 1, 0.5], [0, 0, 0]]
-
-
-def test_weights_of_one_and_nothing_are_one_side_alone():
-    dense, sparse = np.array([[0.2, 1.0]]), np.array([[1.0, 0.0]])
-    assert hybrid.interpolate(dense, sparse, dense_weight=1.0).tolist() == dense.tolist()
-    assert hybrid.interpolate(dense, sparse, dense_weight=0.0).tolist() == sparse.tolist()
-    np.testing.assert_allclose(hybrid.interpolate(dense, sparse, dense_weight=0.25), [[0.8, 0.25]])
-
-
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(0, 60))
 def test_reciprocal_ranks_are_summed_over_rankings(seed: int, depth: int, k: int):
     rng = np.random.default_rng(seed)
@@ -90,12 +77,6 @@ def test_union_has_each_document_once(seed: int):
         assert row == expected + [-1] * (found.shape[1] - len(expected))
 
 
-def test_background_is_the_mean_cosine():
-    rng = np.random.default_rng(0)
-    queries, documents = rng.normal(size=(7, 4)), rng.normal(size=(9, 4))
-    assert hybrid.background_of(queries, documents) == pytest.approx((queries @ documents.T).mean())
-
-
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 1.0]), st.integers(1, 12))
 def test_candidates_are_ranked_by_interpolated_scores(seed: int, weight: float, depth: int):
     dense, sparse, _ = drawn_pool(seed, queries=3, documents=30)
@@ -114,21 +95,6 @@ def test_candidates_are_ranked_by_interpolated_scores(seed: int, weight: float, 
         assert np.isneginf(scores[query][~kept]).all()
         assert kept.sum() == len(order)
         assert ids[query][kept].tolist() == [i for i, _ in order]
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 12))
-def test_terms_alone_find_only_documents_that_have_some(seed: int, depth: int):
-    dense, sparse, _ = drawn_pool(seed, queries=3, documents=30)
-    sparse[1] = 0  # no known word
-    sparse[2, 4:] = 0  # fewer documents than asked for
-    scores, ids = hybrid.by_score(fetched(dense, sparse, 6), dense_weight=0.0, background=0.3, depth=depth)
-    for query in range(3):
-        found = ids[query][ids[query] >= 0].tolist()
-        expected = sorted(np.flatnonzero(sparse[query] > 0), key=lambda i: (-sparse[query, i], i))
-        assert found[:6] == expected[:6][:depth]
-        assert all(sparse[query, i] > 0 for i in found)
-        assert (scores[query][: len(found)] > 0).all()
-        assert np.isneginf(scores[query][len(found) :]).all()
 
 
 def test_a_score_does_not_depend_on_how_many_candidates_are_fetched():
@@ -167,35 +133,6 @@ def test_shards_merged_are_one_index(seed: int, cut: int):
         lambda both: hybrid.by_rank(both, k=60, candidates=7, depth=9),
     ):
         np.testing.assert_equal(rank(merged), rank(whole))
-
-
-def test_ranks_of_candidates_are_those_of_the_lists():
-    dense, sparse, _ = drawn_pool(1)
-    lists = [topk.select(scores, k=15) for scores in (dense, sparse)]
-    lists[1] = np.where(np.take_along_axis(sparse, lists[1], axis=1) > 0, lists[1], -1)
-    expected = hybrid.reciprocal_ranks(*lists, k=60, depth=10)
-    found = hybrid.by_rank(fetched(dense, sparse, 15), k=60, candidates=15, depth=10)
-    np.testing.assert_equal(found, expected)
-
-
-def test_search_ranks_nearly_as_the_whole_pool_does():
-    """What 0 is sets how much a unit of dense score counts; the weight makes up for it, on average."""
-    dense, sparse, _ = drawn_pool(2, queries=200)
-    low, background, high = dense.min(1), float(dense.mean()), dense.max(1)
-    whole = [hybrid.normalise(scores, scores.min(1), scores.max(1)) for scores in (dense, sparse)]
-    expected = topk.select(hybrid.interpolate(*whole, dense_weight=0.5), k=10)
-    narrower = np.mean((high - background) / (high - low))
-
-    def shared(weight: float) -> float:
-        _, ids = hybrid.by_score(
-            fetched(dense, sparse, 100), dense_weight=weight, background=background, depth=10
-        )
-        return float(
-            np.mean([len({*a} & {*b}) / 10 for a, b in zip(expected.tolist(), ids.tolist(), strict=True)])
-        )
-
-    assert shared(0.5) > 0.75
-    assert shared(narrower / (narrower + 1)) > 0.95
 
 
 def test_the_weight_is_the_best_of_the_grid():

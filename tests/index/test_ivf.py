@@ -1,16 +1,22 @@
-from itertools import pairwise
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from scalingnote.core import topk
 from scalingnote.core.errors import ConfigError
 from scalingnote.index import families, ivf
-from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, IndexConfig, RaBitQ, ScalarQuantized
+from scalingnote.index.config import (
+    IVFPQ,
+    Family,
+    FastScan,
+    Flat,
+    IndexConfig,
+    RaBitQ,
+    Refine,
+    ScalarQuantized,
+)
 from synthetic_corpus import queries, vectors
 
 DIM, LISTS = 24, 12
@@ -87,12 +93,6 @@ def test_vectors_of_their_own_length_are_found_by_inner_product(
         np.testing.assert_allclose(scores, exact_scores, rtol=1e-5)
 
 
-def test_centroids_are_as_long_as_the_vectors(documents: np.ndarray) -> None:
-    longer, unit = (_train(vectors, IVFPQ(m=6, nbits=6)) for vectors in (documents * 7, documents))
-    np.testing.assert_allclose(np.linalg.norm(longer.centroids, axis=1), 7, rtol=1e-3)
-    np.testing.assert_allclose(np.linalg.norm(unit.centroids, axis=1), 1, rtol=1e-5)
-
-
 @by_kind
 def test_files_are_read_and_mapped_to_the_same_lists(
     family: Family, documents: np.ndarray, asked: np.ndarray, tmp_path: Path
@@ -133,23 +133,6 @@ def test_kept_vectors_find_what_codes_alone_miss(
     assert recalls[0] + 0.05 < recalls[1] <= recalls[2] + 0.02
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, FastScan(refine="none")], ids=str)
-def test_merged_shards_equal_one_index(family: Family, documents: np.ndarray, asked: np.ndarray) -> None:
-    quantizer = _train(documents, family)
-    whole = _search(_filled(quantizer, documents), asked, k=15, nprobe=4, factor=80)
-    bounds = [0, 500, 500, 1200]  # the second shard is empty
-    scores, rows = [], []
-    for start, stop in pairwise(bounds):
-        shard = _filled(quantizer, documents[start:stop])
-        found = _search(shard, asked, k=15, nprobe=4, factor=80)
-        scores.append(found[0])
-        rows.append(np.where(found[1] < 0, -1, found[1] + start))
-    merged = topk.merge(np.concatenate(scores, axis=1), np.concatenate(rows, axis=1), k=15)
-    np.testing.assert_allclose(merged[0], whole[0], atol=1e-6)
-    if families.refine_of(family) != "none":  # codes alone tie, and a tie at the last place is anyone's
-        np.testing.assert_array_equal(merged[1], whole[1])
-
-
 @by_kind
 def test_shards_merged_in_memory_are_one_index(
     family: Family, documents: np.ndarray, asked: np.ndarray
@@ -165,29 +148,21 @@ def test_shards_merged_in_memory_are_one_index(
         np.testing.assert_array_equal(found[1], whole[1])
 
 
-@by_kind
-def test_only_allowed_rows_are_found(family: Family, documents: np.ndarray, asked: np.ndarray) -> None:
-    quantizer = _train(documents, family)
-    mask = np.random.default_rng(0).random(len(documents)) < 0.2
-    lists = _filled(quantizer, documents)
-    found = _search(lists, asked, k=10, nprobe=LISTS, allowed=ivf.RowMask(mask))
-    left = np.flatnonzero(mask)
-    assert mask[found[1]].all()
-    assert _recall(found[1], left[topk.search(asked, documents[left], k=10)[1]]) > 0.9
-
-
-@given(st.lists(st.integers(0, 1199), max_size=60, unique=True), st.integers(1, 12))
-def test_scoring_all_rows_equals_exact_search_of_them(rows: list[int], k: int) -> None:
-    asked = queries(_DOCUMENTS, 3)
-    chosen = np.array(sorted(rows), np.int64)
-    scores, found = ivf.best(_FLAT.kept, asked, np.tile(chosen, (3, 1)), k=k)
-    exact_scores, exact = topk.search(asked, _DOCUMENTS[chosen], k=k)
-    np.testing.assert_array_equal(found, chosen[exact])
-    np.testing.assert_allclose(scores, exact_scores, atol=1e-6)
-
-
-_DOCUMENTS = vectors(1200, DIM)
-_FLAT = _filled(families.train(_DOCUMENTS, Flat(), nlist=1, seed=0), _DOCUMENTS)
+@pytest.mark.parametrize("refine", ["flat", "sq8"])
+def test_scores_are_those_of_the_vectors_kept(refine: Refine, documents: np.ndarray) -> None:
+    """Whatever other candidates there are: equal documents have equal scores."""
+    repeated = documents[:300].copy()
+    repeated[50:60] = repeated[0]
+    kept = _filled(_train(repeated, IVFPQ(m=6, nbits=6, refine=refine)), repeated).kept
+    asked = queries(repeated, 2)
+    rows = np.stack([np.arange(300), np.arange(300)[::-1]])
+    rows[0, 5] = -1
+    scores = ivf.scores(kept, asked, rows)
+    exact = np.einsum("qd,qcd->qc", asked, ivf.vectors(kept, np.arange(300))[rows])
+    np.testing.assert_allclose(scores, np.where(rows < 0, -np.inf, exact), atol=1e-5)
+    for q, c in [(0, 7), (1, 13), (1, 299)]:
+        assert ivf.scores(kept, asked[q : q + 1], rows[q : q + 1, c : c + 1])[0, 0] == scores[q, c]
+    assert len({*scores[0, 50:60].tolist()}) == 1
 
 
 def test_a_shards_lists_do_not_hold_the_centroids(documents: np.ndarray) -> None:
@@ -233,14 +208,6 @@ def test_settings_that_cannot_be_trained_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         families.train(documents[:20], family, nlist=nlist, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("documents", "trained", "nlist"),
-    [(1, 1, 1), (390, 390, 10), (10_000, 10_000, 256), (10**6, 39_000, 1000)],
-)
-def test_default_nlist_is_four_roots_bounded_by_the_sample(documents: int, trained: int, nlist: int) -> None:
-    assert families.default_nlist(documents, train_documents=trained) == nlist
 
 
 def test_sub_quantizers_divide_the_dimension() -> None:
@@ -293,5 +260,11 @@ def test_the_training_sample_grows_with_the_lists_as_far_as_allowed() -> None:
     assert families.sample_size(config, 10**7, nlist=100) == 200_000
     assert families.sample_size(config, 10**7, nlist=10_000) == 390_000
     assert families.sample_size(config, 10**8, nlist=40_000) == 1_000_000
-    assert families.default_nlist(10**8, train_documents=1_000_000) == 1_000_000 // 39
+    for documents, trained, nlist in [
+        (1, 1, 1),
+        (390, 390, 10),
+        (10_000, 10_000, 256),
+        (10**6, 39_000, 1000),
+    ]:
+        assert families.default_nlist(documents, train_documents=trained) == nlist
     assert families.default_nlist(10**14, train_documents=10**9) == 1 << 20

@@ -6,11 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from live_shards import DIM, quantizer, table
+from live_shards import DIM, opened, table
 from scalingnote.core.errors import DataError
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.index.live.live_shard import LiveShard, owners
 from scalingnote.search.live_searcher import LiveSearcher
+from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
 MATRIX, NEW = vectors(40, DIM), vectors(20, DIM, seed=7)
@@ -65,12 +66,14 @@ def test_what_is_no_id_is_refused_before_anything_is_deleted(
 
 
 def test_a_search_finds_documents_in_more_text_than_a_column_of_one_chunk_holds(
-    live: LiveIndex, tmp_path: Path
+    live: LiveIndex, built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = live.shards[0].snapshot.base
+    base, version = live.shards[0].snapshot.base, opened(built)
     titles = pa.chunked_array([pa.array(["short", "x" * 2**28])] * 12 + [pa.array(["short"])])
     large = replace(base, documents=base.documents.set_column(1, "title", titles))
-    live.shards[0] = LiveShard(large, quantizer(), log=tmp_path / "large")
+    assert version.quantizer
+    monkeypatch.setattr(version, "shard", lambda _: large)
+    live.shards[0] = LiveShard(version, 0, tmp_path / "large")
     live.upsert(table(["new"]), NEW[:1])
     asked = np.stack([MATRIX[4], MATRIX[30], NEW[0]])
     found = LiveSearcher(live).search(asked, k=1)

@@ -9,8 +9,8 @@ from live_shards import DIM, index, table
 from scalingnote.core.errors import DataError
 from scalingnote.index import filters
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.search import grouping
-from scalingnote.search.live_searcher import LiveSearcher
+from scalingnote.search import searcher as searchers
+from scalingnote.search.live_searcher import LiveSearcher, SearcherWithDelta
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import document_of, passage_id
@@ -57,12 +57,15 @@ def check(searcher: Searcher, rows: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("first", [1, 4])
 def test_a_built_index_gives_documents(built, first, monkeypatch):
-    monkeypatch.setattr(grouping, "FIRST_DEPTH", first)
+    monkeypatch.setattr(searchers, "FIRST_DEPTH", first)
     check(Searcher.open(built.uri), BUILT)
 
 
-def test_random_writes_and_deletes_leave_what_a_dictionary_holds(live):
-    rng, rows, searcher = np.random.default_rng(0), dict(BUILT), LiveSearcher(live)
+@pytest.mark.parametrize("delta", [False, True])
+def test_random_writes_and_deletes_leave_what_a_dictionary_holds(built, tmp_path, delta):
+    live = LiveIndex(tmp_path / "live", built.uri, delta=delta)
+    searcher = SearcherWithDelta.over(live.folder) if delta else LiveSearcher(live)
+    rng, rows = np.random.default_rng(0), dict(BUILT)
     for step in range(25):
         doc_id = f"d{rng.integers(20)}"
         rows = {name: vector for name, vector in rows.items() if document_of(name) != doc_id}
@@ -72,11 +75,15 @@ def test_random_writes_and_deletes_leave_what_a_dictionary_holds(live):
             own = {passage_id(doc_id, n + 1): NEW[(9 * step + n) % 200] for n in range(rng.integers(1, 9))}
             live.upsert(table([*own], step, passages=True), np.stack([*own.values()]))
             rows |= own
-        assert len(live) == len(rows)
+        assert delta or len(live) == len(rows)
+        if step == 12:
+            live.compact()
+            assert live.layout.passages
+    searcher.refresh()
     check(searcher, rows)
-    live.compact()
-    assert live.layout.passages
-    check(searcher, rows)
+    check(SearcherWithDelta.over(live.folder) if delta else searcher, rows)
+    for name in ("d3#1", "d3#4", "d19#1", "unknown#1"):
+        assert (searcher.get(name) is None) == (name not in rows)
     live.close()
 
 

@@ -1,23 +1,20 @@
 import threading
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from live_shards import DIM, brute_force, quantizer, scored, search, shard, table
+from live_shards import DIM, index, opened, quantizer, scored, search, table
 from scalingnote.core import topk
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError, SearchError
-from scalingnote.index import families, ivf
+from scalingnote.index import ivf
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
-from scalingnote.index.live import live_shard, live_state, wal
+from scalingnote.index.live import live_shard, wal
 from scalingnote.index.live.live_shard import LiveShard, owners
-from scalingnote.index.shard import DocIds, Shard
-from scalingnote.storage import arrow
+from scalingnote.index.live.versions import OpenVersion
+from scalingnote.index.shard import DocumentRows
 from synthetic_corpus import vectors
 
 BASE = {f"d{i}": vector for i, vector in enumerate(vectors(60, DIM))}
@@ -26,133 +23,51 @@ ASKED = vectors(5, DIM, seed=9)
 
 
 @pytest.fixture(scope="module")
-def shared() -> families.Quantizer:
-    return quantizer()
-
-
-@pytest.fixture(scope="module")
-def base(shared: families.Quantizer) -> Shard:
-    return shard(shared, BASE)
+def base(tmp_path_factory: pytest.TempPathFactory) -> OpenVersion:
+    return opened(index(f"{tmp_path_factory.mktemp('base')}/index", [BASE]))
 
 
 @pytest.fixture
-def live(base: Shard, shared: families.Quantizer, tmp_path: Path) -> LiveShard:
-    return LiveShard(base, shared, log=tmp_path / "log")
+def live(base: OpenVersion, tmp_path: Path) -> LiveShard:
+    return LiveShard(base, 0, tmp_path)
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments go unchecked, as in production."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-OPERATION = st.one_of(
-    st.tuples(st.just("upsert"), st.lists(st.integers(0, 80), min_size=1, max_size=6)),
-    st.tuples(st.just("delete"), st.lists(st.integers(0, 80), min_size=1, max_size=6)),
-    st.tuples(st.sampled_from(["merge", "reopen", "search"]), st.just([])),
-)
-
-
-@settings(max_examples=20)
-@given(st.lists(OPERATION, max_size=25))
-def test_any_history_equals_brute_force_over_what_was_acknowledged(
-    base: Shard, shared: families.Quantizer, tmp_path_factory: pytest.TempPathFactory, history: list
-) -> None:
-    folder, truth, drawn = tmp_path_factory.mktemp("log"), dict(BASE), iter(NEW)
-    live = LiveShard(base, shared, log=folder)
-    for step, (kind, numbers) in enumerate(history):
-        doc_ids = [f"d{number}" for number in numbers]
-        match kind:
-            case "upsert":
-                matrix = np.stack([next(drawn) for _ in doc_ids])
-                written = live.upsert(table(doc_ids, step), matrix)
-                assert (written.rows, written.rejected) == (len(set(doc_ids)), [])
-                truth |= dict(zip(doc_ids, matrix, strict=True))
-            case "delete":
-                live.delete(doc_ids)
-                truth = {name: vector for name, vector in truth.items() if name not in doc_ids}
-            case "merge":
-                live.merge()
-            case "reopen":
-                live.close()
-                live = LiveShard(base, shared, log=folder)
-        assert len(live) == len(truth)
-        assert search(live.snapshot, shared, ASKED, k=7) == brute_force(truth, ASKED, k=7)
-    assert sorted(search(live.snapshot, shared, ASKED[:1], k=200)[0]) == sorted(truth)
-    for name in ("d0", "d70"):
-        assert (live.get(name) is not None) == (name in truth)
-    live.close()
-
-
-def test_a_search_keeps_the_moment_it_began_with(live: LiveShard, shared: families.Quantizer) -> None:
+def test_a_search_keeps_the_moment_it_began_with(live: LiveShard) -> None:
     live.upsert(table(["d1", "new"]), NEW[:2])
-    then, expected = live.snapshot, search(live.snapshot, shared, ASKED, k=62)
+    then, expected = live.snapshot, search(live.snapshot, ASKED, k=62)
     live.delete(["new", "d2"])
     live.upsert(table(["d1", "d3"], 2), NEW[2:4])
     live.merge()
     live.upsert(table(["later"]), NEW[4:5])
-    assert search(then, shared, ASKED, k=62) == expected
+    assert search(then, ASKED, k=62) == expected
     assert then.documents([60])["title"].to_pylist() == ["title 0 of d1"]
     assert live.get("d1") == table(["d1"], 2).to_pylist()[0]
     with pytest.raises(SearchError, match="no row 62: there are 62"):
         then.documents([62])
 
 
-def test_a_document_keeps_its_score_when_it_is_merged(live: LiveShard, shared: families.Quantizer) -> None:
+def test_a_document_keeps_its_score_when_it_is_merged(live: LiveShard) -> None:
     live.upsert(table([f"n{i}" for i in range(50)]), NEW[:50])
-    before = scored(live.snapshot, shared, ASKED, k=30)
+    before = scored(live.snapshot, ASKED, k=30)
     assert live.merge() == 50
     assert live.merge() == 0
-    after = scored(live.snapshot, shared, ASKED, k=30)
+    after = scored(live.snapshot, ASKED, k=30)
     for scores_or_rows, same in zip(before, after, strict=True):
         np.testing.assert_array_equal(scores_or_rows, same)
 
 
-def test_dead_rows_take_nobodys_place(live: LiveShard, shared: families.Quantizer) -> None:
-    truth = dict(BASE) | {f"n{i}": NEW[i] for i in range(60)}
-    live.upsert(table([f"n{i}" for i in range(60)]), NEW[:60])
-    live.merge()
-    gone = [f"n{i}" for i in range(0, 60, 2)] + [f"d{i}" for i in range(0, 60, 2)]
-    live.delete(gone)
-    live.upsert(table([f"t{i}" for i in range(9)]), NEW[60:69])
-    live.delete(["t3"])
-    truth |= {f"t{i}": NEW[60 + i] for i in range(9)}
-    truth = {name: vector for name, vector in truth.items() if name not in {*gone, "t3"}}
-    for k in (1, 5, 20, 100):
-        found = search(live.snapshot, shared, ASKED, k=k, nprobe=1)
-        assert [len(names) for names in found] == [min(k, len(truth))] * len(ASKED)
-        assert all(set(names) <= set(truth) for names in found)
-        assert search(live.snapshot, shared, ASKED, k=k) == brute_force(truth, ASKED, k=k)
-
-
-def test_a_filter_sees_the_documents_of_every_segment(live: LiveShard, shared: families.Quantizer) -> None:
-    live.upsert(table([f"n{i}" for i in range(20)]), NEW[:20])
-    live.merge()
-    live.upsert(table(["d5", "n30"]), NEW[20:22])
-    live.delete(["d9", "n9"])
-
-    def wanted(documents: pa.Table) -> np.ndarray:
-        return np.array([int(doc_id[1:]) % 5 < 2 for doc_id in documents["doc_id"].to_pylist()])
-
-    truth = dict(BASE) | {f"n{i}": NEW[i] for i in range(20)} | {"d5": NEW[20], "n30": NEW[21]}
-    truth = {n: v for n, v in truth.items() if n not in ("d9", "n9") and int(n[1:]) % 5 < 2}
-    for k in (3, 100):
-        found = search(live.snapshot, shared, ASKED, k=k, wanted=wanted)
-        assert found == brute_force(truth, ASKED, k=k)
-
-
 def test_searches_during_writes_lose_and_double_nothing(
-    base: Shard, shared: families.Quantizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: OpenVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One document is written over and over, by threads, while others search for it and lists are merged."""
     monkeypatch.setattr(live_shard, "MERGE_ROWS", 16)
-    live = LiveShard(base, shared, log=tmp_path)
+    live = LiveShard(base, 0, tmp_path)
     live.upsert(table(["hot"]), ASKED[:1])
     stop, wrong = threading.Event(), []
 
     def read() -> None:
         while not stop.is_set():
-            found = search(live.snapshot, shared, ASKED[:1], k=3)[0]
+            found = search(live.snapshot, ASKED[:1], k=3)[0]
             if found[0] != "hot" or len(set(found)) < 3 or live.get("hot") is None:
                 wrong.append(found)
 
@@ -172,9 +87,9 @@ def test_searches_during_writes_lose_and_double_nothing(
     assert wrong == []
     assert len(live) == 60 + 1 + 120
     live.close()
-    again = LiveShard(base, shared, log=tmp_path)
-    assert sorted(search(again.snapshot, shared, ASKED[:1], k=300)[0]) == sorted(
-        search(live.snapshot, shared, ASKED[:1], k=300)[0]
+    again = LiveShard(base, 0, tmp_path)
+    assert sorted(search(again.snapshot, ASKED[:1], k=300)[0]) == sorted(
+        search(live.snapshot, ASKED[:1], k=300)[0]
     )
 
 
@@ -225,58 +140,58 @@ def test_bad_rows_are_set_aside_and_the_others_written(live: LiveShard) -> None:
     assert (nothing.sequence, nothing.rows, len(nothing.rejected)) == (written.sequence, 0, 1)
 
 
-def test_vectors_keep_their_length_in_an_index_that_compares_by_dot(
-    base: Shard, shared: families.Quantizer, tmp_path: Path
-) -> None:
-    live = LiveShard(base, shared, log=tmp_path / "log", similarity="dot")
+def test_vectors_keep_their_length_in_an_index_that_compares_by_dot(tmp_path: Path) -> None:
+    base = opened(index(f"{tmp_path}/index", [BASE], similarity="dot"))
+    live = LiveShard(base, 0, tmp_path)
     names = [f"n{number}" for number in range(40)]
     written = NEW[:40] * np.linspace(0.2, 9, 40, dtype=np.float32)[:, None]
     live.upsert(table(names), written)
     matrix = np.concatenate([np.stack([*BASE.values()]), written])
     everything = np.array([*BASE, *names], object)
     expected = [everything[np.argsort(-(matrix @ query))[:10]].tolist() for query in ASKED]
-    assert search(live.snapshot, shared, ASKED, k=10) == expected
+    assert search(live.snapshot, ASKED, k=10) == expected
     live.merge()
-    assert search(live.snapshot, shared, ASKED, k=10) == expected
-    found = live.vector("n39")
-    assert found is not None
-    np.testing.assert_allclose(found, written[39], rtol=1e-5)
-    follower = LiveShard(base, shared, log=tmp_path / "log", follow=True, similarity="dot")
-    assert search(follower.snapshot, shared, ASKED, k=10) == expected
+    assert search(live.snapshot, ASKED, k=10) == expected
+    np.testing.assert_allclose(live.vector("n39"), written[39], rtol=1e-5)
+    follower = LiveShard(base, 0, tmp_path, follow=True)
+    assert search(follower.snapshot, ASKED, k=10) == expected
 
 
-def test_what_cannot_be_read_is_refused(live: LiveShard) -> None:
-    with pytest.raises(DataError, match="no column 'topic': this index holds doc_id, title"):
-        live.upsert(table(["a"]).drop_columns(["topic"]), NEW[:1])
-    with pytest.raises(DataError, match=r"float32 of shape \(1, 8\): pass floats of shape \(1, 16\)"):
-        live.upsert(table(["a"]), NEW[:1, :8])
-    with pytest.raises(DataError, match="vectors are int64"):
-        live.upsert(table(["a"]), np.ones((1, DIM), np.int64))
-    with pytest.raises(DataError, match="not of the types this index holds"):
-        live.upsert(table(["a"]).set_column(1, "title", pa.array([[1]])), NEW[:1])
-    with pytest.raises(DataError, match="'' is no doc_id"):
-        live.delete(["a", ""])
+@pytest.mark.parametrize(
+    ("documents", "matrix", "message"),
+    [
+        (table(["a"]).drop_columns(["topic"]), NEW[:1], "no column 'topic': this index holds doc_id, title"),
+        (table(["a"]), NEW[:1, :8], r"float32 of shape \(1, 8\): pass floats of shape \(1, 16\)"),
+        (table(["a"]), np.ones((1, DIM), np.int64), "vectors are int64"),
+        (table(["a"]).set_column(1, "title", pa.array([[1]])), NEW[:1], "not of the types this index holds"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    live: LiveShard, documents: pa.Table, matrix: np.ndarray, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        live.upsert(documents, matrix)
     assert live.snapshot.sequence == 0
 
 
 def test_a_follower_shows_what_was_acknowledged_when_it_is_refreshed(
-    live: LiveShard, base: Shard, shared: families.Quantizer, tmp_path: Path
+    live: LiveShard, base: OpenVersion, tmp_path: Path
 ) -> None:
-    follower = LiveShard(base, shared, log=tmp_path / "log", follow=True)
+    follower = LiveShard(base, 0, tmp_path, follow=True)
     live.upsert(table(["a", "d1"]), NEW[:2])
     live.delete(["d2"])
     assert len(follower) == 60
     assert follower.refresh() == 2
     assert follower.refresh() == 0
-    assert search(follower.snapshot, shared, ASKED, k=70) == search(live.snapshot, shared, ASKED, k=70)
+    assert search(follower.snapshot, ASKED, k=70) == search(live.snapshot, ASKED, k=70)
     with pytest.raises(ConfigError, match="follows"):
         follower.delete(["a"])
     with pytest.raises(ConfigError, match="has one writer"):
-        LiveShard(base, shared, log=tmp_path / "log")
+        LiveShard(base, 0, tmp_path)
 
 
 def test_a_log_that_fails_acknowledges_nothing_more(
-    live: LiveShard, base: Shard, shared: families.Quantizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    live: LiveShard, base: OpenVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live.upsert(table(["a"]), NEW[:1])
 
@@ -291,31 +206,30 @@ def test_a_log_that_fails_acknowledges_nothing_more(
         live.upsert(table(["c"]), NEW[2:3])
     assert (live.get("a") is not None, live.get("b"), live.get("c")) == (True, None, None)
     live.close()
-    again = LiveShard(base, shared, log=tmp_path / "log")
+    again = LiveShard(base, 0, tmp_path)
     assert again.get("a") is not None
     assert again.get("c") is None
     again.close()
 
 
 def test_ids_are_told_apart_where_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(names: list[list[str]], asked: list[str]) -> list[int]:
+        return DocumentRows(pa.table({"doc_id": pa.chunked_array(names, pa.string())})).find(asked).tolist()
 
     names = [f"d{i}" for i in range(50)]
     hash_of = layouts.hash_of
     monkeypatch.setattr(layouts, "hash_of", lambda keys: hash_of(keys) % np.uint64(4))
-    rows = DocIds(pa.chunked_array([names[:20], names[20:]])).rows
-    assert rows(["d7", "absent", "d49", "d7"]).tolist() == [7, -1, 49, 7]
-    assert rows([]).tolist() == []
+    assert find([names[:20], names[20:]], ["d7", "absent", "d49", "d7"]) == [7, -1, 49, 7]
+    assert find([names], []) == []
+    assert find([], ["d1"]) == [-1]
     with pytest.raises(ArtifactError, match="'d3' is in the shard twice"):
-        DocIds(pa.chunked_array([[*names, "d3"]]))
-    assert DocIds(pa.chunked_array([], pa.string())).rows(["d1"]).tolist() == [-1]
+        find([[*names, "d3"]], ["d1"])
 
 
-def test_a_document_lives_in_one_shard(base: Shard, shared: families.Quantizer, tmp_path: Path) -> None:
-    other = shard(shared, {f"e{i}": vector for i, vector in enumerate(NEW[:40])}, number=1)
-    shards = [
-        LiveShard(each, shared, log=tmp_path / str(number), shards=2)
-        for number, each in enumerate((base, other))
-    ]
+def test_a_document_lives_in_one_shard(tmp_path: Path) -> None:
+    other = {f"e{i}": vector for i, vector in enumerate(NEW[:40])}
+    base = opened(index(f"{tmp_path}/index", [BASE, other]))
+    shards = [LiveShard(base, number, tmp_path) for number in range(2)]
 
     def owner(doc_id: str) -> int:
         return owners([doc_id], [each.knows([doc_id]) for each in shards], shards=2)[0]
@@ -361,24 +275,3 @@ def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> No
         np.testing.assert_array_equal(found[0], expected[0])
         if k == 1000:  # a tie of codes at the last place is anyone's
             np.testing.assert_array_equal(found[1], expected[1])
-
-
-def test_live_rows_lie_in_few_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [table([f"n{number}"]).to_batches()[0] for number in range(100, 300)]
-    most = 20 * rows[0].nbytes
-    monkeypatch.setattr(arrow, "BATCH_BYTES", most)
-    chunks: tuple[pa.RecordBatch, ...] = ()
-    for row in rows:
-        chunks = live_state._append(chunks, row)
-    assert max(chunk.nbytes for chunk in chunks) <= most
-    assert len(chunks) < 25
-    assert pa.Table.from_batches(chunks).equals(pa.Table.from_batches(rows))
-    larger = pa.concat_batches(rows)
-    assert live_state._append(chunks, larger)[-1].equals(larger)
-
-
-@pytest.mark.parametrize("wrong", [None, 7])
-def test_what_is_no_id_is_refused(live: LiveShard, unchecked: None, wrong: object) -> None:
-    for ask in (live.get, live.vector, lambda doc_id: live.knows([doc_id]), lambda i: live.delete([i])):
-        with pytest.raises(DataError, match=f"{wrong} is no doc_id: pass strings"):
-            ask(wrong)

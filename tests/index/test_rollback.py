@@ -1,7 +1,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -44,36 +43,6 @@ def _equal(live: LiveIndex, truth: Truth) -> bool:
 
 def _numbers(folder: Path) -> list[int]:
     return [each.number for each in versions.listing(folder)]
-
-
-def test_whichever_version_is_current_every_write_is_there(live: LiveIndex, tmp_path: Path) -> None:
-    folder, truth = tmp_path / "live", dict(TRUTH)
-    follower = LiveIndex(folder, follow=True)
-    _write(live, truth, 0)
-    live.compact()
-    _write(live, truth, 1)
-    for step, number in enumerate((0, 1, 0), 2):
-        versions.activate(folder, number)
-        assert live.adopt()
-        assert not live.adopt()
-        assert live.version == number
-        assert _equal(live, truth)
-        _write(live, truth, step)
-        assert _equal(live, truth)
-        follower.refresh()
-        assert (follower.version, _equal(follower, truth)) == (number, True)
-    live.close()
-    live = LiveIndex(folder)
-    assert (live.version, _equal(live, truth)) == (0, True)
-    written = live.compact()  # of version 0 and all of the log
-    assert written is not None
-    assert (live.version, written.uri) == (2, f"{folder}/versions/00002")
-    assert sum(each.snapshot.rows for each in live.shards) == len(truth)
-    assert _equal(live, truth)
-    assert _numbers(folder) == [0, 2]  # those that were current last
-    _write(live, truth, 6)
-    follower.refresh()
-    assert (follower.version, _equal(follower, truth)) == (2, True)
 
 
 STEP = st.one_of(
@@ -163,23 +132,6 @@ def test_of_processes_that_open_a_folder_first_one_makes_the_register(
         found = [pool.submit(versions.current, folder, built.uri) for _ in range(4)]
     assert {each.result().number for each in found} == {0}
     assert {each.result() for each in found} == {versions.current(folder)}
-
-
-def test_a_process_that_comes_late_to_the_first_register_leaves_what_is_there(
-    built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, truth, make_folder = tmp_path / "live", dict(TRUTH), versions.make_folder
-
-    def overtaken(made: Path) -> None:
-        monkeypatch.setattr(versions, "make_folder", make_folder)
-        with closing(LiveIndex(folder, built.uri)) as other:
-            _write(other, truth, 0)
-            other.compact()
-        make_folder(made)
-
-    monkeypatch.setattr(versions, "make_folder", overtaken)
-    assert versions.current(folder, built.uri).number == 1
-    assert _equal(LiveIndex(folder), truth)
 
 
 def test_versions_are_listed_and_old_ones_removed(live: LiveIndex, built: Artifact, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -101,18 +100,6 @@ def test_merging_segments_is_building_from_what_is_kept(documents, data):
     assert postings.dump(postings.merge(segments, kept=mask)) == postings.dump(postings.build(*columns(kept)))
 
 
-@settings(max_examples=20)
-@given(documents_of)
-def test_columns_are_the_documents_again(documents):
-    terms, impacts = postings.columns([postings.build(*columns(documents))])
-    assert terms.type == pa.list_(pa.int32())
-    assert impacts.type == pa.list_(pa.float16())
-    found = [
-        dict(zip(t, i, strict=True)) for t, i in zip(terms.to_pylist(), impacts.to_pylist(), strict=True)
-    ]
-    assert found == [{t: i for t, i in (d or {}).items() if i} for d in documents]
-
-
 def test_appended_segments_stay_few_and_keep_their_rows():
     documents = [{row % VOCABULARY: 1.0, VOCABULARY: 1.0} for row in range(100)]
     segments: tuple[postings.Postings, ...] = ()
@@ -139,17 +126,6 @@ def test_the_strongest_terms_are_kept(documents, k):
     made = postings.build(*columns(documents), strongest=k)
     expected = postings.build(*columns([strongest(document) for document in documents]))
     assert postings.dump(made) == postings.dump(expected)
-
-
-def test_threads_share_postings():
-    rng = np.random.default_rng(0)
-    documents = [dict.fromkeys(rng.choice(VOCABULARY, 3, replace=False).tolist(), 1.0) for _ in range(200)]
-    segments = [postings.build(*columns(documents))]
-    queries = [rows_of([{int(t): 1.0} for t in rng.choice(VOCABULARY, 3)]) for _ in range(30)]
-    alone = [sparse.search(segments, query, k=5) for query in queries]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda query: sparse.search(segments, query, k=5), queries))
-    np.testing.assert_equal(together, alone)
 
 
 def drawn(count: int = 30) -> postings.Postings:
@@ -248,15 +224,13 @@ def test_documents_that_are_not_sparse_vectors_are_named(terms, impacts, said):
         postings.build(pa.array(terms, pa.list_(pa.int32())), pa.array(impacts, pa.list_(pa.float32())))
 
 
-def test_what_cannot_be_searched_is_refused():
-    queries = rows_of([{1: 1.0}])
-    with pytest.raises(SearchError, match="allowed has 3 rows, the segments have 30"):
-        sparse.search([drawn()], queries, k=1, allowed=np.ones(3, bool))
-    with pytest.raises(SearchError, match="no row 30"):
-        sparse.scores_of([drawn()], queries, np.array([[30]]))
-    with pytest.raises(SearchError, match="not a finite number"):
-        sparse.search([drawn()], SparseRows(queries.offsets, queries.terms, queries.values * np.nan), k=1)
-    with pytest.raises(SearchError, match="k is 0"):
-        sparse.search([drawn()], queries, k=0)
-    with pytest.raises(SearchError, match="offsets 0 to 2 for 1 terms and 1 weights"):
-        sparse.search([drawn()], SparseRows(queries.offsets * 2, queries.terms, queries.values), k=1)
+@pytest.mark.parametrize(
+    ("stop", "weight", "said"),
+    [(1, np.nan, "not a finite number"), (2, 1, "offsets 0 to 2 for 1 terms and 1 weights")],
+)
+def test_queries_that_cannot_be_searched_are_refused(stop, weight, said):
+    queries = SparseRows(np.array([0, stop]), np.ones(1, np.int32), np.full(1, weight, np.float32))
+    with pytest.raises(SearchError, match=said):
+        sparse.search([drawn()], queries, k=1)
+    with pytest.raises(SearchError, match=said):
+        sparse.scores_of([drawn()], queries, np.array([[0]]))

@@ -15,13 +15,12 @@ from scalingnote.core.config import Config
 from scalingnote.core.errors import ConfigError, DatabaseError, SearchError
 from scalingnote.export import databases, vectors
 from scalingnote.index import filters, job
-from scalingnote.index.config import FastScan, IndexConfig
+from scalingnote.index.config import FastScan, IndexConfig, SearchConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import DocumentStore
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.collection import MOST_EF, _expression
-from scalingnote.search.config import SearchConfig
 from scalingnote.search.searcher import Candidates, Results, Searcher, rank, with_documents
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
@@ -219,11 +218,6 @@ def test_hybrid_scores_are_those_of_the_own_index(engine: SearchBackend, corpus:
         assert sparse == pytest.approx(corpus.sparse[row] @ corpus.weights[0], abs=1e-3)
 
 
-def test_a_query_without_terms_is_ranked_by_its_embedding(engine: SearchBackend, corpus: Corpus) -> None:
-    found = search(engine, corpus.probes, corpus.terms(), k=10)
-    assert ids(found)[-1] == ids(corpus.best(corpus.probes[-1:] @ corpus.dense.T, 10))[0]
-
-
 @pytest.mark.parametrize(
     ("where", "matches"),
     [
@@ -409,12 +403,11 @@ def test_a_collection_of_other_documents_is_refused_at_the_start(
     other = search.model_copy(update={"collection": "other"})
     with pytest.raises(ConfigError, match=rf"no collection 'other' of {backend} at .*--collection other`"):
         opened(corpus, other)
-    for name, dim, message in (("other", 8, "has 8 dimensions and no terms, the index 16 and terms"),):
-        made = databases.connect(backend, str(search.url), name)
-        made.open(vectors.ExportLayout(dim, False, pa.schema([])))
-        made._client.close()
-        with pytest.raises(ConfigError, match=message):
-            opened(corpus, other)
+    made = databases.connect(backend, str(search.url), "other")
+    made.open(vectors.ExportLayout(8, False, pa.schema([])))
+    made._client.close()
+    with pytest.raises(ConfigError, match="has 8 dimensions and no terms, the index 16 and terms"):
+        opened(corpus, other)
     made = databases.connect(backend, str(search.url), "moved")
     made.open(vectors.ExportLayout(DIM, True, pa.schema([])))
     source = vectors.ExportSource(corpus.artifacts["embeddings"], corpus.artifacts["dataset"], None, FILTERS)

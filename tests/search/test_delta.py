@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -13,51 +12,30 @@ from live_histories import (
     NEW,
     PROBES,
     TERMS,
+    agree,
     built_of,
     first_documents,
     play,
     some_terms,
     write,
 )
-from live_shards import DIM, index, table
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.parts import map_here
 from scalingnote.index.config import Flat, LiveConfig
 from scalingnote.index.hybrid import Joining
-from scalingnote.index.live import compaction, fold, versions
+from scalingnote.index.live import compaction, versions
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.search.delta import Delta, OverriddenSearcher, SearcherWithDelta
+from scalingnote.search.live_searcher import Delta, OverriddenSearcher, SearcherWithDelta
 from scalingnote.search.searcher import Searcher, concatenate, rank, with_documents
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.schema import document_of, passage_id
-from synthetic_corpus import vectors
 
 COUNT, K = 60, 9
-MATRIX, BASE = vectors(COUNT, DIM), first_documents(COUNT)
+BASE = first_documents(COUNT)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return built_of(f"{tmp_path_factory.mktemp('built')}/index", BASE, shards=3)
-
-
-def agree(found: Searcher, expected: Searcher) -> None:
-    """Results and scores are equal: by embeddings, by terms too, through filters, to the last document."""
-    for where in (None, {"topic": [f"topic 0 of d{i}" for i in range(0, 90, 3)]}):
-        for k in (1, K, 200):
-            here, there = (each.search(PROBES, k=k, where=where) for each in (found, expected))
-            for hits, wanted in zip(here, there, strict=True):
-                assert [hit.document for hit in hits] == [hit.document for hit in wanted]
-                assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in wanted], abs=1e-6)
-        for joining in (Joining(), Joining(dense_weight=0.2, candidates=20)):
-            knobs: dict[str, Any] = {"k": K, "joining": joining, "where": where}
-            here, there = (each.search(PROBES, TERMS, **knobs) for each in (found, expected))
-            for hits, wanted in zip(here, there, strict=True):
-                np.testing.assert_allclose([h.score for h in hits], [w.score for w in wanted], atol=1e-6)
-                last = wanted[-1].score + 1e-6 if wanted else 0  # of equal scores another may be the last
-                assert {h.doc_id for h in hits if h.score > last} == {
-                    w.doc_id for w in wanted if w.score > last
-                }
 
 
 @settings(max_examples=6)
@@ -77,12 +55,7 @@ def test_any_history_is_searched_like_an_index_built_anew(
             searcher.close()
             continue
         searcher.refresh()
-        agree(searcher, anew)
-        for name in ("d7", "d59", "d80", "nothing"):
-            assert searcher.get(name) == anew.get(name)
-            vector, wanted = searcher.vector(name), anew.vector(name)
-            assert (vector is None) == (wanted is None)
-            assert vector is None or np.allclose(vector, wanted, atol=1e-6)
+        agree(searcher, anew, truth)
         searcher.close()
     live.close()
 
@@ -146,45 +119,6 @@ def test_parts_that_have_read_more_or_less_of_the_log_answer_as_of_one_record(
     live.close()
 
 
-LENGTHS = {f"d{n}": 1 + n % 7 for n in range(15)}
-PASSAGES = [passage_id(doc_id, n + 1) for doc_id, length in LENGTHS.items() for n in range(length)]
-
-
-def test_passages_of_overridden_documents_are_hidden_in_every_shard(tmp_path: Path) -> None:
-    """Random writes and deletes beside a dictionary; the border of the shards lies within a document."""
-    rows = dict(zip(PASSAGES, MATRIX, strict=False))
-    names = list(rows)
-    base = index(
-        f"{tmp_path}/index",
-        [{name: rows[name] for name in part} for part in (names[:24], names[24:])],
-        passages=True,
-    )
-    live = LiveIndex(tmp_path / "live", base.uri, delta=True)
-    rng, searcher = np.random.default_rng(0), SearcherWithDelta.over(tmp_path / "live")
-    for step in range(25):
-        doc_id = f"d{rng.integers(20)}"
-        rows = {name: vector for name, vector in rows.items() if document_of(name) != doc_id}
-        if step % 4 == 3:
-            live.delete([doc_id, "unknown"])
-        else:
-            own = {passage_id(doc_id, n + 1): NEW[9 * step + n] for n in range(rng.integers(1, 9))}
-            live.upsert(table([*own], step, passages=True), np.stack([*own.values()]))
-            rows |= own
-        if step == 12:
-            live.compact()
-    searcher.refresh()
-    anew = Searcher.open(index(f"{tmp_path}/anew", [rows], passages=True).uri)
-    for found in (searcher, SearcherWithDelta.over(tmp_path / "live")):
-        for k in (1, 4, 100):
-            for hits, wanted in zip(found.search(PROBES, k=k), anew.search(PROBES, k=k), strict=True):
-                assert [(h.doc_id, h.document["passage"]) for h in hits] == [
-                    (w.doc_id, w.document["passage"]) for w in wanted
-                ]
-        for name in ("d3#1", "d3#4", "d19#1", "unknown#1"):
-            assert (found.get(name) is None) == (name not in rows)
-    live.close()
-
-
 def test_a_folder_keeps_its_kind(built: Artifact, tmp_path: Path) -> None:
     LiveIndex(tmp_path / "delta", built.uri, delta=True).close()
     LiveIndex(tmp_path / "whole", built.uri).close()
@@ -192,10 +126,6 @@ def test_a_folder_keeps_its_kind(built: Artifact, tmp_path: Path) -> None:
         LiveIndex(tmp_path / "delta", built.uri, delta=False)
     with pytest.raises(ConfigError, match=r"made with no delta .* set serve\.live\.delta to false"):
         LiveIndex(tmp_path / "whole", built.uri, delta=True)
-    with pytest.raises(ConfigError, match="has no delta: compact it"):
-        fold.fold(tmp_path / "whole")
-    with pytest.raises(ConfigError, match="has a delta beside its index: fold it"):
-        compaction.compact(tmp_path / "delta")
     LiveIndex(tmp_path / "delta").close()  # without a word the folder decides
 
 
@@ -226,16 +156,15 @@ def test_a_killed_fold_goes_on_with_the_shards_that_it_has_not_finished(
         truth |= written
         if not step:
             with pytest.raises(KeyboardInterrupt):
-                fold.fold(live.folder, each=killed)
+                compaction.compact(live.folder, each=killed)
     assert versions.current(live.folder).number == 0
     first = tmp_path / "live/versions/00001/shard-00000/lists.faiss"
     before = first.stat().st_mtime_ns
     live.compact()
     assert (live.version, versions.current(live.folder).included) == (1, (1,))  # as when it began
     assert first.stat().st_mtime_ns == before
-    agree(
-        SearcherWithDelta.over(live.folder), Searcher.open(built_of(f"{tmp_path}/anew", truth, shards=1).uri)
-    )
+    anew = Searcher.open(built_of(f"{tmp_path}/anew", truth, shards=1).uri)
+    agree(SearcherWithDelta.over(live.folder), anew, truth)
     assert live.compact() is not None
     assert live.compact() is None  # nothing was written since
     assert len(live) == 0

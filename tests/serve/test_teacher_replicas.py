@@ -18,8 +18,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
 from scalingnote.run.service_config import AppArgs, Escalation, Limits, ServeConfig
-from scalingnote.search.escalation import doubt
-from scalingnote.search.query_path import Query
+from scalingnote.search.query_path import Query, doubt
 from scalingnote.search.searcher import Candidates, Searcher
 from scalingnote.serve import api, app, artifacts, escalation
 from scalingnote.serve.concurrency import LocalHandle

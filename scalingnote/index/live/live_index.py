@@ -23,11 +23,11 @@ from numpy import ndarray
 
 from scalingnote.core.errors import ArtifactError, DataError
 from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
-from scalingnote.index.live import compaction, fold, versions
-from scalingnote.index.live.delta import open_empty
+from scalingnote.index.live import compaction, versions
 from scalingnote.index.live.live_shard import LiveShard, MovedError, log_failure, owners
-from scalingnote.index.live.live_state import Snapshot, WriteResult, checked_delete
+from scalingnote.index.live.live_state import Snapshot
 from scalingnote.index.live.versions import LiveVersion, OpenVersion
+from scalingnote.index.live.writes import WriteResult, checked_delete
 from scalingnote.storage.arrow import take_rows
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import passage_id
@@ -54,7 +54,7 @@ class LiveIndex:
             folder: of versions and logs, see :mod:`scalingnote.index.live.versions`.
             index: artifact that was built; needed the first time.
             delta: hold what is written beside the version, not the version, see
-                :mod:`scalingnote.index.live.delta`; None: as the folder was made, a new one without.
+                :mod:`scalingnote.index.live.versions`; None: as the folder was made, a new one without.
             follow: read only, and follow the process that writes.
             config: settings.
         """
@@ -65,26 +65,16 @@ class LiveIndex:
         self._compaction: Future[None] | None = None
         versions.current(folder, index, delta=delta)
         is_delta = versions.read_register(folder).delta
-        self._empty = open_empty(folder) if is_delta else None  # what a delta opens in place of a version
+        # What a delta opens in place of a version.
+        self._empty = versions.open_empty(folder) if is_delta else None
         _with_current(folder, partial(self._open, follow=follow))
 
     def _open(self, version: LiveVersion, *, follow: bool) -> None:
         opened, needed = OpenVersion(version, self._empty), self._last_droppable()
         with ExitStack() as on_failure:
             self.shards: list[LiveShard] = []
-            for number, after in enumerate(opened.included):
-                each = LiveShard(
-                    opened.shard(number),
-                    opened.quantizer,
-                    log=versions.log_folder(self.folder, number),
-                    after=after,
-                    needed=needed[number],
-                    shards=opened.layout.shards,
-                    strongest=opened.config.terms,
-                    similarity=opened.layout.similarity,
-                    follow=follow,
-                    whole_documents=self._empty is not None and opened.layout.passages,
-                )
+            for number, record in enumerate(needed):
+                each = LiveShard(opened, number, self.folder, needed=record, follow=follow)
                 on_failure.callback(each.close)
                 self.shards.append(each)
             on_failure.pop_all()
@@ -185,12 +175,9 @@ class LiveIndex:
 
     def compact(self) -> Artifact | None:
         """Write the next version and switch to it; None if there is nothing new."""
-        if self._empty is not None:
-            written = fold.fold(self.folder, keep_versions=self._config.keep_versions)
-        else:
-            written = compaction.compact(
-                self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
-            )
+        written = compaction.compact(
+            self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
+        )
         self.adopt()
         return written
 
@@ -207,8 +194,8 @@ class LiveIndex:
 
     def _switch(self, version: LiveVersion) -> None:
         opened, needed = OpenVersion(version, self._empty), self._last_droppable()
-        for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
-            each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
+        for each, record in zip(self.shards, needed, strict=True):
+            each.rebase(opened, needed=record)
         self._version, self.layout = version, opened.layout
 
     def require_claim(self) -> None:

@@ -1,10 +1,4 @@
-"""A shard of a live index: its log, its state, and who may write to it.
-
-    write ─► its log (durable) ─► its state ─► acknowledged, and visible to every later search
-
-Concurrent writes share one sync of the log. A follower is the same shard in another process that sees the
-log's folder: it shows what the writer had acknowledged by the follower's last refresh.
-"""
+"""A shard of a live index: its log, its state, and who may write to it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -21,21 +15,18 @@ from numpy import ndarray
 
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import get_logger
-from scalingnote.index import families, ivf
+from scalingnote.index import ivf
 from scalingnote.index.live import wal
-from scalingnote.index.live.live_state import (
+from scalingnote.index.live.live_state import LiveState, Snapshot
+from scalingnote.index.live.versions import OpenVersion, log_folder
+from scalingnote.index.live.writes import (
     Delete,
-    LiveState,
-    Snapshot,
     Upsert,
     WriteResult,
-    catch_up,
     checked_delete,
     checked_upsert,
     encode_write,
 )
-from scalingnote.index.shard import Shard
-from scalingnote.models.published_model import Similarity
 from scalingnote.storage.shuffle import bucket_of
 
 MERGE_ROWS = 1024  # of a shard, searched exactly before they are merged into lists
@@ -63,42 +54,31 @@ class LiveShard:
 
     def __init__(
         self,
-        base: Shard,
-        quantizer: families.Quantizer,
+        opened: OpenVersion,
+        number: int,
+        folder: str | Path,
         *,
-        log: str | Path,
-        after: int = 0,
         needed: int | None = None,
-        shards: int = 1,
-        strongest: int | None = None,
-        similarity: Similarity = "cosine",
         follow: bool = False,
-        whole_documents: bool = False,
     ) -> None:
         """Open at the last acknowledged write.
 
         Args:
-            base: shard of an index version that includes the records of the log up to `after`.
-            quantizer: what the shards of that index share.
-            log: local folder of this shard's log.
-            after: last log record that `base` includes.
-            needed: records above it are kept, for versions that may be activated again; None: `after`.
-            shards: number of shards of the index, see :func:`owners`.
-            strongest: terms indexed per document, where the index holds terms; None: all.
-            similarity: of the index; by cosine, vectors are scaled to length 1.
+            opened: the index version to start from.
+            number: of the shard.
+            folder: of the live index, with the shard's log.
+            needed: records above it are kept, for versions that may be activated again; None: those that the
+                version does not include.
             follow: read only, and show the writes of another process.
-            whole_documents: see LiveState; of a delta of passages.
 
         Raises:
             ConfigError: another process writes this log.
             ArtifactError: an acknowledged record is damaged or missing.
         """
-        self._folder, self._shards = Path(log), shards
-        self._strongest = strongest
-        self._similarity: Similarity = similarity
-        self._whole_documents = whole_documents
-        self._state = self._start(base, quantizer, after)
-        self._log = None if follow else wal.Log(log, after=after)
+        self._number, self._folder = number, log_folder(folder, number)
+        self._layout, self._strongest = opened.layout, opened.config.terms
+        self._state, after = LiveState(opened, number), opened.included[number]
+        self._log = None if follow else wal.Log(self._folder, after=after)
         self._order, self._commit = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[int, Upsert | Delete]] = []
         self._background = ThreadPoolExecutor(1, "merge", faiss.omp_set_num_threads, (1,))
@@ -139,7 +119,7 @@ class LiveShard:
                 storage.schema.SPARSE, or none; other columns are ignored.
             vectors: one per document; scaled to unit length in an index that compares by cosine.
             rows: numbers that name rejected rows without a doc_id; None: their positions.
-            sources: the documents whole, which the log keeps with them.
+            sources: the documents whole, which the log keeps with them; in any order, also of rejected rows.
 
         Raises:
             DataError: columns or vectors have another type or shape than the index.
@@ -151,7 +131,7 @@ class LiveShard:
             self.snapshot.base,
             strongest=self._strongest,
             rows=rows,
-            similarity=self._similarity,
+            similarity=self._layout.similarity,
             sources=sources,
         )
         return WriteResult(self._write(write), write.documents.num_rows, rejected)
@@ -202,18 +182,14 @@ class LiveShard:
         """Move the rows that are searched exactly into lists now; returns their number."""
         return self._state.merge()
 
-    def rebase(
-        self, base: Shard, quantizer: families.Quantizer, *, after: int, needed: int | None = None
-    ) -> None:
+    def rebase(self, opened: OpenVersion, *, needed: int | None = None) -> None:
         """Switch to another index version, later or earlier, while searches go on.
 
         Args:
-            base: shard of the version.
-            quantizer: of the version.
-            after: last log record that the version includes; later ones are replayed.
-            needed: records up to this one are dropped; None: up to `after`.
+            opened: the version; records of the log that it does not include are replayed.
+            needed: records up to this one are dropped; None: those that the version includes.
         """
-        state = self._start(base, quantizer, after)
+        state = LiveState(opened, self._number)
         self._catch_up(state)
         state.merge()
         with self._commit, self._order:  # no write may come between
@@ -226,7 +202,7 @@ class LiveShard:
             if self._log is not None:
                 self._log.rotate()
         if self._log is not None:
-            self._log.drop(through=after if needed is None else needed)
+            self._log.drop(through=opened.included[self._number] if needed is None else needed)
 
     def require_claim(self) -> None:
         """ArtifactError unless this process can write the log, where it is not a follower."""
@@ -239,9 +215,6 @@ class LiveShard:
             self._background.shutdown()
             if self._log is not None:
                 self._log.close()
-
-    def _start(self, base: Shard, quantizer: families.Quantizer, after: int) -> LiveState:
-        return LiveState(base, quantizer, sequence=after, whole_documents=self._whole_documents)
 
     def _write(self, write: Upsert | Delete) -> int:
         """Log a write, make it durable and visible; returns its number in the log."""
@@ -266,18 +239,18 @@ class LiveShard:
 
     def _require_owned(self, doc_ids: Sequence[str]) -> None:
         """MovedError if the sender determined the owners before this shard forgot deleted documents."""
-        number = self.snapshot.base.number
-        hashed = owners(doc_ids, [], shards=self._shards)
+        hashed = owners(doc_ids, [], shards=self._layout.shards)
         for doc_id, owner, known in zip(doc_ids, hashed, self.knows(doc_ids), strict=True):
-            if owner != number and not known:
+            if owner != self._number and not known:
                 raise MovedError(
-                    f"doc_id {doc_id!r} belongs to shard {owner}, not {number}: ask the shards who owns it"
+                    f"doc_id {doc_id!r} belongs to shard {owner}, not {self._number}: "
+                    "ask the shards who owns it"
                 )
 
     def _catch_up(self, state: LiveState) -> int:
         before = state.snapshot.sequence
         until = wal.last_acknowledged(self._folder) if self._log is None else self._log.acknowledged
-        catch_up(state, self._folder, until=until)
+        state.catch_up(self._folder, until=until)
         self._merge_if_long()
         return state.snapshot.sequence - before
 

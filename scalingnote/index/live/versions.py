@@ -8,6 +8,18 @@ The log defines the documents, a version only stores them up to some record. Wit
 every version kept gives the same documents, so any of them may become current at any time. The register is
 replaced as a whole: after a kill there is the old one or the new one. Files that it no longer names are
 removed only after it is durable.
+
+Of a large index that searchers only read, writes lie beside it, in a *delta*:
+
+    large index    versions of the register, searched by groups of searchers      ┐ one ranking
+    delta          one shard with one log, empty at first, trained as the index   ┘
+
+A document of the large index that was written or deleted since is *overridden*: its rows there are hidden,
+whatever the delta has of it. So the state as of a log record is the large index without the documents that
+records up to it name, and the delta as of this record. Every process that reads the log finds the same.
+
+The shard of a delta starts from an index without documents, which has quantizer, settings and columns of the
+large one: scores of both compare as those of two shards do.
 """
 
 import fcntl
@@ -21,18 +33,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.ipc
+
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
-from scalingnote.index import families, shard
+from scalingnote.index import families, ivf, postings, shard
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.live import wal
 from scalingnote.index.live.wal import lock_file, make_folder
 from scalingnote.index.shard import Shard
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.manifest import read_manifest
 
 LIVE = "live.json"  # a part of the index artifacts that compaction writes
 REGISTER_FILE = "versions.json"
+EMPTY = "empty"  # folder of the index without documents, beside the register of a delta
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,7 @@ class Register:
 
     kept: tuple[LiveVersion, ...]
     last: int  # the highest number that a version ever had
-    delta: bool = False  # whether writes lie beside the versions, see :mod:`scalingnote.index.live.delta`
+    delta: bool = False  # whether writes lie beside the versions, see above
 
     @property
     def current(self) -> LiveVersion:
@@ -186,7 +203,7 @@ def delete_unlisted(folder: str | Path) -> None:
 
 def version_of(number: int, index: Artifact, *, delta: bool = False) -> LiveVersion:
     """The entry of an index artifact in the register; that of a delta has one log, whatever the shards."""
-    live = _live(index, delta=delta)
+    live = live_content(index, delta=delta)
     return LiveVersion(
         number=number,
         uri=fs.absolute(index.uri),
@@ -202,12 +219,7 @@ def log_folder(folder: str | Path, number: int) -> Path:
     return Path(folder) / f"shard-{number:05d}"
 
 
-def count_written(index: Artifact, *, delta: bool = False) -> int:
-    """Documents written to a version since its quantizer was trained."""
-    return int(_live(index, delta=delta)["written"])
-
-
-def _live(index: Artifact, *, delta: bool = False) -> dict[str, Any]:
+def live_content(index: Artifact, *, delta: bool) -> dict[str, Any]:
     """What compaction states of a version, in the form of `live.json`.
 
     Of an index that was built, which has none, and of a version of the other kind, whose logs are others.
@@ -218,6 +230,32 @@ def _live(index: Artifact, *, delta: bool = False) -> dict[str, Any]:
             return found
     logs = 1 if delta else shard.open_layout(index).shards
     return {"origin": index.digest, "included": [0] * logs, "written": 0}
+
+
+def open_empty(folder: str | Path) -> Artifact:
+    """The index without documents that a delta starts from; the first process that asks writes it."""
+    uri = fs.absolute(fs.join(str(folder), EMPTY))
+    if read_manifest(uri) is not None:
+        return open_artifact(uri, kind="index")
+    large = OpenVersion(read_register(folder).current)
+    draft = Draft(uri, kind="index", config=large.config, parents={"index": large.index})
+    if draft.finished:  # by another process, meanwhile
+        return draft.existing()
+    columns = pa.ipc.open_file(large.index.open(shard.documents_file(0))).schema
+    layout = replace(large.layout, shards=1, documents=0)
+    files = shard.write_shard(
+        draft.uri,
+        0,
+        layout=layout,
+        lists=ivf.empty(large.quantizer),
+        documents=columns.empty_table(),
+        terms=postings.merge([]),
+    )
+    for name, part in files.items():
+        draft.register(name, part)
+    draft.write_bytes(shard.COARSE, large.quantizer.coarse)
+    draft.write_json(shard.LAYOUT_FILE, vars(layout))
+    return draft.commit(counts={"documents": 0})
 
 
 class OpenVersion:
@@ -232,8 +270,9 @@ class OpenVersion:
         self.index = version.open() if index is None else index
         self.config = IndexConfig.model_validate(self.index.manifest.config)
         self.included = list(version.included)
-        self.written = count_written(self.index)
         self.layout = shard.open_layout(self.index)
+        # Of a delta the log alone says which passages of a document are there, see LiveState.
+        self.whole_documents = index is not None and self.layout.passages
         self._coarse = shard.open_coarse(self.index)
 
     @cached_property

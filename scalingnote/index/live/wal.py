@@ -16,7 +16,6 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
@@ -35,14 +34,6 @@ _HEADER, _CRC = Struct("<4sIIQQ"), Struct("<I")  # the fields of Header; CRC-32 
 _FRAME = _HEADER.size + _CRC.size
 
 
-@dataclass(frozen=True)
-class Record:
-    """A record of a log."""
-
-    sequence: int
-    payload: bytes
-
-
 class Header(NamedTuple):
     """Header of a record; its fields are stored in this order."""
 
@@ -56,19 +47,18 @@ class Header(NamedTuple):
 class Log:
     """The writer of a log. Threads may append while one of them syncs."""
 
-    def __init__(self, folder: str | Path, *, after: int = 0, segment_bytes: int | None = None) -> None:
+    def __init__(self, folder: str | Path, *, after: int = 0) -> None:
         """Open the log for writing, and cut off an end that a crash has torn.
 
         Args:
             folder: of the log, created if missing.
             after: number that new records must exceed.
-            segment_bytes: size at which a segment is closed; None: SEGMENT_BYTES.
 
         Raises:
             ConfigError: another process writes this log.
             ArtifactError: an acknowledged record is damaged.
         """
-        self.folder, self._segment_bytes = Path(folder), segment_bytes or SEGMENT_BYTES
+        self.folder = Path(folder)
         make_folder(self.folder)
         self._lock_handle = lock_file(
             self.folder / "lock",
@@ -82,7 +72,7 @@ class Log:
             self._broken, self._closed = False, False
             if newest is None or last < after:  # all records here are older than `after`
                 last = max(last, after)
-                newest = start_segment(self.folder, last + 1)
+                newest = _start_segment(self.folder, last + 1)
             self._path = newest
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             self._size = os.fstat(self._file).st_size
@@ -103,7 +93,9 @@ class Log:
             raise ConfigError(f"a record of {len(payload):,} bytes is too large: write smaller batches")
         with self._lock:
             self._require_usable()
-            frame = encode_record(payload, sequence=self._next, acknowledged=self._acknowledged)
+            check = zlib.crc32(payload)
+            header = _HEADER.pack(*Header(_MAGIC, len(payload), check, self._next, self._acknowledged))
+            frame = header + _CRC.pack(zlib.crc32(header)) + payload
             try:
                 _write_all(self._file, frame)
             except OSError as error:
@@ -140,7 +132,7 @@ class Log:
                 with self._lock:
                     self._acknowledged = target
                     self._note()
-                    if self._size >= self._segment_bytes:
+                    if self._size >= SEGMENT_BYTES:
                         self._rotate_if_synced()
             return self._acknowledged
 
@@ -190,7 +182,7 @@ class Log:
     def _rotate_if_synced(self) -> None:
         """Begin a new segment, unless this one is empty or has a record that is not durable."""
         if self._size and self._next == self._acknowledged + 1:
-            path = start_segment(self.folder, self._next)
+            path = _start_segment(self.folder, self._next)
             os.close(self._file)
             self._path, self._file, self._size = path, os.open(path, os.O_WRONLY | os.O_APPEND), 0
 
@@ -224,8 +216,8 @@ def holds(folder: str | Path, *, after: int) -> bool:
     return last_acknowledged(folder) <= after or (bool(found) and found[0][0] <= after + 1)
 
 
-def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Iterator[Record]:
-    """Read acknowledged records in order; no lock is needed while a writer appends.
+def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Numbers and payloads of acknowledged records in order; no lock is needed while a writer appends.
 
     Args:
         folder: of the log.
@@ -243,10 +235,16 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
     for (first, path), end in zip(found, ends, strict=False):
         if not first <= expected < min(end, until + 1):
             continue
-        with _open(path) as stream:
-            for record, _ in records(stream, path, first=first, after=expected - 1):
-                yield record
-                expected += 1
+        try:
+            stream = path.open("rb")
+        except FileNotFoundError:
+            raise ArtifactError(
+                f"{path} was dropped while it was read: adopt the current index version"
+            ) from None
+        with stream:
+            for number, payload, _ in _records(stream, path, first=first, after=expected - 1):
+                yield number, payload
+                expected = number + 1
                 if expected > until:  # later records may be half written
                     break
     if expected <= until:
@@ -273,12 +271,12 @@ def _recover(folder: Path) -> tuple[int, Path | None]:
     last, end, durable = first - 1, 0, 0
     with path.open("rb+") as stream:
         try:
-            for record, stop in records(stream, path, first=first):
-                last, end = record.sequence, stop
-                durable = stop if last <= known else durable
+            for number, _, stop in _records(stream, path, first=first):
+                last, end = number, stop
+                durable = end if last <= known else durable
         except ArtifactError:
             stream.seek(end)
-            if max(known, highest_acknowledgement(stream.read())) > last:
+            if max(known, _highest_acknowledgement(stream.read())) > last:
                 raise
             torn = path.stat().st_size - end
             get_logger("index").warning("%s: %d bytes of an unfinished record are cut off", path, torn)
@@ -296,29 +294,14 @@ def _recover(folder: Path) -> tuple[int, Path | None]:
     return last, path
 
 
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:
-        raise ArtifactError(
-            f"{path} was dropped while it was read: adopt the current index version"
-        ) from None
-
-
 def _write_all(file: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
 
 
-def encode_record(payload: bytes, *, sequence: int, acknowledged: int) -> bytes:
-    """Bytes of a record in a segment."""
-    header = _HEADER.pack(*Header(_MAGIC, len(payload), zlib.crc32(payload), sequence, acknowledged))
-    return header + _CRC.pack(zlib.crc32(header)) + payload
-
-
-def records(stream: BinaryIO, path: Path, *, first: int, after: int = 0) -> Iterator[tuple[Record, int]]:
-    """Records of a segment above `after`, each with the offset of its end.
+def _records(stream: BinaryIO, path: Path, *, first: int, after: int = 0) -> Iterator[tuple[int, bytes, int]]:
+    """Number, payload and offset of the end of the records of a segment above `after`.
 
     ArtifactError where one is not whole. Of those before only headers are read: a process that follows the
     log has read them, and looks for the next one many times a second.
@@ -334,11 +317,11 @@ def records(stream: BinaryIO, path: Path, *, first: int, after: int = 0) -> Iter
         if not header or header[1:4] != (len(payload), zlib.crc32(payload), sequence):
             raise ArtifactError(f"{path} is damaged at byte {start}, record {sequence}: restore the file")
         start += len(data) + len(payload)
-        yield Record(sequence, payload), start
+        yield sequence, payload, start
         sequence += 1
 
 
-def highest_acknowledgement(data: bytes) -> int:
+def _highest_acknowledgement(data: bytes) -> int:
     """The highest acknowledged record that an intact header in these bytes names; 0 if there is none."""
     found, start = 0, data.find(_MAGIC)
     while start >= 0:
@@ -353,7 +336,7 @@ def segments(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.stem), path) for path in folder.glob("*.log"))
 
 
-def start_segment(folder: Path, first: int) -> Path:
+def _start_segment(folder: Path, first: int) -> Path:
     """Create an empty segment, durably."""
     path = folder / f"{first:020d}.log"
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
