@@ -19,7 +19,7 @@ from scalingnote.core import cluster
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents, tower_similarity
-from scalingnote.encode.parts import EncodedPart, Steps, size_for, write_parts
+from scalingnote.encode.parts import EncodedPart, size_for, write_parts
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import (
@@ -99,8 +99,10 @@ def run_queries(
         vocabulary_folder=draft.path("teacher"),
         tokens=config.tokens,
     )
-    steps = Steps(partial(read_queries, folder=draft.work(), pseudo=pseudo), encoder)
-    records = write_parts(steps, draft, rows=rows, resources=resources, unit="queries", knob=knob)
+    read = partial(read_queries, folder=draft.work(), pseudo=pseudo)
+    records = write_parts(
+        encoder, draft, read=read, rows=rows, resources=resources, unit="queries", knob=knob
+    )
     queries = sum(record["part"]["rows"] for record in records)
     return draft.commit(counts={"queries": queries}, similarity=tower_similarity(parents["dual_encoder"]))
 
