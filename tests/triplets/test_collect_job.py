@@ -306,7 +306,7 @@ SHARDS = {
     "scalingnote.triplets.collect.ranking.SHARDS_PER_SEARCH": 1,
     "scalingnote.triplets.collect.ranking.GROUP_QUERIES": 6,
     "scalingnote.triplets.collect.ranking.SCORED_QUERIES": 3,
-    "scalingnote.encode.lexical.frequencies.TEXTS_PER_BUCKET": 25,
+    "scalingnote.encode.lexical.words.TEXTS_PER_BUCKET": 25,
 }
 
 
@@ -337,7 +337,7 @@ def test_killed_in_every_step_no_finished_item_is_repeated(dataset, planner, tmp
         return run_slices(name, noted, slices, each=dying, **given)
 
     monkeypatch.setattr("scalingnote.triplets.collect.job.run_slices", dying_run_slices)
-    monkeypatch.setattr("scalingnote.encode.lexical.frequencies.run_slices", dying_run_slices)
+    monkeypatch.setattr("scalingnote.encode.lexical.words.run_slices", dying_run_slices)
     again = None
     while not again:
         with contextlib.suppress(KeyboardInterrupt):

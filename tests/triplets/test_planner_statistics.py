@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.encode.lexical.frequencies import add_counts, count_words, most_frequent
+from scalingnote.encode.lexical.words import add_counts, count_words, most_frequent
 from scalingnote.triplets.planner.planner import (
     WORD_COUNTS,
     Planner,
