@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from scalingnote.encode import word_tokenizer
-from scalingnote.encode.word_tokenizer import WordTokenizer
+from scalingnote.encode import lookup
+from scalingnote.encode.lookup import WordTokenizer
 from scalingnote.train.distillation.new_words import add_words
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", *"abcdé?!'中[]ß", *(f"##{letter}" for letter in "abcdé"), "ab", "##cd"]
@@ -45,7 +45,7 @@ QWEN, LLAMA = (
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         normalizer=normalizers.NFC(),
     )
-    for pattern in word_tokenizer._SPLITS
+    for pattern in lookup._SPLITS
 )
 NEW = ["ab", "a b", "b a", "ba ab", "b ba", "a-b", "abba", "b abb", "é a", "bb b"]
 TOKENIZERS = {
@@ -87,7 +87,7 @@ def test_a_word_is_tokenized_once_and_a_full_cache_starts_again(
         assert words.ids(texts[:2], 8) == expected[:2]
         with pytest.raises(AttributeError):
             words.ids(texts[2:], 8)  # a word so long is not kept
-    monkeypatch.setattr(word_tokenizer, "MAX_CACHED_WORDS", 2)
+    monkeypatch.setattr(lookup, "MAX_CACHED_WORDS", 2)
     words = WordTokenizer(TOKENIZERS[kind])
     assert words.ids(texts, 8) == expected == words.ids(texts, 8)
     assert len(words._others) <= 2
