@@ -119,16 +119,15 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
     """The forward pass over rows that were tokenised, sorted and packed beforehand."""
     import torch
 
-    from scalingnote.encode.documents import load_document_prompt, tokenise
+    from scalingnote.encode.documents import tokenise
     from scalingnote.encode.encoder import by_tokens
-    from scalingnote.encode.engines import load_document_encoder
+    from scalingnote.encode.engines import load_document_encoder, load_document_prompt
     from scalingnote.models.batch import collate
-    from scalingnote.models.prompt import from_columns
 
     torch.set_num_threads(1)
     made = open_artifact(towers, kind="dual_encoder")
     table = open_artifact(dataset, kind="dataset").table("documents").slice(0, most)
-    rows = from_columns(tokenise(table, load_document_prompt(made))[0])
+    rows = tokenise(table, load_document_prompt(made)).rows
     tower = load_document_encoder(made, budget).tower
     lengths = [len(row.ids) for row in rows]
     batches = [
@@ -158,7 +157,8 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     import torch
     from sentence_transformers import SentenceTransformer
 
-    from scalingnote.encode.documents import load_document_prompt, tokenise
+    from scalingnote.encode.documents import tokenise
+    from scalingnote.encode.engines import load_document_prompt
     from scalingnote.models.library_export import document_layout
 
     torch.set_num_threads(1)
@@ -168,10 +168,10 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     model = SentenceTransformer(str(folder), device="cpu")
     written = document_layout(made.read_json("document/tower.json")["prompt"], causal=True)
     texts = [written.format(**row) for row in table.select(["title", "topic", "content"]).to_pylist()]
-    lengths = tokenise(table, load_document_prompt(made))[0]["ids"]
+    rows = tokenise(table, load_document_prompt(made)).rows
     given: Row = {"batch_size": batch, "normalize_embeddings": True, "show_progress_bar": False}
     model.encode(texts[:16], **given)
-    tokens = sum(map(len, lengths.to_pylist()))
+    tokens = sum(len(row.ids) for row in rows)
     return rate(lambda: model.encode(texts, **given), tokens, f"{batch} rows")
 
 

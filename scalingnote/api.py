@@ -174,9 +174,8 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
     from scalingnote.core.log import get_logger
     from scalingnote.datasets.config import Passages
     from scalingnote.datasets.passages import tokenizer_json
-    from scalingnote.encode.documents import load_document_prompt
-    from scalingnote.encode.lengths import sample_counts
-    from scalingnote.encode.parts import cut_summary, lost_share
+    from scalingnote.encode.engines import load_document_prompt
+    from scalingnote.encode.lengths import cut_summary, lost_share, sample_counts
     from scalingnote.run import pipeline, stages
 
     if config.adopt is None:

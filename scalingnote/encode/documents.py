@@ -14,11 +14,11 @@ scattered, then by a bucket or a group. A repeated step writes the same files ag
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,35 +27,18 @@ import pyarrow.parquet as pq
 
 from scalingnote.core import cluster
 from scalingnote.core.config import dump
-from scalingnote.core.errors import ArtifactError, ConfigError, DataError
+from scalingnote.core.errors import ArtifactError, DataError
 from scalingnote.core.log import get_logger
 from scalingnote.encode import engines
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.encode.encodings import Cost, EncoderEngine
-from scalingnote.encode.engines import LoadEngine
-from scalingnote.encode.parts import (
-    EncodedPart,
-    PartRecord,
-    Rejections,
-    Steps,
-    cut_counts,
-    cut_summary,
-    size_for,
-    totals,
-    write_parts,
-)
-from scalingnote.models.prompt import DocumentPrompt, document_fields, from_columns, token_columns
+from scalingnote.encode.engines import EncoderEngine, LoadEngine, load_document_prompt
+from scalingnote.encode.lengths import cut_counts, cut_of, cut_summary
+from scalingnote.encode.parts import EncodedPart, PartRecord, Rejections, size_for, totals, write_parts
+from scalingnote.models.prompt import DocumentPrompt, TokenRow, document_fields
 from scalingnote.models.published_model import Similarity
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import (
-    Artifact,
-    Draft,
-    Part,
-    open_artifact,
-    read_table,
-    write_table,
-)
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, read_table, write_table
 from scalingnote.storage.schema import DOCUMENT_COLUMNS, TEXT_COLUMNS
 from scalingnote.storage.shuffle import NumberedSlice, run_slices, slices
 
@@ -63,10 +46,12 @@ log = get_logger("encode")
 LoadPrompt = Callable[[Artifact], DocumentPrompt]
 
 
-def load_document_prompt(towers: Artifact) -> DocumentPrompt:
-    """The prompt of an artifact's document tower, without its weights."""
-    tokenizer = towers.read_bytes("document/tokenizer.json").decode()
-    return DocumentPrompt.restore(towers.read_json("document/tower.json"), tokenizer)
+class TokenisedPart(NamedTuple):
+    """Documents, as a tower reads them."""
+
+    documents: pa.Table  # that can be encoded, without their texts
+    rows: list[TokenRow]  # of each of them
+    rejected: Rejections  # the others
 
 
 def encode_documents(
@@ -101,37 +86,32 @@ def encode_documents(
     draft = Draft(output, kind="embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    views = engines.check_tower(config, towers)
-    if missing := sorted(set(config.views) - set(views)):
-        raise ConfigError(
-            f"{towers.uri} gives no view {missing} of a document with the engine {config.engine}; "
-            f"it gives {list(views)}"
-        )
+    engines.check_tower(config, towers)
     resources = size_for(config.resources, towers, "document")
     cluster.check_resources_early(resources, knob="encode.resources", task_cpus=resources.readers)
     engines.check_installed(config)
-    load_encoder = load_encoder or engines.engine_loader(config)
     source, base = parents["dataset"], parents.get("base")
-    parts = source.names("documents/", ".parquet")
-    rows = {embeddings_part(name): count for name, count in source.rows_of(parts).items()}
     counts = {} if base is None else compare_with_base(source, base, draft)
-    read = partial(read_documents, source=source, towers=towers, load_prompt=load_prompt)
-    steps = Steps(
-        partial(read, base=base, folder=draft.work("base")),
+    load_encoder = load_encoder or engines.engine_loader(config)
+    records = write_parts(
         partial(DocumentPartEncoder, config=config, towers=towers, load_encoder=load_encoder),
+        draft,
+        read=partial(
+            read_documents,
+            source=source,
+            towers=towers,
+            load_prompt=load_prompt,
+            base=base,
+            folder=draft.work("base"),
+        ),
+        rows={
+            embeddings_part(n): c for n, c in source.rows_of(source.names("documents/", ".parquet")).items()
+        },
+        resources=resources,
+        unit="documents",
     )
-    records = write_parts(steps, draft, rows=rows, resources=resources, unit="documents")
     rejected = [row for record in records for row in record["rejected"] + _rejections_of_part(record, source)]
-    draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
-    counts |= {
-        "documents": sum(record["part"]["rows"] for record in records),
-        "rejected": len(rejected),
-        "tokens": sum(record["tokens"] for record in records),
-    } | cut_counts(records)
-    if counts["cut_texts"]:
-        log.warning("%s", cut_summary(counts))
-    if not counts["documents"]:
-        raise DataError(f"none of {sum(rows.values())} documents could be encoded: {rejected[:1]}")
+    counts |= write_rejected(draft, records, rejected)
     return draft.commit(counts=counts, encoding=totals(records), similarity=tower_similarity(towers))
 
 
@@ -140,8 +120,24 @@ def _rejections_of_part(record: PartRecord, source: Artifact) -> Rejections:
     if "set_aside" not in record:
         return []
     reason = f"its part could not be encoded: {record['set_aside'].strip().splitlines()[-1]}"
-    doc_ids = source.table(record["name"].replace("embeddings/", "documents/", 1), ["doc_id"])["doc_id"]
+    doc_ids = source.table(_documents_part(record["name"]), ["doc_id"])["doc_id"]
     return [{"table": "documents", "row": doc_id, "reason": reason} for doc_id in doc_ids.to_pylist()]
+
+
+def write_rejected(draft: Draft, records: Sequence[PartRecord], rejected: Rejections) -> dict[str, int]:
+    """Write the table of documents that are not encoded; returns the counts of all, and warns of cut ones.
+
+    DataError if no document is encoded.
+    """
+    documents = sum(record["part"]["rows"] for record in records)
+    if not documents:
+        raise DataError(f"none of {len(rejected):,} documents could be encoded: {rejected[:1]}")
+    draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
+    tokens = sum(record["tokens"] for record in records)
+    counts = {"documents": documents, "rejected": len(rejected), "tokens": tokens, **cut_counts(records)}
+    if counts["cut_texts"]:
+        log.warning("%s", cut_summary(counts))
+    return counts
 
 
 def tower_similarity(towers: Artifact) -> Similarity:
@@ -178,26 +174,18 @@ def read_documents(
     load_prompt: LoadPrompt,
     base: Artifact | None,
     folder: str,
-) -> tuple[pa.Table, pa.Table | None, Rejections]:
-    """Input of a part: token rows to encode, embeddings to copy, and documents that cannot be encoded."""
-    documents = source.table(name.replace("embeddings/", "documents/", 1), DOCUMENT_COLUMNS)
+) -> tuple[TokenisedPart, pa.Table | None]:
+    """Input of a part of embeddings: documents to encode, and embeddings to copy."""
+    part = _documents_part(name)
+    documents = source.table(part, DOCUMENT_COLUMNS)
     documents = documents.append_column(schema.CONTENT_HASH, content_hashes(documents))
     documents = documents.append_column("row", pa.array(np.arange(len(documents), dtype=np.int32)))
     copies = None
     if base is not None:
-        number = _part_numbers(source.uri)[name]
-        copies = read_copies(number, folder=folder, base=base)
+        copies = read_copies(part, folder=folder, base=base)
         same = pc.is_in(documents["row"], value_set=copies["row"].combine_chunks())
         documents = documents.filter(pc.invert(same))
-    tokens, rejected = tokenise(documents, _prompt(load_prompt, towers.uri, towers.manifest.kind))
-    return tokens, copies, rejected
-
-
-@functools.lru_cache(1)
-def _part_numbers(dataset: str) -> dict[str, int]:
-    """Part of embeddings -> number of its part of documents, of the data set at a URI."""
-    parts = open_artifact(dataset, kind="dataset").table_parts("documents")
-    return {embeddings_part(part): number for number, part in enumerate(parts)}
+    return tokenise(documents, _prompt(load_prompt, towers.uri, towers.manifest.kind)), copies
 
 
 @functools.cache
@@ -205,29 +193,20 @@ def _prompt(load: LoadPrompt, uri: str, kind: str) -> DocumentPrompt:
     return load(open_artifact(uri, kind=kind))
 
 
-def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rejections]:
-    """Token rows of documents.
+def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> TokenisedPart:
+    """Token rows of documents: a table with doc_id, title, topic, content, and any other columns.
 
-    Args:
-        documents: a table with doc_id, title, topic, content, and any other columns; null is an empty text.
-        prompt: of the document tower.
-
-    Returns:
-        The documents that can be encoded, in order, with ``ids`` and ``positions`` in place of the texts, and
-        how many tokens are ``lost`` because the model does not read them; and the others with the reason.
+    null is an empty text.
     """
-    rows, encodable, rejected = [], [], []
-    results = prompt.rows(*document_fields(documents))
-    for doc_id, row in zip(documents["doc_id"].to_pylist(), results, strict=True):
-        encodable.append(not isinstance(row, DataError))
-        if isinstance(row, DataError):
-            rejected.append({"table": "documents", "row": doc_id, "reason": str(row)})
-        else:
-            rows.append(row)
-    table = documents.drop_columns(TEXT_COLUMNS).filter(pa.array(encodable, pa.bool_()))
-    for name, column in token_columns([rows], views=prompt.width).items():
-        table = table.append_column(name, column)
-    return table.append_column("lost", pa.array([row.lost for row in rows], pa.int64())), rejected
+    found = prompt.rows(*document_fields(documents))
+    rows = [row for row in found if isinstance(row, TokenRow)]
+    encodable = pa.array([isinstance(row, TokenRow) for row in found], pa.bool_())
+    rejected = [
+        {"table": "documents", "row": doc_id, "reason": str(row)}
+        for doc_id, row in zip(documents["doc_id"].to_pylist(), found, strict=True)
+        if isinstance(row, DataError)
+    ]
+    return TokenisedPart(documents.drop_columns(TEXT_COLUMNS).filter(encodable), rows, rejected)
 
 
 class DocumentPartEncoder:
@@ -239,35 +218,33 @@ class DocumentPartEncoder:
         self._similarity = tower_similarity(towers)
         self.peak = self._encoder.peak()
 
-    def __call__(self, _: str, part: tuple[pa.Table, pa.Table | None, Rejections]) -> EncodedPart:
+    def __call__(self, _: str, part: tuple[TokenisedPart, pa.Table | None]) -> EncodedPart:
         """Embeddings of a part, with the copied ones in their rows."""
-        tokens, copies, rejected = part
-        views: list[str] = list(self._config.views)
-        dtype = self._config.dtype
-        encoding = self._encoder.encode_with_cost(from_columns(tokens), top_k=self._config.top_k)
-        matrices = [encoding.embeddings[:, self._encoder.views.index(view)] for view in views]
-        searched = (arrow.as_searched(matrix, self._similarity) for matrix in matrices)
-        columns = [arrow.to_arrow(matrix, dtype=dtype) for matrix in searched]
+        (documents, rows, rejected), copies = part
+        encoding = self._encoder.encode_with_cost(rows, top_k=self._config.top_k)
+        views, dtype = list(self._config.views), self._config.dtype
+        columns = [documents["doc_id"], documents["content_hash"]]
+        for view in views:
+            matrix = encoding.embeddings[:, self._encoder.views.index(view)]
+            columns.append(arrow.to_arrow(arrow.as_searched(matrix, self._similarity), dtype=dtype))
         columns += encoding.terms.columns() if encoding.terms else []
         sparse = encoding.terms is not None
         layout = schema.embeddings(views, self._encoder.dim, dtype=dtype, sparse=sparse)
-        table = pa.table([tokens["doc_id"], tokens["content_hash"], *columns], schema=layout)
+        table = pa.table(columns, schema=layout)
         if copies is not None and len(copies):
-            fresh = table.append_column("row", tokens["row"])
+            fresh = table.append_column("row", documents["row"])
             table = pa.concat_tables([fresh, copies.select(fresh.column_names)]).sort_by("row")
             table = table.drop_columns("row").cast(layout)
-        return EncodedPart(table, encoding.cost + cut_of(tokens), rejected)
-
-
-def cut_of(tokens: pa.Table) -> Cost:
-    """How many token rows of :func:`tokenise` are cut, and of how many tokens."""
-    lost = tokens["lost"].to_numpy()
-    return Cost(cut_texts=int(np.count_nonzero(lost)), lost_tokens=int(lost.sum()))
+        return EncodedPart(table, encoding.cost + cut_of(rows), rejected)
 
 
 def embeddings_part(part: str) -> str:
     """The part of embeddings of a part of documents."""
     return part.replace("documents/", "embeddings/", 1)
+
+
+def _documents_part(part: str) -> str:
+    return part.replace("embeddings/", "documents/", 1)
 
 
 # --- changes since earlier embeddings ---------------------------------------------------------------
@@ -281,17 +258,12 @@ COPY = pa.schema({name: pa.int32() for name in ("part", "row", "base_part", "bas
 
 def content_hashes(documents: pa.Table) -> pa.Array:
     """A hash of each document's title, topic and content: equal as long as none of them changed."""
-    texts = zip(*(documents[name].to_pylist() for name in TEXT_COLUMNS), strict=True)
-    return pa.array(
+    hashes = []
+    for fields in zip(*(documents[name].to_pylist() for name in TEXT_COLUMNS), strict=True):
         # Lengths come first, so that moving text from one field to the next changes the hash.
-        [
-            hashlib.blake2b(
-                b"".join(b"%d:%s" % (len(text), text) for text in map(str.encode, fields)), digest_size=16
-            ).digest()
-            for fields in texts
-        ],
-        schema.CONTENT_HASH.type,
-    )
+        text = b"".join(b"%d:%s" % (len(field), field) for field in map(str.encode, fields))
+        hashes.append(hashlib.blake2b(text, digest_size=16).digest())
+    return pa.array(hashes, schema.CONTENT_HASH.type)
 
 
 def compare_with_base(source: Artifact, base: Artifact, draft: Draft) -> dict[str, int]:
@@ -314,7 +286,7 @@ def compare_with_base(source: Artifact, base: Artifact, draft: Draft) -> dict[st
         run(f"scatter-{table}", task, slices(artifact, table, rows=MAX_SLICE_ROWS))
     compared = run("compare", partial(compare_bucket, folder=folder, output=draft.uri), range(buckets))
     groups = range(-(-len(source.table_parts("documents")) // PARTS_PER_GROUP))
-    copied = run("copies", partial(write_copies, folder=folder), groups)
+    copied = run("copies", partial(write_copies, source=source, folder=folder), groups)
     for record in compared:
         draft.register(record["name"], Part(**record["part"]))
     counts = {kind: sum(record[kind] for record in compared) for kind in ("added", "changed", "deleted")}
@@ -351,20 +323,17 @@ def compare_bucket(item: tuple[int, int], *, folder: str, output: str) -> dict[s
         for table in ("documents", "embeddings")
     )
     at = pc.index_in(now["doc_id"], value_set=then["doc_id"].combine_chunks())
-    known = np.asarray(pc.is_valid(at))
-    before = then.take(at.filter(pa.array(known)))
-    same = np.zeros(len(now), bool)
-    same[known] = np.asarray(pc.equal(now["content_hash"].filter(pa.array(known)), before["content_hash"]))
-    copy = now.filter(pa.array(same)).select(["part", "row"])
-    for name in ("part", "row"):
-        copy = copy.append_column(f"base_{name}", before[name].filter(pa.array(same[known])))
+    before = then.take(at)  # null for a document that was not there
+    known, same = at.is_valid(), pc.fill_null(pc.equal(now["content_hash"], before["content_hash"]), False)
+    columns = [now["part"], now["row"], before["part"], before["row"]]
+    copy = pa.table(columns, schema=COPY).filter(same)
     group = np.asarray(copy["part"]).astype(np.int64) // PARTS_PER_GROUP
     shuffle.scatter(copy, group, target=fs.join(folder, "copies"), name=f"{bucket:05d}")
 
     gone = pc.invert(pc.is_in(then["doc_id"], value_set=now["doc_id"].combine_chunks()))
     kinds = {
-        "added": now["doc_id"].filter(pa.array(~known)),
-        "changed": now["doc_id"].filter(pa.array(known & ~same)),
+        "added": now["doc_id"].filter(pc.invert(known)),
+        "changed": now["doc_id"].filter(pc.and_not(known, same)),
         "deleted": then["doc_id"].filter(gone),
     }
     changes = pa.concat_tables(
@@ -376,31 +345,27 @@ def compare_bucket(item: tuple[int, int], *, folder: str, output: str) -> dict[s
     return {"name": name, "part": asdict(part), **{kind: len(ids) for kind, ids in kinds.items()}}
 
 
-def write_copies(item: tuple[int, int], *, folder: str) -> int:
+def write_copies(item: tuple[int, int], *, source: Artifact, folder: str) -> int:
     """Write which rows each part of a group copies; returns their number."""
     copies = shuffle.gather(fs.join(folder, "copies"), item[1], schema=COPY)
     copies = copies.sort_by([("part", "ascending"), ("row", "ascending")])
+    parts = source.table_parts("documents")
     numbers, starts = np.unique(np.asarray(copies["part"]), return_index=True)
     spans = pairwise([*starts.tolist(), len(copies)])
     for number, (start, stop) in zip(numbers.tolist(), spans, strict=True):
-        write_table(_copies_uri(folder, number), copies.slice(start, stop - start))
+        write_table(fs.join(folder, parts[number]), copies.slice(start, stop - start))
     return len(copies)
 
 
-def read_copies(number: int, *, folder: str, base: Artifact) -> pa.Table:
-    """The rows that a part copies from `base`: columns of its embeddings, and ``row``, their place."""
-    uri = _copies_uri(folder, number)
+def read_copies(part: str, *, folder: str, base: Artifact) -> pa.Table:
+    """What a part of documents copies from `base`: columns of its embeddings, and ``row``, their place."""
     parts = base.table_parts("embeddings")
     layout = pq.read_schema(base.open(parts[0])).append(COPY.field("row"))
     tables = [layout.empty_table()]
-    if fs.exists(uri):
+    if fs.exists(uri := fs.join(folder, part)):
         copies = read_table(uri)
-        for part in np.unique(np.asarray(copies["base_part"])).tolist():
-            from_part = copies.filter(pc.equal(copies["base_part"], part))
-            rows = base.table(parts[part]).take(from_part["base_row"].combine_chunks())
+        for number in np.unique(np.asarray(copies["base_part"])).tolist():
+            from_part = copies.filter(pc.equal(copies["base_part"], number))
+            rows = base.table(parts[number]).take(from_part["base_row"].combine_chunks())
             tables.append(rows.append_column("row", from_part["row"]))
     return pa.concat_tables(tables).sort_by("row")
-
-
-def _copies_uri(folder: str, number: int) -> str:
-    return fs.join(folder, "copy", f"{number:05d}.parquet")

@@ -14,7 +14,7 @@ from numpy import ndarray
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import get_logger
 from scalingnote.core.words import checked_texts
-from scalingnote.encode.encodings import Cost, RowEncoding, TopTerms
+from scalingnote.encode.engines import Cost, RowEncoding, TopTerms
 from scalingnote.models import flops
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.dual_encoder import load_tower

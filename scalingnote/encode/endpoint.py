@@ -1,17 +1,20 @@
-"""An embedding model behind HTTP: its answers, each text asked for once.
+"""The stages teacher and encode where the model is behind HTTP: each text is asked for once.
 
     ask    texts ─► batches by tokens ─► requests, several at once ─► a file for each answer
     read   texts ─► their vectors in those files
 
+No worker is started, threads wait. All texts of a stage are in memory, their vectors a part at a time.
+
 A provider charges for each text, so an answer is a file before its vectors are used: a run after a kill asks
-for the other texts only. A batch that is refused is halved; a text that is refused alone, or has a vector
-that search cannot use, is set aside with the reason.
+for the other texts only. Answers lie beside the artifacts of the stage, so that other settings of a run, as
+more texts, ask for new texts only. A batch that is refused is halved; a text that is refused alone, or has a
+vector that search cannot use, is set aside with the reason.
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -22,15 +25,97 @@ from numpy import ndarray
 from scalingnote.core.errors import ConfigError, EndpointError
 from scalingnote.core.log import Progress, get_logger
 from scalingnote.encode.config import EndpointConfig
+from scalingnote.encode.documents import content_hashes, embeddings_part
 from scalingnote.encode.endpoint_client import EndpointClient, RefusedTextsError
+from scalingnote.models.prompt import document_fields
 from scalingnote.models.published_model import Role
-from scalingnote.storage import arrow
+from scalingnote.storage import arrow, schema
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import read_table, write_table
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table, write_table
+from scalingnote.storage.schema import DOCUMENT_COLUMNS, INDEXED_VIEW
 
 BYTES_PER_TOKEN = 4  # of UTF-8: English 4 to 5, Chinese 3 to 4 by the tokenizers of current models
 BATCH_TEXTS, TEI_BATCH_TEXTS = 256, 32  # of a request; TEI refuses more by default
 log = get_logger("encode")
+
+
+def run_queries(config: EndpointConfig, *, pseudo_queries: str, output: str) -> Artifact:
+    """Build the artifact `query_embeddings` of pseudo-queries; texts that are set aside are in `rejected`.
+
+    Raises:
+        ConfigError, EndpointError: as :meth:`Endpoint.ask`; or no text has a vector.
+    """
+    source = open_artifact(pseudo_queries, kind="pseudo_queries")
+    draft = Draft(output, kind="query_embeddings", config=config, parents={"pseudo_queries": source})
+    if draft.finished:
+        return draft.existing()
+
+    def columns(part: pa.Table, vectors: np.ndarray) -> pa.Table:
+        return part.select(["query_id", "query", "split"]).append_column(
+            schema.embedding_field("embedding", vectors.shape[1]), arrow.to_arrow(vectors)
+        )
+
+    parts = {name.replace("queries/", "embeddings/", 1): name for name in source.table_parts("queries")}
+    tables = {ours: source.table(name, schema.PSEUDO_QUERIES.names) for ours, name in parts.items()}
+    texts = {name: table["query"].to_pylist() for name, table in tables.items()}
+    return _build(draft, config, "query", tables, texts, columns)
+
+
+def run_documents(config: EndpointConfig, *, dataset: str, output: str) -> Artifact:
+    """Build the artifact `embeddings` of a dataset's documents, each as ``title content``, of length 1.
+
+    Raises:
+        ConfigError, EndpointError: as :func:`run_queries`.
+    """
+    source = open_artifact(dataset, kind="dataset")
+    draft = Draft(output, kind="embeddings", config=config, parents={"dataset": source})
+    if draft.finished:
+        return draft.existing()
+
+    def columns(part: pa.Table, vectors: np.ndarray) -> pa.Table:
+        layout = schema.embeddings([INDEXED_VIEW], vectors.shape[1])
+        found = arrow.to_arrow(arrow.l2_normalize(vectors))
+        return pa.table([part["doc_id"], content_hashes(part), found], schema=layout)
+
+    tables = {
+        embeddings_part(name): source.table(name, DOCUMENT_COLUMNS)
+        for name in source.table_parts("documents")
+    }
+    texts = {}
+    for name, table in tables.items():
+        titles, _, contents = document_fields(table)
+        texts[name] = [" ".join(filter(None, both)) for both in zip(titles, contents, strict=True)]
+    return _build(draft, config, "document", tables, texts, columns)
+
+
+def _build(
+    draft: Draft,
+    config: EndpointConfig,
+    role: Role,
+    tables: dict[str, pa.Table],
+    texts: dict[str, list[str]],
+    columns: Callable[[pa.Table, np.ndarray], pa.Table],
+) -> Artifact:
+    """Ask for the texts of all parts, then write each part's rows that have a vector."""
+    kind, id_column = ("queries", "query_id") if role == "query" else ("documents", "doc_id")
+    endpoint = Endpoint(config, fs.join(draft.uri.rsplit("/", 1)[0], "answers"), role)
+    usage = endpoint.ask([text for part in texts.values() for text in part])
+    rows, rejected = 0, []
+    for name, table in tables.items():
+        vectors, problems = endpoint.read(texts[name])
+        ids = table[id_column]
+        rejected += [{"table": kind, "row": ids[n].as_py(), "reason": why} for n, why in problems.items()]
+        kept = np.setdiff1d(np.arange(len(table)), [*problems])
+        if len(kept):
+            draft.write_table(name, columns(table.take(pa.array(kept)).combine_chunks(), vectors[kept]))
+        rows += len(kept)
+    if not rows:
+        raise EndpointError(f"no text has a vector: {rejected[:1]}")
+    if rejected:
+        log.warning("%s %s are set aside: %s", f"{len(rejected):,}", kind, rejected[0]["reason"])
+    draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
+    counts = {kind: rows, "rejected": len(rejected)}
+    return draft.commit(counts=counts, similarity="cosine", endpoint=usage)
 
 
 class Endpoint:
@@ -67,11 +152,10 @@ class Endpoint:
         """
         distinct = dict.fromkeys(self._prefix + text for text in texts)
         waiting = [text for text in distinct if _digest(text) not in self._places]
-        first = sorted(waiting, key=lambda text: (not text.strip(), len(text)))[:1]
-        batches = [
-            *([first] if first else []),
-            *self._batches([text for text in waiting if text not in first]),
-        ]
+        if not waiting:
+            return self._client.usage
+        first = min(waiting, key=lambda text: (not text.strip(), len(text)))
+        batches = [[first], *self._batches(text for text in waiting if text != first)]
         tokens = sum(map(_tokens, waiting))
         log.info(
             "%s of %s texts are to be asked for: about %s requests and %s tokens, at %s",
@@ -84,8 +168,7 @@ class Endpoint:
                 f"{len(waiting):,} texts take about {len(batches):,} requests and {tokens:,} tokens, and "
                 f"endpoint.max_requests is {limit:,}: raise it, or give fewer texts"
             )
-        if batches:
-            self._ask_all(batches, total=len(waiting))
+        self._ask_all(batches, total=len(waiting))
         return self._client.usage
 
     def _ask_all(self, batches: Sequence[list[str]], *, total: int) -> None:
@@ -112,10 +195,10 @@ class Endpoint:
         told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in usage.items())
         log.info("the endpoint: %s", told)
         if cut := usage.get("cut_texts"):
-            lost = f"{usage['lost_tokens']:,} of {usage['tokens']:,} tokens"
             log.warning(
-                "%s texts are longer than the endpoint's model reads, %s are lost: see dataset.passages",
-                *(f"{cut:,}", lost),
+                "%s texts are longer than the endpoint's model reads, %s of %s tokens are lost: "
+                "see dataset.passages",
+                *(f"{count:,}" for count in (cut, usage["lost_tokens"], usage["tokens"])),
             )
 
     def read(self, texts: Sequence[str]) -> tuple[Float32[ndarray, "texts dim"], dict[int, str]]:
@@ -137,7 +220,7 @@ class Endpoint:
 
     # --- answers ----------------------------------------------------------------------------------------
 
-    def _batches(self, texts: Sequence[str]) -> Iterator[list[str]]:
+    def _batches(self, texts: Iterable[str]) -> Iterator[list[str]]:
         most = self._config.batch_texts or (TEI_BATCH_TEXTS if self._config.is_tei else BATCH_TEXTS)
         batch: list[str] = []
         tokens = 0

@@ -1,4 +1,4 @@
-"""Engines that turn the token rows of documents into embeddings, behind one interface.
+"""Engines that turn the token rows of documents into embeddings, behind one interface, and what they give.
 
     own                     Encoder: packed rows, every view, the sparse head
     sentence-transformers   the modules of the library, padded rows, the indexed view
@@ -11,17 +11,19 @@ of a published model, of its Router's document route, or those that a trained to
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import pyarrow as pa
+from jaxtyping import Float, Int
+from numpy import ndarray
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.encode.encodings import Cost, EncoderEngine, RowEncoding
-from scalingnote.models.prompt import TokenRow, indexed_view
+from scalingnote.models.prompt import DocumentPrompt, TokenRow, indexed_view
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import EncodeConfig
@@ -34,18 +36,84 @@ VLLM_POOLING = {"cls": "CLS", "mean": "MEAN", "last": "LAST"}  # our names of vL
 _TOWER = "document/tower.json"
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Work of a forward pass."""
+
+    tokens: int = 0  # without padding
+    padded: int = 0  # with padding
+    flops: float = 0.0  # 0 if the shape of the architecture is unknown
+    cut_texts: int = 0  # that are longer than the model reads
+    lost_tokens: int = 0  # of these, which are not read
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+@dataclass(frozen=True)
+class TopTerms:
+    """Up to k terms of each row by a sparse head, in any order; a weight of 0 means no term."""
+
+    terms: Int[ndarray, "rows k"]
+    impacts: Float[ndarray, "rows k"]
+
+    @classmethod
+    def empty(cls, rows: int, k: int) -> "TopTerms":
+        """Rows without terms."""
+        return cls(np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float16))
+
+    def put(
+        self,
+        rows: Int[ndarray, " chosen"],
+        terms: Int[ndarray, "chosen k"],
+        impacts: Float[ndarray, "chosen k"],
+    ) -> None:
+        """Set the terms of some rows; fewer than k if the vocabulary is smaller."""
+        width = terms.shape[1]
+        self.terms[rows, :width], self.impacts[rows, :width] = terms, impacts
+
+    def columns(self) -> list[pa.Array]:
+        """List columns ``terms``, ascending in each row, and ``impacts``."""
+        order = np.argsort(self.terms, axis=1, kind="stable")
+        terms, impacts = (np.take_along_axis(part, order, axis=1) for part in (self.terms, self.impacts))
+        kept = impacts > 0
+        offsets = np.concatenate([[0], kept.sum(1).cumsum()]).astype(np.int32)
+        return [pa.ListArray.from_arrays(offsets, pa.array(part[kept])) for part in (terms, impacts)]
+
+
+class RowEncoding(NamedTuple):
+    """The result of an engine for some token rows."""
+
+    embeddings: Float[ndarray, "rows views dim"]  # not normalised
+    terms: TopTerms | None  # None for a tower without a sparse head
+    cost: Cost
+
+
+@runtime_checkable
+class EncoderEngine(Protocol):
+    """An encoder of token rows, which a worker loads once."""
+
+    dim: int
+    views: tuple[str, ...]  # of the embeddings of a row, in order
+
+    def encode_with_cost(self, rows: Sequence[TokenRow], *, top_k: int = 256) -> RowEncoding:
+        """Embeddings of token rows, with a sparse head their `top_k` terms of largest weight, and cost."""
+
+    def peak(self) -> float:
+        """FLOPs per second of large matrix products in this process."""
+
+
 LoadEngine = Callable[["Artifact", int], Any]  # of an artifact and a token budget; an EncoderEngine
 
 
 def engine_loader(config: "EncodeConfig") -> LoadEngine:
     """A function that loads the engine of a config in a worker, given the towers and a token budget."""
-    match config.engine:
-        case "own":
-            return load_document_encoder
-        case "sentence-transformers":
-            return load_library
-        case "vllm":
-            return partial(load_vllm, gpus=max(int(config.resources.gpus_per_worker), 1))
+    loaders: dict[str, LoadEngine] = {
+        "own": load_document_encoder,
+        "sentence-transformers": load_library,
+        "vllm": partial(load_vllm, gpus=max(int(config.resources.gpus_per_worker), 1)),
+    }
+    return loaders[config.engine]
 
 
 def check_installed(config: "EncodeConfig") -> None:
@@ -68,15 +136,21 @@ def check_installed(config: "EncodeConfig") -> None:
         )
 
 
-def check_tower(config: "EncodeConfig", towers: "Artifact") -> tuple[str, ...]:
-    """The views that the engine of a config gives of a document; reads settings, no weights.
+def check_tower(config: "EncodeConfig", towers: "Artifact") -> None:
+    """Check that the engine of a config gives its views of a document; reads settings, no weights.
 
     Raises:
-        ConfigError: the engine cannot encode with these towers.
+        ConfigError: the engine cannot encode with these towers, or gives other views.
     """
-    from scalingnote.models import published_model  # late: it imports the hub's client
-    from scalingnote.storage import filesystem as fs
+    views = _views(config, towers)
+    if missing := sorted(set(config.views) - set(views)):
+        raise ConfigError(
+            f"{towers.uri} gives no view {missing} of a document with the engine {config.engine}; "
+            f"it gives {list(views)}"
+        )
 
+
+def _views(config: "EncodeConfig", towers: "Artifact") -> tuple[str, ...]:
     if not towers.names("document/"):  # a cross-encoder, which gives one embedding of a document
         if config.engine != "own":
             raise _refusal(config, towers, "a cross-encoder reads pairs, which only the engine own encodes")
@@ -89,6 +163,9 @@ def check_tower(config: "EncodeConfig", towers: "Artifact") -> tuple[str, ...]:
     if "document/modules.json" not in towers.names("document/"):
         raise _refusal(config, towers, "it is saved without the files of sentence-transformers")
     if config.engine == "vllm":
+        from scalingnote.models import published_model  # late: it imports the hub's client
+        from scalingnote.storage import filesystem as fs
+
         settings = [name for name in towers.names("document/") if name.endswith(".json")]
         folder = fs.download(towers.uri, settings, version=towers.digest) / "document"
         model = published_model.read(folder, "document")
@@ -105,6 +182,13 @@ def _refusal(config: "EncodeConfig", towers: "Artifact", reason: str) -> ConfigE
 
 def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def load_document_prompt(towers: "Artifact") -> DocumentPrompt:
+    """The prompt of an artifact's document tower, without its weights."""
+    return DocumentPrompt.restore(
+        towers.read_json(_TOWER), towers.read_bytes("document/tokenizer.json").decode()
+    )
 
 
 def load_document_encoder(towers: "Artifact", token_budget: int) -> "Encoder":

@@ -8,9 +8,7 @@ bounded by a slice, then by a bucket. A repeated step writes the same files agai
 affect which queries are encoded.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,16 +17,10 @@ from scalingnote.core import cluster
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents, tower_similarity
-from scalingnote.encode.parts import EncodedPart, Steps, size_for, write_parts
+from scalingnote.encode.parts import EncodedPart, size_for, write_parts
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import (
-    Artifact,
-    Draft,
-    open_artifact,
-    read_table,
-    write_table,
-)
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table, write_table
 from scalingnote.storage.shuffle import NumberedSlice, run_slices
 
 QUERIES_PER_BUCKET = 1 << 20
@@ -37,8 +29,7 @@ QUERY_TABLES = {
     "triplets": schema.QUERIES,
     "generated": pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()}),
 }
-QueryFile = dict[str, Any]  # "name" of a file of queries, and its "rows"
-_PSEUDO = "pseudo-"  # prefix of the names of parts with pseudo-queries
+_PSEUDO = "embeddings/pseudo-"  # how names of parts with pseudo-queries begin
 
 
 def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -> Artifact:
@@ -84,11 +75,12 @@ def run_queries(
         return draft.existing()
     resources, knob = size_for(config.resources, parents["dual_encoder"], "query"), "teacher.resources"
     cluster.check_resources_early(resources, knob=knob, task_cpus=resources.readers)
-    pieces = []
+    rows, pseudo = {}, parents.get("pseudo_queries")
     if triplets is not None:
-        pieces = write_distinct_queries(parents["triplets"], draft.work())
-    pseudo = parents.get("pseudo_queries")
-    rows = embedding_parts(pieces, pseudo)
+        rows = write_distinct_queries(parents["triplets"], draft.work())
+    if pseudo is not None:
+        sizes = pseudo.rows_of(pseudo.table_parts("queries"))
+        rows |= {name.replace("queries/part-", _PSEUDO): count for name, count in sizes.items()}
     if not rows:
         raise DataError(f"{triplets} holds no queries: re-run collect")
     encoder = partial(
@@ -99,8 +91,10 @@ def run_queries(
         vocabulary_folder=draft.path("teacher"),
         tokens=config.tokens,
     )
-    steps = Steps(partial(read_queries, folder=draft.work(), pseudo=pseudo), encoder)
-    records = write_parts(steps, draft, rows=rows, resources=resources, unit="queries", knob=knob)
+    read = partial(read_queries, folder=draft.work(), pseudo=pseudo)
+    records = write_parts(
+        encoder, draft, read=read, rows=rows, resources=resources, unit="queries", knob=knob
+    )
     queries = sum(record["part"]["rows"] for record in records)
     return draft.commit(counts={"queries": queries}, similarity=tower_similarity(parents["dual_encoder"]))
 
@@ -108,15 +102,17 @@ def run_queries(
 # --- distinct queries of triplets ----------------------------------------------------------------------
 
 
-def write_distinct_queries(triplets: Artifact, folder: str) -> list[QueryFile]:
-    """Write the distinct queries of triplets as pieces, in tasks; a killed run's finished tasks are kept."""
+def write_distinct_queries(triplets: Artifact, folder: str) -> dict[str, int]:
+    """Write the distinct queries of triplets as pieces, in tasks; a killed run's finished tasks are kept.
+
+    Returns the part of embeddings of each piece, which is its name in `folder`, too, and its rows.
+    """
     buckets = bucket_count(triplets)
     run = partial(run_slices, folder=folder, each=cluster.map_tasks, section="encode", unit="tasks")
     scatter = partial(scatter_queries, triplets=triplets, folder=folder, buckets=buckets)
     run("scatter", scatter, shuffle.slices(triplets, *QUERY_TABLES))
-    merge = partial(merge_bucket, folder=folder)
-    merged: list[list[QueryFile]] = run("merge", merge, range(buckets))
-    return [piece for pieces in merged for piece in pieces]
+    merged: list[dict[str, int]] = run("merge", partial(merge_bucket, folder=folder), range(buckets))
+    return {name: rows for pieces in merged for name, rows in pieces.items()}
 
 
 def bucket_count(triplets: Artifact) -> int:
@@ -146,8 +142,8 @@ def scatter_queries(item: NumberedSlice, *, triplets: Artifact, folder: str, buc
     return rows
 
 
-def merge_bucket(item: tuple[int, int], *, folder: str) -> list[QueryFile]:
-    """Write the distinct queries of a bucket: those of triplets by id, then generated ones.
+def merge_bucket(item: tuple[int, int], *, folder: str) -> dict[str, int]:
+    """Write the distinct queries of a bucket: those of triplets by id, then generated ones; pieces -> rows.
 
     Generated queries near a validation query are left out: training on them would bias its measure.
     """
@@ -162,23 +158,18 @@ def merge_bucket(item: tuple[int, int], *, folder: str) -> list[QueryFile]:
     split = pa.array(["train"] * len(generated), pa.string())
     generated = generated.select(["query_id", "query"]).append_column("split", split)
     queries = pa.concat_tables([queries, generated])
-    pieces = []
+    pieces = {}
     for number, start in enumerate(range(0, len(queries), QUERIES_PER_PART)):
-        name = f"{bucket:05d}-{number:05d}"
         piece = queries.slice(start, QUERIES_PER_PART)
-        write_table(piece_uri(folder, name), piece)
-        pieces.append({"name": name, "rows": len(piece)})
+        name = f"embeddings/part-{bucket:05d}-{number:05d}.parquet"
+        write_table(fs.join(folder, name), piece)
+        pieces[name] = len(piece)
     return pieces
-
-
-def piece_uri(folder: str, name: str) -> str:
-    """The file of a piece."""
-    return fs.join(folder, "queries", f"{name}.parquet")
 
 
 def _distinct(table: pa.Table) -> pa.Table:
     """The first row of each query, in order."""
-    others: Sequence[str] = [name for name in table.column_names if name != "query_id"]
+    others = [name for name in table.column_names if name != "query_id"]
     firsts = table.group_by("query_id", use_threads=False).aggregate([(name, "first") for name in others])
     return firsts.rename_columns({f"{name}_first": name for name in others}).select(table.column_names)
 
@@ -186,24 +177,11 @@ def _distinct(table: pa.Table) -> pa.Table:
 # --- parts of embeddings -------------------------------------------------------------------------------
 
 
-def embedding_parts(pieces: Sequence[QueryFile], pseudo: Artifact | None) -> dict[str, int]:
-    """Parts of embeddings and their rows: one for each piece, and one for each part of pseudo-queries."""
-    rows = {f"embeddings/part-{piece['name']}.parquet": int(piece["rows"]) for piece in pieces}
-    for name in [] if pseudo is None else pseudo.table_parts("queries"):
-        assert pseudo is not None
-        part = name.replace("queries/part-", f"embeddings/{_PSEUDO}")
-        rows[part] = pseudo.manifest.parts[name].rows or 0
-    return rows
-
-
 def read_queries(name: str, *, folder: str, pseudo: Artifact | None) -> pa.Table:
-    """The queries of a part of embeddings: a piece in `folder`, or pseudo-queries."""
-    piece = name.removeprefix("embeddings/")
-    if piece.startswith(_PSEUDO):
-        assert pseudo is not None
-        return pseudo.table(f"queries/part-{piece.removeprefix(_PSEUDO)}")
-    piece = piece.removeprefix("part-").removesuffix(".parquet")
-    return read_table(piece_uri(folder, piece))
+    """The queries of a part of embeddings: pseudo-queries, or a piece in `folder`."""
+    if pseudo is not None and name.startswith(_PSEUDO):
+        return pseudo.table(name.replace(_PSEUDO, "queries/part-", 1))
+    return read_table(fs.join(folder, name))
 
 
 class TeacherQueryEncoder:
@@ -236,10 +214,9 @@ class TeacherQueryEncoder:
         if name == self._vocabulary_part:
             self._write_vocabulary()
         field = schema.embedding_field("embedding", self._encoder.dim)
-        columns = table.select(["query_id", "query", "split"])
-        return EncodedPart(
-            columns.append_column(field, arrow.to_arrow(encoding.embeddings[:, 0])), encoding.cost
-        )
+        vectors = arrow.to_arrow(encoding.embeddings[:, 0])
+        made = table.select(["query_id", "query", "split"]).append_column(field, vectors)
+        return EncodedPart(made, encoding.cost)
 
     def _write_vocabulary(self) -> None:
         from scalingnote.models.weights import write_vocabulary

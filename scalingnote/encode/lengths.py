@@ -1,18 +1,47 @@
-"""How many texts of a data set are longer than a model reads, and how much of them is lost."""
+"""How many texts are longer than a model reads, and how much of them is lost."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from scalingnote.datasets.column_checks import MAX_CONTENT_CHARS
 from scalingnote.datasets.passages import settings
-from scalingnote.encode.documents import content_hashes, load_document_prompt, tokenise
-from scalingnote.encode.parts import cut_summary
+from scalingnote.encode.engines import Cost, load_document_prompt
+from scalingnote.models.prompt import TokenRow, document_fields
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.schema import CONTENT_HASH, DOCUMENT_COLUMNS
+from scalingnote.storage.schema import TEXT_COLUMNS
 
 LENGTH_PARTS, LENGTH_ROWS = 16, 2_000  # that are read to tell how long texts are
+
+
+def cut_of(rows: Iterable[TokenRow]) -> Cost:
+    """How many token rows are cut, and of how many tokens."""
+    lost = [row.lost for row in rows if row.lost]
+    return Cost(cut_texts=len(lost), lost_tokens=sum(lost))
+
+
+def cut_counts(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """``cut_texts`` and ``lost_tokens`` over the records of parts; an earlier release counted none."""
+    records = list(records)
+    return {name: sum(each.get(name, 0) for each in records) for name in ("cut_texts", "lost_tokens")}
+
+
+def cut_summary(counts: Mapping[str, int]) -> str:
+    """What was cut, in words: of the counts of an artifact of embeddings; empty if they do not tell."""
+    if "cut_texts" not in counts:
+        return ""
+    texts, cut = counts["documents"], counts["cut_texts"]
+    if not cut:
+        return f"none of {texts:,} texts is longer than the model reads"
+    share = lost_share(counts)
+    return f"{cut:,} of {texts:,} texts are longer than the model reads: {share:.1%} of all tokens are lost"
+
+
+def lost_share(counts: Mapping[str, int]) -> float:
+    """The share of all tokens that were cut."""
+    return counts["lost_tokens"] / max(counts["tokens"] + counts["lost_tokens"], 1)
 
 
 def sample_counts(dataset: Artifact, towers: Artifact) -> dict[str, int]:
@@ -22,21 +51,22 @@ def sample_counts(dataset: Artifact, towers: Artifact) -> dict[str, int]:
         dataset: the documents, of which LENGTH_ROWS are read at most.
         towers: an artifact with the document tower, of which the tokenizer is read alone.
     """
+    prompt, rows = load_document_prompt(towers), list[TokenRow]()
     parts = dataset.table_parts("documents")
-    chosen = [parts[n] for n in np.unique(np.linspace(0, len(parts) - 1, LENGTH_PARTS).astype(int)).tolist()]
-    prompt, counts = load_document_prompt(towers), dict.fromkeys(("documents", "tokens"), 0)
-    counts |= {"cut_texts": 0, "lost_tokens": 0}
-    for part in chosen:
-        table = dataset.table(part, DOCUMENT_COLUMNS)
-        rows = np.unique(np.linspace(0, len(table) - 1, LENGTH_ROWS // len(chosen)).astype(int))
-        table = table.take(pa.array(rows))
-        tokens, _ = tokenise(table.append_column(CONTENT_HASH, content_hashes(table)), prompt)
-        lost = tokens["lost"].to_numpy()
-        counts["documents"] += len(tokens)
-        counts["tokens"] += len(tokens["ids"].combine_chunks().values)
-        counts["cut_texts"] += int(np.count_nonzero(lost))
-        counts["lost_tokens"] += int(lost.sum())
-    return counts
+    chosen = np.unique(np.linspace(0, len(parts) - 1, LENGTH_PARTS).astype(int)).tolist()
+    for number in chosen:
+        table = dataset.table(parts[number], TEXT_COLUMNS)
+        drawn = np.unique(np.linspace(0, len(table) - 1, LENGTH_ROWS // len(chosen)).astype(int))
+        found = prompt.rows(*document_fields(table.take(pa.array(drawn))))
+        rows += [row for row in found if isinstance(row, TokenRow)]
+    cut = cut_of(rows)
+    tokens = sum(len(row.ids) for row in rows)
+    return {
+        "documents": len(rows),
+        "tokens": tokens,
+        "cut_texts": cut.cut_texts,
+        "lost_tokens": cut.lost_tokens,
+    }
 
 
 def summary(built: Mapping[str, Artifact]) -> str:

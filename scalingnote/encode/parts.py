@@ -11,6 +11,7 @@ Only workers import torch: the driver and the readers start in a fraction of the
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from scalingnote.core.errors import PartsFailedError
 from scalingnote.core.log import get_logger
 from scalingnote.core.parts import PartStage
 from scalingnote.encode.config import Fleet
-from scalingnote.encode.encodings import Cost
+from scalingnote.encode.engines import Cost
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import usage
 from scalingnote.storage.artifact import Artifact, Draft, Part, read_table, write_table
@@ -33,7 +34,6 @@ log = get_logger("encode")
 PartRecord = dict[str, Any]  # JSON values: name, part, rejected, fields of Cost and of :class:`_TimedEncoder`
 PROCESS_BYTES = 1 << 30  # of a worker: torch, transformers, batches
 BYTES_PER_WEIGHT_BYTE = 2  # a file of half precision is read as float32 where products are
-MAX_WORKERS_SHOWN = 4  # of which the summary shows each; of more the least and the most
 Rejections = list[dict[str, str]]  # rows of storage.schema.REJECTED
 
 
@@ -46,21 +46,7 @@ class EncodedPart:
     rejected: Rejections = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The two steps of a stage that works on parts.
-
-    Attributes:
-        read: input of a part from its name; runs in any process. :func:`read_nothing` if the encoder reads.
-        encoder: makes, once in each worker, a function of a part's name and input.
-    """
-
-    read: Callable[[str], Any]
-    encoder: Callable[..., Callable[[str, Any], EncodedPart]]
-
-
-def read_nothing(_: str) -> None:
-    """The first step of a stage whose encoder reads its parts itself."""
+LoadEncoder = Callable[[], Callable[[str, Any], EncodedPart]]  # its function takes a part's name and input
 
 
 def size_for(resources: Fleet, towers: Artifact, folder: str) -> Fleet:
@@ -69,17 +55,18 @@ def size_for(resources: Fleet, towers: Artifact, folder: str) -> Fleet:
     return cluster.with_memory(resources, PROCESS_BYTES + BYTES_PER_WEIGHT_BYTE * size)
 
 
-def write_parts(steps: Steps, draft: Draft, **options: Any) -> list[PartRecord]:
+def write_parts(load_encoder: LoadEncoder, draft: Draft, **options: Any) -> list[PartRecord]:
     """Encode the parts of an artifact by :func:`encode_parts` and register them with its draft."""
-    records = encode_parts(steps, output=draft.uri, work=draft.work("parts"), **options)
+    records = encode_parts(load_encoder, output=draft.uri, work=draft.work("parts"), **options)
     for record in records:
         draft.register(record["name"], Part(**record["part"]))
     return records
 
 
 def encode_parts(
-    steps: Steps,
+    load_encoder: LoadEncoder,
     *,
+    read: Callable[[str], Any] | None = None,
     output: str,
     work: str,
     rows: dict[str, int],
@@ -90,7 +77,8 @@ def encode_parts(
     """Encode parts into files.
 
     Args:
-        steps: how a part is read and encoded.
+        load_encoder: makes, once in each worker, a function of a part's name and input.
+        read: input of a part from its name; runs in any process. None: the input is None, the encoder reads.
         output: URI of the folder that the names of parts are relative to.
         work: URI of the folder for records; records of a killed run there are reused.
         rows: name -> number of rows of each part.
@@ -108,8 +96,8 @@ def encode_parts(
     """
     cluster.check_resources(resources, knob=knob, task_cpus=resources.readers)
     stage = PartStage(
-        load=partial(_TimedEncoder, steps.encoder, threads=resources.cpus_per_worker),
-        read=partial(_read, steps=steps),
+        load=partial(_TimedEncoder, load_encoder, threads=resources.cpus_per_worker),
+        read=partial(_read, read=read),
         write=partial(_write, output=output),
     )
     tally = EncodingTally()
@@ -137,8 +125,8 @@ def encode_parts(
     return [records[name] for name in rows]
 
 
-def _read(name: str, *, steps: Steps) -> tuple[str, Any]:
-    return name, steps.read(name)
+def _read(name: str, *, read: Callable[[str], Any] | None) -> tuple[str, Any]:
+    return name, read(name) if read else None
 
 
 class _TimedEncoder:
@@ -148,12 +136,12 @@ class _TimedEncoder:
     ``busy_seconds`` from the start of this part.
     """
 
-    def __init__(self, encoder: Callable[..., Callable[[str, Any], EncodedPart]], *, threads: float) -> None:
+    def __init__(self, load_encoder: LoadEncoder, *, threads: float) -> None:
         import torch
 
         torch.set_num_threads(max(int(threads), 1))
         self._since = time.monotonic(), time.process_time()
-        self._encode = encoder()
+        self._encode = load_encoder()
         self._worker = {"worker": uuid.uuid4().hex, "load_seconds": time.monotonic() - self._since[0]}
 
     def __call__(self, given: tuple[str, Any]) -> tuple[EncodedPart, dict[str, Any]]:
@@ -173,19 +161,15 @@ class _TimedEncoder:
 def _write(name: str, result: tuple[EncodedPart, dict[str, Any]], *, output: str) -> PartRecord:
     """Write a part; returns its record."""
     encoded, times = result
-    part = write_table(fs.join(output, name), encoded.table)
-    record: PartRecord = {"name": name, "part": asdict(part), "rejected": encoded.rejected}
-    return record | asdict(encoded.cost) | times
+    part = asdict(write_table(fs.join(output, name), encoded.table))
+    return {"name": name, "part": part, "rejected": encoded.rejected, **asdict(encoded.cost), **times}
 
 
 def _set_aside(name: str, reason: str, *, like: PartRecord, output: str) -> PartRecord:
     """The record of a part that is left out: an empty file, so that every part has one."""
     log.warning("%s is left out: %s", name, reason)
     empty = read_table(fs.join(output, like["name"])).slice(0, 0)
-    part = asdict(write_table(fs.join(output, name), empty))
-    times = dict.fromkeys(("seconds", "cpu_seconds", "busy_seconds", "load_seconds", "peak"), 0.0)
-    record: PartRecord = {"name": name, "part": part, "rejected": [], "set_aside": reason, "worker": ""}
-    return record | asdict(Cost()) | times
+    return _write(name, (EncodedPart(empty), {"set_aside": reason}), output=output)
 
 
 # --- what parts cost ------------------------------------------------------------------------------------
@@ -196,51 +180,26 @@ def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
     Args:
         records: of parts, with the fields of :class:`Cost`, ``seconds``, ``cpu_seconds`` and ``peak`` (FLOPs
-            per second).
+            per second). One that lacks a field counts as 0 there.
 
     Returns:
         ``worker_seconds`` (of all workers, waiting included), ``worker_cpu_seconds``, ``tokens`` (without
         padding), ``padding`` (its share of all computed tokens) and ``of_peak`` (model FLOPs utilisation: the
         model's arithmetic over what matrix products achieve in the same time).
     """
-    sums = dict.fromkeys(("tokens", "padded", "flops", "seconds", "cpu_seconds", "possible"), 0.0)
+    sums = dict.fromkeys(("tokens", "padded", "flops", "seconds", "cpu_seconds"), 0.0)
+    possible = 0.0
     for record in records:
-        for name in ("tokens", "padded", "flops", "seconds"):
-            sums[name] += record[name]
-        sums["cpu_seconds"] += record.get("cpu_seconds", 0.0)  # not in records of an earlier release
-        sums["possible"] += record["seconds"] * record["peak"]
+        for name in sums:
+            sums[name] += record.get(name, 0.0)
+        possible += record.get("seconds", 0.0) * record.get("peak", 0.0)
     return {
         "worker_seconds": sums["seconds"],
         "worker_cpu_seconds": sums["cpu_seconds"],
         "tokens": sums["tokens"],
         "padding": 1 - sums["tokens"] / max(sums["padded"], 1.0),
-        "of_peak": sums["flops"] / max(sums["possible"], 1.0),
+        "of_peak": sums["flops"] / max(possible, 1.0),
     }
-
-
-def cut_counts(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """``cut_texts`` and ``lost_tokens`` over the records of parts; an earlier release counted none."""
-    counts = dict.fromkeys(("cut_texts", "lost_tokens"), 0)
-    for record in records:
-        for name in counts:
-            counts[name] += record.get(name, 0)
-    return counts
-
-
-def cut_summary(counts: Mapping[str, int]) -> str:
-    """What was cut, in words: of the counts of an artifact of embeddings; empty if they do not tell."""
-    if "cut_texts" not in counts:
-        return ""
-    texts, cut = counts["documents"], counts["cut_texts"]
-    if not cut:
-        return f"none of {texts:,} texts is longer than the model reads"
-    share = lost_share(counts)
-    return f"{cut:,} of {texts:,} texts are longer than the model reads: {share:.1%} of all tokens are lost"
-
-
-def lost_share(counts: Mapping[str, int]) -> float:
-    """The share of all tokens that were cut."""
-    return counts["lost_tokens"] / max(counts["tokens"] + counts["lost_tokens"], 1)
 
 
 class EncodingTally:
@@ -262,27 +221,25 @@ class EncodingTally:
         return text + (f"  MFU {sums['of_peak']:.0%}" if sums["of_peak"] else "")
 
     def workers(self) -> str:
-        """What each worker did in this time; of many the least and the most. Empty without parts."""
+        """What each worker did in this time, the least and the most; empty without parts."""
         elapsed = max(time.monotonic() - self._start, 1e-9)
-        by_worker: dict[str, list[Mapping[str, Any]]] = {}
+        by_worker = defaultdict(list)
         for record in self._records:
-            by_worker.setdefault(record["worker"], []).append(record)
-        each = list(by_worker.values())
-        if not each:
+            by_worker[record["worker"]].append(record)
+        if not by_worker:
             return ""
-        busy, on_cpu = (
-            [sum(record[name] for record in records) / elapsed for records in each]
-            for name in ("busy_seconds", "cpu_seconds")
-        )
+        parts, loads, busy, on_cpu = [], [], [], []
+        for records in by_worker.values():
+            parts.append(float(len(records)))
+            loads.append(records[0]["load_seconds"])
+            busy.append(sum(record["busy_seconds"] for record in records) / elapsed)
+            on_cpu.append(sum(record["cpu_seconds"] for record in records) / elapsed)
         return (
-            f"{len(each)} encoded {_values([float(len(records)) for records in each], '{:.0f}')} parts, "
-            f"loaded in {_values([records[0]['load_seconds'] for records in each], '{:.0f}')} s, "
-            f"were busy {_values(busy, '{:.0%}')} of {elapsed:.0f} s, on a CPU {_values(on_cpu, '{:.0%}')}"
+            f"{len(parts)} encoded {_span(parts, '{:.0f}')} parts, loaded in {_span(loads, '{:.0f}')} s, "
+            f"were busy {_span(busy, '{:.0%}')} of {elapsed:.0f} s, on a CPU {_span(on_cpu, '{:.0%}')}"
         )
 
 
-def _values(values: Sequence[float], form: str) -> str:
-    """A few values, or the least and the most of many."""
-    if len(values) <= MAX_WORKERS_SHOWN:
-        return " and ".join(form.format(value) for value in values)
-    return f"{form.format(min(values))} to {form.format(max(values))}"
+def _span(values: Sequence[float], form: str) -> str:
+    least, most = form.format(min(values)), form.format(max(values))
+    return least if least == most else f"{least} to {most}"

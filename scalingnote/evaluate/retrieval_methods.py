@@ -29,8 +29,8 @@ from scalingnote.core.log import Progress
 from scalingnote.core.words import Language
 from scalingnote.datasets.passages import settings
 from scalingnote.encode.config import BM25Config
-from scalingnote.encode.lexical.language import language_of
 from scalingnote.encode.lexical.weights import COLLECTION
+from scalingnote.encode.lexical.words import language_of
 from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.config import EvaluateConfig

@@ -20,7 +20,7 @@ from safetensors import torch as safetensors
 from scalingnote.core import cluster
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
-from scalingnote.encode.parts import EncodedPart, Steps, read_nothing, write_parts
+from scalingnote.encode.parts import EncodedPart, write_parts
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.feature_encoding import Encoding
 from scalingnote.fuse.fusion import DocumentFusion, QueryFusion
@@ -113,9 +113,9 @@ def _fuse(config: FuseConfig, corpus: FusedCorpus, draft: Draft) -> int:
     """Write the final embeddings, part by part; their number."""
     source = corpus.embeddings
     rows = source.rows_of(source.names("embeddings/", ".parquet"))
-    steps = Steps(read_nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
+    encoder = partial(FusedParts, corpus=corpus, output=draft.uri)
     records = write_parts(
-        steps, draft, rows=rows, resources=config.writers, unit="documents fused", knob=WRITERS
+        encoder, draft, rows=rows, resources=config.writers, unit="documents fused", knob=WRITERS
     )
     return sum(record["part"]["rows"] for record in records)
 

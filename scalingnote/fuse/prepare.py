@@ -27,7 +27,7 @@ from scalingnote.core import cluster
 from scalingnote.core.config import dump
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.core.log import get_logger
-from scalingnote.encode.parts import EncodedPart, Steps, encode_parts
+from scalingnote.encode.parts import EncodedPart, encode_parts
 from scalingnote.fuse import impressions
 from scalingnote.fuse.config import Feature, FuseConfig
 from scalingnote.fuse.feature_encoding import Encoding, columns_of, encode, fit
@@ -246,9 +246,9 @@ def _encode_queries(
 ) -> list[JsonRecord]:
     """Write the training queries that have clicks, as the network reads them."""
     sizes = dataset.rows_of(dataset.table_parts("queries"))
-    read = partial(read_queries, dataset=dataset, folder=folder)
     records = encode_parts(
-        Steps(read, partial(QueryParts, tower=tower, planner=planner)),
+        partial(QueryParts, tower=tower, planner=planner),
+        read=partial(read_queries, dataset=dataset, folder=folder),
         output=folder,
         work=fs.join(folder, "encoded"),
         rows={file_name("queries", number): rows for number, rows in enumerate(sizes.values())},

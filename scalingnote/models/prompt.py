@@ -8,7 +8,7 @@ model fills a placeholder in place: the state *at* it is pooled (ScalingNote, se
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Encoding, Tokenizer, processors
@@ -491,20 +491,6 @@ def list_column(values: "Shaped[ndarray, ' values']", offsets: Sequence[int]) ->
     import pyarrow as pa
 
     return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
-
-
-def from_columns(table: "pa.Table") -> list[TokenRow]:
-    """Return the rows of columns ``ids`` and ``positions`` from :func:`token_columns`."""
-    if not len(table):
-        return []
-    ids = table["ids"].combine_chunks()
-    positions = table["positions"].combine_chunks()
-    tokens, width = ids.values.to_numpy(), positions.type.list_size
-    places = positions.flatten().to_numpy().reshape(-1, width).tolist()
-    spans = pairwise(ids.offsets.to_numpy().tolist())
-    return [
-        TokenRow(tokens[start:stop].tolist(), at) for (start, stop), at in zip(spans, places, strict=True)
-    ]
 
 
 def indexed_view(views: Sequence[str]) -> str:

@@ -14,8 +14,6 @@ from jaxtyping import Float, Int, Integer
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
-from scalingnote.quantize import semantic_id
-
 MIN_DRIFT_DOCUMENTS = 100  # the error of their mean residual energy is about 3 %
 
 
@@ -64,15 +62,16 @@ class PrefixCounts:
 
     @classmethod
     def of(cls, codes: Integer[ndarray, "docs levels"]) -> "PrefixCounts":
-        """Count the prefixes of at least one document."""
-        order, fresh = semantic_id.runs(codes)
+        """Count the prefixes of at least one document; `codes` ascend."""
+        fresh = np.ones(codes.shape, bool)  # where a prefix of each length begins
+        fresh[1:] = np.logical_or.accumulate(codes[1:] != codes[:-1], axis=1)
         sizes = np.diff(np.flatnonzero(fresh[:, -1]), append=len(codes))
         return cls(
             distinct=fresh.sum(axis=0).tolist(),
             alone=int((sizes == 1).sum()),
             largest=int(sizes.max()),
-            first=codes[order[0]].tolist(),
-            last=codes[order[-1]].tolist(),
+            first=codes[0].tolist(),
+            last=codes[-1].tolist(),
             with_first=int(sizes[0]),
             with_last=int(sizes[-1]),
         )

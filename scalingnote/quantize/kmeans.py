@@ -85,7 +85,7 @@ def fit(
     for level in range(levels):
         codebooks[level] = cluster(residual, codes=codes, seed=seed + level)
         if level + 1 < levels:
-            residual = subtract(residual, codebooks[level : level + 1])
+            residual -= codebooks[level][encode_nearest(residual, codebooks[level : level + 1])[:, 0]]
     return codebooks
 
 
@@ -131,14 +131,6 @@ def decode(
     for level in range(codes.shape[1]):
         vectors += codebooks[level][codes[:, level]]
     return vectors
-
-
-def subtract(
-    vectors: Float[ndarray, "docs dim"], codebooks: Float[ndarray, "levels codes dim"]
-) -> Float[ndarray, "docs dim"]:
-    """Residuals of the vectors after these levels."""
-    residual: ndarray = vectors - decode(encode_nearest(vectors, codebooks), codebooks)
-    return residual
 
 
 def residual_energy(

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Float, Int, Integer, Shaped, UInt16
+from jaxtyping import Float, Int, Integer, Shaped, UInt16
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
@@ -73,17 +73,6 @@ def to_table(
             "semantic_id": to_strings(codes, suffix),
         }
     )
-
-
-def runs(
-    codes: Integer[ndarray, "docs levels"],
-) -> tuple[Int[ndarray, " docs"], Bool[ndarray, "docs levels"]]:
-    """Order of documents by codes, and where a prefix of each length begins in that order."""
-    order = np.lexsort(codes.T[::-1])  # stable: documents with equal codes stay in corpus order
-    ordered = codes[order]
-    fresh = np.ones(codes.shape, bool)
-    fresh[1:] = np.logical_or.accumulate(ordered[1:] != ordered[:-1], axis=1)
-    return order, fresh
 
 
 class CodeRange(NamedTuple):
@@ -147,14 +136,13 @@ class ByCode:
         return CodeRange(doc_ids, numbers[0], numbers[1:])
 
 
-def sortable(*columns: Integer[ndarray, "..."]) -> Shaped[ndarray, " docs"]:
-    """A string of bytes for each row that sorts as the row's codes, and then its further numbers, do."""
-    wide = [np.atleast_2d(column.T).T.astype(">u8" if column.ndim == 1 else ">u2") for column in columns]
-    rows = np.concatenate(
-        [column.view(np.uint8).reshape(len(column), column.itemsize * column.shape[1]) for column in wide],
-        axis=1,
-    )
-    found: ndarray = np.ascontiguousarray(rows).view(f"S{rows.shape[1]}").ravel()
+def sortable(
+    codes: Integer[ndarray, "docs levels"], suffix: Int[ndarray, " docs"]
+) -> Shaped[ndarray, " docs"]:
+    """A string of bytes for each document that sorts as its codes, and then its suffix, do."""
+    columns = (codes.astype(">u2"), suffix.astype(">u8")[:, np.newaxis])
+    rows = np.concatenate([column.view(np.uint8) for column in columns], axis=1)
+    found: ndarray = rows.view(f"S{rows.shape[1]}").ravel()
     return found
 
 

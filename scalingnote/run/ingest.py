@@ -25,7 +25,6 @@ from safetensors import numpy as safetensors
 
 from scalingnote.core import cluster
 from scalingnote.core.bm25 import document_texts
-from scalingnote.core.errors import DataError
 from scalingnote.core.log import get_logger
 from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
@@ -35,20 +34,13 @@ from scalingnote.datasets.passages import PassageSplitter, settings
 from scalingnote.datasets.readers import NEW_SUFFIXES
 from scalingnote.datasets.tables import COLUMN_TYPES
 from scalingnote.encode.config import IngestConfig
-from scalingnote.encode.documents import content_hashes, cut_of, load_document_prompt, tokenise
-from scalingnote.encode.encodings import Cost
-from scalingnote.encode.engines import load_document_encoder
+from scalingnote.encode.documents import content_hashes, tokenise, write_rejected
+from scalingnote.encode.engines import Cost, load_document_encoder, load_document_prompt
+from scalingnote.encode.lengths import cut_of
 from scalingnote.encode.lexical.weights import BM25Weights
-from scalingnote.encode.parts import (
-    EncodedPart,
-    Rejections,
-    Steps,
-    cut_counts,
-    cut_summary,
-    write_parts,
-)
+from scalingnote.encode.parts import EncodedPart, Rejections, write_parts
 from scalingnote.index.shard import document_rows
-from scalingnote.models.prompt import DocumentPrompt, from_columns
+from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.quantize import kmeans, semantic_id
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
@@ -119,10 +111,10 @@ class DocumentFlow:
         texts = documents.select(DOCUMENT_COLUMNS).append_column(
             schema.CONTENT_HASH, content_hashes(documents)
         )
-        tokens, rejected = tokenise(texts, self.prompt)
+        read, rows, rejected = tokenise(texts, self.prompt)
         lost = pa.array([row["row"] for row in rejected], pa.string())
         kept = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=lost)))
-        encoding = self.encoder.encode_with_cost(from_columns(tokens), top_k=self.top_k)
+        encoding = self.encoder.encode_with_cost(rows, top_k=self.top_k)
         matrix = encoding.embeddings[:, list(self.encoder.views).index(INDEXED_VIEW)]
         # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
         embeddings = to_numpy(to_arrow(as_searched(matrix, self.similarity), dtype=self.dtype))
@@ -130,8 +122,8 @@ class DocumentFlow:
         if self.fusion is not None:
             embeddings = self.fusion.fuse(kept, embeddings, codes)
         columns = {
-            "doc_id": tokens["doc_id"],
-            "content_hash": tokens["content_hash"],
+            "doc_id": read["doc_id"],
+            "content_hash": read["content_hash"],
             "codes": to_arrow(codes.astype(np.int32)),
             INDEXED_VIEW: to_arrow(embeddings, dtype=self.dtype),
         }
@@ -140,7 +132,7 @@ class DocumentFlow:
             columns |= {name: terms[name] for name in SPARSE.names}
         elif encoding.terms is not None:
             columns |= dict(zip(SPARSE.names, encoding.terms.columns(), strict=True))
-        return EncodedPart(pa.table(columns), encoding.cost + cut_of(tokens), rejected)
+        return EncodedPart(pa.table(columns), encoding.cost + cut_of(rows), rejected)
 
 
 class IndexRows(NamedTuple):
@@ -260,24 +252,16 @@ def run(
         return draft.existing()
     parts = dataset.table_parts("documents")
     rows = {name.replace("documents/", "ready/", 1): count for name, count in dataset.rows_of(parts).items()}
-    steps = Steps(
-        partial(read_documents, dataset=dataset),
-        partial(NewDocumentEncoder, towers, semantic_ids, embeddings, bm25_terms),
-    )
+    encoder = partial(NewDocumentEncoder, towers, semantic_ids, embeddings, bm25_terms)
+    read = partial(read_documents, dataset=dataset)
     # Not more workers than parts: new documents usually come in few parts.
     workers = min(cluster.workers(config.resources), len(rows))
     resources = config.resources.model_copy(update={"workers": workers})
-    records = write_parts(steps, draft, rows=rows, resources=resources, unit="documents", knob="resources")
+    records = write_parts(
+        encoder, draft, read=read, rows=rows, resources=resources, unit="documents", knob="resources"
+    )
     rejected = [row for record in records for row in record["rejected"]]
-    draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
-    counts = {"documents": sum(record["part"]["rows"] for record in records)}
-    if not counts["documents"]:
-        raise DataError(f"none of the new documents could be encoded: {rejected[:1]}")
-    counts |= {"rejected": len(rejected), "tokens": sum(record["tokens"] for record in records)}
-    counts |= cut_counts(records)
-    if counts["cut_texts"]:
-        log.warning("%s", cut_summary(counts))
-    return draft.commit(counts=counts)
+    return draft.commit(counts=write_rejected(draft, records, rejected))
 
 
 def describe_file(

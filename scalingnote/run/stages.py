@@ -190,11 +190,11 @@ CROSS_ENCODE = replace(
 ENDPOINT_TEACHER = replace(
     TEACHER,
     reads=("pseudo_queries",),
-    job="scalingnote.encode.endpoint_job:run_queries",
+    job="scalingnote.encode.endpoint:run_queries",
     section="endpoint",
 )
 ENDPOINT_ENCODE = replace(
-    ENCODE, reads=("dataset",), job="scalingnote.encode.endpoint_job:run_documents", section="endpoint"
+    ENCODE, reads=("dataset",), job="scalingnote.encode.endpoint:run_documents", section="endpoint"
 )
 VECTORS_TEACHER = replace(TEACHER, reads=(), job="scalingnote.datasets.vector_job:run", section="vectors")
 NAMES = tuple(stage.name for stage in RUN_STAGES)

@@ -53,7 +53,7 @@ def test_what_is_the_same_is_copied_and_the_rest_is_told(
                 changes.scatter_hashes(item, artifact=artifact, table=table, folder=folder, buckets=buckets)
         settled = [changes.compare_bucket((b, b), folder=folder, output=output) for b in range(buckets)]
         groups = range(-(-len(source.table_parts("documents")) // 3))
-        copied = sum(changes.write_copies((group, group), folder=folder) for group in groups)
+        copied = sum(changes.write_copies((n, n), source=source, folder=folder) for n in groups)
 
     texts = {row["doc_id"]: [row[name] for name in ("title", "topic", "content")] for row in before}
     kinds = {}
@@ -73,7 +73,7 @@ def test_what_is_the_same_is_copied_and_the_rest_is_told(
 
     for number, start in enumerate(range(0, len(now), rows_per_part)):
         part = now[start : start + rows_per_part]
-        got = changes.read_copies(number, folder=folder, base=base)
+        got = changes.read_copies(f"documents/part-{number:05d}.parquet", folder=folder, base=base)
         assert [part[row]["doc_id"] for row in got["row"].to_pylist()] == got["doc_id"].to_pylist()
         assert got["doc_id"].to_pylist() == [r["doc_id"] for r in part if kinds[r["doc_id"]] == "same"]
         values = arrow.to_numpy(got["summary"])[:, 0].tolist()

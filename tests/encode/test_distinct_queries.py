@@ -57,9 +57,9 @@ def settled(triplets: Artifact, folder: Path, *, buckets: int) -> list[pa.Table]
         job.scatter_queries(item, triplets=triplets, folder=str(folder), buckets=buckets)
     tables = []
     for bucket in range(buckets):
-        for piece in job.merge_bucket((bucket, bucket), folder=str(folder)):
-            tables.append(pq.read_table(job.piece_uri(str(folder), piece["name"])))
-            assert len(tables[-1]) == piece["rows"] <= job.QUERIES_PER_PART
+        for name, rows in job.merge_bucket((bucket, bucket), folder=str(folder)).items():
+            tables.append(pq.read_table(folder / name))
+            assert len(tables[-1]) == rows <= job.QUERIES_PER_PART
     return tables
 
 

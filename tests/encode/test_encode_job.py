@@ -169,11 +169,11 @@ class Numbered:
 
 
 def encode_numbers(folder: Path, count: int = 6, *, most: int = 0, **wrong: Any) -> list:
-    steps = parts.Steps(parts.read_nothing, partial(Numbered, folder=str(folder), **wrong))
+    encoder = partial(Numbered, folder=str(folder), **wrong)
     where = {"output": str(folder / "out"), "work": str(folder / "work")}
     resources = Fleet(workers=1, max_failed_parts=most)
     return parts.encode_parts(
-        steps, rows={str(n): 1 for n in range(count)}, resources=resources, unit="rows", **where
+        encoder, rows={str(n): 1 for n in range(count)}, resources=resources, unit="rows", **where
     )
 
 
@@ -215,10 +215,9 @@ def test_a_broken_slot_and_a_part_that_kills_hold_up_no_other_part(tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
             return parts.EncodedPart(pa.table({"row": [int(name)]}))
 
-    steps = parts.Steps(parts.read_nothing, Faulty)
     where = {"output": str(tmp_path / "out"), "work": str(tmp_path / "work")}
     rows, resources = {str(number): 1 for number in range(12)}, Fleet(workers=2, max_failed_parts=1)
-    records = parts.encode_parts(steps, rows=rows, resources=resources, unit="rows", **where)
+    records = parts.encode_parts(Faulty, rows=rows, resources=resources, unit="rows", **where)
     assert [record["part"]["rows"] for record in records] == [1, 1, 1, 0, *[1] * 8]
     assert "its process was lost (2 of 2)" in records[3]["set_aside"]
     assert 1 <= len((tmp_path / "loads").read_text()) <= 6  # and not once for each part
@@ -240,11 +239,10 @@ def test_a_part_that_takes_long_is_not_silent(tmp_path, caplog, monkeypatch):
 
     monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)
     caplog.set_level("INFO", logger="scalingnote")
-    steps = parts.Steps(parts.read_nothing, SlowPart)
     where = {"output": str(tmp_path / "out"), "work": str(tmp_path / "work")}
     rows, resources = {"part.parquet": slow_rows}, Fleet(workers=1)
     start = time.time()
-    parts.encode_parts(steps, rows=rows, resources=resources, unit="rows", **where)
+    parts.encode_parts(SlowPart, rows=rows, resources=resources, unit="rows", **where)
     times = [start, *(record.created for record in caplog.records), time.time()]
     assert max(after - before for before, after in pairwise(times)) <= 10
     shown = [

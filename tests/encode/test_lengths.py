@@ -10,7 +10,6 @@ import tiny
 from scalingnote.datasets import job, passages
 from scalingnote.datasets.config import Passages, Texts
 from scalingnote.encode import lengths
-from scalingnote.encode.parts import cut_counts, cut_summary
 from scalingnote.models.prompt import DocumentPrompt, SpecialTokens, TextDocuments, TokenDocuments
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -106,7 +105,7 @@ def test_the_summary_tells_of_a_sample_or_of_the_embeddings(tokenizer, towers, t
 
 
 def test_records_of_an_earlier_release_count_nothing():
-    assert cut_counts([{"tokens": 3}, {"cut_texts": 1, "lost_tokens": 2}]) == {
+    assert lengths.cut_counts([{"tokens": 3}, {"cut_texts": 1, "lost_tokens": 2}]) == {
         "cut_texts": 1, "lost_tokens": 2
     }  # fmt: skip
-    assert cut_summary({"documents": 3}) == ""
+    assert lengths.cut_summary({"documents": 3}) == ""

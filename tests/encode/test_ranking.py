@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from scalingnote.core import topk
 from scalingnote.core.bm25 import BM25, terms
-from scalingnote.encode.lexical.frequencies import WORDS, add_counts, count_words, most_frequent
 from scalingnote.encode.lexical.weights import SHARD, BM25Weights, build_shard, search
+from scalingnote.encode.lexical.words import WORDS, add_counts, count_words, most_frequent
 
 TEXTS = [
     "torch.nn.Conv2d applies a convolution",

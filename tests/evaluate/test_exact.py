@@ -11,7 +11,7 @@ import pytest
 
 from scalingnote.core import topk
 from scalingnote.core.bm25 import BM25
-from scalingnote.encode.encodings import TopTerms
+from scalingnote.encode.engines import TopTerms
 from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, SparseScores, TopDocuments

@@ -69,7 +69,7 @@ def test_ranges_give_the_files_and_statistics_of_the_whole(
         assert ordered[f"code_{level}"].to_pylist() == codes[order, level].tolist()
 
     statistics = report(found.tally, found.spread)
-    expected = report(CodeTally.of(codes, energy, size=SIZE), PrefixCounts.of(codes.astype(np.uint16)))
+    expected = report(CodeTally.of(codes, energy, size=SIZE), PrefixCounts.of(codes[order].astype(np.uint16)))
     for level, other in zip(statistics.pop("levels"), expected.pop("levels"), strict=True):
         assert level == pytest.approx(other)
     assert statistics == expected

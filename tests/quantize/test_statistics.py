@@ -8,6 +8,7 @@ from scalingnote.quantize.code_statistics import CodeTally, PrefixCounts
 
 
 def report(codes: np.ndarray, energy: np.ndarray, *, size: int) -> dict:
+    """Of documents that are sorted by code."""
     return code_statistics.report(CodeTally.of(codes, energy, size=size), PrefixCounts.of(codes))
 
 
@@ -27,6 +28,7 @@ def test_statistics_of_a_corpus_counted_by_hand() -> None:
 def test_ranges_add_up_to_the_whole(documents: int, levels: int, ranges: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 4, (documents, levels)).astype(np.uint16)
+    codes = codes[np.lexsort(codes.T[::-1])]
     energy = rng.random((documents, levels)).astype(np.float32)
     # Two documents in a part: equal codes are divided between parts, too.
     keys = semantic_id.sortable(codes, np.arange(documents) // 2)

@@ -18,8 +18,7 @@ from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.readers import read_documents
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import BM25Config, EncodeConfig, Fleet, IngestConfig
-from scalingnote.encode.documents import load_document_prompt
-from scalingnote.encode.engines import load_document_encoder
+from scalingnote.encode.engines import load_document_encoder, load_document_prompt
 from scalingnote.encode.lexical import job as lexical
 from scalingnote.fuse.config import DocumentSide, Feature
 from scalingnote.fuse.feature_encoding import fit

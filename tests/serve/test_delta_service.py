@@ -12,7 +12,7 @@ import pytest
 from gateway_here import Client
 from pair import DIM
 
-from scalingnote.encode.encodings import Cost
+from scalingnote.encode.engines import Cost
 from scalingnote.index.live import wal
 from scalingnote.index.shard import SHARD_DOCUMENTS
 from scalingnote.run.ingest import IndexRows

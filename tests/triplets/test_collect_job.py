@@ -284,7 +284,7 @@ SHARDS = {
     "scalingnote.triplets.collect.ranking.SHARDS_PER_SEARCH": 1,
     "scalingnote.triplets.collect.ranking.GROUP_QUERIES": 6,
     "scalingnote.triplets.collect.ranking.SCORED_QUERIES": 3,
-    "scalingnote.encode.lexical.frequencies.TEXTS_PER_BUCKET": 25,
+    "scalingnote.encode.lexical.words.TEXTS_PER_BUCKET": 25,
 }
 
 
@@ -295,9 +295,7 @@ def test_killed_in_every_step_no_finished_item_is_repeated(dataset, planner, tmp
     whole = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
     for name, value in SHARDS.items():
         monkeypatch.setattr(name, value)
-    steps = KilledSteps(
-        monkeypatch, "scalingnote.triplets.collect.job", "scalingnote.encode.lexical.frequencies"
-    )
+    steps = KilledSteps(monkeypatch, "scalingnote.triplets.collect.job", "scalingnote.encode.lexical.words")
     output = str(tmp_path / "b")
     again = steps.finish(lambda: run(config, dataset=dataset.uri, planner=planner.uri, output=output))
     assert again.digest == whole.digest

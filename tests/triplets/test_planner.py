@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scalingnote.core.words import fold
-from scalingnote.encode.lexical.frequencies import add_counts, count_words, most_frequent
+from scalingnote.encode.lexical.words import add_counts, count_words, most_frequent
 from scalingnote.triplets.planner import examples
 from scalingnote.triplets.planner.examples import sample_positives, term_recall
 from scalingnote.triplets.planner.planner import (

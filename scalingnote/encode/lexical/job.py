@@ -24,9 +24,8 @@ from scalingnote.core.errors import DataError
 from scalingnote.core.log import get_logger
 from scalingnote.core.words import Language
 from scalingnote.encode.config import BM25Config
-from scalingnote.encode.lexical.frequencies import count_frequencies
-from scalingnote.encode.lexical.language import language_of
 from scalingnote.encode.lexical.weights import COLLECTION, VOCABULARY, BM25Weights
+from scalingnote.encode.lexical.words import count_frequencies, language_of
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import (

@@ -18,34 +18,25 @@ takes ten times as long, and the hybrid index's own (index/sparse.py) has float1
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple, no_type_check
+from typing import no_type_check
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Float32, Float64, Int32, Int64
+from jaxtyping import Float32, Float64, Int64
 from numpy import ndarray
 from scipy.sparse import csr_array, vstack
 
 from scalingnote.core.bm25 import terms
-from scalingnote.core.errors import ArtifactError
 from scalingnote.core.topk import jit
 from scalingnote.core.words import Language
+from scalingnote.storage.arrow import take_documents
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import SPARSE
 
-VOCABULARY = "vocabulary.parquet"  # WORDS (frequencies.py) in the order of their numbers
+VOCABULARY = "vocabulary.parquet"  # WORDS (words.py) in the order of their numbers
 COLLECTION = "collection.json"
 _BATCH_TEXTS = 4096
-
-
-class Occurrences(NamedTuple):
-    """The different words of some texts, by text, then by number of the word."""
-
-    texts: int
-    rows: Int64[ndarray, " entries"]  # of the texts
-    words: Int32[ndarray, " entries"]  # numbers of the words
-    saturation: Float64[ndarray, " entries"]
 
 
 class BM25Weights:
@@ -90,21 +81,21 @@ class BM25Weights:
         Words outside the vocabulary, and impacts that float16 rounds to 0, are left out.
         """
         tables = [SPARSE.empty_table()]
-        for found in self.occurrences(texts):
-            impacts = (self.idf[found.words] * found.saturation).astype(np.float16)
+        for found in self.saturations(texts):
+            impacts = (self.idf[found.indices] * found.data).astype(np.float16)
             kept = impacts > 0
-            offsets = _offsets(found.rows[kept], found.texts).astype(np.int32)
-            values = (pa.array(found.words[kept]), pa.array(impacts[kept]))
+            offsets = np.concatenate([[0], kept.cumsum()])[found.indptr].astype(np.int32)
+            values = (pa.array(found.indices[kept].astype(np.int32)), pa.array(impacts[kept]))
             lists = [pa.ListArray.from_arrays(offsets, column) for column in values]
             tables.append(pa.table(lists, schema=SPARSE))
         return pa.concat_tables(tables).combine_chunks()
 
-    def occurrences(self, texts: Sequence[str]) -> Iterator[Occurrences]:
-        """The words of texts that are in the vocabulary, for some thousand texts at a time."""
+    def saturations(self, texts: Sequence[str]) -> Iterator[csr_array]:
+        """The saturation of each word of the vocabulary in each text, for some thousand texts at a time."""
         for start in range(0, len(texts), _BATCH_TEXTS):
-            yield self._occurrences(texts[start : start + _BATCH_TEXTS])
+            yield self._saturations(texts[start : start + _BATCH_TEXTS])
 
-    def _occurrences(self, texts: Sequence[str]) -> Occurrences:
+    def _saturations(self, texts: Sequence[str]) -> csr_array:
         number_of, lengths, known = self._number_of.get, [], []
         numbers = array("q")
         for text in texts:
@@ -119,12 +110,8 @@ class BM25Weights:
         rows, words_of = np.divmod(distinct, len(self.idf))
         relative = self._b * np.array(lengths, np.float64)[rows] / self._mean_length
         saturation = counts / (self._k1 * (1 - self._b + relative) + counts)
-        return Occurrences(len(texts), rows, words_of.astype(np.int32), saturation)
-
-
-def _offsets(rows: Int64[ndarray, " entries"], texts: int) -> Int64[ndarray, " bounds"]:
-    """Where the entries of each text begin, and the end of all."""
-    return np.concatenate([[0], np.bincount(rows, minlength=texts).cumsum()])
+        offsets = np.concatenate([[0], np.bincount(rows, minlength=len(texts)).cumsum()])
+        return csr_array((saturation, words_of, offsets), shape=(len(texts), len(self.idf)))
 
 
 def read_columns(artifact: Artifact, part: str, doc_ids: pa.ChunkedArray) -> pa.Table:
@@ -138,15 +125,9 @@ def read_columns(artifact: Artifact, part: str, doc_ids: pa.ChunkedArray) -> pa.
     Raises:
         ArtifactError: a document is not in the part, so the artifacts were built from different datasets.
     """
-    table = artifact.table(f"terms/{part}")
-    rows = pc.index_in(doc_ids, table["doc_id"].combine_chunks())
-    if rows.null_count:
-        first = doc_ids.filter(rows.is_null())[0].as_py()
-        raise ArtifactError(
-            f"{artifact.uri} has no terms of {rows.null_count} documents, first {first!r}: it was built from "
-            "another dataset"
-        )
-    return table.select(SPARSE.names).take(rows)
+    missing = f"terms in {artifact.uri}: it was built from another dataset"
+    table = take_documents(artifact.table(f"terms/{part}"), doc_ids, missing=missing)
+    return table.select(SPARSE.names)
 
 
 # --- ranking by shards ------------------------------------------------------------------------------
@@ -170,10 +151,9 @@ def build_shard(texts: Sequence[str], weights: BM25Weights) -> pa.Table:
     # As bm25s computes impacts: the inverse document frequency is rounded before, the product after.
     idf = weights.idf.astype(np.float32)
     pieces = [csr_array((0, len(idf)), dtype=np.float32)]
-    for found in weights.occurrences(texts):
-        impacts = (idf[found.words] * found.saturation).astype(np.float32)
-        offsets = _offsets(found.rows, found.texts)
-        pieces.append(csr_array((impacts, found.words, offsets), shape=(found.texts, len(idf))))
+    for found in weights.saturations(texts):
+        impacts = (idf[found.indices] * found.data).astype(np.float32)
+        pieces.append(csr_array((impacts, found.indices, found.indptr), shape=found.shape))
     by_word = vstack(pieces, format="csr").tocsc()
     present = np.flatnonzero(np.diff(by_word.indptr))
     offsets = np.append(by_word.indptr[present], by_word.indptr[-1]).astype(np.int64)

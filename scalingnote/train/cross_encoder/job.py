@@ -22,7 +22,7 @@ from scalingnote.core.config import validate
 from scalingnote.core.log import get_logger
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents, tower_similarity
-from scalingnote.encode.parts import EncodedPart, Steps, read_nothing, write_parts
+from scalingnote.encode.parts import EncodedPart, write_parts
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import BackboneConfig, Pretrained, TowerConfig
 from scalingnote.models.cross_encoder import FACTS, CrossEncoder, with_placeholder
@@ -116,9 +116,8 @@ def run_queries(
         vocabulary_part=next(iter(rows)),
         vocabulary_folder=draft.path("teacher"),
     )
-    steps = Steps(read_nothing, encoder)
     records = write_parts(
-        steps, draft, rows=rows, resources=config.resources, unit="triplets", knob="teacher.resources"
+        encoder, draft, rows=rows, resources=config.resources, unit="triplets", knob="teacher.resources"
     )
     embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
     counts = {"queries": embedded, "scored": sum(counted.values())}

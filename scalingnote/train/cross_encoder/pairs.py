@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from scalingnote.core.errors import TrainingError
 from scalingnote.encode.encoder import by_tokens
-from scalingnote.encode.encodings import Cost, RowEncoding
+from scalingnote.encode.engines import Cost, RowEncoding
 from scalingnote.models import cross_encoder, flops
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.cross_encoder import CrossEncoder, pair

@@ -18,8 +18,7 @@ from scalingnote.core.log import get_logger
 from scalingnote.core.parts import Executor, PartStage
 from scalingnote.core.reports import render
 from scalingnote.datasets.splits import find_held_out, queries
-from scalingnote.encode.lexical.frequencies import count_frequencies
-from scalingnote.encode.lexical.language import language_of
+from scalingnote.encode.lexical.words import count_frequencies, language_of
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import JsonRecord, named_parts, run_slices, slices
 from scalingnote.triplets.collect import ranking, statistics, steps, triplet_parts

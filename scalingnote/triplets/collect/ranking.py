@@ -19,8 +19,8 @@ from numpy import ndarray
 from scalingnote.core import topk
 from scalingnote.core.bm25 import document_texts, terms
 from scalingnote.encode.config import BM25Config
-from scalingnote.encode.lexical.frequencies import Frequencies
 from scalingnote.encode.lexical.weights import BM25Weights, build_shard, search
+from scalingnote.encode.lexical.words import Frequencies
 from scalingnote.storage.arrow import to_arrow, to_matrix
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import DOCUMENTS, TEXT_COLUMNS

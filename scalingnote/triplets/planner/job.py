@@ -1,6 +1,6 @@
 """The planner stage on Ray: word statistics of a data set, or an encoder trained on its positives.
 
-    statistics   texts -> frequencies of words, without rare ones (lexical/frequencies.py) -> words.parquet
+    statistics   texts -> frequencies of words, without rare ones (lexical/words.py) -> words.parquet
     learned      train queries and their positives -> examples.py -> a trained encoder             -> encoder/
 
 The driver holds at most MAX_WORDS words.
@@ -22,7 +22,7 @@ from scalingnote.core.config import identity
 from scalingnote.core.errors import DataError
 from scalingnote.core.log import configure_unless_set, get_logger
 from scalingnote.datasets.splits import held_out_documents
-from scalingnote.encode.lexical.frequencies import count_frequencies
+from scalingnote.encode.lexical.words import count_frequencies
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table
 from scalingnote.storage.shuffle import slices

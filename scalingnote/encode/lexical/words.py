@@ -1,4 +1,4 @@
-"""In how many texts each word occurs, counted in tasks.
+"""The words of a corpus: the language that decides what they are, and in how many texts each occurs.
 
     texts ─count─► words by bucket ─merge─► the frequent words of a bucket ─choose─► the most frequent of all
 
@@ -10,18 +10,46 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from scalingnote.core.bm25 import document_texts, terms
+from scalingnote.core.log import get_logger
+from scalingnote.core.words import Language, detect
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import read_table, write_table
+from scalingnote.storage.artifact import Artifact, read_table, write_table
+from scalingnote.storage.schema import TEXT_COLUMNS
 from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, run_slices
 
 WORDS = pa.schema({"word": pa.string(), "documents": pa.int64()})  # documents: texts that have the word
 TEXTS_PER_BUCKET = 1 << 21  # whose words make one bucket
+SAMPLED_PARTS = 8  # of the documents, at equal distances
+SAMPLED_DOCUMENTS = 256  # the first ones of each of these parts
 WordReader = Callable[[Sequence[str]], Iterable[Sequence[str]]]
+
+
+def language_of(dataset: Artifact, chosen: Language | Literal["auto"] = "auto", *, section: str) -> Language:
+    """The language that is chosen, or if that is "auto", the one :func:`detect` finds in a sample.
+
+    Args:
+        dataset: the same dataset gives the same language.
+        chosen: in the config.
+        section: name of the logger.
+    """
+    if chosen != "auto":
+        return chosen
+    parts = dataset.table_parts("documents")
+    sample = (
+        dataset.table(part, TEXT_COLUMNS).slice(0, SAMPLED_DOCUMENTS)
+        for part in parts[:: max(len(parts) // SAMPLED_PARTS, 1)][:SAMPLED_PARTS]
+    )
+    language = detect(terms(text) for documents in sample for text in document_texts(documents))
+    said = "words as they are written" if language == "none" else f"{language} stems without stop words"
+    get_logger(section).info("BM25 compares %s", said)
+    return language
 
 
 @dataclass(frozen=True)
