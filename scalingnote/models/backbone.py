@@ -36,6 +36,7 @@ from scalingnote.core.log import get_logger
 from scalingnote.models.batch import first_position
 from scalingnote.models.config import Pretrained, Reading, Scratch
 from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens, add_flagged_tokens
+from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_head import HeadTransform, SparseHead
 from scalingnote.models.weights import cast_parameters, load_adapter, read_in
 
@@ -100,6 +101,23 @@ class Backbone:
             end, first = tokenizer.sep_token_id, tokenizer.cls_token_id
         pad = tokenizer.pad_token_id
         return SpecialTokens(pad=pad if pad is not None else (end or 0), end=end, first=first)
+
+    def token_end(self) -> int:
+        """Return the token behind each token that a tower reads alone; ConfigError if there is none."""
+        end = self.special.end
+        if not self.causal or end is None:
+            raise ConfigError(
+                "a tower that reads tokens alone needs a causal backbone with an end-of-sequence token"
+            )
+        return end
+
+    def check_length(self, tokens: int, *, role: Role) -> None:
+        """Raise ConfigError if the tower of a role is to read more tokens than the backbone has positions."""
+        if self.max_positions is not None and tokens > self.max_positions:
+            raise ConfigError(
+                f"the {role} tower has max_length={tokens}, but its backbone reads {self.max_positions} "
+                "tokens: lower it"
+            )
 
     @property
     def raw_tokenizer(self) -> Tokenizer:

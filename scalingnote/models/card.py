@@ -18,15 +18,16 @@ from huggingface_hub.repocard import metadata_load
 from safetensors import safe_open
 
 from scalingnote.core import __version__
+from scalingnote.core.model_files import read_json
 from scalingnote.core.reports import ReportTable, render
-from scalingnote.models.library_export import BOUNDARY, document_layout
+from scalingnote.models.library_export import document_layout
+from scalingnote.models.prompt import BOUNDARY
 from scalingnote.models.published_model import (
     LOOKUP_TABLE,
     REFERENCED_MODEL,
     TABLES,
     Module,
     Role,
-    read_json,
     read_modules,
     role_prompt,
     similarity_name,

@@ -25,12 +25,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.model_files import read_json, write_json
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Attention, Batch, attention_arguments, choose_attention
+from scalingnote.models.heads import Projection
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, without_limits
-from scalingnote.models.published_model import read_json, write_json
-from scalingnote.models.tower import Projection, draw_weights
 
 FACTS = "cross_encoder.json"
 _CHUNK_TOKENS = 2048  # of the logits [tokens, vocabulary] that are in memory at a time
@@ -245,7 +245,7 @@ def _projection(hidden: int, dim: int | None, *, seed: int) -> nn.Module:
     if dim is None:
         return nn.Identity()
     projection = Projection(hidden, dim)
-    draw_weights(projection, seed)
+    projection.draw(seed)
     return projection
 
 

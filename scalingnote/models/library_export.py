@@ -19,12 +19,14 @@ import torch
 import transformers
 from jaxtyping import Float
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from scalingnote.core.model_files import write_json
 from scalingnote.models.heads import Dense, Head
 from scalingnote.models.prompt import (
+    BOUNDARY,
     PLACEHOLDERS,
     TEXT_PLACEHOLDERS,
     DocumentPrompt,
@@ -35,7 +37,7 @@ from scalingnote.models.prompt import (
     split,
     template_of,
 )
-from scalingnote.models.published_model import MODES, PublishedModel, Role, dense_settings, write_json
+from scalingnote.models.published_model import MODES, PublishedModel, Role, dense_settings
 
 _LIBRARY_RELEASE = "6.2.0"  # of sentence-transformers, whose file format is written
 _POOLING = "sentence_transformer.modules.pooling.Pooling"
@@ -46,23 +48,6 @@ _TEXT_TRANSFORMER = {
     "module_output_name": "token_embeddings",
 }
 _Module = tuple[str, dict[str, Any], dict[str, Tensor]]  # class, settings, tensors
-BOUNDARY = "␞"  # U+241E; no control character: some tokenizers drop those before they split
-
-
-def split_at_boundary(tokenizer: Tokenizer) -> None:
-    """Make `tokenizer` split text at BOUNDARY, remove it, and tokenize each piece as a text of its own."""
-    pre_tokenizer, normalizer = tokenizer.pre_tokenizer, tokenizer.normalizer
-    if BOUNDARY in repr(pre_tokenizer):
-        return
-    # Tokenizers that mark the start of a text must mark the start of every piece that is not empty.
-    if isinstance(pre_tokenizer, pre_tokenizers.Metaspace) and pre_tokenizer.prepend_scheme == "first":
-        pre_tokenizer.prepend_scheme = "always"
-    if "Prepend(" in repr(normalizer):
-        mark = normalizers.Replace(Regex(f"{BOUNDARY}(?=[^{BOUNDARY}])"), f"{BOUNDARY}▁")
-        tokenizer.normalizer = normalizers.Sequence([normalizer, mark])
-    split_first = pre_tokenizers.Split(BOUNDARY, "removed")
-    others = [] if pre_tokenizer is None else [pre_tokenizer]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_first, *others]) if others else split_first
 
 
 def document_layout(template: str, *, causal: bool) -> str:
@@ -202,7 +187,8 @@ def write_published(
     modules: list[_Module] = [(_POOLING, pooling, {})]
     for layer in layers:
         if isinstance(layer, Dense):
-            modules.append((_DENSE, layer.settings, layer.tensors()))
+            tensors = {f"linear.{name}": value.contiguous() for name, value in layer.state_dict().items()}
+            modules.append((_DENSE, layer.settings, tensors))
         else:
             modules.append(("base.modules.normalize.Normalize", {}, {}))
     _write_modules(folder, modules)

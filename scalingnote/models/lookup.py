@@ -284,20 +284,6 @@ class LookupTower(nn.Module):
         return tower.eval()
 
 
-def from_table(
-    table: Float32[ndarray, "tokens dim"],
-    tokenizer: Tokenizer,
-    *,
-    max_length: int,
-    storage: Storage = "float16",
-    made_from: Mapping[str, str] | None = None,
-) -> LookupTower:
-    """Return the tower of a computed table with one row per token; for `made_from` see :class:`Table`."""
-    return LookupTower(
-        torch.from_numpy(table), tokenizer, max_length=max_length, storage=storage, made_from=made_from
-    ).eval()
-
-
 def build(
     config: LookupConfig,
     *,

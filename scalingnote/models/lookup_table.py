@@ -45,6 +45,7 @@ from tokenizers import Tokenizer
 
 from scalingnote.core.array_types import Float, Float32, Int, Int64, Shaped
 from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.model_files import read_json, write_json
 from scalingnote.models.prompt import without_limits
 from scalingnote.models.published_model import (
     IDENTITY,
@@ -53,10 +54,8 @@ from scalingnote.models.published_model import (
     Module,
     dense_settings,
     model_settings,
-    read_json,
     read_modules,
     role_prompt,
-    write_json,
 )
 
 MIN_FEATURE_TEXTS = 2  # training texts that a feature must occur in

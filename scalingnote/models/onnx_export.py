@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
+from scalingnote.core.model_files import write_json
 from scalingnote.models.batch import collate, first_position
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.onnx import MAX_GRAPH_BYTES, MIN_COSINE, ONNX_FILES, OnnxForm, OnnxTower, require
 from scalingnote.models.prompt import QueryPrompt
-from scalingnote.models.published_model import write_json
 from scalingnote.models.tower import Tower
 
 # Tried in this order until the golden queries agree; each is slower or larger than the previous one. Signed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Encoding, Tokenizer, processors
+from tokenizers import Encoding, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.core.words import checked_texts
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
 TEXT_PLACEHOLDERS = ("{title}", "{topic}", "{content}")
+BOUNDARY = "␞"  # U+241E; no control character: some tokenizers drop those before they split
 _PIECE = re.compile(r"(\{title\}|\{topic\}|\{content\}|\[TITLE_QUERY\]|\[CONTENT_QUERY\]|\[EMB\])")
 # Long texts are cut before they are tokenized: no tokenizer averages more characters per token.
 _MAX_CHARACTERS_PER_TOKEN = 16
@@ -438,6 +439,22 @@ def without_limits(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def split_at_boundary(tokenizer: Tokenizer) -> None:
+    """Make `tokenizer` split text at BOUNDARY, remove it, and tokenize each piece as a text of its own."""
+    pre_tokenizer, normalizer = tokenizer.pre_tokenizer, tokenizer.normalizer
+    if BOUNDARY in repr(pre_tokenizer):
+        return
+    # Tokenizers that mark the start of a text must mark the start of every piece that is not empty.
+    if isinstance(pre_tokenizer, pre_tokenizers.Metaspace) and pre_tokenizer.prepend_scheme == "first":
+        pre_tokenizer.prepend_scheme = "always"
+    if "Prepend(" in repr(normalizer):
+        mark = normalizers.Replace(Regex(f"{BOUNDARY}(?=[^{BOUNDARY}])"), f"{BOUNDARY}▁")
+        tokenizer.normalizer = normalizers.Sequence([normalizer, mark])
+    split_first = pre_tokenizers.Split(BOUNDARY, "removed")
+    others = [] if pre_tokenizer is None else [pre_tokenizer]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_first, *others]) if others else split_first
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.model_files import read_json, write_json
 from scalingnote.models import library_export, published_model
 from scalingnote.models.card import CardFacts, router_card, tower_card
 from scalingnote.models.lookup_table import Table, is_static, write_published
@@ -121,7 +122,7 @@ def split_reference(reference: str) -> tuple[str, str | None]:
 
 def _tower_settings(folder: Path) -> dict[str, Any]:
     """Return the content of tower.json; empty for a published model."""
-    return published_model.read_json(folder / "tower.json") or {}
+    return read_json(folder / "tower.json") or {}
 
 
 def _side(folder: Path, role: Role) -> _Side:
@@ -143,7 +144,7 @@ def _dim(modules: Sequence[Module]) -> int | None:
     """Return the width of a published model's embeddings by its modules' configs; None if not stated."""
     dim = None
     for module in modules:
-        config = published_model.read_json(module.folder / "config.json") or {}
+        config = read_json(module.folder / "config.json") or {}
         match module.name:
             case "Transformer":
                 dim = config.get("hidden_size") or config.get("text_config", {}).get("hidden_size")
@@ -205,7 +206,7 @@ def _check_reference(reference: str, document: Path) -> None:
 
 def _clear(folder: Path) -> None:
     """Make the folder, or remove the routes of an earlier call."""
-    earlier = published_model.read_json(folder / "router_config.json")
+    earlier = read_json(folder / "router_config.json")
     others = [name for name in ("modules.json", "config.json", "tower.json") if (folder / name).exists()]
     if earlier is None and others:
         raise ConfigError(f"{folder} holds another model ({', '.join(others)}): give a new folder")
@@ -231,7 +232,7 @@ def _write_reference(reference: str, document: Path, folder: Path) -> dict[str, 
     (folder / name).mkdir()
     max_length = _tower_settings(document).get("max_length")
     named = {"model": model, "revision": revision, "max_seq_length": max_length}
-    published_model.write_json(folder / name / "config.json", named)
+    write_json(folder / name / "config.json", named)
     return {name: REFERENCED_MODEL}
 
 
@@ -255,12 +256,12 @@ def _copy(source: Path, modules: Sequence[Module], folder: Path, role: Role) -> 
 def _write_normalise(place: Path) -> str:
     """Write a Normalize module; returns the name of its folder."""
     place.mkdir(exist_ok=True)
-    published_model.write_json(place / "config.json", {})
+    write_json(place / "config.json", {})
     return place.name
 
 
 def _write_lists(folder: Path, types: dict[str, dict[str, str]], similarity: Similarity) -> None:
-    published_model.write_json(
+    write_json(
         folder / "router_config.json",
         {
             "types": {name: kind for route in types.values() for name, kind in route.items()},
@@ -272,7 +273,7 @@ def _write_lists(folder: Path, types: dict[str, dict[str, str]], similarity: Sim
     if similarity == "cosine":
         path = _write_normalise(folder / "1_Normalize")
         modules.append({"idx": 1, "name": "1", "path": path, "type": _NORMALIZE})
-    published_model.write_json(folder / "modules.json", modules)
+    write_json(folder / "modules.json", modules)
 
 
 def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:

@@ -11,14 +11,13 @@ the modules of one role are read. A setting that this package does not implement
 sentence-transformers then runs the model. A setting that is missing is an error. No weights are read here.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.core.model_files import local_folder
+from scalingnote.core.model_files import local_folder, read_json
 
 Role = Literal["query", "document"]
 Similarity = Literal["cosine", "dot"]  # what search computes of a query and a document
@@ -142,21 +141,6 @@ def searched_similarity(name: str, *, unit: bool, source: Path) -> Similarity:
 def model_settings(folder: Path) -> Mapping[str, Any]:
     """Return the content of config_sentence_transformers.json; empty if there is no such file."""
     return read_json(folder / "config_sentence_transformers.json") or {}
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if there is no such file. ConfigError if it is not JSON."""
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file of settings."""
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def dense_settings(width: int, dim: int, *, bias: bool = False) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.models import dual_encoder, library_export
 from scalingnote.models.config import PAPER_PROMPT, Lora
 from scalingnote.models.dual_encoder import load_tower
-from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, SpecialTokens
+from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, SpecialTokens, split_at_boundary
 
 QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12"]
 ROWS = {
@@ -124,8 +124,8 @@ def sentencepiece_like(scheme: str) -> Tokenizer:
 @pytest.mark.parametrize("scheme", ["prepend", "first", "always", "never"])
 def test_tokenizers_that_mark_words_read_a_layout_as_the_prompt_does(scheme: str, causal: bool):
     raw = sentencepiece_like(scheme)
-    library_export.split_at_boundary(raw)
-    library_export.split_at_boundary(raw)
+    split_at_boundary(raw)
+    split_at_boundary(raw)
     special = SpecialTokens(pad=0, end=2, first=1)
     prompt = DocumentPrompt(raw, special, template=PAPER_PROMPT, max_length=300, causal=causal)
     made = library_export.export_tokenizer(

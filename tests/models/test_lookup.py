@@ -148,7 +148,7 @@ def test_what_does_not_fit_says_so(tmp_path: Path):
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         lookup.build(LookupConfig(), dim=DIM, tokenizer_json=None, seed=0)
     with pytest.raises(ConfigError, match="made for another"):
-        lookup.from_table(np.zeros((3, 4), np.float32), Tokenizer.from_str(LEARNT), max_length=8)
+        LookupTower(torch.zeros(3, 4), Tokenizer.from_str(LEARNT), max_length=8)
     with pytest.raises(ArtifactError, match="is not a tower"):
         dual_encoder.load_query_tower(tmp_path)
     build().save(tmp_path / "query")

@@ -49,7 +49,7 @@ def scratch() -> TokenWise:
 
 def alone(made: TokenWise, token: int) -> torch.Tensor:
     """One token behind the instruction, through the plain model: no mask, no positions of ours."""
-    ids = torch.tensor([[*made.instruction.tolist(), token, made.end]])
+    ids = torch.tensor([[*made.instruction().tolist(), token, made.end]])
     return made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
 
 
@@ -60,7 +60,7 @@ def batch_of(made: TokenWise, queries: list[str], *, packed: bool) -> Batch:
 def test_a_token_in_a_block_gives_what_it_gives_alone(checkpoint: Path):
     made = build(checkpoint, instruction=INSTRUCTION)
     ids = torch.arange(60, 60 + BLOCKS + 5)  # more than a line
-    found = made.token_vectors(ids)
+    found = made.token_vectors(ids, made.instruction())
     for token, vector in zip(ids.tolist(), found, strict=True):
         torch.testing.assert_close(vector, alone(made, token), **TIGHT)
 
@@ -104,7 +104,7 @@ def test_the_whole_query_is_read_as_one_text(checkpoint: Path, packed: bool):
     made = build(checkpoint, instruction=INSTRUCTION)
     found = made.contextual(batch_of(made, QUERIES, packed=packed))
     for row, embedding in zip(made.prompt.rows(QUERIES), found[:, 0], strict=True):
-        ids = torch.tensor([[*made.instruction.tolist(), *row.ids, made.end]])
+        ids = torch.tensor([[*made.instruction().tolist(), *row.ids, made.end]])
         expected = made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
         torch.testing.assert_close(embedding, expected, **TIGHT)
 
@@ -112,10 +112,10 @@ def test_the_whole_query_is_read_as_one_text(checkpoint: Path, packed: bool):
 def test_a_weight_in_half_precision_rounds_no_embedding(scratch: TokenWise):
     made = copy.deepcopy(scratch)
     made.projection.bfloat16()
-    ids = torch.tensor([[*made.instruction.tolist(), 70, made.end]])
+    ids = torch.tensor([[*made.instruction().tolist(), 70, made.end]])
     state = made.backbone(input_ids=ids).last_hidden_state[0, -1]
     expected = made.projection.weight.double() @ state.double()
-    (found,) = made.token_vectors(torch.tensor([70]))
+    (found,) = made.token_vectors(torch.tensor([70]), made.instruction())
     torch.testing.assert_close(found, expected.float(), **TIGHT)
 
 
