@@ -322,47 +322,32 @@ def test_a_referenced_model_that_only_its_library_runs_is_not_read_by_us(publish
         published_model.read(tmp_path / "router", "document")
 
 
-FACTS = CardFacts(
-    name="table-32",
-    base_model="org/teacher",
-    lessons=40_000,
-    datasets=["org/corpus"],
-    made="Six passes over sentences of the corpus.",
-    agreement={"mean cosine": 0.91},
-    metrics={"scifact": {"nDCG@10": 0.6234, "R@100": 0.9}, "nfcorpus": {"nDCG@10": 0.31}},
-)
-STATED = "---\nlanguage: en\nlicense: apache-2.0\n---\n# Teacher\n"
-
-
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:huggingface_hub")
 def test_the_card_says_what_is_known(published: Path, tmp_path: Path):
-    from huggingface_hub import ModelCard
-
     source = shutil.copytree(published, tmp_path / "teacher")
-    (source / "README.md").write_text(STATED)
-    write_router(table(tmp_path / "query"), source, tmp_path / "router", facts=FACTS)
-    card = ModelCard.load(tmp_path / "router/README.md")
+    (source / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# Teacher\n")
+    facts = CardFacts(
+        base_model="org/teacher",
+        lessons=40_000,
+        made="Six passes over sentences of the corpus.",
+        agreement={"mean cosine": 0.91},
+    )
+    write_router(table(tmp_path / "query"), source, tmp_path / "router", facts=facts)
+    card = huggingface_hub.ModelCard.load(tmp_path / "router/README.md")
     assert (card.data.license, card.data.language) == ("apache-2.0", "en")
     assert (card.data.library_name, card.data.pipeline_tag) == (
         "sentence-transformers",
         "sentence-similarity",
     )
-    assert (card.data.base_model, card.data.datasets) == (["org/teacher"], ["org/corpus"])
+    assert card.data.base_model == ["org/teacher"]
     assert {"router", "asymmetric", "static-embeddings"} <= set(card.data.tags)
-    found = {(each.dataset_name, each.metric_name): each.metric_value for each in card.data.eval_results}
-    assert found == {
-        ("scifact", "nDCG@10"): 0.6234,
-        ("scifact", "R@100"): 0.9,
-        ("nfcorpus", "nDCG@10"): 0.31,
-    }
     for said in (
-        "# table-32",
+        "# router",
         "rows of 32 dimensions; no transformer runs",
         "`org/teacher`, a copy of which",
         "40,000 texts",
         "Six passes",
         "| mean cosine | 0.9100 |",
-        "| scifact | nDCG@10 | 0.6234 |",
         "| prompt | none | `text: ` |",
         "| tokens read | 9 | 24 |",
     ):
