@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from scalingnote.models.prompt import cut_characters, tokenize
+from scalingnote.core.words import cut_characters
+from scalingnote.models.prompt import tokenize
 
 MAX_CACHED_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
 MAX_CACHED_PAIRS = 131_072  # words with the next one, about 35 MB; the same

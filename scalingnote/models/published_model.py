@@ -21,12 +21,10 @@ from scalingnote.core.model_files import local_folder, read_json
 
 Role = Literal["query", "document"]
 Similarity = Literal["cosine", "dot"]  # what search computes of a query and a document
-ROUTERS = ("Router", "Asym")
-STATIC_EMBEDDING = "StaticEmbedding"
 # Classes of scalingnote.models.library_modules. Published folders contain these names: never change them.
 LOOKUP_TABLE = "scalingnote.models.library_modules.LookupTable"
 REFERENCED_MODEL = "scalingnote.models.library_modules.ReferencedModel"
-TABLES = (STATIC_EMBEDDING, LOOKUP_TABLE)  # first modules that need no transformer
+TABLES = ("StaticEmbedding", LOOKUP_TABLE)  # first modules that need no transformer
 IDENTITY = "torch.nn.modules.linear.Identity"  # activation of a linear Dense module
 MODES = {"cls": "cls", "mean": "mean", "last": "lasttoken"}  # our names -> those of sentence-transformers
 _LEGACY_MODES = {
@@ -73,7 +71,7 @@ def read_modules(folder: Path, role: Role) -> list[Module] | None:
     if listed is None:
         return None
     modules = [_module(folder, each) for each in listed]
-    if modules and modules[0].name in ROUTERS:
+    if modules and modules[0].name in ("Router", "Asym"):
         return [*_route(modules[0].folder, role), *modules[1:]]
     return modules
 
@@ -209,11 +207,6 @@ class PublishedModel:
         """Whether embeddings are known to have length 1."""
         normalised = bool(self.steps) and self.steps[-1].kind == "normalise"
         return normalised and self.truncate_dim is None and self.unknown is None
-
-    @property
-    def searched_by(self) -> Similarity:
-        """How search compares the embeddings; ConfigError as :func:`searched_similarity`."""
-        return searched_similarity(self.similarity, unit=self.unit, source=self.source)
 
 
 def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedModel:

@@ -98,8 +98,8 @@ def test_attention_is_the_formula_it_names():
 
 @pytest.mark.parametrize("attention", [False, True])
 def test_a_saved_tower_encodes_the_same(tmp_path: Path, attention: bool):
-    made = build(weighting="learned", attention=attention)
-    made.save(tmp_path / "query", storage="float32")
+    made = build(weighting="learned", attention=attention, storage="float32")
+    made.save(tmp_path / "query")
     again = dual_encoder.load_query_tower(tmp_path / "query")
     assert isinstance(again, LookupTower)
     assert again.prompt.rows(QUERIES) == made.prompt.rows(QUERIES)
@@ -133,8 +133,8 @@ def test_rows_beyond_float16_are_refused_with_what_to_set():
 
 @pytest.mark.parametrize("storage", ["float32", "float16", "int8"])
 def test_a_folder_is_read_without_torch_and_keeps_directions(tmp_path: Path, storage: str):
-    made = build()
-    made.save(tmp_path / "query", storage=storage)
+    made = build(storage=storage)
+    made.save(tmp_path / "query")
     table = Table.read(tmp_path / "query")
     assert (str(table.values.dtype), table.tokens) == (storage, made.tokens)
     assert (table.scales is not None) == (storage == "int8")
