@@ -153,13 +153,13 @@ def read_head(steps: Sequence[HeadStep], *, hidden: int, keep: int | None = None
 
 
 def _read_layer(step: HeadStep) -> nn.Module:
-    if step.folder is None:
+    if step is None:
         return Normalise()
-    path, settings = step.folder / "model.safetensors", read_json(step.folder / "config.json")
+    path, settings = step / "model.safetensors", read_json(step / "config.json")
     if settings is None or not path.exists():
         missing = Path("config.json" if settings is None else path).name
         raise ConfigError(
-            f"{step.folder} is a dense layer without {missing}: weights are read from safetensors only, so "
+            f"{step} is a dense layer without {missing}: weights are read from safetensors only, so "
             "fetch the model again, or convert it"
         )
     dense = Dense(settings)

@@ -40,6 +40,8 @@ from scalingnote.models.prompt import (
 from scalingnote.models.published_model import MODES, PublishedModel, Role, dense_settings
 
 _LIBRARY_RELEASE = "6.2.0"  # of sentence-transformers, whose file format is written
+LIBRARY = "sentence_transformers"
+_WORD_WEIGHTS = "sentence_transformer.modules.word_weights.WordWeights"
 _POOLING = "sentence_transformer.modules.pooling.Pooling"
 _DENSE = "base.modules.dense.Dense"
 _TEXT_TRANSFORMER = {
@@ -151,8 +153,12 @@ def write_trained(
     if template is not None and not causal:
         # The state at a placeholder in the middle of the row: a weighted mean with one weight that is not 0.
         pooling = "mean"
-        weights = _weight_of_one(indexed_placeholder(template), tokenizer)
-        modules.append(("sentence_transformer.modules.word_weights.WordWeights", *weights))
+        token = indexed_placeholder(template)
+        words = {id: word for word, id in tokenizer.get_vocab().items()}
+        vocabulary = [words.get(id, "") for id in range(max(words) + 1)]
+        weights = torch.tensor([[float(word == token)] for word in vocabulary])
+        words_settings = {"vocab": vocabulary, "word_weights": {token: 1.0}, "unknown_word_weight": 0.0}
+        modules.append((_WORD_WEIGHTS, words_settings, {"emb_layer.weight": weights}))
     weight = {"linear.weight": projection.detach().contiguous()}
     modules += [
         (_POOLING, {"embedding_dimension": hidden, "pooling_mode": pooling}, {}),
@@ -201,32 +207,24 @@ def write_published(
     write_settings(folder, named, default=default, truncate_dim=layers.keep, similarity=model.similarity)
 
 
-def _weight_of_one(
-    token: str, tokenizer: PreTrainedTokenizerFast
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return settings and tensors of a WordWeights module in which all tokens but `token` have weight 0."""
-    words = {id: word for word, id in tokenizer.get_vocab().items()}
-    vocabulary = [words.get(id, "") for id in range(max(words) + 1)]
-    weights = torch.tensor([[float(word == token)] for word in vocabulary])
-    settings = {"vocab": vocabulary, "word_weights": {token: 1.0}, "unknown_word_weight": 0.0}
-    return settings, {"emb_layer.weight": weights}
-
-
 def _write_modules(folder: Path, modules: Sequence[_Module]) -> None:
     """Write the modules behind the transformer, whose files are in `folder` itself, and their list."""
-    listed = [_module_entry(0, "", "base.modules.transformer.Transformer")]
+    listed = [("", f"{LIBRARY}.base.modules.transformer.Transformer")]
     for number, (name, settings, tensors) in enumerate(modules, 1):
         path = folder / f"{number}_{name.rpartition('.')[2]}"
         path.mkdir(exist_ok=True)
         write_json(path / "config.json", settings)
         if tensors:
             save_file(tensors, path / "model.safetensors")
-        listed.append(_module_entry(number, path.name, name))
+        listed.append((path.name, f"{LIBRARY}.{name}"))
+    write_module_list(folder, listed)
+
+
+def write_module_list(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
+    """Write modules.json: the folder and the class of each module, in order."""
+    numbered = enumerate(modules)
+    listed = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in numbered]
     write_json(folder / "modules.json", listed)
-
-
-def _module_entry(number: int, path: str, name: str) -> dict[str, Any]:
-    return {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{name}"}
 
 
 def write_settings(

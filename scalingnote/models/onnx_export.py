@@ -10,8 +10,7 @@ import math
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,8 @@ def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    with _without_warnings():
+    logging.disable(logging.WARNING)  # onnxruntime writes advice to the root logger
+    try:
         quantize_dynamic(
             folder / ONNX_FILES["onnx"],
             folder / ONNX_FILES["onnx_int8"],
@@ -118,6 +118,8 @@ def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
             per_channel=True,
             weight_type=QuantType[weights],
         )
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _write_references(tower: Tower, folder: Path, queries: Sequence[str]) -> None:
@@ -253,13 +255,3 @@ def _is_bert(backbone: nn.Module) -> bool:
     return hasattr(layers[-1], "feed_forward_chunk") and all(
         hasattr(own, name) for name in ("query", "key", "value", "attention_head_size")
     )
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress the advice that onnxruntime writes to the root logger."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)

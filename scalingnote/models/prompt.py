@@ -453,6 +453,12 @@ def split_at_boundary(tokenizer: Tokenizer) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_first, *others]) if others else split_first
 
 
+def lowercase(tokenizer: Tokenizer) -> None:
+    """Make `tokenizer` lower-case texts before it does anything else."""
+    others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+
+
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
     """Return the tokens of each text, at least the first `max_tokens`, without special tokens."""
     pieces = [cut_characters(text, max_tokens) for text in texts]

@@ -258,11 +258,10 @@ def _write_lists(folder: Path, types: dict[str, dict[str, str]], similarity: Sim
             "parameters": {"default_route": [*types][-1], "allow_empty_key": True, "route_mappings": {}},
         },
     )
-    modules = [{"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.router.Router"}]
+    modules = [("", f"{_BASE}.router.Router")]
     if similarity == "cosine":
-        path = _write_normalise(folder / "1_Normalize")
-        modules.append({"idx": 1, "name": "1", "path": path, "type": _NORMALIZE})
-    write_json(folder / "modules.json", modules)
+        modules.append((_write_normalise(folder / "1_Normalize"), _NORMALIZE))
+    library_export.write_module_list(folder, modules)
 
 
 def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:

@@ -178,12 +178,7 @@ def _route(place: Path, role: Role) -> list[Module]:
     return [Module(facts["types"][name], _subfolder(place, name)) for name in structure[route]]
 
 
-@dataclass(frozen=True)
-class HeadStep:
-    """A module behind pooling: a dense layer with its config and weights in `folder`, or a normalisation."""
-
-    kind: Literal["dense", "normalise"]
-    folder: Path | None = None
+HeadStep = Path | None  # a module behind pooling: the folder of a dense layer, or None, a normalisation
 
 
 @dataclass(frozen=True)
@@ -205,8 +200,7 @@ class PublishedModel:
     @property
     def unit(self) -> bool:
         """Whether embeddings are known to have length 1."""
-        normalised = bool(self.steps) and self.steps[-1].kind == "normalise"
-        return normalised and self.truncate_dim is None and self.unknown is None
+        return self.steps[-1:] == (None,) and self.truncate_dim is None and self.unknown is None
 
 
 def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedModel:
@@ -293,9 +287,9 @@ def _of_modules(folder: Path, modules: Sequence[Module], role: Role, pooling: st
                 elif not settings.get("include_prompt", True):
                     unknown.append("pooling without the prompt")
             case "Dense" if mode and _reads_the_embedding(settings):
-                steps.append(HeadStep("dense", module.folder))
+                steps.append(module.folder)
             case "Normalize" if mode and _reads_the_embedding(settings):
-                steps.append(HeadStep("normalise"))
+                steps.append(None)
             case "Dropout":
                 pass  # without effect outside of training
             case _:

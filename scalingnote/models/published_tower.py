@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -30,8 +30,8 @@ from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.heads import Dense, Head, Normalise, pool, read_head
-from scalingnote.models.prompt import TextDocuments, TextQueries
-from scalingnote.models.published_model import HeadStep, PublishedModel, Role, dense_settings
+from scalingnote.models.prompt import TextDocuments, TextQueries, lowercase
+from scalingnote.models.published_model import PublishedModel, Role, dense_settings
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import add_adapter, read_in
 
@@ -133,10 +133,9 @@ def model_of(config: TowerConfig, role: Role) -> PublishedModel:
     model = published_model.read(config.backbone.path, role, pooling=config.pooling)
     steps = model.steps
     if config.projection != "auto":
-        steps = tuple(step for step in steps if step.kind != "dense")
+        steps = tuple(step for step in steps if step is None)
     if config.normalise is not None:
-        steps = tuple(step for step in steps if step.kind != "normalise")
-        steps += (HeadStep("normalise"),) * config.normalise
+        steps = tuple(step for step in steps if step is not None) + (None,) * config.normalise
     prefix = model.prefix if config.prefix is None else config.prefix
     return replace(model, steps=steps, prefix=prefix)
 
@@ -212,8 +211,7 @@ def tokenizer_of(model: PublishedModel) -> Any:
         raise ConfigError(f"{str(model.folder)!r} has no fast tokenizer (tokenizer.json): convert it first")
     raw: Tokenizer = tokenizer.backend_tokenizer
     if model.lower_case and "Lowercase(" not in repr(raw.normalizer):
-        others = [] if raw.normalizer is None else [raw.normalizer]
-        raw.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+        lowercase(raw)
     return tokenizer
 
 
