@@ -63,6 +63,7 @@ def main() -> None:
 
 def build(folder: Path, options: Namespace) -> list[str]:
     """Write the student, its graphs and the table below `folder`; returns the queries to ask."""
+    import torch
     from tokenizers import Tokenizer
 
     from scalingnote.models import backbone, dual_encoder, lookup, onnx, onnx_export
@@ -86,7 +87,7 @@ def build(folder: Path, options: Namespace) -> list[str]:
         onnx_export.export_graph(folder / "torch", folder / form, queries=queries[:COMPARED], form=form)
     tokenizer = Tokenizer.from_str(learnt)
     rows = np.random.default_rng(0).standard_normal((tokenizer.get_vocab_size(), DIM)).astype(np.float32)
-    lookup.from_table(rows, tokenizer, max_length=32, storage="float16").save(folder / "lookup")
+    lookup.LookupTower(torch.from_numpy(rows), tokenizer, max_length=32).save(folder / "lookup")
     return queries
 
 

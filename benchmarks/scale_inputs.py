@@ -60,7 +60,9 @@ def files(folder: Path, documents: int, *, train_queries: int = TRAIN_QUERIES) -
 
 def towers(folder: Path, documents: int) -> Artifact:
     """The `dual_encoder` artifact: a lookup table as the query tower."""
-    from scalingnote.models import lookup  # late: imports torch, which the parts' processes do not need
+    import torch  # late: the parts' processes do not need it
+
+    from scalingnote.models import lookup
 
     draft = Draft(
         f"{folder}/dual_encoder", kind="dual_encoder", config=Synthetic(documents=documents), parents={}
@@ -71,7 +73,8 @@ def towers(folder: Path, documents: int) -> Artifact:
     tokenizer = Tokenizer(models.WordLevel(words | {"[UNK]": VOCABULARY}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     table = np.concatenate([word_vectors(), np.zeros((1, DIM), np.float32)])
-    lookup.from_table(table, tokenizer, max_length=16, storage="float32").save(Path(draft.path("query")))
+    made = lookup.LookupTower(torch.from_numpy(table), tokenizer, max_length=16, storage="float32")
+    made.save(Path(draft.path("query")))
     return draft.commit(counts={"tokens": len(table)})
 
 

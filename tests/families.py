@@ -24,9 +24,11 @@ from transformers import (
 )
 
 import tiny
-from scalingnote.models import backbone
-from scalingnote.models.config import Pretrained, TowerConfig
+from scalingnote.models import backbone, dual_encoder
+from scalingnote.models.config import Pretrained, Scratch, TowerConfig
+from scalingnote.models.tower import Tower
 
+LEARNT = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
 WINDOW = 8  # shorter than the documents below, so that a window that is forgotten is seen
 DOCUMENTS = (
     ["torch stack", "numpy", "a title of more words", ""],
@@ -68,9 +70,8 @@ PAD_1 = ("roberta", "xlm-roberta", "camembert", "mpnet")  # their pad token is 1
 
 
 def tokenizer(*, padding_side: str = "right", pad: str | None = "[PAD]") -> PreTrainedTokenizerFast:
-    texts = [row["content"] for row in tiny.document_rows()]
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(backbone.train_tokenizer(texts, vocabulary=400)),
+        tokenizer_object=Tokenizer.from_str(LEARNT),
         pad_token=pad,
         unk_token="[UNK]",
         cls_token="[CLS]",
@@ -109,3 +110,19 @@ def tower_config(path: Path, *, role: str, **more: Any) -> TowerConfig:
     length = {"query": 16, "document": 40}[role]
     backbone = Pretrained(path=str(path))
     return TowerConfig(backbone=backbone, max_length=length, prompt=tiny.SHORT_PROMPT, **more)
+
+
+def tower(path: Path, role: Any, *, dim: int = 16, seed: int = 0, sparse: bool = False, **more: Any) -> Tower:
+    """A tower of a checkpoint, ready to train."""
+    return _built(tower_config(path, role=role, **more), role, dim=dim, seed=seed, sparse=sparse)
+
+
+def scratch_tower(backbone: Scratch, role: Any, *, sparse: bool = False, **more: Any) -> Tower:
+    """A tower from scratch with the tokenizer LEARNT, ready to train."""
+    config = tiny.query_tower(backbone) if role == "query" else tiny.document_tower(backbone)
+    return _built(config.model_copy(update=more), role, dim=16, seed=0, sparse=sparse)
+
+
+def _built(config: TowerConfig, role: Any, **more: Any) -> Tower:
+    learnt = LEARNT if isinstance(config.backbone, Scratch) else None
+    return dual_encoder.build_tower(config, role=role, tokenizer_json=learnt, **more)

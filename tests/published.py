@@ -35,6 +35,7 @@ def folder(
     include_prompt: bool = True,
     max_length: int | None = 24,
     lower_case: bool = False,
+    truncate_dim: int | None = None,
     **flags: Any,
 ) -> Path:
     """Write a model of `family`; `dense` are (width, bias, activation) and `end` the token behind every text.
@@ -62,6 +63,20 @@ def folder(
             width = out
         if normalise:
             modules.append(Normalize())
-        made = SentenceTransformer(modules=modules, device="cpu", prompts=prompts or {})
+        made = SentenceTransformer(
+            modules=modules, device="cpu", prompts=prompts or {}, truncate_dim=truncate_dim
+        )
         made.save(str(path / "model"), create_model_card=False)
     return path / "model"
+
+
+def edited(path: Path, **values: Any) -> Path:
+    """Replace values of a JSON file, which need not be there."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**found, **values}))
+    return path
+
+
+def settings_of(model: Path) -> Path:
+    """The file of a model's prompts and similarity."""
+    return model / "config_sentence_transformers.json"

@@ -14,7 +14,7 @@ from sentence_transformers import SentenceTransformer
 import scalingnote
 import tiny
 from in_process import without_ray
-from published import folder
+from published import edited, folder, settings_of
 from scalingnote import api
 from scalingnote.cli import main as cli
 from scalingnote.core.errors import ConfigError
@@ -37,8 +37,7 @@ K = 10
 
 def compared_by(path: Path, name: str | None) -> Path:
     """A model's folder with another similarity."""
-    settings = path / "config_sentence_transformers.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"similarity_fn_name": name}))
+    edited(settings_of(path), similarity_fn_name=name)
     return path
 
 
@@ -269,9 +268,7 @@ def test_a_similarity_is_honoured_or_refused(
 
 
 def test_truncated_embeddings_are_no_unit_vectors(tmp_path: Path):
-    path = compared_by(folder(tmp_path), "dot")
-    settings = path / "config_sentence_transformers.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"truncate_dim": 8}))
+    path = compared_by(folder(tmp_path, truncate_dim=8), "dot")
     towers = adopt.run(AdoptConfig(path=str(path)), output=str(tmp_path / "towers"))
     assert towers.manifest.info["similarity"] == published_model.similarity_of(path) == "dot"
 

@@ -1,8 +1,9 @@
-"""Where the files of a published model lie: a folder, a Python package, the hub."""
+"""Files of models: where published ones lie (a folder, a Python package, the hub), and JSON settings."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from scalingnote.core.errors import ConfigError
 
@@ -50,3 +51,18 @@ def _package_folder(name: str) -> Path:
             f"install {name.replace('_', '-')}, or give a hub id or folder"
         )
     return folder
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; None if there is no such file. ConfigError if it is not JSON."""
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file of settings."""
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -56,6 +56,8 @@ _UNMARKED = re.compile("[\u3041-\u3096\u30a1-\u30ff\u3400-\u9fff\uac00-\ud7a3]*"
 _DOT = re.compile("(?<=[iI])\u0307+")  # İ in lower case is i with a dot above it
 
 
+# Long texts are cut before they are tokenized: no tokenizer averages more characters per token.
+CHARACTERS_PER_TOKEN = 16
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # Python keeps a whole pair as the one character it stands for
 
 
@@ -79,6 +81,11 @@ def checked_texts(texts: Iterable[str], *, name: str = "text") -> list[str]:
         if not (isinstance(text, str) and text.isascii()):
             given[position] = checked_text(text, name=f"{name} {position}")
     return given
+
+
+def cut_characters(text: str, max_tokens: int) -> str:
+    """Return the beginning of a text that has at least `max_tokens` tokens, or the whole text."""
+    return text[: max_tokens * CHARACTERS_PER_TOKEN]
 
 
 def checked_text(text: str, *, name: str = "text") -> str:

@@ -28,8 +28,9 @@ from numpy import ndarray
 from tokenizers import Tokenizer
 
 from scalingnote.core.array_types import Float32, Int16, Int64
+from scalingnote.core.words import cut_characters
 from scalingnote.models.lookup_table import read_table
-from scalingnote.models.prompt import cut_characters, tokenize, without_limits
+from scalingnote.models.prompt import tokenize, without_limits
 
 _BATCH_QUERIES = 16  # their rows fit in a core's cache (18 tokens of 384 dimensions: 440 KB)
 _MAX_CACHED_SHARES = 128  # arrays of equal shares are made once for queries of fewer tokens

@@ -36,7 +36,13 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
     if draft.finished:
         return draft.existing()
     draft.discard_parts()  # the model at the path may have changed since an interrupted run
-    _check_weights(config)
+    folder = local_folder(config.path)
+    checksum = weight_checksums(folder).get("model.safetensors")
+    if config.weights_sha256 not in (None, checksum):
+        raise ConfigError(
+            f"{folder}/model.safetensors has sha256 {checksum}, not {config.weights_sha256}: "
+            "fetch the model again, or leave adopt.weights_sha256 out to take these weights"
+        )
     dims, similarities, parameters, weights = {}, {}, 0, {}
     for role in ROLES:
         path, tower = model_path(config, role), open_tower(config, role)
@@ -45,9 +51,9 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
         parameters += sum(parameter.numel() for parameter in tower.parameters())
         shown = role, path, tower.dim, tower.config.max_length, tower.native.similarity
         log.info("%s: %s, %d dimensions, %d tokens, compared by %s", *shown)
-        with tempfile.TemporaryDirectory() as folder:
-            tower.save(Path(folder))
-            draft.upload(folder, role)
+        with tempfile.TemporaryDirectory() as saved:
+            tower.save(Path(saved))
+            draft.upload(saved, role)
     if dims["query"] != dims["document"]:
         raise ConfigError(
             f"{config.query_path} gives embeddings of {dims['query']} dimensions and {config.path} of "
@@ -63,16 +69,6 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
         weights_sha256=weights,
         similarity=similarities["document"],
     )
-
-
-def _check_weights(config: AdoptConfig) -> None:
-    folder = local_folder(config.path)
-    checksum = weight_checksums(folder).get("model.safetensors")
-    if config.weights_sha256 not in (None, checksum):
-        raise ConfigError(
-            f"{folder}/model.safetensors has sha256 {checksum}, not {config.weights_sha256}: "
-            "fetch the model again, or leave adopt.weights_sha256 out to take these weights"
-        )
 
 
 def open_tower(
@@ -102,7 +98,9 @@ def open_tower(
             model.source,
             *unread,
         )
-    similarity = config.similarity or model.searched_by
+    similarity = config.similarity or published_model.searched_similarity(
+        model.similarity, unit=model.unit, source=model.source
+    )
     length = config.query_max_length if of_query else config.document_max_length
     tower = published_tower.open_published(settings, role, max_length=length, dtype=dtype)
     tower.native = replace(tower.native, similarity=similarity)

@@ -5,16 +5,14 @@ A backbone is a transformer without a language-model head, its tokenizer, and wh
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -35,7 +33,8 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
 from scalingnote.models.batch import first_position
 from scalingnote.models.config import Pretrained, Reading, Scratch
-from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens, add_flagged_tokens
+from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens, add_flagged_tokens, lowercase
+from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_head import HeadTransform, SparseHead
 from scalingnote.models.weights import cast_parameters, load_adapter, read_in
 
@@ -62,6 +61,7 @@ _MASKED_HEADS = {
 }
 _NORM_PARTS = (("weight", "weight"), ("weight", "gamma"), ("bias", "bias"), ("bias", "beta"))
 _EPSILONS = ("norm_eps", "layer_norm_eps")  # fields of a config; DistilBERT's has none
+_TOLD: set[tuple[str, str]] = set()  # changes of tokenizers that were logged: a folder is read several times
 _SCRATCH_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
 
 
@@ -100,6 +100,23 @@ class Backbone:
             end, first = tokenizer.sep_token_id, tokenizer.cls_token_id
         pad = tokenizer.pad_token_id
         return SpecialTokens(pad=pad if pad is not None else (end or 0), end=end, first=first)
+
+    def token_end(self) -> int:
+        """Return the token behind each token that a tower reads alone; ConfigError if there is none."""
+        end = self.special.end
+        if not self.causal or end is None:
+            raise ConfigError(
+                "a tower that reads tokens alone needs a causal backbone with an end-of-sequence token"
+            )
+        return end
+
+    def check_length(self, tokens: int, *, role: Role) -> None:
+        """Raise ConfigError if the tower of a role is to read more tokens than the backbone has positions."""
+        if self.max_positions is not None and tokens > self.max_positions:
+            raise ConfigError(
+                f"the {role} tower has max_length={tokens}, but its backbone reads {self.max_positions} "
+                "tokens: lower it"
+            )
 
     @property
     def raw_tokenizer(self) -> Tokenizer:
@@ -155,8 +172,7 @@ def read_as(backbone: Backbone, config: Reading) -> None:
     """
     tokenizer, rust = backbone.tokenizer, backbone.raw_tokenizer
     if config.lowercase:
-        others = [] if rust.normalizer is None else [rust.normalizer]
-        rust.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+        lowercase(rust)
     if config.bos == "auto":
         return
     if not backbone.causal:
@@ -202,11 +218,14 @@ def load(path: str | Path, *, layers: int | None = None, dtype: torch.dtype = to
         missing.update(report["missing_keys"])
         return model
 
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # no report on unused weights; missing ones are an error below
     try:
-        with _without_load_report():
-            model = read_in(torch.float32 if base != str(path) else dtype, read)
+        model = read_in(torch.float32 if base != str(path) else dtype, read)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a backbone from {base!r}: {error}") from None
+    finally:
+        logging.set_verbosity(verbosity)
     if missing:
         some = ", ".join(sorted(missing)[:3])
         raise ConfigError(f"{base!r} lacks {len(missing)} weights of its model: {some}...")
@@ -360,14 +379,10 @@ def as_flagged(tokenizer: Any, path: str | Path) -> Any:
             first=tokenizer.bos_token,
             end=tokenizer.eos_token,
         )
-        if changes:
-            _tell(str(path), changes)
+        if changes and (str(path), changes) not in _TOLD:
+            _TOLD.add((str(path), changes))
+            log.info("%s: %s, as tokenizer_config.json says and tokenizer.json does not", path, changes)
     return tokenizer
-
-
-@cache
-def _tell(path: str, changes: str) -> None:
-    log.info("%s: %s, as tokenizer_config.json says and tokenizer.json does not", path, changes)
 
 
 def _start_placeholders(backbone: Backbone, tokens: Sequence[str]) -> None:
@@ -390,17 +405,6 @@ def _pooler_arguments(settings: Any) -> dict[str, bool]:
     known: Any = MODEL_MAPPING.get(type(settings), None)
     optional = known is not None and "add_pooling_layer" in inspect.signature(known).parameters
     return {"add_pooling_layer": False} if optional else {}
-
-
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Suppress transformers' report on unused weights; missing weights are reported by the caller."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _keep_layers(model: nn.Module, layers: int) -> None:

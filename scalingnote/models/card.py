@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from safetensors import safe_open
 
 from scalingnote.core import __version__
+from scalingnote.core.model_files import read_json
 from scalingnote.core.reports import ReportTable, render
-from scalingnote.models.library_export import BOUNDARY, document_layout
+from scalingnote.models.library_export import document_layout
+from scalingnote.models.prompt import BOUNDARY
 from scalingnote.models.published_model import (
     LOOKUP_TABLE,
     REFERENCED_MODEL,
     TABLES,
     Module,
     Role,
-    read_json,
     read_modules,
     role_prompt,
     similarity_name,
@@ -54,7 +55,7 @@ def tower_card(
     `facts` are the tower's tower.json and `whole`, whether its folder holds a complete model; `ancestors` the
     manifests of the artifacts that it was made from, by kind, as far as they still exist.
     """
-    config, role = manifest.config, facts["role"]
+    config, role, teacher = manifest.config, facts["role"], ancestors.get("dual_encoder")
     trained, table = "losses" in config, facts.get("kind") == "lookup"
     if trained:  # a backbone from scratch has no path, a lookup table no backbone
         base_model = _base_model(config, role)
@@ -79,9 +80,10 @@ def tower_card(
         table=table,
         layout=layout,
         boundary=BOUNDARY,
-        training=_training(manifest, facts, ancestors) if trained else None,
+        training=_training(manifest, facts, ancestors.get("dataset")) if trained else None,
         settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
-        similarity=_teacher_similarity(ancestors),
+        # Of a student, that of its teacher, whose documents it finds.
+        similarity="cosine" if teacher is None else teacher.info.get("similarity", "cosine"),
         path=base_model,
         prompt=json.dumps(facts.get("prompt"), ensure_ascii=False),
         weights=manifest.info.get("weights_sha256", {}).get(role, {}),
@@ -100,45 +102,29 @@ def _base_model(config: Mapping[str, Any], role: str) -> str | None:
     return path
 
 
-def _training(manifest: Manifest, facts: Mapping[str, Any], ancestors: Mapping[str, Manifest]) -> list[str]:
+def _training(manifest: Manifest, facts: Mapping[str, Any], dataset: Manifest | None) -> list[str]:
     """Return what is known of a tower's training beside its settings, a line per fact."""
     distilled = "student" in manifest.config
-    return [
-        f"Stage: {'distilled from a teacher query tower' if distilled else 'contrastive, both towers'}",
-        *([f"Table: {table_description(facts)}"] if facts.get("kind") == "lookup" else []),
-        f"Data: {', '.join(f'{count:,} {name}' for name, count in manifest.counts.items())}",
-        *_dataset(ancestors.get("dataset")),
-    ]
-
-
-def _teacher_similarity(ancestors: Mapping[str, Manifest]) -> str:
-    """Return what search computes: a student's documents are those of its teacher."""
-    teacher = ancestors.get("dual_encoder")
-    return "cosine" if teacher is None else str(teacher.info.get("similarity", "cosine"))
-
-
-def _dataset(dataset: Manifest | None) -> list[str]:
+    lines = [f"Stage: {'distilled from a teacher query tower' if distilled else 'contrastive, both towers'}"]
+    if facts.get("kind") == "lookup":
+        lines.append(f"Table: {table_description(facts)}")
+    lines.append(f"Data: {', '.join(f'{count:,} {name}' for name, count in manifest.counts.items())}")
     if dataset is None:
-        return ["Dataset: its artifact did not exist any more when this card was written"]
+        return [*lines, "Dataset: its artifact did not exist any more when this card was written"]
     name = dataset.info.get("description") or dataset.config.get("name") or "see the dataset artifact"
     clicks = "simulated from judged data" if dataset.info.get("simulated_clicks") else "as logged"
-    return [f"Dataset: {name}", f"Clicks: {clicks}"]
+    return [*lines, f"Dataset: {name}", f"Clicks: {clicks}"]
 
 
 @dataclass(frozen=True)
 class CardFacts:
     """Facts of a router's card that its folders do not contain; each may be unknown."""
 
-    name: str | None = None  # of the model; None: its folder's
     base_model: str | None = None  # hub id of the teacher
-    license: str | None = None  # None: the teacher's, if its card states one
-    language: str | list[str] | None = None  # None: the teacher's
     lessons: int | None = None  # texts that the student was trained on
-    datasets: Sequence[str] = ()  # hub ids or names of the data sets with these texts
     made: str | None = None  # a sentence on how the student was trained
     lengths: str = ""  # what of the documents was longer than the teacher reads
     agreement: Mapping[str, float] = field(default_factory=dict)  # measure -> value, of student and teacher
-    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # data set -> measure -> value
 
 
 def router_card(folder: Path, *, teacher: Path | None, reference: str | None, facts: CardFacts) -> str:
@@ -152,25 +138,34 @@ def router_card(folder: Path, *, teacher: Path | None, reference: str | None, fa
     routes = {role: read_modules(folder, role) or [] for role in roles}
     columns = [_route_column(folder, role, routes[role], reference) for role in roles]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    name = facts.name or folder.resolve().name
-    measured = [
-        [data, measure, f"{value:.4f}"]
-        for data, values in facts.metrics.items()
-        for measure, value in values.items()
-    ]
+    is_table = routes["query"][0].name in TABLES
+    # A reference that is no folder is a hub id, perhaps with a revision.
+    is_folder = reference is not None and Path(reference).is_dir()
+    source = Path(reference) if reference and is_folder else teacher
+    readme = None if source is None else source / "README.md"
+    stated: Mapping[str, Any] = (metadata_load(readme) or {}) if readme and readme.exists() else {}
+    base = facts.base_model or (reference.partition("@")[0] if reference and not is_folder else None)
+    tags = ["sentence-transformers", "sentence-similarity", "feature-extraction", "dense-retrieval"]
+    head = ModelCardData(
+        language=stated.get("language"),
+        license=stated.get("license"),
+        library_name="sentence-transformers",
+        pipeline_tag="sentence-similarity",
+        base_model=[base] if base else None,
+        tags=[*tags, "router", "asymmetric", *(["static-embeddings"] if is_table else []), "scalingnote"],
+    )
     return render(
         "router_card.md",
-        head=_router_head(name, routes, teacher, reference, facts).to_yaml(),
-        name=name,
+        head=head.to_yaml(),
+        name=folder.resolve().name,
         student=_student(routes["query"]),
         teacher=None if teacher is None else _teacher(reference, facts),
         similarity=similarity_name(folder),
         own_code=any(m.type.startswith("scalingnote.") for route in routes.values() for m in route),
-        is_table=routes["query"][0].name in TABLES,
+        is_table=is_table,
         reads_documents={module.name for module in routes.get("document", ())} <= _SUPPORTED_MODULES,
         routes=ReportTable(["", "queries", "documents"][: len(roles) + 1], rows, text=3),
         agreement=_measures_table(facts.agreement) if facts.agreement else None,
-        measured=ReportTable(["data", "measure", "value"], measured, text=2) if measured else None,
         facts=facts,
         version=__version__,
     )
@@ -185,49 +180,6 @@ def table_description(tower: Mapping[str, Any]) -> str:
     features = f" and {tower['features']:,} pairs and end tokens" if tower.get("features") else ""
     attention = ", one head of attention over them" if tower["attention"] else ""
     return f"rows of {tower['tokens']:,} tokens{features} as {tower['storage']}{attention}"
-
-
-def _router_head(
-    name: str,
-    routes: Mapping[Role, Sequence[Module]],
-    teacher: Path | None,
-    reference: str | None,
-    facts: CardFacts,
-) -> ModelCardData:
-    # A reference that is no folder is a hub id, perhaps with a revision.
-    is_folder = reference is not None and Path(reference).is_dir()
-    hub_id = reference.partition("@")[0] if reference and not is_folder else None
-    source = Path(reference) if reference and is_folder else teacher
-    readme = None if source is None else source / "README.md"
-    stated: Mapping[str, Any] = (metadata_load(readme) or {}) if readme and readme.exists() else {}
-    tags = ["sentence-transformers", "sentence-similarity", "feature-extraction", "dense-retrieval"]
-    tags += ["router", "asymmetric"]
-    tags += ["static-embeddings"] if routes["query"][0].name in TABLES else []
-    results = [
-        EvalResult(
-            task_type="information-retrieval",
-            task_name="Information Retrieval",
-            dataset_type=data.lower().replace(" ", "-"),
-            dataset_name=data,
-            metric_type=measure.lower().replace("@", "_at_"),
-            metric_name=measure,
-            metric_value=float(value),
-        )
-        for data, values in facts.metrics.items()
-        for measure, value in values.items()
-    ]
-    base = facts.base_model or hub_id
-    return ModelCardData(
-        language=facts.language or stated.get("language"),
-        license=facts.license or stated.get("license"),
-        library_name="sentence-transformers",
-        pipeline_tag="sentence-similarity",
-        base_model=[base] if base else None,
-        datasets=[*facts.datasets] or None,
-        tags=[*tags, "scalingnote"],
-        model_name=name if results else None,
-        eval_results=results or None,
-    )
 
 
 def _student(route: Sequence[Module]) -> str:

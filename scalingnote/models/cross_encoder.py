@@ -25,12 +25,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.model_files import read_json, write_json
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Attention, Batch, attention_arguments, choose_attention
+from scalingnote.models.heads import Projection
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, without_limits
-from scalingnote.models.published_model import read_json, write_json
-from scalingnote.models.tower import Projection, draw_weights
 
 FACTS = "cross_encoder.json"
 _CHUNK_TOKENS = 2048  # of the logits [tokens, vocabulary] that are in memory at a time
@@ -84,8 +84,16 @@ class CrossEncoder(nn.Module):
         self._lengths, self._template = (query_length, document_length), template
         self._special = backbone.special
         self._typed = getattr(backbone.model.config, "type_vocab_size", 0) > 1
-        self.query, self.document = (_projection(backbone.hidden, dim, seed=seed + i) for i in range(2))
-        self.decoder = _decoder(backbone.model) if reconstruct else None
+        self.query, self.document = nn.Identity(), nn.Identity()
+        if dim is not None:
+            self.query, self.document = (Projection(backbone.hidden, dim) for _ in range(2))
+            self.query.draw(seed)
+            self.document.draw(seed + 1)
+        self.decoder: nn.Linear | None = None
+        if reconstruct:
+            # A copy of the input table, not tied to it: sharding gathers the weights of one module at a time.
+            self.decoder = nn.Linear(backbone.hidden, self.token_embeddings.num_embeddings, bias=False)
+            self.decoder.weight.data.copy_(self.token_embeddings.weight)
         tokens = without_limits(backbone.raw_tokenizer)
         self.query_prompt = QueryPrompt(tokens, backbone.special, max_length=query_length, causal=False)
         self.document_prompt = DocumentPrompt(
@@ -164,11 +172,8 @@ class CrossEncoder(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         self.backbone.save_pretrained(folder)  # type: ignore[operator]
         self.tokenizer.save_pretrained(folder)
-        weights = {
-            name: layer.weight.detach().contiguous()
-            for name, layer in (("query", self.query), ("document", self.document))
-            if isinstance(layer, nn.Linear)
-        }
+        layers = {"query": self.query, "document": self.document}
+        weights = {n: x.weight.detach().contiguous() for n, x in layers.items() if isinstance(x, Projection)}
         if weights:
             save_file(weights, folder / "projections.safetensors")
         facts = {
@@ -193,10 +198,8 @@ class CrossEncoder(nn.Module):
         model = cls(backbone, **facts)
         if facts["dim"] is not None:
             weights = load_file(folder / "projections.safetensors")
-            with torch.no_grad():
-                for name, layer in (("query", model.query), ("document", model.document)):
-                    assert isinstance(layer, nn.Linear)
-                    layer.weight.copy_(weights[name])
+            for name, layer in (("query", model.query), ("document", model.document)):
+                layer.load_state_dict({"weight": weights[name]})
         return model.eval()
 
 
@@ -239,23 +242,3 @@ def _sqrt_mean(states: Tensor, row: Tensor, rows: int) -> Float[Tensor, "rows hi
     total = torch.zeros(rows, states.shape[1], device=states.device).index_add(0, row, states.float())
     count = torch.bincount(row, minlength=rows).clamp(min=1)
     return total / count.sqrt()[:, None]
-
-
-def _projection(hidden: int, dim: int | None, *, seed: int) -> nn.Module:
-    if dim is None:
-        return nn.Identity()
-    projection = Projection(hidden, dim)
-    draw_weights(projection, seed)
-    return projection
-
-
-def _decoder(model: Any) -> nn.Linear:
-    """Return a token predictor that starts as a copy of the input table.
-
-    It is not tied to the table: sharding strategies gather the weights of one module at a time.
-    """
-    table = model.get_input_embeddings().weight
-    decoder = nn.Linear(table.shape[1], table.shape[0], bias=False)
-    with torch.no_grad():
-        decoder.weight.copy_(table)
-    return decoder

@@ -4,29 +4,34 @@ A saved dual encoder has the folders ``query``, ``document``, and ``sparse_query
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
+from scalingnote.core.model_files import read_json
 from scalingnote.models import backbone as backbones
-from scalingnote.models import lookup, published_tower, token_wise, tower
+from scalingnote.models import lookup, published_model, published_tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TokenWiseConfig, TowerConfig
+from scalingnote.models.heads import Projection
 from scalingnote.models.lookup import LookupTower
 from scalingnote.models.prompt import PLACEHOLDERS
-from scalingnote.models.published_model import Role, read_json
+from scalingnote.models.published_model import Role
+from scalingnote.models.published_tower import LibraryTower, PublishedTower
 from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_wise import TokenDocumentTower, TokenWise
-from scalingnote.models.tower import Tower, start_projection
+from scalingnote.models.tower import Tower, tower_prompt
 from scalingnote.models.weights import add_adapter, share_weights, store_base
 
 log = get_logger("models")
@@ -107,10 +112,10 @@ def build(
             "token_wise query tower a backbone of its own"
         )
     query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
-    query_backbone = document_backbone = adapter = None
+    query_backbone = document_backbone = None
     may_share = share_base and not share_backbone and query_json == document_json
     if may_share and _have_one_base(query, document):
-        query_backbone, document_backbone = _shared_base(document, tokenizer_json=document_json, seed=seed)
+        document_backbone, query_backbone = _shared_base(document, tokenizer_json=document_json, seed=seed)
     # A pretrained tower draws its projection alone, which both must share to stay comparable.
     own_seed = document_seed if isinstance(document.backbone, Scratch) else None
     made = build_tower(
@@ -122,19 +127,22 @@ def build(
         backbone=document_backbone,
         sparse=sparse,
     )
+    query_tower: Tower | LookupTower | TokenWise
     if share_backbone:
-        query_backbone = _with_own_tokenizer(made.backbone, made.tokenizer, made.causal)
-        adapter = "document"
-    query_tower = build_query_tower(
-        query, dim=dim, tokenizer_json=query_json, seed=seed, backbone=query_backbone, adapter=adapter
-    )
+        assert isinstance(query, TokenWiseConfig)
+        backbone = _with_own_tokenizer(made.backbone, made.tokenizer, made.causal)
+        query_tower = _token_wise(backbone, query, dim=dim, seed=seed)
+    else:
+        query_tower = build_query_tower(
+            query, dim=dim, tokenizer_json=query_json, seed=seed, backbone=query_backbone
+        )
     for side in (query_tower, made):
-        if isinstance(side, published_tower.PublishedTower):
+        if isinstance(side, PublishedTower):
             _compare_by_cosine(side)
     return DualEncoder(query_tower, made)
 
 
-def _compare_by_cosine(made: published_tower.PublishedTower) -> None:
+def _compare_by_cosine(made: PublishedTower) -> None:
     """Make the cosine the similarity of a published model that is to be trained: the losses compare by it."""
     model = made.native
     if model.similarity != "cosine" and not model.unit:
@@ -173,13 +181,7 @@ def _with_own_tokenizer(model: nn.Module, tokenizer: PreTrainedTokenizerFast, ca
 
 
 def build_query_tower(
-    config: QueryConfig,
-    *,
-    dim: int,
-    tokenizer_json: str | None,
-    seed: int,
-    backbone: Backbone | None = None,
-    adapter: str | None = None,
+    config: QueryConfig, *, dim: int, tokenizer_json: str | None, seed: int, backbone: Backbone | None = None
 ) -> Tower | LookupTower | TokenWise:
     """Build a query tower of any kind, ready to train; arguments and errors as of :func:`build_tower`.
 
@@ -187,11 +189,17 @@ def build_query_tower(
     """
     if isinstance(config, LookupConfig):
         return lookup.build(config, dim=dim, tokenizer_json=tokenizer_json, seed=seed)
-    parts: dict[str, Any] = {"tokenizer_json": tokenizer_json, "backbone": backbone, "adapter": adapter}
     if isinstance(config, TowerConfig):
-        return build_tower(config, role="query", dim=dim, seed=seed, **parts)
-    made = TokenWise(_start_backbone(config, "query", seed=seed, **parts), config, dim=dim)
-    start_projection(made.projection, config, seed=seed)
+        return build_tower(
+            config, role="query", dim=dim, tokenizer_json=tokenizer_json, seed=seed, backbone=backbone
+        )
+    backbone = _start_backbone(config, "query", tokenizer_json=tokenizer_json, seed=seed, backbone=backbone)
+    return _token_wise(backbone, config, dim=dim, seed=seed)
+
+
+def _token_wise(backbone: Backbone, config: TokenWiseConfig, *, dim: int, seed: int) -> TokenWise:
+    made = TokenWise(backbone, config, dim=dim)
+    made.projection.start(config, seed=seed)
     return made
 
 
@@ -204,7 +212,6 @@ def build_tower(
     seed: int,
     backbone: Backbone | None = None,
     sparse: bool = False,
-    adapter: str | None = None,
 ) -> Tower:
     """Build a transformer tower of any kind, ready to train.
 
@@ -214,10 +221,9 @@ def build_tower(
         dim: width of the embeddings.
         tokenizer_json: tokenizer of a backbone from scratch.
         seed: of new weights.
-        backbone: used instead of the config's.
+        backbone: used instead of the config's, without an adapter.
         sparse: whether the tower gets a sparse head: the checkpoint's own language-model head, with the
             transform of a masked language model, or the rows of the input table.
-        adapter: name of the adapter that `backbone` already has; it gets no other.
 
     Raises:
         ConfigError: the parts do not fit together, or a model cannot be loaded.
@@ -225,9 +231,7 @@ def build_tower(
     if config.pooling != "placeholders":
         if sparse:
             raise ConfigError("term weights need a document prompt: set document.pooling to placeholders")
-        return published_tower.build(
-            config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter
-        )
+        return published_tower.build(config, role=role, dim=dim, seed=seed, backbone=backbone)
     reads_tokens = config.reads == "tokens"
     if reads_tokens and (role == "query" or sparse):
         raise ConfigError(
@@ -235,17 +239,22 @@ def build_tower(
             "train.sparse out"
         )
     _warn_of_embedding_model(config, role)
-    backbone = _start_backbone(
-        config, role, tokenizer_json=tokenizer_json, seed=seed, backbone=backbone, adapter=adapter
-    )
-    made: Tower
-    if reads_tokens:
-        made = TokenDocumentTower(backbone, config, dim=dim, adapter=adapter)
-    else:
-        head = _sparse_head(config) if sparse else None
-        made = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
-    start_projection(made.projection, config, seed=seed)
+    backbone = _start_backbone(config, role, tokenizer_json=tokenizer_json, seed=seed, backbone=backbone)
+    head = _sparse_head(config) if sparse else None
+    made = _assemble(backbone, config, role=role, dim=dim, sparse=head)
+    made.projection.start(config, seed=seed)
     return made
+
+
+def _assemble(
+    backbone: Backbone, config: TowerConfig, *, role: Role, dim: int, sparse: SparseHead | None
+) -> Tower:
+    """Return a tower whose projection is not set yet."""
+    projection = Projection(backbone.hidden, dim)
+    if config.reads == "tokens":
+        return TokenDocumentTower(backbone, config, projection)
+    prompt = tower_prompt(backbone, config, role=role, spans=sparse is not None)
+    return Tower(backbone, config, prompt, projection, role=role, sparse=sparse)
 
 
 def _start_backbone(
@@ -255,13 +264,12 @@ def _start_backbone(
     tokenizer_json: str | None,
     seed: int,
     backbone: Backbone | None,
-    adapter: str | None,
 ) -> Backbone:
     """Return `backbone`, else the config's, with the adapter that the config asks for."""
     if backbone is None:
         assert config.backbone is not None, "this tower is built on the document tower's backbone"
         backbone = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
-    if config.lora is not None and adapter is None:
+    if config.lora is not None:
         # Queries contain no placeholders, so their new rows would have nothing to learn from.
         ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
         tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
@@ -307,15 +315,34 @@ def load_tower(folder: Path, role: Role | None = None, *, dtype: torch.dtype = t
         return published_tower.open_published(config, role, dtype=dtype)
     if facts is None:
         raise ArtifactError(f"{folder} is not a tower: {folder / 'tower.json'} is missing")
+    length = facts["max_length"]
     try:
         match facts.get("kind"):
-            case "native":
-                return published_tower.load(folder, facts, dtype=dtype)
-            case "sentence_transformers":
-                return published_tower.LibraryTower.load(folder, dtype=dtype)
-            case token_wise.TOKEN_DOCUMENTS:
-                return token_wise.load_documents(folder, facts, dtype=dtype)
+            case PublishedTower.kind:
+                source = Pretrained(path=str(folder), layers=facts.get("layers"))
+                config = TowerConfig(backbone=source, pooling="auto", max_length=length)
+                return published_tower.build(config, role=facts["role"], dim=None, dtype=dtype).eval()
+            case LibraryTower.kind:
+                model = published_model.read(folder, facts["role"])
+                return LibraryTower(model, role=facts["role"], max_length=length, dtype=dtype).eval()
             case _:
-                return tower.load(folder, facts, dtype=dtype)
+                return _load_own(folder, facts, dtype).eval()
     except FileNotFoundError as error:
         raise ArtifactError(f"{folder} is not a tower: {error.filename or error} is missing") from None
+
+
+def _load_own(folder: Path, facts: Mapping[str, Any], dtype: torch.dtype) -> Tower:
+    """Read a tower that was built here, the backbone in `dtype`; `facts` is its tower.json."""
+    weight = load_file(folder / "projection.safetensors")["weight"]
+    reads: Any = "tokens" if facts.get("kind") == TokenDocumentTower.kind else "text"
+    config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"], reads=reads)
+    backbone = backbones.load(folder, layers=facts.get("layers"), dtype=dtype)
+    backbone.causal = facts["causal"]
+    sparse = None
+    if facts.get("sparse"):
+        head = load_file(folder / "sparse_head.safetensors") if facts["sparse"] == "own" else {}
+        sparse = SparseHead.restore(head, facts.get("sparse_transform"))
+    tower = _assemble(backbone, config, role=facts["role"], dim=facts["dim"], sparse=sparse)
+    with torch.no_grad():
+        tower.projection.weight.copy_(weight)
+    return tower

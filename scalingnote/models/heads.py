@@ -1,12 +1,13 @@
-"""From the hidden states of a published model to embeddings: pooling, dense layers, normalisation.
+"""From hidden states to embeddings: pooling, projections, dense layers, normalisation.
 
-    pool   flat [tokens, hidden], lengths [rows]    -> [rows, width]
-    Head   pooled [rows, width] -> dense layers, activations, normalisation -> [rows, dim]
+    pool         flat [tokens, hidden], lengths [rows] -> [rows, hidden]
+    Projection   pooled [..., hidden] -> [..., dim], of the towers that are built here
+    Head         pooled [..., hidden] -> dense layers, activations, normalisation -> [..., dim]
 
-All results are computed in float32, for any format of the weights.
+A Head is that of a published model. All results are computed in float32, for any format of the weights,
+because losses compare small differences.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalingnote.core.errors import ConfigError
+from scalingnote.core.model_files import read_json
+from scalingnote.models.config import Pretrained, TokenWiseConfig, TowerConfig
 from scalingnote.models.published_model import HeadStep
 
 
@@ -43,13 +46,59 @@ def pool(
     return total / lengths.clamp(min=1)[:, None]
 
 
+class Projection(nn.Linear):
+    """The linear map W from pooled states to embeddings, without bias (ScalingNote, Eq. 3, 4, 14).
+
+    The weight is cast in this forward pass and not by the caller: ZeRO-3 gathers it for this pass only.
+    """
+
+    def __init__(self, hidden: int, dim: int, *, bias: bool = False) -> None:
+        super().__init__(hidden, dim, bias=bias)
+        self.dim = dim
+
+    def forward(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
+        """Return float32 embeddings; autocast would round them to half precision."""
+        with torch.autocast(states.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(states.float(), self.weight.float(), bias)
+
+    def draw(self, seed: int) -> None:
+        """Draw the weight from N(0, 1 / hidden) with `seed` alone, so that other layers have no effect."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            self.weight.normal_(0.0, self.in_features**-0.5, generator=generator)
+
+    def start(self, config: TowerConfig | TokenWiseConfig, *, seed: int) -> None:
+        """Set the weight that training of a tower starts from.
+
+        The states of a pretrained backbone have a meaning, which a random square matrix would lose: they
+        start as they are. "none" is the identity, which learns nothing: states are embeddings, as
+        LightRetriever's are.
+
+        Raises:
+            ConfigError: the projection is "none", and embeddings are not as wide as states.
+        """
+        start, pretrained = config.projection, isinstance(config.backbone, Pretrained)
+        square = self.in_features == self.out_features
+        if start == "none" and not square:
+            raise ConfigError(
+                f"projection=none needs embeddings as wide as the backbone's states: set train.dim to "
+                f"{self.in_features}, found {self.out_features}"
+            )
+        if start == "none" or (start == "auto" and pretrained and square):
+            nn.init.eye_(self.weight)
+            self.requires_grad_(start != "none")
+        else:
+            self.draw(seed)
+
+
 # Activations without parameters, by the last part of the dotted name in a Dense module's config.
 _ACTIVATIONS = {
     name: getattr(nn, name) for name in ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU")
 }
 
 
-class Dense(nn.Linear):
+class Dense(Projection):
     """A Dense module of sentence-transformers: a linear layer and an activation."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -65,12 +114,7 @@ class Dense(nn.Linear):
 
     def forward(self, states: Float[Tensor, "... in"]) -> Float[Tensor, "... out"]:
         """Return float32 embeddings of pooled states."""
-        bias = None if self.bias is None else self.bias.float()
-        return self.activation(F.linear(states.float(), self.weight.float(), bias))  # type: ignore[no-any-return]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights under the names of a Dense module's file."""
-        return {f"linear.{name}": value.detach().contiguous() for name, value in self.state_dict().items()}
+        return self.activation(super().forward(states))  # type: ignore[no-any-return]
 
 
 class Normalise(nn.Module):
@@ -98,12 +142,9 @@ class Head(nn.Sequential):
             self.dim = min(self.dim, keep)
 
     def forward(self, pooled: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
-        """Return float32 embeddings; autocast would round them to half precision."""
+        """Return float32 embeddings."""
         with torch.autocast(pooled.device.type, enabled=False):
-            out = pooled.float()
-            for layer in self:
-                out = layer(out)
-        return out if self.keep is None else out[..., : self.keep]
+            return super().forward(pooled.float())[..., : self.keep]  # type: ignore[no-any-return,no-untyped-call]
 
 
 def read_head(steps: Sequence[HeadStep], *, hidden: int, keep: int | None = None) -> Head:
@@ -112,20 +153,19 @@ def read_head(steps: Sequence[HeadStep], *, hidden: int, keep: int | None = None
 
 
 def _read_layer(step: HeadStep) -> nn.Module:
-    if step.folder is None:
+    if step is None:
         return Normalise()
-    path = step.folder / "model.safetensors"
-    try:
-        settings = json.loads((step.folder / "config.json").read_text(encoding="utf-8"))
-        weights = load_file(path)
-    except FileNotFoundError as error:
+    path, settings = step / "model.safetensors", read_json(step / "config.json")
+    if settings is None or not path.exists():
+        missing = Path("config.json" if settings is None else path).name
         raise ConfigError(
-            f"{step.folder} is a dense layer without {Path(error.filename or path).name}: weights are read "
-            "from safetensors only, so fetch the model again, or convert it"
-        ) from None
+            f"{step} is a dense layer without {missing}: weights are read from safetensors only, so "
+            "fetch the model again, or convert it"
+        )
     dense = Dense(settings)
+    weights = {name.removeprefix("linear."): value for name, value in load_file(path).items()}
     try:
-        dense.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
+        dense.load_state_dict(weights)
     except RuntimeError as error:
         raise ConfigError(f"{path} does not hold the weights of its config.json: {error}") from None
     return dense

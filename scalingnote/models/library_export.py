@@ -19,12 +19,14 @@ import torch
 import transformers
 from jaxtyping import Float
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from scalingnote.core.model_files import write_json
 from scalingnote.models.heads import Dense, Head
 from scalingnote.models.prompt import (
+    BOUNDARY,
     PLACEHOLDERS,
     TEXT_PLACEHOLDERS,
     DocumentPrompt,
@@ -35,9 +37,11 @@ from scalingnote.models.prompt import (
     split,
     template_of,
 )
-from scalingnote.models.published_model import MODES, PublishedModel, Role, dense_settings, write_json
+from scalingnote.models.published_model import MODES, PublishedModel, Role, dense_settings
 
 _LIBRARY_RELEASE = "6.2.0"  # of sentence-transformers, whose file format is written
+LIBRARY = "sentence_transformers"
+_WORD_WEIGHTS = "sentence_transformer.modules.word_weights.WordWeights"
 _POOLING = "sentence_transformer.modules.pooling.Pooling"
 _DENSE = "base.modules.dense.Dense"
 _TEXT_TRANSFORMER = {
@@ -46,23 +50,6 @@ _TEXT_TRANSFORMER = {
     "module_output_name": "token_embeddings",
 }
 _Module = tuple[str, dict[str, Any], dict[str, Tensor]]  # class, settings, tensors
-BOUNDARY = "␞"  # U+241E; no control character: some tokenizers drop those before they split
-
-
-def split_at_boundary(tokenizer: Tokenizer) -> None:
-    """Make `tokenizer` split text at BOUNDARY, remove it, and tokenize each piece as a text of its own."""
-    pre_tokenizer, normalizer = tokenizer.pre_tokenizer, tokenizer.normalizer
-    if BOUNDARY in repr(pre_tokenizer):
-        return
-    # Tokenizers that mark the start of a text must mark the start of every piece that is not empty.
-    if isinstance(pre_tokenizer, pre_tokenizers.Metaspace) and pre_tokenizer.prepend_scheme == "first":
-        pre_tokenizer.prepend_scheme = "always"
-    if "Prepend(" in repr(normalizer):
-        mark = normalizers.Replace(Regex(f"{BOUNDARY}(?=[^{BOUNDARY}])"), f"{BOUNDARY}▁")
-        tokenizer.normalizer = normalizers.Sequence([normalizer, mark])
-    split_first = pre_tokenizers.Split(BOUNDARY, "removed")
-    others = [] if pre_tokenizer is None else [pre_tokenizer]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_first, *others]) if others else split_first
 
 
 def document_layout(template: str, *, causal: bool) -> str:
@@ -166,8 +153,12 @@ def write_trained(
     if template is not None and not causal:
         # The state at a placeholder in the middle of the row: a weighted mean with one weight that is not 0.
         pooling = "mean"
-        weights = _weight_of_one(indexed_placeholder(template), tokenizer)
-        modules.append(("sentence_transformer.modules.word_weights.WordWeights", *weights))
+        token = indexed_placeholder(template)
+        words = {id: word for word, id in tokenizer.get_vocab().items()}
+        vocabulary = [words.get(id, "") for id in range(max(words) + 1)]
+        weights = torch.tensor([[float(word == token)] for word in vocabulary])
+        words_settings = {"vocab": vocabulary, "word_weights": {token: 1.0}, "unknown_word_weight": 0.0}
+        modules.append((_WORD_WEIGHTS, words_settings, {"emb_layer.weight": weights}))
     weight = {"linear.weight": projection.detach().contiguous()}
     modules += [
         (_POOLING, {"embedding_dimension": hidden, "pooling_mode": pooling}, {}),
@@ -202,7 +193,8 @@ def write_published(
     modules: list[_Module] = [(_POOLING, pooling, {})]
     for layer in layers:
         if isinstance(layer, Dense):
-            modules.append((_DENSE, layer.settings, layer.tensors()))
+            tensors = {f"linear.{name}": value.contiguous() for name, value in layer.state_dict().items()}
+            modules.append((_DENSE, layer.settings, tensors))
         else:
             modules.append(("base.modules.normalize.Normalize", {}, {}))
     _write_modules(folder, modules)
@@ -215,32 +207,24 @@ def write_published(
     write_settings(folder, named, default=default, truncate_dim=layers.keep, similarity=model.similarity)
 
 
-def _weight_of_one(
-    token: str, tokenizer: PreTrainedTokenizerFast
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return settings and tensors of a WordWeights module in which all tokens but `token` have weight 0."""
-    words = {id: word for word, id in tokenizer.get_vocab().items()}
-    vocabulary = [words.get(id, "") for id in range(max(words) + 1)]
-    weights = torch.tensor([[float(word == token)] for word in vocabulary])
-    settings = {"vocab": vocabulary, "word_weights": {token: 1.0}, "unknown_word_weight": 0.0}
-    return settings, {"emb_layer.weight": weights}
-
-
 def _write_modules(folder: Path, modules: Sequence[_Module]) -> None:
     """Write the modules behind the transformer, whose files are in `folder` itself, and their list."""
-    listed = [_module_entry(0, "", "base.modules.transformer.Transformer")]
+    listed = [("", f"{LIBRARY}.base.modules.transformer.Transformer")]
     for number, (name, settings, tensors) in enumerate(modules, 1):
         path = folder / f"{number}_{name.rpartition('.')[2]}"
         path.mkdir(exist_ok=True)
         write_json(path / "config.json", settings)
         if tensors:
             save_file(tensors, path / "model.safetensors")
-        listed.append(_module_entry(number, path.name, name))
+        listed.append((path.name, f"{LIBRARY}.{name}"))
+    write_module_list(folder, listed)
+
+
+def write_module_list(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
+    """Write modules.json: the folder and the class of each module, in order."""
+    numbered = enumerate(modules)
+    listed = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in numbered]
     write_json(folder / "modules.json", listed)
-
-
-def _module_entry(number: int, path: str, name: str) -> dict[str, Any]:
-    return {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{name}"}
 
 
 def write_settings(

@@ -23,7 +23,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -128,10 +127,9 @@ class LookupTower(nn.Module):
         tokenizer: Tokenizer,
         *,
         max_length: int,
-        weighting: Literal["mean", "learned"] = "mean",
-        attention: bool = False,
+        weights: Float[Tensor, " rows"] | None = None,
+        attention: RowAttention | None = None,
         storage: Storage = "float16",
-        seed: int = 0,
         features: LookupFeatures | None = None,
         pieces: Pieces | None = None,
         prior: Float[Tensor, " dim"] | None = None,
@@ -143,10 +141,9 @@ class LookupTower(nn.Module):
             table: a row for each token, then for each feature.
             tokenizer: splits queries; its ids are row numbers.
             max_length: tokens read of a query.
-            weighting: "learned" adds a weight per row.
-            attention: whether a head of attention runs over the rows of a query.
+            weights: of the rows in the mean, which are learnt; None: all are 1.
+            attention: runs over the rows of a query.
             storage: number format of the saved table.
-            seed: of the attention.
             features: token pairs and end tokens that have rows.
             pieces: of new words; a row of theirs is added to those of its pieces.
             prior: row of every text, with weight 1, until :meth:`centre` drops it; it is not saved.
@@ -171,11 +168,11 @@ class LookupTower(nn.Module):
         self.table.row_rates = rates  # type: ignore[attr-defined]  # read by train/engine.py
         self.prior = None if prior is None else nn.Parameter(prior.detach().float().clone()[None])
         self.log_weights: nn.Parameter | None = None
-        if weighting == "learned":
+        if weights is not None:
             # Logarithms, so that weights stay positive and their sum is a valid divisor.
-            self.log_weights = nn.Parameter(torch.zeros(len(table)))
+            self.log_weights = nn.Parameter(weights.log())
             self.log_weights.row_rates = torch.full((len(table),), WEIGHT_RATE)  # type: ignore[attr-defined]
-        self.attention = RowAttention(self.dim, seed=seed) if attention else None
+        self.attention = attention
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
         """Return float32 embeddings, not normalised, of padded or packed rows."""
@@ -245,13 +242,11 @@ class LookupTower(nn.Module):
             mean = self(collate(texts, pad=self.pad, packed=True)).mean((0, 1))
             self.table.sub_(share * mean)
 
-    def save(
-        self, folder: Path, *, storage: Storage | None = None, merge_adapters: bool | None = None
-    ) -> None:
-        """Write the tower's folder, in `storage` or the tower's own; a table has no adapters to merge."""
+    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
+        """Write the tower's folder; a table has no adapters to merge."""
         del merge_adapters
         rows, weights = self._saved_rows()
-        values, scales = quantize_rows(rows.detach().cpu().numpy(), storage or self._storage)
+        values, scales = quantize_rows(rows.detach().cpu().numpy(), self._storage)
         Table(
             values,
             self.tokenizer.to_str(),
@@ -267,35 +262,20 @@ class LookupTower(nn.Module):
     def load(cls, folder: Path) -> "LookupTower":
         """Read a folder written by :meth:`save`; ArtifactError if it is none."""
         table = Table.read(folder)
-        tower = cls(
+        weights, attention = table.token_weights, None
+        if table.attention is not None:
+            attention = RowAttention(table.values.shape[1], seed=0)
+            attention.copy(table.attention)
+        return cls(
             torch.from_numpy(np.array(table.rows())),
             Tokenizer.from_str(table.tokenizer_json),
             max_length=table.max_length,
-            weighting="mean" if table.token_weights is None else "learned",
-            attention=table.attention is not None,
+            weights=None if weights is None else torch.from_numpy(weights),
+            attention=attention,
             storage=str(table.values.dtype),  # type: ignore[arg-type]
             features=table.features,
             made_from=table.made_from,
-        )
-        if tower.log_weights is not None:
-            tower.log_weights.data.copy_(torch.from_numpy(table.token_weights).log())
-        if tower.attention is not None and table.attention is not None:
-            tower.attention.copy(table.attention)
-        return tower.eval()
-
-
-def from_table(
-    table: Float32[ndarray, "tokens dim"],
-    tokenizer: Tokenizer,
-    *,
-    max_length: int,
-    storage: Storage = "float16",
-    made_from: Mapping[str, str] | None = None,
-) -> LookupTower:
-    """Return the tower of a computed table with one row per token; for `made_from` see :class:`Table`."""
-    return LookupTower(
-        torch.from_numpy(table), tokenizer, max_length=max_length, storage=storage, made_from=made_from
-    ).eval()
+        ).eval()
 
 
 def build(
@@ -325,18 +305,17 @@ def build(
     if len(start.feature_keys):
         features = LookupFeatures(start.feature_keys, tokens=len(rows))
         rows = torch.cat([rows, torch.zeros(len(features), dim)])
-    tower = LookupTower(
+    weights = None
+    if config.weighting == "learned":
+        weights = torch.ones(len(rows)) if start.weights is None else torch.from_numpy(start.weights)
+    return LookupTower(
         rows,
         tokenizer,
         max_length=config.max_length,
-        weighting=config.weighting,
-        attention=config.attention,
+        weights=weights,
+        attention=RowAttention(dim, seed=seed) if config.attention else None,
         storage=config.storage,
-        seed=seed,
         features=features,
         pieces=pieces,
         prior=None if start.prior is None else torch.from_numpy(start.prior),
     )
-    if start.weights is not None and tower.log_weights is not None:
-        tower.log_weights.data.copy_(torch.from_numpy(start.weights).log())
-    return tower

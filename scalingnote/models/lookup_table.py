@@ -28,7 +28,6 @@ sums of float16 rows to float16. Any other table is the module LookupTable of
 """
 
 import hashlib
-import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +44,7 @@ from tokenizers import Tokenizer
 
 from scalingnote.core.array_types import Float, Float32, Int, Int64, Shaped
 from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.model_files import read_json, write_json
 from scalingnote.models.prompt import without_limits
 from scalingnote.models.published_model import (
     IDENTITY,
@@ -53,10 +53,8 @@ from scalingnote.models.published_model import (
     Module,
     dense_settings,
     model_settings,
-    read_json,
     read_modules,
     role_prompt,
-    write_json,
 )
 
 MIN_FEATURE_TEXTS = 2  # training texts that a feature must occur in
@@ -82,19 +80,11 @@ class LookupFeatures:
 
     def extend(self, ids: Sequence[int]) -> list[int]:
         """Return token ids followed by the row numbers of their features."""
-        extended = [*ids]
         rows, tokens = self._rows, self.tokens
-        if self._bigrams:
-            for first, second in pairwise(ids):
-                row = rows.get(first * tokens + second)
-                if row is not None:
-                    extended.append(row)
+        keys = [first * tokens + second for first, second in pairwise(ids)] if self._bigrams else []
         if self._ends:
-            for key in _end_keys(ids, tokens):
-                row = rows.get(key)
-                if row is not None:
-                    extended.append(row)
-        return extended
+            keys += _end_keys(ids, tokens)
+        return [*ids, *(rows[key] for key in keys if key in rows)]
 
 
 def frequent_features(
@@ -193,7 +183,7 @@ class Table:
         }
         for name, array in arrays.items():
             if array is not None:
-                (folder / f"{name}.npy").write_bytes(npy_bytes(array))
+                np.save(folder / f"{name}.npy", np.ascontiguousarray(array), allow_pickle=False)
         (folder / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
         facts = {
             "kind": "lookup",
@@ -284,13 +274,6 @@ def dequantize_rows(
     return rows if scales is None else rows * scales[..., None]
 
 
-def npy_bytes(array: ndarray) -> bytes:
-    """Return an array as the content of a .npy file; equal arrays give equal bytes."""
-    out = io.BytesIO()
-    np.save(out, np.ascontiguousarray(array), allow_pickle=False)
-    return out.getvalue()
-
-
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -312,7 +295,9 @@ def write_published(table: Table, embedding: Path, dense: Path) -> None:
     embedding.mkdir(parents=True)
     dense.mkdir(parents=True)
     save_file({"embedding.weight": rows - empty}, embedding / "model.safetensors")
-    (embedding / "tokenizer.json").write_text(_truncating_tokenizer(table), encoding="utf-8")
+    tokenizer = without_limits(Tokenizer.from_str(table.tokenizer_json))
+    tokenizer.enable_truncation(table.max_length)
+    (embedding / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     dim = len(empty)
     write_json(dense / "config.json", dense_settings(dim, dim, bias=True))
     identity = np.eye(dim, dtype=np.float32)
@@ -403,11 +388,3 @@ def _apply_linear(
         identity = weight.shape[0] == weight.shape[1] and np.array_equal(weight, np.eye(len(weight)))
         rows = (rows if identity else rows @ weight.T) + bias
     return rows
-
-
-def _truncating_tokenizer(table: Table) -> str:
-    """Return the table's tokenizer, with truncation at `max_length` tokens, as JSON."""
-    tokenizer = Tokenizer.from_str(table.tokenizer_json)
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(table.max_length)
-    return tokenizer.to_str()

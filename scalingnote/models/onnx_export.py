@@ -10,8 +10,7 @@ import math
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from torch import Tensor, nn
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
+from scalingnote.core.model_files import write_json
 from scalingnote.models.batch import collate, first_position
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.onnx import MAX_GRAPH_BYTES, MIN_COSINE, ONNX_FILES, OnnxForm, OnnxTower, require
 from scalingnote.models.prompt import QueryPrompt
-from scalingnote.models.published_model import write_json
 from scalingnote.models.tower import Tower
 
 # Tried in this order until the golden queries agree; each is slower or larger than the previous one. Signed
@@ -110,7 +109,8 @@ def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    with _without_warnings():
+    logging.disable(logging.WARNING)  # onnxruntime writes advice to the root logger
+    try:
         quantize_dynamic(
             folder / ONNX_FILES["onnx"],
             folder / ONNX_FILES["onnx_int8"],
@@ -118,6 +118,8 @@ def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
             per_channel=True,
             weight_type=QuantType[weights],
         )
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _write_references(tower: Tower, folder: Path, queries: Sequence[str]) -> None:
@@ -253,13 +255,3 @@ def _is_bert(backbone: nn.Module) -> bool:
     return hasattr(layers[-1], "feed_forward_chunk") and all(
         hasattr(own, name) for name in ("query", "key", "value", "attention_head_size")
     )
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress the advice that onnxruntime writes to the root logger."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)

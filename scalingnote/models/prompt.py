@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Encoding, Tokenizer, processors
+from tokenizers import Encoding, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError
-from scalingnote.core.words import checked_texts
+from scalingnote.core.words import CHARACTERS_PER_TOKEN, checked_texts, cut_characters
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
 TEXT_PLACEHOLDERS = ("{title}", "{topic}", "{content}")
+BOUNDARY = "␞"  # U+241E; no control character: some tokenizers drop those before they split
 _PIECE = re.compile(r"(\{title\}|\{topic\}|\{content\}|\[TITLE_QUERY\]|\[CONTENT_QUERY\]|\[EMB\])")
-# Long texts are cut before they are tokenized: no tokenizer averages more characters per token.
-_MAX_CHARACTERS_PER_TOKEN = 16
-# A tighter cut, for prompts that tokenize a text again if the cut left too few tokens.
+# A tighter cut than `cut_characters` makes, for prompts that tokenize again what has too few tokens then.
 _USUAL_CHARACTERS_PER_TOKEN = 8
 
 
@@ -269,7 +268,7 @@ class TextPrompt:
         self._prefix, self._max_length, self._keeps, self._empty = prefix, max_length, keeps, empty
         # The arguments that make this prompt again.
         self.facts = {"prefix": prefix, "max_length": max_length, "keeps": keeps, "empty": empty}
-        self._head, self._tail = self._special_tokens()
+        self._head, self._tail = special_around(self.tokenizer)
         fixed = len(self.tokenizer.encode(prefix).ids)
         if fixed >= max_length:
             raise ConfigError(
@@ -318,13 +317,6 @@ class TextPrompt:
             return text
         end = text.rfind(" ", 0, longest)
         return text[:end] if end > 0 else text
-
-    def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens before and after a text, from the row of the text "a"."""
-        ids = self.tokenizer.encode("a").ids
-        bare = self.tokenizer.encode("a", add_special_tokens=False).ids
-        start = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)
-        return ids[:start], ids[start + len(bare) :]
 
 
 class TextQueries(TextPrompt, QueryPrompt):
@@ -397,10 +389,7 @@ def add_flagged_tokens(
         end: the end-of-sequence token.
         removes: whether a flag that is false removes a token; None: as the tokenizer's class did.
     """
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a").ids
-    at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-    before, after = whole[:at], whole[at + len(bare) :]
+    before, after = special_around(tokenizer)
     if removes is None:
         removes = _FLAGGED.fullmatch(str(settings.get("tokenizer_class"))) is not None
     changes = []
@@ -417,6 +406,14 @@ def add_flagged_tokens(
     if changes:
         tokenizer.post_processor = template_of(tokenizer, before, after)
     return ", ".join(changes)
+
+
+def special_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that the post-processor adds before and after a text, by the row of the text "a"."""
+    ids = tokenizer.encode("a").ids
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    start = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)
+    return ids[:start], ids[start + len(bare) :]
 
 
 def template_of(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> Any:
@@ -440,6 +437,28 @@ def without_limits(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+def split_at_boundary(tokenizer: Tokenizer) -> None:
+    """Make `tokenizer` split text at BOUNDARY, remove it, and tokenize each piece as a text of its own."""
+    pre_tokenizer, normalizer = tokenizer.pre_tokenizer, tokenizer.normalizer
+    if BOUNDARY in repr(pre_tokenizer):
+        return
+    # Tokenizers that mark the start of a text must mark the start of every piece that is not empty.
+    if isinstance(pre_tokenizer, pre_tokenizers.Metaspace) and pre_tokenizer.prepend_scheme == "first":
+        pre_tokenizer.prepend_scheme = "always"
+    if "Prepend(" in repr(normalizer):
+        mark = normalizers.Replace(Regex(f"{BOUNDARY}(?=[^{BOUNDARY}])"), f"{BOUNDARY}▁")
+        tokenizer.normalizer = normalizers.Sequence([normalizer, mark])
+    split_first = pre_tokenizers.Split(BOUNDARY, "removed")
+    others = [] if pre_tokenizer is None else [pre_tokenizer]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_first, *others]) if others else split_first
+
+
+def lowercase(tokenizer: Tokenizer) -> None:
+    """Make `tokenizer` lower-case texts before it does anything else."""
+    others = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+
+
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
     """Return the tokens of each text, at least the first `max_tokens`, without special tokens."""
     pieces = [cut_characters(text, max_tokens) for text in texts]
@@ -455,13 +474,8 @@ def _encodings(tokenizer: Tokenizer, texts: list[str], *, special: bool) -> list
 
 def _unseen(text: str, ids: Sequence[int], max_tokens: int) -> int:
     """Tokens of a text behind :func:`cut_characters`, if it has as many per character there as before."""
-    read = max_tokens * _MAX_CHARACTERS_PER_TOKEN
+    read = max_tokens * CHARACTERS_PER_TOKEN
     return round(len(ids) * max(len(text) - read, 0) / read)
-
-
-def cut_characters(text: str, max_tokens: int) -> str:
-    """Return the beginning of a text that has at least `max_tokens` tokens, or the whole text."""
-    return text[: max_tokens * _MAX_CHARACTERS_PER_TOKEN]
 
 
 # --- token rows as Arrow columns: pyarrow and numpy are loaded late, the query path does without them -------

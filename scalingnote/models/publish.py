@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.core.model_files import read_json, write_json
 from scalingnote.models import library_export, published_model
 from scalingnote.models.card import CardFacts, router_card, tower_card
 from scalingnote.models.lookup_table import Table, is_static, write_published
@@ -42,8 +43,10 @@ _NOT_OF_A_MODULE = {
 
 @dataclass(frozen=True)
 class _Side:
-    """Settings of a tower's folder beside its modules."""
+    """A tower's folder: a table, or the modules of a route."""
 
+    tower: Mapping[str, Any]  # tower.json; empty of a published model
+    modules: Sequence[Module]  # none of a table
     dim: int | None  # of an embedding, truncated; None: unknown
     prompt: str
     truncated: bool  # whether the model truncates its embeddings
@@ -73,31 +76,31 @@ def write_router(
             module needs code of its own, documents are compared neither by cosine nor by dot, or `folder`
             holds another model.
     """
+    # All checks come before the first file is removed or written.
     sides: dict[Role, _Side] = {"query": _side(query, "query")}
+    similarity: Similarity = "cosine"
     if document is not None:
         sides["document"] = _side(document, "document")
+        similarity = published_model.similarity_of(document)
+        if document_reference is not None:
+            _check_reference(document_reference, document)
     dims = {role: side.dim for role, side in sides.items() if side.dim is not None}
     if len(set(dims.values())) > 1:
         raise ConfigError(
             f"the query tower gives embeddings of {dims['query']} dimensions, the document tower of "
             f"{dims['document']}: both routes need the same"
         )
-    # All checks come before the first file is removed or written.
-    is_table = _tower_settings(query).get("kind") == "lookup"
-    query_modules = [] if is_table else _modules(query, "query")
-    document_modules = [] if document is None else _modules(document, "document")
-    similarity: Similarity = "cosine" if document is None else published_model.similarity_of(document)
-    if document is not None and document_reference is not None:
-        _check_reference(document_reference, document)
     _clear(folder)
-    query_types = _write_table(query, folder) if is_table else _copy(query, query_modules, folder, "query")
-    types = {"query": query_types}
+    student = sides["query"].modules
+    types = {"query": _copy(query, student, folder, "query") if student else _write_table(query, folder)}
     if document is not None and document_reference is not None:
-        types["document"] = _write_reference(document_reference, document, folder)
+        length = sides["document"].tower.get("max_length")
+        types["document"] = _write_reference(document_reference, length, folder)
     elif document is not None:
-        types["document"] = _copy(document, document_modules, folder, "document")
-    if similarity == "dot" and not (query_modules and query_modules[-1].name == "Normalize"):
-        query_types[_write_normalise(folder / f"query_{len(query_types)}_Normalize")] = _NORMALIZE
+        types["document"] = _copy(document, sides["document"].modules, folder, "document")
+    if similarity == "dot" and not (student and student[-1].name == "Normalize"):
+        path = _write_normalise(folder / f"query_{len(types['query'])}_Normalize")
+        types["query"][path] = _NORMALIZE
     _write_lists(folder, types, similarity)
     dim = next(iter(dims.values()), None)
     library_export.write_settings(
@@ -119,31 +122,22 @@ def split_reference(reference: str) -> tuple[str, str | None]:
     return model, revision or None
 
 
-def _tower_settings(folder: Path) -> dict[str, Any]:
-    """Return the content of tower.json; empty for a published model."""
-    return published_model.read_json(folder / "tower.json") or {}
-
-
 def _side(folder: Path, role: Role) -> _Side:
-    tower = _tower_settings(folder)
+    tower = read_json(folder / "tower.json") or {}
     if tower.get("role", role) != role:
         raise ConfigError(f"{folder} holds a {tower['role']} tower, not a {role} tower")
-    if tower.get("kind") == "lookup":
-        return _Side(tower["dim"], "", truncated=False)
+    modules = [] if tower.get("kind") == "lookup" else _modules(folder, role)
     keep = published_model.model_settings(folder).get("truncate_dim")
-    dim = tower.get("dim") or _dim(_modules(folder, role))
-    return _Side(
-        dim if keep is None or dim is None else min(dim, keep),
-        published_model.role_prompt(folder, role),
-        keep is not None,
-    )
+    dim = tower.get("dim") or _dim(modules)
+    dim = dim if keep is None or dim is None else min(dim, keep)
+    return _Side(tower, modules, dim, published_model.role_prompt(folder, role), keep is not None)
 
 
 def _dim(modules: Sequence[Module]) -> int | None:
     """Return the width of a published model's embeddings by its modules' configs; None if not stated."""
     dim = None
     for module in modules:
-        config = published_model.read_json(module.folder / "config.json") or {}
+        config = read_json(module.folder / "config.json") or {}
         match module.name:
             case "Transformer":
                 dim = config.get("hidden_size") or config.get("text_config", {}).get("hidden_size")
@@ -188,14 +182,11 @@ def _check_reference(reference: str, document: Path) -> None:
     model, _ = split_reference(reference)
     if not Path(model).is_dir():
         return
-    referenced, expected = (
-        [
-            module.name
-            for module in published_model.read_modules(folder, "document") or ()
-            if module.name != "Normalize"
-        ]
+    names = (
+        [module.name for module in published_model.read_modules(folder, "document") or ()]
         for folder in (Path(model), document)
     )
+    referenced, expected = ([name for name in route if name != "Normalize"] for route in names)
     if referenced != expected:
         raise ConfigError(
             f"{model} has the modules {', '.join(referenced) or 'none'}, the document tower {document} has "
@@ -205,7 +196,7 @@ def _check_reference(reference: str, document: Path) -> None:
 
 def _clear(folder: Path) -> None:
     """Make the folder, or remove the routes of an earlier call."""
-    earlier = published_model.read_json(folder / "router_config.json")
+    earlier = read_json(folder / "router_config.json")
     others = [name for name in ("modules.json", "config.json", "tower.json") if (folder / name).exists()]
     if earlier is None and others:
         raise ConfigError(f"{folder} holds another model ({', '.join(others)}): give a new folder")
@@ -225,13 +216,12 @@ def _write_table(source: Path, folder: Path) -> dict[str, str]:
     return {"query_0_LookupTable": LOOKUP_TABLE}
 
 
-def _write_reference(reference: str, document: Path, folder: Path) -> dict[str, str]:
+def _write_reference(reference: str, max_length: int | None, folder: Path) -> dict[str, str]:
     model, revision = split_reference(reference)
     name = "document_0_ReferencedModel"
     (folder / name).mkdir()
-    max_length = _tower_settings(document).get("max_length")
     named = {"model": model, "revision": revision, "max_seq_length": max_length}
-    published_model.write_json(folder / name / "config.json", named)
+    write_json(folder / name / "config.json", named)
     return {name: REFERENCED_MODEL}
 
 
@@ -255,12 +245,12 @@ def _copy(source: Path, modules: Sequence[Module], folder: Path, role: Role) -> 
 def _write_normalise(place: Path) -> str:
     """Write a Normalize module; returns the name of its folder."""
     place.mkdir(exist_ok=True)
-    published_model.write_json(place / "config.json", {})
+    write_json(place / "config.json", {})
     return place.name
 
 
 def _write_lists(folder: Path, types: dict[str, dict[str, str]], similarity: Similarity) -> None:
-    published_model.write_json(
+    write_json(
         folder / "router_config.json",
         {
             "types": {name: kind for route in types.values() for name, kind in route.items()},
@@ -268,11 +258,10 @@ def _write_lists(folder: Path, types: dict[str, dict[str, str]], similarity: Sim
             "parameters": {"default_route": [*types][-1], "allow_empty_key": True, "route_mappings": {}},
         },
     )
-    modules = [{"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.router.Router"}]
+    modules = [("", f"{_BASE}.router.Router")]
     if similarity == "cosine":
-        path = _write_normalise(folder / "1_Normalize")
-        modules.append({"idx": 1, "name": "1", "path": path, "type": _NORMALIZE})
-    published_model.write_json(folder / "modules.json", modules)
+        modules.append((_write_normalise(folder / "1_Normalize"), _NORMALIZE))
+    library_export.write_module_list(folder, modules)
 
 
 def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:

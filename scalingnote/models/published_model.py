@@ -11,23 +11,20 @@ the modules of one role are read. A setting that this package does not implement
 sentence-transformers then runs the model. A setting that is missing is an error. No weights are read here.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from scalingnote.core.errors import ConfigError
-from scalingnote.core.model_files import local_folder
+from scalingnote.core.model_files import local_folder, read_json
 
 Role = Literal["query", "document"]
 Similarity = Literal["cosine", "dot"]  # what search computes of a query and a document
-ROUTERS = ("Router", "Asym")
-STATIC_EMBEDDING = "StaticEmbedding"
 # Classes of scalingnote.models.library_modules. Published folders contain these names: never change them.
 LOOKUP_TABLE = "scalingnote.models.library_modules.LookupTable"
 REFERENCED_MODEL = "scalingnote.models.library_modules.ReferencedModel"
-TABLES = (STATIC_EMBEDDING, LOOKUP_TABLE)  # first modules that need no transformer
+TABLES = ("StaticEmbedding", LOOKUP_TABLE)  # first modules that need no transformer
 IDENTITY = "torch.nn.modules.linear.Identity"  # activation of a linear Dense module
 MODES = {"cls": "cls", "mean": "mean", "last": "lasttoken"}  # our names -> those of sentence-transformers
 _LEGACY_MODES = {
@@ -74,7 +71,7 @@ def read_modules(folder: Path, role: Role) -> list[Module] | None:
     if listed is None:
         return None
     modules = [_module(folder, each) for each in listed]
-    if modules and modules[0].name in ROUTERS:
+    if modules and modules[0].name in ("Router", "Asym"):
         return [*_route(modules[0].folder, role), *modules[1:]]
     return modules
 
@@ -144,21 +141,6 @@ def model_settings(folder: Path) -> Mapping[str, Any]:
     return read_json(folder / "config_sentence_transformers.json") or {}
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if there is no such file. ConfigError if it is not JSON."""
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file of settings."""
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def dense_settings(width: int, dim: int, *, bias: bool = False) -> dict[str, Any]:
     """Return config.json of a Dense module from `width` to `dim` dimensions without an activation."""
     return {"in_features": width, "out_features": dim, "bias": bias, "activation_function": IDENTITY}
@@ -196,12 +178,7 @@ def _route(place: Path, role: Role) -> list[Module]:
     return [Module(facts["types"][name], _subfolder(place, name)) for name in structure[route]]
 
 
-@dataclass(frozen=True)
-class HeadStep:
-    """A module behind pooling: a dense layer with its config and weights in `folder`, or a normalisation."""
-
-    kind: Literal["dense", "normalise"]
-    folder: Path | None = None
+HeadStep = Path | None  # a module behind pooling: the folder of a dense layer, or None, a normalisation
 
 
 @dataclass(frozen=True)
@@ -223,13 +200,7 @@ class PublishedModel:
     @property
     def unit(self) -> bool:
         """Whether embeddings are known to have length 1."""
-        normalised = bool(self.steps) and self.steps[-1].kind == "normalise"
-        return normalised and self.truncate_dim is None and self.unknown is None
-
-    @property
-    def searched_by(self) -> Similarity:
-        """How search compares the embeddings; ConfigError as :func:`searched_similarity`."""
-        return searched_similarity(self.similarity, unit=self.unit, source=self.source)
+        return self.steps[-1:] == (None,) and self.truncate_dim is None and self.unknown is None
 
 
 def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedModel:
@@ -316,9 +287,9 @@ def _of_modules(folder: Path, modules: Sequence[Module], role: Role, pooling: st
                 elif not settings.get("include_prompt", True):
                     unknown.append("pooling without the prompt")
             case "Dense" if mode and _reads_the_embedding(settings):
-                steps.append(HeadStep("dense", module.folder))
+                steps.append(module.folder)
             case "Normalize" if mode and _reads_the_embedding(settings):
-                steps.append(HeadStep("normalise"))
+                steps.append(None)
             case "Dropout":
                 pass  # without effect outside of training
             case _:

@@ -17,21 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
+from scalingnote.core.model_files import write_json
 from scalingnote.models import backbone as backbones
 from scalingnote.models import library_export, published_model
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.heads import Dense, Head, Normalise, pool, read_head
-from scalingnote.models.prompt import TextDocuments, TextQueries
-from scalingnote.models.published_model import HeadStep, PublishedModel, Role, dense_settings, write_json
-from scalingnote.models.tower import Tower, draw_weights
+from scalingnote.models.prompt import TextDocuments, TextQueries, lowercase
+from scalingnote.models.published_model import PublishedModel, Role, dense_settings
+from scalingnote.models.tower import Tower
 from scalingnote.models.weights import add_adapter, read_in
 
 log = get_logger("models")
@@ -40,55 +41,43 @@ log = get_logger("models")
 class PublishedTower(Tower):
     """A published model as a query or document tower that this package runs and trains."""
 
+    kind = "native"
     projection: Head  # type: ignore[assignment]
     prompt: TextQueries | TextDocuments
 
     def __init__(
-        self,
-        backbone: Backbone,
-        config: TowerConfig,
-        model: PublishedModel,
-        layers: Head,
-        *,
-        role: Role,
-        adapter: str | None = None,
+        self, backbone: Backbone, config: TowerConfig, model: PublishedModel, layers: Head, *, role: Role
     ) -> None:
-        """Build a tower as :class:`Tower`; `layers` are those of `model` behind pooling."""
-        nn.Module.__init__(self)
-        self._set_backbone(backbone, config, role=role, adapter=adapter)
-        self.projection, self.sparse, self.native, self.dim = layers, None, model, layers.dim
+        """Build a tower; `layers` are those of `model` behind pooling."""
+        prompt = make_prompt(backbone.tokenizer, model, role, max_length=config.max_length)
+        super().__init__(backbone, config, prompt, layers, role=role)
+        self.native, self.base_path = model, str(model.folder)
         self.pad = self.tokenizer.pad_token_id or 0
-        self.prompt = make_prompt(self.tokenizer, model, role, max_length=config.max_length)
 
-    def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
-        assert not terms, "a published model has no sparse head"
+    def forward(self, batch: Batch) -> Tensor:
+        """Return float32 embeddings of padded or packed rows, [rows, 1, dim]."""
         batch, order = batch.for_model(pad=self.pad, packed=self.packs)
         # The mask stays, unlike in our own causal towers: some published decoders attend both ways.
-        states = batch.flatten(self._hidden_states(batch, causal=False))
+        states = batch.flatten(self._hidden_states(batch, masked=True))
         pooled = pool(states, batch.row_lengths, self.native.pooling)
-        return self.projection(pooled[:, None])[order], None
+        return self.projection(pooled[:, None])[order]  # type: ignore[no-any-return]
 
-    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write the tower's folder, which sentence-transformers reads like the published model.
-
-        Adapters are merged or kept as by :meth:`Tower.save`.
-        """
-        base_config = self._save_backbone(folder, merge_adapters=merge_adapters, base=str(self.native.folder))
+    def _save_files(self, folder: Path, *, whole: bool) -> None:
+        """Write what makes the folder one that sentence-transformers reads like the published model."""
         self.tokenizer.save_pretrained(folder)
         library_export.write_published(
             folder, self.native, self.projection, role=self.role, max_length=self.config.max_length
         )
-        facts = {
-            "kind": "native",
-            **self._facts,
+
+    def _facts(self, *, layers: int | None) -> dict[str, Any]:
+        return {
             "prompt": self.native.prefix,
             "pooling": [self.native.pooling],
             "normalised": any(isinstance(layer, Normalise) for layer in self.projection),
             "text": self.prompt.facts,
-            "layers": None if base_config is None else base_config.layers,
+            "layers": layers,
             "sparse": None,
         }
-        write_json(folder / "tower.json", facts)
 
 
 def build(
@@ -98,7 +87,6 @@ def build(
     dim: int | None,
     seed: int = 0,
     backbone: Backbone | None = None,
-    adapter: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PublishedTower:
     """Build the tower of a published model, whose settings `config` overrides, ready to train.
@@ -118,16 +106,17 @@ def build(
         )
     backbone = backbone or backbone_of(config, model, dtype=dtype)
     backbone.tokenizer = tokenizer_of(model)
+    backbone.check_length(config.max_length, role=role)
     layers = _head(config, model, hidden=backbone.hidden, dim=dim, seed=seed)
     if dim is not None and layers.dim != dim:
         raise ConfigError(
             f"{model.source} gives embeddings of {layers.dim} dimensions, but {dim} are wanted: set "
             f"train.dim to {layers.dim}, or {role}.projection to random"
         )
-    if config.lora is not None and adapter is None:
+    if config.lora is not None:
         add_adapter(backbone.model, config.lora, name=role, tokens=[], seed=seed)
         layers.requires_grad_(config.projection == "random")
-    return PublishedTower(backbone, config, model, layers, role=role, adapter=adapter)
+    return PublishedTower(backbone, config, model, layers, role=role)
 
 
 def model_of(config: TowerConfig, role: Role) -> PublishedModel:
@@ -144,19 +133,11 @@ def model_of(config: TowerConfig, role: Role) -> PublishedModel:
     model = published_model.read(config.backbone.path, role, pooling=config.pooling)
     steps = model.steps
     if config.projection != "auto":
-        steps = tuple(step for step in steps if step.kind != "dense")
+        steps = tuple(step for step in steps if step is None)
     if config.normalise is not None:
-        steps = tuple(step for step in steps if step.kind != "normalise")
-        steps += (HeadStep("normalise"),) * config.normalise
+        steps = tuple(step for step in steps if step is not None) + (None,) * config.normalise
     prefix = model.prefix if config.prefix is None else config.prefix
     return replace(model, steps=steps, prefix=prefix)
-
-
-def load(folder: Path, facts: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> Tower:
-    """Read a folder of :meth:`PublishedTower.save`, the backbone in `dtype`; `facts` is its tower.json."""
-    source = Pretrained(path=str(folder), layers=facts.get("layers"))
-    config = TowerConfig(backbone=source, pooling="auto", max_length=facts["max_length"])
-    return build(config, role=facts["role"], dim=None, dtype=dtype).eval()
 
 
 def open_published(
@@ -230,8 +211,7 @@ def tokenizer_of(model: PublishedModel) -> Any:
         raise ConfigError(f"{str(model.folder)!r} has no fast tokenizer (tokenizer.json): convert it first")
     raw: Tokenizer = tokenizer.backend_tokenizer
     if model.lower_case and "Lowercase(" not in repr(raw.normalizer):
-        others = [] if raw.normalizer is None else [raw.normalizer]
-        raw.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+        lowercase(raw)
     return tokenizer
 
 
@@ -277,13 +257,14 @@ def _head(config: TowerConfig, model: PublishedModel, *, hidden: int, dim: int |
     if dim is None:
         raise ConfigError("projection=random makes embeddings of any width: give dim")
     first = Dense(dense_settings(hidden, dim))
-    draw_weights(first, seed)
+    first.draw(seed)
     return Head([first, *read_head(model.steps, hidden=dim)], hidden=hidden)
 
 
 class LibraryTower(Tower):
     """A published model as a query or document tower that sentence-transformers runs. It is not trained."""
 
+    kind = "sentence_transformers"
     prompt: TextQueries | TextDocuments
 
     def __init__(
@@ -318,11 +299,11 @@ class LibraryTower(Tower):
             row = torch.tensor([self.prompt.row([]).ids or [self.pad]])
             self.dim = int(self._embed(row, torch.ones_like(row)).shape[1])
 
-    def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
-        assert not terms, "a published model has no sparse head"
+    def forward(self, batch: Batch) -> Tensor:
+        """Return float32 embeddings of padded or packed rows, [rows, 1, dim]."""
         batch = batch.to_padded(self.pad)
         assert batch.mask is not None
-        return self._embed(batch.ids, batch.mask)[:, None].float(), None
+        return self._embed(batch.ids, batch.mask)[:, None].float()
 
     def _embed(self, ids: Tensor, mask: Tensor) -> Tensor:
         features: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "modality": "text"}
@@ -339,7 +320,7 @@ class LibraryTower(Tower):
         self.library.default_prompt_name = self.role if self.native.prefix else None
         self.library.save(str(folder), create_model_card=False)
         facts = {
-            "kind": "sentence_transformers",
+            "kind": self.kind,
             "role": self.role,
             "dim": self.dim,
             "views": list(self.views),
@@ -352,13 +333,6 @@ class LibraryTower(Tower):
         write_json(folder / "tower.json", facts)
         if not (folder / "tokenizer.json").exists():
             self.tokenizer.save_pretrained(folder)  # the modules of a Router have their own
-
-    @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype = torch.float32) -> "LibraryTower":
-        """Read a folder written by :meth:`save`, the transformer in `dtype`."""
-        facts = published_model.read_json(folder / "tower.json")
-        model = published_model.read(folder, facts["role"])
-        return cls(model, role=facts["role"], max_length=facts["max_length"], dtype=dtype).eval()
 
 
 def _float_states(_: nn.Module, __: Any, features: dict[str, Any]) -> dict[str, Any]:

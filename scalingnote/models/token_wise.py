@@ -10,7 +10,6 @@ many per line, and encoding the whole vocabulary gives the table that is saved: 
 """
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,60 +17,59 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from numpy import ndarray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import Progress, get_logger
-from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention, first_position
 from scalingnote.models.config import TokenWiseConfig, TowerConfig
-from scalingnote.models.lookup import LookupPrompt, LookupTower, from_table
-from scalingnote.models.prompt import TokenDocuments, without_limits
-from scalingnote.models.published_model import write_json
-from scalingnote.models.tower import Projection, Tower
+from scalingnote.models.heads import Projection
+from scalingnote.models.lookup import LookupPrompt, LookupTower
+from scalingnote.models.prompt import without_limits
+from scalingnote.models.tower import Tower, tower_prompt
 
 log = get_logger("train")
 BLOCKS = 32  # per line: 64 tokens, about twice an instruction, so that the instruction costs little
-TOKEN_DOCUMENTS = "token_documents"  # kind of a saved tower that reads the tokens of documents alone
 TASKS = "tasks"  # subfolder of a saved tower: a lookup tower for each further instruction
 _TABLE_LINES = 64  # per forward pass, when the table is computed
 _INSTRUCTION = -1  # the block number of the instruction's tokens
 
 
 class TokenReader(nn.Module):
-    """A tower that reads tokens alone; the base of those of queries and of documents."""
+    """A tower that reads tokens alone; the base of those of queries and of documents.
+
+    Its buffers ``instruction_0``, ... hold the tokens that are read once, before every token.
+    """
 
     backbone: nn.Module
     projection: Projection
-    instruction: Int[Tensor, " instruction"]  # tokens read once, before every token
     end: int  # the token behind every token, whose state is its vector
 
-    def mean_vectors(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
+    def instruction(self, number: int = 0) -> Int[Tensor, " instruction"]:
+        """Return the tokens of the instruction of this number."""
+        return getattr(self, f"instruction_{number}")  # type: ignore[no-any-return]
+
+    def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
         """Return float32 embeddings, not normalised, of padded or packed rows; 0 for a row without tokens."""
         ids, lengths = batch.flat()
+        instruction = self.instruction(batch.instruction)
         # More than half of a batch's tokens are repeated: each distinct one is encoded once.
         distinct, place = ids.unique(return_inverse=True)
         if not len(distinct):  # every rank needs a forward pass: gathering sharded weights is collective
-            distinct = self.instruction.new_tensor([self.end])
-        vectors = self.token_vectors(distinct, self.read_behind(batch))
+            distinct = instruction.new_tensor([self.end])
+        vectors = self.token_vectors(distinct, instruction)
         return F.embedding_bag(place, vectors, lengths.cumsum(0) - lengths, mode="mean")[:, None]
 
-    def read_behind(self, batch: Batch) -> Int[Tensor, " instruction"]:
-        """Return the tokens that those of a batch are read behind."""
-        del batch
-        return self.instruction
-
     def token_vectors(
-        self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"] | None = None
+        self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"]
     ) -> Float[Tensor, "tokens dim"]:
-        """Return the vector of each token from one forward pass over as many lines as needed.
+        """Return the vector of each token, read behind the tokens of an instruction.
 
-        They are read behind the tokens of an `instruction`; None: the tower's own.
+        One forward pass reads as many lines as needed.
         """
-        instruction = self.instruction if instruction is None else instruction
         lines = -(-len(ids) // BLOCKS)
         blocks, start = -(-len(ids) // lines), len(instruction)
         # The last line is filled with repeated tokens, so that no line has pads and one mask serves all.
@@ -82,15 +80,15 @@ class TokenReader(nn.Module):
         positions = torch.cat([torch.arange(start, device=device), within])[None]
         states = self._states(
             torch.cat([instruction.expand(lines, -1), pairs], dim=1),
-            attention_mask=self._mask(start, blocks),
+            attention_mask=self._mask(start, blocks, device),
             position_ids=positions + first_position(self.backbone),
         )
         ends = states[:, start + 1 :: 2].flatten(0, 1)[: len(ids)]
         return self.projection(ends)  # type: ignore[no-any-return]
 
-    def _mask(self, instruction: int, blocks: int) -> Tensor:
+    def _mask(self, instruction: int, blocks: int, device: torch.device) -> Tensor:
         """Return the block mask in the form of the backbone's attention: boolean, or added to the scores."""
-        sees = block_mask(instruction, blocks, self.instruction.device)[None, None]
+        sees = block_mask(instruction, blocks, device)[None, None]
         if self.backbone.config._attn_implementation != "eager":  # type: ignore[union-attr]
             return sees
         dtype: torch.dtype = self.backbone.dtype  # type: ignore[assignment]
@@ -118,28 +116,19 @@ class TokenWise(TokenReader):
         tokens = without_limits(backbone.raw_tokenizer)
         self.prompt = LookupPrompt(tokens, max_length=config.max_length)
         special = backbone.special
-        self._first, self.end = [] if special.first is None else [special.first], _end_token(backbone)
+        self._first, self.end = [] if special.first is None else [special.first], backbone.token_end()
         for text in (*config.trained_instructions, *config.tasks.values()):
             _check_length(len(self._instruction_ids(text)) + 2, backbone)
-        self.register_buffer("instruction", self._instruction_ids(config.instruction), persistent=False)
         for number, text in enumerate(config.trained_instructions):
             self.register_buffer(f"instruction_{number}", self._instruction_ids(text), persistent=False)
 
-    def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
-        """Return float32 embeddings, not normalised, of padded or packed rows; 0 for a row without tokens."""
-        return self.mean_vectors(batch)
-
     def token_vectors(
-        self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"] | None = None
+        self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"]
     ) -> Float[Tensor, "tokens dim"]:
         """As the base class; or, where the config reads embeddings, rows of the input table."""
         if self.config.reads == "embeddings":
             return self.projection(self.backbone.get_input_embeddings()(ids))  # type: ignore[no-any-return,operator]
         return super().token_vectors(ids, instruction)
-
-    def read_behind(self, batch: Batch) -> Int[Tensor, " instruction"]:
-        """Return the tokens of the instruction that a batch names by its number."""
-        return getattr(self, f"instruction_{batch.instruction}")  # type: ignore[no-any-return]
 
     def contextual(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
         """Return embeddings of whole queries by the same backbone, read as ``instruction query end``.
@@ -149,7 +138,7 @@ class TokenWise(TokenReader):
         padded = batch.to_padded(self.pad)
         assert padded.mask is not None
         lengths, rows = padded.mask.sum(1), len(padded.ids)
-        instruction = self.read_behind(batch)
+        instruction = self.instruction(batch.instruction)
         start = len(instruction)
         place = padded.ids.new_full((rows, 1), self.pad)
         ids = torch.cat([instruction.expand(rows, -1), padded.ids, place], dim=1)
@@ -167,7 +156,7 @@ class TokenWise(TokenReader):
     @torch.inference_mode()
     def table(self, instruction: str) -> Float32[ndarray, "vocabulary dim"]:
         """Return the vector of every token of the vocabulary, read behind `instruction`."""
-        device = self.instruction.device
+        device = self.instruction().device
         ahead = self._instruction_ids(instruction).to(device)
         tokens = torch.arange(self.tokenizer.backend_tokenizer.get_vocab_size(), device=device)
         rows = []
@@ -177,14 +166,13 @@ class TokenWise(TokenReader):
                 progress.advance(len(ids))
         return np.concatenate(rows)
 
-    def lookup(self, instruction: str | None = None) -> LookupTower:
-        """Return the lookup tower with the same embeddings, but an empty query gets the table's mean.
+    def lookup(self, instruction: str) -> LookupTower:
+        """Return the lookup tower of the table behind `instruction`.
 
-        Its tokens are read behind `instruction`; None: the tower's own.
+        It gives the same embeddings, but an empty query gets the table's mean.
         """
-        instruction = self.config.instruction if instruction is None else instruction
-        return from_table(
-            self.table(instruction),
+        return LookupTower(
+            torch.from_numpy(self.table(instruction)),
             self.tokenizer.backend_tokenizer,
             max_length=self.config.max_length,
             storage=self.config.storage,
@@ -197,7 +185,7 @@ class TokenWise(TokenReader):
         Their rows contain the adapter in any case.
         """
         del merge_adapters
-        self.lookup().save(folder)
+        self.lookup(self.config.instruction).save(folder)
         trained = self.config.trained_instructions
         for name, instruction in self.config.all_tasks.items():
             if instruction not in trained:
@@ -218,60 +206,23 @@ class TokenWise(TokenReader):
 class TokenDocumentTower(TokenReader, Tower):
     """A document tower that reads tokens alone, to compare with (section 4.1); it is kept as a model."""
 
-    prompt: TokenDocuments
+    kind = "token_documents"
 
-    def __init__(
-        self, backbone: Backbone, config: TowerConfig, *, dim: int, adapter: str | None = None
-    ) -> None:
-        """Build a tower on `backbone`; for `adapter` see :class:`Tower`. ConfigError if it is not causal."""
-        nn.Module.__init__(self)
-        self._set_backbone(backbone, config, role="document", adapter=adapter)
-        self.projection, self.sparse, self.dim = Projection(backbone.hidden, dim), None, dim
-        self.special, self.pad, self.packs = backbone.special, backbone.special.pad, True
-        self.end = _end_token(backbone)
-        self.prompt = TokenDocuments(backbone.raw_tokenizer, max_length=config.max_length)
+    def __init__(self, backbone: Backbone, config: TowerConfig, projection: Projection) -> None:
+        """Build a tower of its parts; ConfigError if the backbone is not causal."""
+        prompt = tower_prompt(backbone, config, role="document")
+        super().__init__(backbone, config, prompt, projection, role="document")
+        self.packs, self.end = True, backbone.token_end()
         first = [] if backbone.special.first is None else [backbone.special.first]
-        self.register_buffer("instruction", torch.tensor(first, dtype=torch.long), persistent=False)
+        self.register_buffer("instruction_0", torch.tensor(first, dtype=torch.long), persistent=False)
 
-    def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
-        assert not terms, "tokens alone have no term weights"
-        return self.mean_vectors(batch), None
-
-    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write the tower's folder; adapters are merged or kept as by :meth:`Tower.save`."""
-        base_config = self._save_backbone(folder, merge_adapters=merge_adapters)
+    def _save_files(self, folder: Path, *, whole: bool) -> None:
         self.tokenizer.save_pretrained(folder)
         save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
-        facts = {
-            "kind": TOKEN_DOCUMENTS,
-            **self._facts,
-            "prompt": "",
-            "tokens": {"max_length": self.config.max_length},
-            "layers": None if base_config is None else base_config.layers,
-            "sparse": None,
-        }
-        write_json(folder / "tower.json", facts)
 
-
-def load_documents(
-    folder: Path, facts: Mapping[str, Any], *, dtype: torch.dtype = torch.float32
-) -> TokenDocumentTower:
-    """Read a folder of :meth:`TokenDocumentTower.save`, the backbone in `dtype`; `facts`: its tower.json."""
-    config = TowerConfig(max_length=facts["max_length"], reads="tokens")
-    backbone = backbones.load(folder, layers=facts["layers"], dtype=dtype)
-    tower = TokenDocumentTower(backbone, config, dim=facts["dim"])
-    with torch.no_grad():
-        tower.projection.weight.copy_(load_file(folder / "projection.safetensors")["weight"])
-    return tower.eval()
-
-
-def _end_token(backbone: Backbone) -> int:
-    end = backbone.special.end
-    if not backbone.causal or end is None:
-        raise ConfigError(
-            "a tower that reads tokens alone needs a causal backbone with an end-of-sequence token"
-        )
-    return end
+    def _facts(self, *, layers: int | None) -> dict[str, Any]:
+        tokens = {"max_length": self.config.max_length}
+        return {"prompt": "", "tokens": tokens, "layers": layers, "sparse": None}
 
 
 def block_mask(

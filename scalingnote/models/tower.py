@@ -3,7 +3,7 @@
     ids        [rows, tokens]
     hidden     [rows, tokens, hidden]     backbone
     pooled     [rows, views, hidden]      states at each row's positions
-    embeddings [rows, views, dim]         W, no bias (ScalingNote, Eq. 3, 4, 14); not normalised
+    embeddings [rows, views, dim]         heads.Projection; not normalised
     terms      [rows, vocabulary]         of a document tower with a sparse head: from the states of title,
                                           topic and content (sparse_head.SparseHead)
 
@@ -11,130 +11,91 @@ A saved tower is a folder with the Hugging Face model and tokenizer, ``projectio
 ``tower.json`` (role, prompt, lengths). Nothing else is needed to encode with it.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
-from scalingnote.models import backbone as backbones
+from scalingnote.core.model_files import write_json
 from scalingnote.models import library_export
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention
-from scalingnote.models.config import Pretrained, TokenWiseConfig, TowerConfig
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, without_limits
-from scalingnote.models.published_model import Role, write_json
+from scalingnote.models.config import Pretrained, TowerConfig
+from scalingnote.models.heads import Head, Projection
+from scalingnote.models.prompt import (
+    DocumentPrompt,
+    QueryPrompt,
+    TokenDocuments,
+    split_at_boundary,
+    without_limits,
+)
+from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.weights import merged_state, save_adapter
 
 log = get_logger("models")
 
 
-class Projection(nn.Linear):
-    """The linear map W without bias from pooled states to embeddings (ScalingNote, Eq. 3, 4, 14).
+def tower_prompt(
+    backbone: Backbone, config: TowerConfig, *, role: Role, spans: bool = False
+) -> QueryPrompt | DocumentPrompt:
+    """Return the prompt by which a tower of this config, with placeholders or tokens alone, reads texts.
 
-    The result is float32 for any format of the weight, because losses compare small differences. The
-    weight is cast in this forward pass and not by the caller: ZeRO-3 gathers it for this pass only.
+    `spans`: its rows contain the spans of the fields, which a sparse head needs. ConfigError if the backbone
+    reads fewer tokens than `config.max_length`, lacks special tokens, or the document prompt does not fit.
     """
-
-    def __init__(self, hidden: int, dim: int) -> None:
-        super().__init__(hidden, dim, bias=False)
-
-    def forward(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
-        """Return float32 embeddings; autocast would round them to half precision."""
-        with torch.autocast(states.device.type, enabled=False):
-            return F.linear(states.float(), self.weight.float())
-
-
-def start_projection(layer: Projection, config: TowerConfig | TokenWiseConfig, *, seed: int) -> None:
-    """Set the weight that training starts from, in place.
-
-    The states of a pretrained backbone have a meaning, which a random square matrix would lose: they start as
-    they are. "none" is the identity, which learns nothing: states are embeddings, as LightRetriever's are.
-
-    Raises:
-        ConfigError: the projection is "none", and embeddings are not as wide as states.
-    """
-    start, pretrained = config.projection, isinstance(config.backbone, Pretrained)
-    square = layer.in_features == layer.out_features
-    if start == "none" and not square:
-        raise ConfigError(
-            f"projection=none needs embeddings as wide as the backbone's states: set train.dim to "
-            f"{layer.in_features}, found {layer.out_features}"
-        )
-    if start == "none" or (start == "auto" and pretrained and square):
-        nn.init.eye_(layer.weight)
-        layer.requires_grad_(start != "none")
-    else:
-        draw_weights(layer, seed)
-
-
-def draw_weights(layer: nn.Linear, seed: int) -> None:
-    """Draw the weight from N(0, 1 / in_features) with `seed` alone, so that other layers have no effect."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        layer.weight.normal_(0.0, layer.in_features**-0.5, generator=generator)
+    backbone.check_length(config.max_length, role=role)
+    tokens, length, special = without_limits(backbone.raw_tokenizer), config.max_length, backbone.special
+    if config.reads == "tokens":
+        backbone.token_end()  # ConfigError without one
+        return TokenDocuments(tokens, max_length=length)
+    split_at_boundary(tokens)
+    if role == "query":
+        return QueryPrompt(tokens, special, max_length=length, causal=backbone.causal)
+    return DocumentPrompt(
+        tokens,
+        special,
+        template=config.prompt,
+        max_length=length,
+        causal=backbone.causal,
+        max_positions=backbone.max_positions,
+        spans=spans,
+    )
 
 
 class Tower(nn.Module):
     """One side of the dual encoder."""
 
+    projection: Projection
+    kind: str | None = None  # in tower.json
+    base_path: str | None = None  # of the model below saved adapters; None: that of the config's backbone
+
     def __init__(
         self,
         backbone: Backbone,
         config: TowerConfig,
+        prompt: QueryPrompt | DocumentPrompt,
+        projection: Projection | Head,
         *,
         role: Role,
-        dim: int,
         sparse: SparseHead | None = None,
-        adapter: str | None = None,
     ) -> None:
-        """Build a tower on `backbone`; ConfigError if it reads fewer tokens than `config.max_length`.
+        """Build a tower of its parts; `sparse` computes term weights of documents.
 
-        `sparse` computes term weights of documents; `adapter` is the name of the tower's LoRA weights in the
-        backbone, None the role.
+        The role names the tower's LoRA weights in the backbone.
         """
         super().__init__()
-        self._set_backbone(backbone, config, role=role, adapter=adapter)
-        self.projection, self.sparse, self.dim = Projection(backbone.hidden, dim), sparse, dim
-        self.special, self.pad = backbone.special, backbone.special.pad
-        tokens = without_limits(backbone.raw_tokenizer)
-        library_export.split_at_boundary(tokens)
-        self.prompt: QueryPrompt | DocumentPrompt
-        if role == "query":
-            self.prompt = QueryPrompt(
-                tokens, backbone.special, max_length=config.max_length, causal=backbone.causal
-            )
-        else:
-            self.prompt = DocumentPrompt(
-                tokens,
-                backbone.special,
-                template=config.prompt,
-                max_length=config.max_length,
-                causal=backbone.causal,
-                max_positions=self._max_positions,
-                spans=sparse is not None,
-            )
-
-    def _set_backbone(
-        self, backbone: Backbone, config: TowerConfig, *, role: Role, adapter: str | None
-    ) -> None:
-        positions = backbone.max_positions
-        if positions is not None and config.max_length > positions:
-            raise ConfigError(
-                f"the {role} tower has max_length={config.max_length}, but its backbone reads {positions} "
-                "tokens: lower it"
-            )
         self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
-        self.config, self.role = config, role
-        self._adapter, self._max_positions = adapter or role, positions
+        self.special, self.pad = backbone.special, backbone.special.pad
+        self._max_positions = backbone.max_positions
+        self.config, self.role, self.prompt = config, role, prompt
+        self.projection = projection  # type: ignore[assignment]  # a Head is that of a subclass
+        self.sparse, self.dim = sparse, projection.dim
         self.packs = choose_attention(backbone.model, config.attention)
 
     @property
@@ -149,32 +110,35 @@ class Tower(nn.Module):
         assert isinstance(table, nn.Embedding)
         return table
 
+    @property
+    def input_table(self) -> nn.Parameter:
+        """Weights of the backbone's token embeddings, without an adapted tower's rows for new tokens."""
+        table = self.backbone.get_input_embeddings()  # type: ignore[operator]
+        return getattr(table, "table", table).weight  # type: ignore[no-any-return]
+
     def forward(self, batch: Batch) -> Float[Tensor, "rows views dim"]:
         """Return float32 embeddings, not normalised, of padded or packed rows."""
-        return self._read(batch, terms=False)[0]
+        batch, order = batch.for_model(pad=self.pad, packed=self.packs)
+        return self._project(self._hidden_states(batch).flatten(0, 1), batch, order)
 
     def read(self, batch: Batch) -> tuple[Float[Tensor, "rows views dim"], Float[Tensor, "rows vocabulary"]]:
         """Return embeddings and the sparse head's term weights from one forward pass."""
-        embeddings, terms = self._read(batch, terms=True)
-        assert terms is not None
-        return embeddings, terms
-
-    def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
-        batch, order = batch.for_model(pad=self.pad, packed=self.packs)
-        hidden = self._hidden_states(batch, causal=self.causal).flatten(0, 1)
-        first = _row_starts(batch)[:, None]
-        embeddings = self.projection(hidden[first + batch.positions[:, : len(self.views)]][order])
-        if not terms:
-            return embeddings, None
         assert self.sparse is not None, "this tower has no sparse head"
-        return embeddings, self.sparse(hidden, self._field_tokens(batch), self.input_table)[order]
+        batch, order = batch.for_model(pad=self.pad, packed=self.packs)
+        hidden = self._hidden_states(batch).flatten(0, 1)
+        terms = self.sparse(hidden, self._field_tokens(batch), self.input_table)[order]
+        return self._project(hidden, batch, order), terms
 
-    def _hidden_states(self, batch: Batch, *, causal: bool) -> Float[Tensor, "lines tokens hidden"]:
-        """Return the last hidden states; `causal` leaves out the mask that padded rows do not need then."""
-        kwargs = attention_arguments(self.backbone, batch, causal=causal)
+    def _hidden_states(self, batch: Batch, *, masked: bool = False) -> Float[Tensor, "lines tokens hidden"]:
+        """Return the last hidden states; a causal tower's padded rows need no mask unless `masked`."""
+        kwargs = attention_arguments(self.backbone, batch, causal=self.causal and not masked)
         if self.causal:
             kwargs["use_cache"] = False
         return self.backbone(input_ids=batch.ids, **kwargs).last_hidden_state  # type: ignore[no-any-return]
+
+    def _project(self, hidden: Tensor, batch: Batch, order: Tensor | slice) -> Tensor:
+        first = _row_starts(batch)[:, None]
+        return self.projection(hidden[first + batch.positions[:, : len(self.views)]][order])  # type: ignore[no-any-return]
 
     def _field_tokens(self, batch: Batch) -> Int[Tensor, "rows longest"]:
         """Return the flat indices of the tokens of title, topic and content of each row; -1 elsewhere."""
@@ -184,64 +148,55 @@ class Tower(nn.Module):
         inside = ((place >= spans[:, :, 0]) & (place < spans[:, :, 1])).any(1)
         return torch.where(inside, _row_starts(batch)[:, None] + place, -1)
 
-    @property
-    def input_table(self) -> nn.Parameter:
-        """Weights of the backbone's token embeddings, without an adapted tower's rows for new tokens."""
-        table = self.backbone.get_input_embeddings()  # type: ignore[operator]
-        return getattr(table, "table", table).weight  # type: ignore[no-any-return]
-
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write the tower's folder, readable by :func:`load`.
+        """Write the tower's folder, which :func:`scalingnote.models.dual_encoder.load_tower` reads.
 
         Without `merge_adapters` it holds the adapter and the path of its backbone, but not with a backbone
         from scratch, whose weights are stored nowhere else.
         """
-        base_config = self._save_backbone(folder, merge_adapters=merge_adapters)
-        self._save_tokenizer(folder, whole=base_config is None)
-        save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
-        head = {} if self.sparse is None else self.sparse.tensors()
-        if head:
-            save_file(head, folder / "sparse_head.safetensors")
+        folder.mkdir(parents=True, exist_ok=True)
+        source, adapted = self.config.backbone, self.config.lora is not None
+        base = source if adapted and not merge_adapters and isinstance(source, Pretrained) else None
+        if base is not None:
+            save_adapter(self.backbone, folder, name=self.role, base=self.base_path or base.path)
+        else:
+            state = merged_state(self.backbone) if adapted else None
+            self.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+        self._save_files(folder, whole=base is None)
         facts = {
-            **self._facts,
-            "prompt": self.config.prompt,
-            "special": asdict(self.special),
-            "max_positions": self._max_positions,
-            "layers": None if base_config is None else base_config.layers,
-            "sparse": None if self.sparse is None else ("own" if head else "tied"),
-            "sparse_transform": None if self.sparse is None else self.sparse.facts,
-        }
-        write_json(folder / "tower.json", facts)
-
-    @property
-    def _facts(self) -> dict[str, Any]:
-        """What tower.json says of every tower that this package runs."""
-        return {
+            **({} if self.kind is None else {"kind": self.kind}),
             "role": self.role,
             "dim": self.dim,
             "causal": self.causal,
             "views": list(self.views),
             "max_length": self.config.max_length,
+            **self._facts(layers=None if base is None else base.layers),
+        }
+        write_json(folder / "tower.json", facts)
+
+    def _facts(self, *, layers: int | None) -> dict[str, Any]:
+        """Return what tower.json says beside what it says of every tower.
+
+        `layers` are to be kept of the base model, where the folder holds an adapter alone.
+        """
+        head = None if self.sparse is None else ("own" if self.sparse.tensors() else "tied")
+        return {
+            "prompt": self.config.prompt,
+            "special": asdict(self.special),
+            "max_positions": self._max_positions,
+            "layers": layers,
+            "sparse": head,
+            "sparse_transform": None if self.sparse is None else self.sparse.facts,
         }
 
-    def _save_backbone(
-        self, folder: Path, *, merge_adapters: bool, base: str | None = None
-    ) -> Pretrained | None:
-        """Write the backbone, or its adapter alone; returns the config of the base model in that case.
-
-        `base` is the base model's path in the adapter's config; None: the path of the tower's config.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        source, adapted = self.config.backbone, self.config.lora is not None
-        if adapted and not merge_adapters and isinstance(source, Pretrained):
-            save_adapter(self.backbone, folder, name=self._adapter, base=base or source.path)
-            return source
-        state = merged_state(self.backbone) if adapted else None
-        self.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
-        return None
+    def _save_files(self, folder: Path, *, whole: bool) -> None:
+        """Write what is not the backbone; beside a `whole` model, also the files of sentence-transformers."""
+        self._save_tokenizer(folder, whole=whole)
+        save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
+        if self.sparse is not None and (head := self.sparse.tensors()):
+            save_file(head, folder / "sparse_head.safetensors")
 
     def _save_tokenizer(self, folder: Path, *, whole: bool) -> None:
-        """Write the tokenizer and, beside a whole model, the files of sentence-transformers."""
         causal, length = self.causal, self.config.max_length
         document = self.prompt if isinstance(self.prompt, DocumentPrompt) else None
         template = self.config.prompt if document else None
@@ -261,22 +216,6 @@ class Tower(nn.Module):
             library_export.write_trained(
                 folder, tokenizer, self.projection.weight, template=template, causal=causal
             )
-
-
-def load(folder: Path, facts: Mapping[str, Any], *, dtype: torch.dtype = torch.float32) -> Tower:
-    """Read a folder written by :meth:`Tower.save`, the backbone in `dtype`; `facts` is its tower.json."""
-    weight = load_file(folder / "projection.safetensors")["weight"]
-    config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"])
-    backbone = backbones.load(folder, layers=facts.get("layers"), dtype=dtype)
-    backbone.causal = facts["causal"]
-    sparse = None
-    if facts.get("sparse"):
-        head = load_file(folder / "sparse_head.safetensors") if facts["sparse"] == "own" else {}
-        sparse = SparseHead.restore(head, facts.get("sparse_transform"))
-    tower = Tower(backbone, config, role=facts["role"], dim=facts["dim"], sparse=sparse)
-    with torch.no_grad():
-        tower.projection.weight.copy_(weight)
-    return tower.eval()
 
 
 def _row_starts(batch: Batch) -> Int[Tensor, " rows"]:

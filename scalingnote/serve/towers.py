@@ -14,6 +14,7 @@ from numpy import ndarray
 from tokenizers import Tokenizer, decoders
 
 from scalingnote.core.errors import ConfigError, DataError
+from scalingnote.core.model_files import read_json
 from scalingnote.models import published_model
 from scalingnote.models.prompt import add_flagged_tokens, without_limits
 from scalingnote.models.published_model import Role
@@ -316,7 +317,7 @@ def sides(folder: Path) -> dict[Role, Path]:
         ConfigError: it holds none.
     """
     if (folder / "tower.json").exists():
-        return {published_model.read_json(folder / "tower.json")["role"]: folder}
+        return {read_json(folder / "tower.json")["role"]: folder}
     if (folder / "modules.json").exists():
         return {"query": folder, "document": folder}
     roles: tuple[Role, ...] = ("query", "document")
@@ -342,7 +343,7 @@ def tokenizer_of(folder: Path, role: Role) -> Tokenizer:
     for place in (*places, folder):
         if (file := place / "tokenizer.json").exists():
             tokenizer = Tokenizer.from_file(str(file))
-            settings = published_model.read_json(place / "tokenizer_config.json") or {}
+            settings = read_json(place / "tokenizer_config.json") or {}
             ends = {name: _content(settings.get(f"{name}_token")) for name in ("bos", "eos")}
             add_flagged_tokens(tokenizer, settings, first=ends["bos"], end=ends["eos"])
             return without_limits(tokenizer)

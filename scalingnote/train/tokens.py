@@ -25,10 +25,9 @@ from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, To
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, list_column, token_columns
 from scalingnote.models.published_model import Role
-from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.models.token_wise import TokenDocumentTower, TokenWise
-from scalingnote.models.tower import Tower
+from scalingnote.models.token_wise import TokenWise
+from scalingnote.models.tower import tower_prompt
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import DOCUMENT_COLUMNS
@@ -155,10 +154,7 @@ def build_prompt(
         plain = config.model_copy(update={"lora": None})  # which changes no prompt
         if isinstance(plain, TokenWiseConfig):
             return TokenWise(shell, plain, dim=1).prompt
-        plain = plain.model_copy(update={"attention": "eager"})  # others may need a GPU
-        if plain.reads == "tokens":
-            return TokenDocumentTower(shell, plain, dim=1).prompt
-        return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
+        return tower_prompt(shell, plain, role=role, spans=sparse)
 
 
 def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Named, int]:

@@ -1,7 +1,6 @@
 """A published model becomes a dual encoder, and the stages after it read it like any other."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 
 import tiny
 from in_process import without_ray
-from published import folder
+from published import edited, folder, settings_of
 from scalingnote.core.config import load
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode import job as encode
@@ -69,26 +68,26 @@ def test_a_pair_has_two_models_of_one_width(tmp_path: Path):
 
 
 def test_the_config_says_what_the_files_do_not(tmp_path: Path):
-    path = folder(tmp_path)
-    config = AdoptConfig(path=str(path), pooling="cls", query_prefix="find: ", document_max_length=8)
-    made = dual_encoder(adopt.run(config, output=str(tmp_path / "towers")).uri)
-    facts = json.loads((tmp_path / "towers/query/tower.json").read_text())
-    assert (facts["pooling"], facts["prompt"], facts["max_length"]) == (["cls"], "find: ", 24)
-    assert made.document.config.max_length == 8
-
-
-def test_a_prefix_of_documents_and_a_length_of_queries_are_those_of_the_config(tmp_path: Path):
     path = folder(tmp_path, prompts={"query": "", "document": "text: "}, max_length=40)
-    config = AdoptConfig(path=str(path), document_prefix="find: ", query_max_length=8)
+    config = AdoptConfig(
+        path=str(path),
+        pooling="cls",
+        query_prefix="ask: ",
+        document_prefix="find: ",
+        query_max_length=8,
+        document_max_length=9,
+    )
     towers = adopt.run(config, output=str(tmp_path / "towers"))
     model = SentenceTransformer(str(path), device="cpu")
-    documents = pa.table({"title": ["a b"], "topic": [""], "content": ["c d"]})
-    found = Encoder.load(towers.directory("document")).encode_documents(documents)["summary"][0]
-    np.testing.assert_allclose(found, model.encode("find: a b c d"), atol=CLOSE)
+    model[1].pooling_mode = "cls"
+    text = "a b c d e f g h i j k l m n o p"
     model.max_seq_length = 8
-    query = "a b c d e f g h i j k l m n o p"
-    found = QueryEncoder(towers.directory("query"), precision="float32").encode_queries([query])[0]
-    np.testing.assert_allclose(found, model.encode(query), atol=CLOSE)
+    found = QueryEncoder(towers.directory("query"), precision="float32").encode_queries([text])[0]
+    np.testing.assert_allclose(found, model.encode(f"ask: {text}"), atol=CLOSE)
+    model.max_seq_length = 9
+    documents = pa.table({"title": ["a b"], "topic": [""], "content": [text]})
+    found = Encoder.load(towers.directory("document")).encode_documents(documents)["summary"][0]
+    np.testing.assert_allclose(found, model.encode(f"find: a b {text}"), atol=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,7 @@ def test_a_prompt_of_documents_that_is_not_read_is_named(
     tmp_path: Path, prompts: Any, prefix: str | None, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     path = folder(tmp_path)
-    settings = path / "config_sentence_transformers.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"prompts": prompts}))
+    edited(settings_of(path), prompts=prompts)
     said: list[Any] = []
     monkeypatch.setattr(adopt.log, "warning", lambda text, *values: said.extend(values[1:]))
     made: Any = adopt.open_tower(AdoptConfig(path=str(path), document_prefix=prefix), "document")
@@ -133,14 +131,6 @@ def test_adopt_takes_the_place_of_training(tmp_path: Path):
     assert names[:5] == ["prepare", "planner", "collect", "adopt", "teacher"]
     with pytest.raises(ConfigError, match="adopt takes the place of stage I"):
         load(RunConfig, [CONFIG], [*adopted, "rounds=2"])
-
-
-def test_what_is_read_of_a_document_is_title_and_content(tmp_path: Path):
-    towers = adopt.run(AdoptConfig(path=str(folder(tmp_path))), output=str(tmp_path / "towers"))
-    documents = pa.table({"title": ["a b"], "topic": ["never"], "content": ["c d"]})
-    encoder = Encoder.load(towers.directory("document"))
-    expected = SentenceTransformer(str(towers.directory("document")), device="cpu").encode("a b c d")
-    np.testing.assert_allclose(encoder.encode_documents(documents)["summary"][0], expected, atol=CLOSE)
 
 
 def test_only_the_weights_that_were_named_are_taken(tmp_path: Path):

@@ -16,7 +16,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.models import dual_encoder, library_export
 from scalingnote.models.config import PAPER_PROMPT, Lora
 from scalingnote.models.dual_encoder import load_tower
-from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, SpecialTokens
+from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, SpecialTokens, split_at_boundary
 
 QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12"]
 ROWS = {
@@ -88,9 +88,7 @@ def test_the_indexed_view_of_any_prompt_is_exported(family: str, prompt: str, tm
 
 
 def test_merged_towers_are_exported_and_kept_adapters_are_not(tmp_path: Path):
-    path = families.folder(tmp_path / "base", "qwen2")
-    config = families.tower_config(path, role="document", lora=Lora(rank=2))
-    made = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0)
+    made = families.tower(families.folder(tmp_path / "base", "qwen2"), "document", lora=Lora(rank=2))
     for name, parameter in made.named_parameters():
         if "lora_B" in name or name.endswith(".rows"):
             parameter.data += 0.3
@@ -120,28 +118,23 @@ def sentencepiece_like(scheme: str) -> Tokenizer:
     return made
 
 
+def agrees(raw: Tokenizer, *, causal: bool, first: int | None) -> bool:
+    """Whether an exported document gets the tokens that the prompt gives it."""
+    special = SpecialTokens(pad=0, end=2, first=first)
+    prompt = DocumentPrompt(raw, special, template=PAPER_PROMPT, max_length=300, causal=causal)
+    whole = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", bos_token="<s>")
+    made = library_export.export_tokenizer(PAPER_PROMPT, whole, special, causal=causal, max_length=300)
+    return library_export.layout_agrees(made, prompt, PAPER_PROMPT, causal=causal)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scheme", ["prepend", "first", "always", "never"])
 def test_tokenizers_that_mark_words_read_a_layout_as_the_prompt_does(scheme: str, causal: bool):
     raw = sentencepiece_like(scheme)
-    library_export.split_at_boundary(raw)
-    library_export.split_at_boundary(raw)
-    special = SpecialTokens(pad=0, end=2, first=1)
-    prompt = DocumentPrompt(raw, special, template=PAPER_PROMPT, max_length=300, causal=causal)
-    made = library_export.export_tokenizer(
-        PAPER_PROMPT,
-        PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", bos_token="<s>"),
-        special,
-        causal=causal,
-        max_length=300,
-    )
-    assert library_export.layout_agrees(made, prompt, PAPER_PROMPT, causal=causal)
+    split_at_boundary(raw)
+    split_at_boundary(raw)
+    assert agrees(raw, causal=causal, first=1)
 
 
 def test_a_tokenizer_that_joins_the_pieces_is_noticed():
-    raw = sentencepiece_like("prepend")  # not told where to separate
-    special = SpecialTokens(pad=0, end=2, first=None)
-    prompt = DocumentPrompt(raw, special, template=PAPER_PROMPT, max_length=300, causal=True)
-    plain = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
-    made = library_export.export_tokenizer(PAPER_PROMPT, plain, special, causal=True, max_length=300)
-    assert not library_export.layout_agrees(made, prompt, PAPER_PROMPT, causal=True)
+    assert not agrees(sentencepiece_like("prepend"), causal=True, first=None)  # not told where to separate

@@ -38,7 +38,7 @@ def test_frequent_pairs_and_ends_are_learnt_and_found_again():
 
 
 def tower(*, attention: bool = False) -> LookupTower:
-    config = LookupConfig(weighting="learned", attention=attention, bigrams=50, ends=True)
+    config = LookupConfig(weighting="learned", attention=attention, bigrams=50, ends=True, storage="float32")
     keys = lookup_table.frequent_features(ids_of(TEXTS), tokens=TOKENS, bigrams=50, ends=True)
     features = LookupFeatures(keys, tokens=TOKENS)
     counts = np.bincount([token for ids in ids_of(TEXTS) for token in ids], minlength=TOKENS)
@@ -67,7 +67,7 @@ def test_features_start_at_nothing_and_rare_tokens_weigh_most():
 def test_a_saved_table_encodes_as_the_tower_does(tmp_path: Path):
     for attention in (False, True):
         made = tower(attention=attention).eval()
-        made.save(tmp_path / str(attention), storage="float32")
+        made.save(tmp_path / str(attention))
         queries = [*TEXTS[:20], "", "ba", "entirely other words"]
         rows = made.prompt.rows(queries)
         with torch.no_grad():

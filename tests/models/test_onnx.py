@@ -12,12 +12,11 @@ import families
 import tiny
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import backbone, dual_encoder, onnx, onnx_export
+from scalingnote.models import dual_encoder, onnx, onnx_export
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.onnx import OnnxTower
 
 QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12", "ba ko li", "nu", "ta ve zo ba ko ra"]
-LEARNT = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
 # One of each kind: with positions counted from the pad, with windows in some layers or all, and without.
 KINDS = ("bert", "roberta", "modernbert", "llama", "mistral", "qwen2-sliding")
 
@@ -27,9 +26,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A query tower of both kinds of attention, made from scratch."""
     folder = tmp_path_factory.mktemp("towers")
     for name, scratch in (("bert", tiny.BIDIRECTIONAL), ("qwen2", tiny.CAUSAL)):
-        config = tiny.query_tower(scratch)
-        made = dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0)
-        made.save(folder / name)
+        families.scratch_tower(scratch, "query").save(folder / name)
     return folder
 
 
@@ -42,8 +39,7 @@ def graph(towers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("family", KINDS)
 def test_a_graph_gives_the_towers_embeddings(family: str, tmp_path: Path):
-    config = families.tower_config(families.folder(tmp_path / "base", family), role="query")
-    made = dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=None, seed=0)
+    made = families.tower(families.folder(tmp_path / "base", family), "query")
     made.save(tmp_path / "query")
     expected = Encoder(made, precision="float32").encode_queries(QUERIES)
     least = onnx_export.export_graph(tmp_path / "query", tmp_path / "graph", queries=QUERIES, form="onnx")
@@ -99,6 +95,9 @@ def test_forms_lie_side_by_side_and_one_that_fails_spoils_no_other(towers: Path,
         OnnxTower.load(tmp_path, form, threads=1)
     beside = {"tower.json", "tokenizer.json", "onnx.json", "golden.json", "golden.npy"}
     assert {path.name for path in tmp_path.iterdir()} == {*onnx.ONNX_FILES.values(), *beside}
+    facts = json.loads((tmp_path / "onnx.json").read_text())
+    assert set(facts) == {"dim", "max_length", "causal", "pad", "end", "first"}
+    assert json.loads((tmp_path / "golden.json").read_text()) == QUERIES
 
 
 def test_other_embeddings_than_the_golden_ones_are_refused_when_read(graph: Path, tmp_path: Path):
@@ -111,10 +110,7 @@ def test_other_embeddings_than_the_golden_ones_are_refused_when_read(graph: Path
     (tmp_path / "golden.npy").unlink()
     with pytest.raises(ArtifactError, match=r"golden\.npy is missing"):
         OnnxTower.load(tmp_path, "onnx", threads=1)
-
-
-def test_a_form_that_was_not_exported_is_named(graph: Path):
-    with pytest.raises(ArtifactError, match="scalingnote export"):
+    with pytest.raises(ArtifactError, match="scalingnote export"):  # which writes the form that is not there
         OnnxTower.load(graph, "onnx_int8", threads=1)
 
 
@@ -128,7 +124,7 @@ def test_a_missing_package_is_answered_with_its_extra(
 
 
 def test_what_has_no_graph_is_refused(towers: Path, tmp_path: Path, monkeypatch):
-    lookup = dual_encoder.build_query_tower(LookupConfig(), dim=8, tokenizer_json=LEARNT, seed=0)
+    lookup = dual_encoder.build_query_tower(LookupConfig(), dim=8, tokenizer_json=families.LEARNT, seed=0)
     lookup.save(tmp_path / "lookup")
     with pytest.raises(ConfigError, match="no graph to export"):
         onnx_export.export_graph(tmp_path / "lookup", tmp_path / "graph", queries=QUERIES)
@@ -138,12 +134,6 @@ def test_what_has_no_graph_is_refused(towers: Path, tmp_path: Path, monkeypatch)
     with pytest.raises(ConfigError, match="an ONNX file takes 2"):
         onnx_export.export_graph(towers / "bert", tmp_path / "graph", queries=QUERIES)
     assert not (tmp_path / "graph").exists()
-
-
-def test_what_lies_beside_a_graph_reads_without_torch(graph: Path):
-    facts = json.loads((graph / "onnx.json").read_text())
-    assert set(facts) == {"dim", "max_length", "causal", "pad", "end", "first"}
-    assert json.loads((graph / "golden.json").read_text()) == QUERIES
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells a process its memory there")

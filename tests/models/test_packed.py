@@ -9,7 +9,7 @@ from torch import Tensor
 import families
 import tiny
 from scalingnote.core.errors import ConfigError
-from scalingnote.models import batch, dual_encoder
+from scalingnote.models import batch
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.prompt import TokenRow
 from scalingnote.models.tower import Tower
@@ -18,8 +18,7 @@ from scalingnote.models.tower import Tower
 @pytest.fixture(scope="module", params=families.FAMILIES)
 def document(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tower:
     path = families.folder(tmp_path_factory.mktemp(request.param), request.param, padding_side="left")
-    config = families.tower_config(path, role="document")
-    return dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0)
+    return families.tower(path, "document")
 
 
 def rows_of(made: Tower) -> list[TokenRow]:
@@ -90,9 +89,7 @@ def test_on_a_cpu_rows_of_one_length_are_a_batch_without_pads(document: Tower):
 
 
 def test_a_tower_that_cannot_pack_pads_the_rows_itself():
-    learnt = families.tokenizer().backend_tokenizer.to_str()
-    config = tiny.document_tower().model_copy(update={"attention": "eager"})
-    made = dual_encoder.build_tower(config, role="document", dim=16, tokenizer_json=learnt, seed=0)
+    made = families.scratch_tower(tiny.CAUSAL, "document", attention="eager")
     assert not made.packs
     rows = rows_of(made)
     packed = made(collate(rows, pad=made.pad, packed=True))

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 import families
-from published import CONTENTS, PROMPTS, QUERIES, TEXTS, TITLES, folder
+from published import CONTENTS, PROMPTS, QUERIES, TEXTS, TITLES, edited, folder, settings_of
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, dual_encoder, published_model, published_tower
@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "roberta": {"family": "roberta"},
     "mpnet": {"family": "mpnet"},
     "modernbert": {"family": "modernbert", "pooling": "cls"},
+    "truncated": {"truncate_dim": 8},
 }
 
 
@@ -90,20 +91,26 @@ def test_embeddings_are_those_of_sentence_transformers(kind: str, role: publishe
     tower.save(tmp_path / "saved")
     np.testing.assert_allclose(ours(load_tower(tmp_path / "saved")), expected, atol=CLOSE)
     np.testing.assert_allclose(theirs(tmp_path / "saved", role), expected, atol=CLOSE)
+    if role == "document":  # the prompt is restored without its model
+        facts = json.loads((tmp_path / "saved/tower.json").read_text())
+        restored = DocumentPrompt.restore(facts, (tmp_path / "saved/tokenizer.json").read_text())
+        fields = (TITLES, ["topic"] * len(TITLES), CONTENTS)
+        assert restored.rows(*fields) == tower.prompt.rows(*fields)
+        assert restored.width == 1
 
 
 @pytest.mark.parametrize("pooling", ["mean", "max", "lasttoken"])
 def test_a_tokenizer_that_pads_on_the_left_changes_nothing(tmp_path: Path, pooling: str):
     path = folder(tmp_path, "qwen2", pooling=pooling)
     expected = theirs(path, "query")
-    edited(path, "tokenizer_config.json", padding_side="left")
+    edited(path / "tokenizer_config.json", padding_side="left")
     np.testing.assert_allclose(ours(load_tower(path, "query")), expected, atol=CLOSE)
 
 
 @pytest.mark.parametrize("family", ["roberta", "mpnet"])
 def test_a_text_is_cut_at_the_positions_behind_the_pad_token(tmp_path: Path, family: str):
     path = folder(tmp_path, family, max_length=None)
-    edited(path, "config.json", max_position_embeddings=34)
+    edited(path / "config.json", max_position_embeddings=34)
     weights = load_file(path / "model.safetensors")
     name = "embeddings.position_embeddings.weight"
     save_file(weights | {name: weights[name][:34].clone()}, path / "model.safetensors", {"format": "pt"})
@@ -113,15 +120,6 @@ def test_a_text_is_cut_at_the_positions_behind_the_pad_token(tmp_path: Path, fam
     library = SentenceTransformer(str(path), device="cpu")
     library.max_seq_length = 32
     np.testing.assert_allclose(found, library.encode_query(["word " * 80]), atol=CLOSE)
-
-
-def test_embeddings_may_be_truncated(tmp_path: Path):
-    path = folder(tmp_path)
-    settings = path / "config_sentence_transformers.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"truncate_dim": 8}))
-    tower = build(path, "query")
-    assert tower.dim == 8
-    np.testing.assert_allclose(ours(tower), theirs(path, "query"), atol=CLOSE)
 
 
 def test_a_router_has_modules_for_each_role(tmp_path: Path):
@@ -142,17 +140,14 @@ def test_a_module_that_is_not_known_is_run_by_its_library(tmp_path: Path, caplog
     model = SentenceTransformer(str(folder(tmp_path, prompts=PROMPTS)), device="cpu")
     model.insert(2, LayerNorm(32))
     model.save(str(tmp_path / "odd"), create_model_card=False)
-    assert published_model.read(tmp_path / "odd", "document").unknown == "LayerNorm"
+    odd = published_model.read(tmp_path / "odd", "document")
+    assert (odd.pooling, odd.unknown) == ("mean", "LayerNorm")
     with pytest.raises(ConfigError, match="cannot be trained"):
         build(tmp_path / "odd", "document")
     with caplog.at_level(logging.WARNING, logger="scalingnote"):
         tower = load_tower(tmp_path / "odd", "document")
     assert "LayerNorm" in caplog.text
     np.testing.assert_allclose(ours(tower), theirs(tmp_path / "odd", "document"), atol=CLOSE)
-    tower.save(tmp_path / "saved")
-    np.testing.assert_allclose(
-        ours(load_tower(tmp_path / "saved")), theirs(tmp_path / "odd", "document"), atol=CLOSE
-    )
 
 
 def build_named(path: Path, pooling: str, **more: Any) -> Any:
@@ -167,18 +162,11 @@ def test_a_config_goes_before_the_files(tmp_path: Path):
     model = SentenceTransformer(str(path), device="cpu")
     tokens = model.encode(["ask: tensors"], output_value="token_embeddings")[0]
     np.testing.assert_allclose(ours(tower)[-1], tokens[0].numpy(), atol=CLOSE)
+    assert (
+        published_model.read(folder(tmp_path / "max", pooling="max"), "query", pooling="cls").unknown is None
+    )
     drawn = published_tower.build(config(path, projection="random"), role="query", dim=12)
     assert ours(drawn).shape == (len(QUERIES), 12)
-
-
-def test_a_prompt_is_restored_without_its_model(tmp_path: Path):
-    tower = build(folder(tmp_path, prompts=PROMPTS), "document")
-    tower.save(tmp_path / "saved")
-    facts = json.loads((tmp_path / "saved/tower.json").read_text())
-    restored = DocumentPrompt.restore(facts, (tmp_path / "saved/tokenizer.json").read_text())
-    fields = (TITLES, ["topic"] * len(TITLES), CONTENTS)
-    assert restored.rows(*fields) == tower.prompt.rows(*fields)
-    assert restored.width == 1
 
 
 def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(tmp_path: Path):
@@ -214,16 +202,11 @@ def test_adapters_learn_and_what_is_published_stays(tmp_path: Path):
         np.testing.assert_allclose(ours(load_tower(tmp_path / name)), learnt, atol=CLOSE)
 
 
-def edited(path: Path, name: str, **values: Any) -> None:
-    found = json.loads((path / name).read_text()) if (path / name).exists() else {}
-    (path / name).write_text(json.dumps({**found, **values}))
-
-
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
         (
-            lambda path: edited(path, "1_Pooling/config.json", pooling_mode="attention"),
+            lambda path: edited(path / "1_Pooling/config.json", pooling_mode="attention"),
             "pooling by attention of .* cannot be trained",
         ),
         (lambda path: (path / "1_Pooling/config.json").write_text("{}"), "states no pooling"),
@@ -234,17 +217,17 @@ def edited(path: Path, name: str, **values: Any) -> None:
         ),
         (lambda path: (path / "modules.json").write_text('[{"type": "x.Y", "path": "../up"}]'), "outside"),
         (
-            lambda path: edited(path, "config_sentence_transformers.json", default_prompt_name="none"),
+            lambda path: edited(settings_of(path), default_prompt_name="none"),
             "none of its prompts",
         ),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "no safetensors"),
         (lambda path: shutil.rmtree(path / "2_Dense"), "dense layer without"),
         (lambda path: shutil.rmtree(path / "1_Pooling"), "states no pooling"),
         (
-            lambda path: edited(path, "2_Dense/config.json", activation_function="odd.Act"),
+            lambda path: edited(path / "2_Dense/config.json", activation_function="odd.Act"),
             "activation is odd",
         ),
-        (lambda path: edited(path, "2_Dense/config.json", out_features=3), "does not hold the weights"),
+        (lambda path: edited(path / "2_Dense/config.json", out_features=3), "does not hold the weights"),
         (lambda path: (path / "tokenizer.json").write_text("{"), "cannot load"),
     ],
 )
@@ -259,6 +242,11 @@ def test_errors_name_the_knob(tmp_path: Path):
     path = folder(tmp_path)
     with pytest.raises(ConfigError, match="neither a folder nor a model"):
         published_model.read(tmp_path / "nowhere", "query")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="does not say how states are pooled: set pooling to one of cls"):
+        published_model.read(tmp_path / "empty", "query")
+    with pytest.raises(ConfigError, match=r"set document\.pooling to placeholders"):
+        build_tower(config(path), role="document", dim=32, tokenizer_json=None, seed=0, sparse=True)
     with pytest.raises(ConfigError, match=r"32 dimensions, but 128 are wanted: set train\.dim to 32"):
         published_tower.build(config(path), role="query", dim=128)
     with pytest.raises(ConfigError, match="lower it"):
@@ -286,18 +274,10 @@ def test_a_plain_transformer_is_pooled_as_its_kind_is(
     tmp_path: Path, family: str, flags: dict[str, Any], expected: str
 ):
     path = families.folder(tmp_path / "plain", family)
-    settings = json.loads((path / "config.json").read_text()) | flags
-    (path / "config.json").write_text(json.dumps(settings))
+    edited(path / "config.json", **flags)
     assert published_model.read(path, "query").pooling == expected
     assert published_model.read(path, "query", pooling="cls").pooling == "cls"
     np.testing.assert_array_equal(ours(build_named(path, "auto")), ours(build_named(path, expected)))
-
-
-def test_the_pooling_of_a_config_replaces_that_of_the_files(tmp_path: Path):
-    path = folder(tmp_path, pooling="max")
-    assert published_model.read(path, "query").unknown == "pooling by max"
-    model = published_model.read(path, "query", pooling="cls")
-    assert (model.pooling, model.unknown) == ("cls", None)
 
 
 def test_placeholders_in_an_embedding_model_are_a_choice_that_is_asked_for(
@@ -314,12 +294,6 @@ def test_placeholders_in_an_embedding_model_are_a_choice_that_is_asked_for(
         build_tower(made, role="query", dim=16, tokenizer_json=None, seed=0)
         assert len(said) == expected
         said.clear()
-
-
-def test_a_folder_that_is_no_plain_transformer_needs_a_pooling(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="does not say how states are pooled: set pooling to one of cls"):
-        published_model.read(tmp_path / "empty", "query")
 
 
 @pytest.mark.parametrize("kind", ["mean", "mean without its prompt", "last token"])
@@ -346,7 +320,7 @@ def end_token_flagged(path: Path, **flags: Any) -> Path:
     named = [(token, raw.token_to_id(token)) for token in ("[CLS]", "[EOS]")]
     raw.post_processor = TemplateProcessing(single=adds, special_tokens=named)
     raw.save(str(made / "tokenizer.json"))
-    edited(made, "tokenizer_config.json", bos_token="[CLS]", eos_token="[EOS]", **flags)
+    edited(made / "tokenizer_config.json", bos_token="[CLS]", eos_token="[EOS]", **flags)
     return made
 
 
@@ -415,7 +389,7 @@ PROMPT_SETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("named", PROMPT_SETS)
 def test_prompts_and_spaces_are_read_as_by_sentence_transformers(tmp_path: Path, named: str, family: str):
     path = folder(tmp_path, family, pooling="mean", prompts=PROMPTS)
-    edited(path, "config_sentence_transformers.json", **PROMPT_SETS[named])
+    edited(settings_of(path), **PROMPT_SETS[named])
     texts = ["tensors", "  tensors", "tensors \n", "\ttwo  words ", " "]
     library = SentenceTransformer(str(path), device="cpu")
     queries, documents = (Encoder(build(path, role), precision="float32") for role in ("query", "document"))
@@ -448,10 +422,3 @@ def test_training_starts_from_the_published_model(tmp_path: Path, lora: Lora | N
     made.save(tmp_path / "towers")
     loaded = DualEncoder.load(tmp_path / "towers")
     np.testing.assert_allclose(ours(loaded.document), theirs(path, "document"), atol=CLOSE)
-
-
-def test_a_published_model_has_no_term_weights(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"set document\.pooling to placeholders"):
-        build_tower(
-            config(folder(tmp_path)), role="document", dim=32, tokenizer_json=None, seed=0, sparse=True
-        )

@@ -1,5 +1,7 @@
 """A document tower with a sparse head: which states it hears, whose head it has, and what is kept on disk."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import AutoModelForMaskedLM, DistilBertConfig, LlamaForCausalL
 import families
 import tiny
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import backbone, dual_encoder
+from scalingnote.models import dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, TowerConfig
 from scalingnote.models.dual_encoder import load_tower
@@ -34,13 +36,13 @@ def build(path: Path, **more) -> Tower:
     ).eval()
 
 
-def expected(made: Tower, row: TokenRow, weight: torch.Tensor) -> torch.Tensor:
+def expected(made: Tower, row: TokenRow, logits: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Terms of one row alone: `logits` are of the states of title, topic and content."""
     ids = torch.tensor([row.ids])
     hidden = made.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
     spans = row.positions[len(made.views) :]
     inside = [at for start, stop in zip(spans[::2], spans[1::2], strict=True) for at in range(start, stop)]
-    logits = hidden[inside] @ weight.T
-    return torch.log1p(torch.relu(logits)).amax(0)
+    return torch.log1p(torch.relu(logits(hidden[inside]))).amax(0)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -50,7 +52,8 @@ def test_terms_are_those_of_title_topic_and_content_alone(checkpoint: Path, pack
     embeddings, terms = made.read(collate(rows, pad=made.pad, packed=packed))
     torch.testing.assert_close(embeddings, made(collate(rows, pad=made.pad)), atol=1e-5, rtol=1e-5)
     for row, found in zip(rows, terms, strict=True):
-        torch.testing.assert_close(found, expected(made, row, made.input_table), atol=1e-5, rtol=1e-5)
+        alone = expected(made, row, lambda states: states @ made.input_table.T)
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_a_checkpoint_keeps_the_head_it_comes_with(tmp_path: Path):
@@ -65,7 +68,7 @@ def test_a_checkpoint_keeps_the_head_it_comes_with(tmp_path: Path):
     rows = made.prompt.rows(*families.DOCUMENTS)
     batch = collate(rows, pad=made.pad, packed=True)
     _, terms = made.read(batch)
-    torch.testing.assert_close(terms[0], expected(made, rows[0], whole.lm_head.weight), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(terms[0], expected(made, rows[0], whole.lm_head), atol=1e-5, rtol=1e-5)
     made.save(tmp_path / "saved")
     torch.testing.assert_close(load_tower(tmp_path / "saved").read(batch)[1], terms)
     assert not build(folder, lora=Lora(rank=2)).sparse.own.weight.requires_grad
@@ -115,13 +118,8 @@ def test_a_masked_language_model_weighs_terms_by_its_whole_head(tmp_path: Path, 
     with torch.inference_mode():
         _, terms = made.read(batch)
         for row, found in zip(rows, terms, strict=True):
-            ids = torch.tensor([row.ids])
-            hidden = made.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
-            spans = row.positions[len(made.views) :]
-            pairs = zip(spans[::2], spans[1::2], strict=True)
-            inside = [at for start, stop in pairs for at in range(start, stop)]
-            expected = torch.log1p(torch.relu(own_logits(model, hidden[inside]))).amax(0)
-            torch.testing.assert_close(found[: len(expected)], expected, atol=1e-4, rtol=1e-4)
+            alone = expected(made, row, functools.partial(own_logits, model))
+            torch.testing.assert_close(found[: len(alone)], alone, atol=1e-4, rtol=1e-4)
     made.save(tmp_path / "saved")
     torch.testing.assert_close(load_tower(tmp_path / "saved").read(batch)[1], terms)
 
@@ -157,11 +155,7 @@ def test_an_old_checkpoint_calls_its_norm_gamma_and_beta(tmp_path: Path):
 
 
 def test_a_saved_tower_encodes_its_strongest_terms(tmp_path: Path):
-    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-    config = tiny.document_tower()
-    made = dual_encoder.build_tower(
-        config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=True
-    )
+    made = families.scratch_tower(tiny.CAUSAL, "document", sparse=True)
     made.save(tmp_path)
     encoder = Encoder.load(tmp_path, token_budget=100, precision="float32")
     documents = tiny.document_rows(7)

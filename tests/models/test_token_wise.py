@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from scalingnote.core.log import get_logger
 from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig, TowerConfig
-from scalingnote.models.dual_encoder import build_tower, load_tower
+from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.lookup_table import Table
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_wise import BLOCKS, TokenWise, block_mask
@@ -27,7 +28,6 @@ from scalingnote.train import tokens
 QUERIES = ["torch stack", "a", "arrays along a new axis, arrays", "words of a title " * 3]
 INSTRUCTION = "go: "  # with two more tokens it fits the windows of the families that have one
 TIGHT = {"atol": 2e-6, "rtol": 1e-5}
-LEARNT = backbone.train_tokenizer(["a few words"], vocabulary=400)
 
 
 @pytest.fixture(scope="module", params=families.CAUSAL)
@@ -40,16 +40,19 @@ def build(path: Path, **knobs) -> TokenWise:
     return dual_encoder.build_query_tower(config, dim=16, tokenizer_json=None, seed=0).eval()
 
 
+def from_scratch(backbone: Any = tiny.CAUSAL, **knobs: Any) -> TokenWise:
+    config = TokenWiseConfig(backbone=backbone, **knobs)
+    return dual_encoder.build_query_tower(config, dim=8, tokenizer_json=families.LEARNT, seed=0).eval()
+
+
 @pytest.fixture(scope="module")
 def scratch() -> TokenWise:
-    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-    config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32")
-    return dual_encoder.build_query_tower(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+    return from_scratch(max_length=16, storage="float32")
 
 
 def alone(made: TokenWise, token: int) -> torch.Tensor:
     """One token behind the instruction, through the plain model: no mask, no positions of ours."""
-    ids = torch.tensor([[*made.instruction.tolist(), token, made.end]])
+    ids = torch.tensor([[*made.instruction().tolist(), token, made.end]])
     return made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
 
 
@@ -60,7 +63,7 @@ def batch_of(made: TokenWise, queries: list[str], *, packed: bool) -> Batch:
 def test_a_token_in_a_block_gives_what_it_gives_alone(checkpoint: Path):
     made = build(checkpoint, instruction=INSTRUCTION)
     ids = torch.arange(60, 60 + BLOCKS + 5)  # more than a line
-    found = made.token_vectors(ids)
+    found = made.token_vectors(ids, made.instruction())
     for token, vector in zip(ids.tolist(), found, strict=True):
         torch.testing.assert_close(vector, alone(made, token), **TIGHT)
 
@@ -104,7 +107,7 @@ def test_the_whole_query_is_read_as_one_text(checkpoint: Path, packed: bool):
     made = build(checkpoint, instruction=INSTRUCTION)
     found = made.contextual(batch_of(made, QUERIES, packed=packed))
     for row, embedding in zip(made.prompt.rows(QUERIES), found[:, 0], strict=True):
-        ids = torch.tensor([[*made.instruction.tolist(), *row.ids, made.end]])
+        ids = torch.tensor([[*made.instruction().tolist(), *row.ids, made.end]])
         expected = made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
         torch.testing.assert_close(embedding, expected, **TIGHT)
 
@@ -112,10 +115,10 @@ def test_the_whole_query_is_read_as_one_text(checkpoint: Path, packed: bool):
 def test_a_weight_in_half_precision_rounds_no_embedding(scratch: TokenWise):
     made = copy.deepcopy(scratch)
     made.projection.bfloat16()
-    ids = torch.tensor([[*made.instruction.tolist(), 70, made.end]])
+    ids = torch.tensor([[*made.instruction().tolist(), 70, made.end]])
     state = made.backbone(input_ids=ids).last_hidden_state[0, -1]
     expected = made.projection.weight.double() @ state.double()
-    (found,) = made.token_vectors(torch.tensor([70]))
+    (found,) = made.token_vectors(torch.tensor([70]), made.instruction())
     torch.testing.assert_close(found, expected.float(), **TIGHT)
 
 
@@ -148,30 +151,22 @@ def test_a_table_that_is_computed_shows_progress(scratch: TokenWise, monkeypatch
 
 
 def test_every_further_task_has_a_table_behind_its_own_instruction(tmp_path: Path):
-    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     tasks = {"SciFact": "Given a claim: ", "NFCorpus": "of medicine "}
-    config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32", tasks=tasks)
-    made = dual_encoder.build_query_tower(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+    made = from_scratch(max_length=16, storage="float32", tasks=tasks)
     made.save(tmp_path)
     assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["NFCorpus", "SciFact"]
     found = {"own": Table.read(tmp_path)} | {name: Table.read(tmp_path / "tasks" / name) for name in tasks}
-    for name, text in {"own": config.instruction, **tasks}.items():
-        alone_with = config.model_copy(update={"instruction": text, "tasks": {}})
-        other = dual_encoder.build_query_tower(alone_with, dim=8, tokenizer_json=learnt, seed=0).eval()
+    for name, text in {"own": made.config.instruction, **tasks}.items():
+        other = from_scratch(max_length=16, storage="float32", instruction=text)
         np.testing.assert_allclose(found[name].rows(), other.table(text), atol=1e-6)
         assert found[name].made_from == other._digests(text)
     assert np.abs(found["SciFact"].rows() - found["NFCorpus"].rows()).max() > 1e-3
-    with pytest.raises(ValidationError, match="should match pattern"):
-        TokenWiseConfig(tasks={"../up": "x"})
-    too_long = config.model_copy(update={"tasks": {"x": "long " * 40}})
-    with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
-        dual_encoder.build_query_tower(too_long, dim=8, tokenizer_json=learnt, seed=0)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)])
 def test_documents_may_be_the_mean_of_their_tokens_too(checkpoint: Path, tmp_path: Path, lora: Lora | None):
-    config = families.tower_config(checkpoint, role="document", reads="tokens", lora=lora)
-    made = build_tower(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
+    made = families.tower(checkpoint, "document", reads="tokens", lora=lora).eval()
+    config = made.config
     rows = made.prompt.rows(*families.DOCUMENTS)
     (title,) = made.prompt.rows(["torch stack"], [""], ["joins"])
     assert title.ids == made.prompt.tokenizer.encode("torch stack joins", add_special_tokens=False).ids
@@ -198,12 +193,11 @@ def test_documents_may_be_the_mean_of_their_tokens_too(checkpoint: Path, tmp_pat
 
 
 def test_a_light_document_tower_learns_beside_a_light_query_tower():
-    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     made = dual_encoder.build(
         TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16),
         TowerConfig(backbone=tiny.CAUSAL, max_length=24, reads="tokens"),
         dim=8,
-        tokenizers={"query": learnt, "document": learnt},
+        tokenizers={"query": families.LEARNT, "document": families.LEARNT},
         seed=0,
         share_base=True,
         share_backbone=True,
@@ -215,18 +209,6 @@ def test_a_light_document_tower_learns_beside_a_light_query_tower():
     (query @ document[:, 0].T).logsumexp(1).sum().backward()
     assert made.query.backbone is made.document.backbone
     assert all(parameter.grad is not None for parameter in made.parameters())
-
-
-def test_tokens_alone_are_of_documents_without_terms():
-    config = TowerConfig(backbone=tiny.CAUSAL, reads="tokens")
-    for more in ({"role": "query"}, {"role": "document", "sparse": True}):
-        with pytest.raises(ConfigError, match="is of documents without term weights"):
-            build_tower(config, dim=8, tokenizer_json=LEARNT, seed=0, **more)
-    both_ways = TowerConfig(backbone=tiny.BIDIRECTIONAL, reads="tokens")
-    with pytest.raises(ConfigError, match="needs a causal backbone"):
-        build_tower(both_ways, role="document", dim=8, tokenizer_json=LEARNT, seed=0)
-    with pytest.raises(ValidationError, match="leave pooling at placeholders"):
-        TowerConfig(backbone=Pretrained(path="x"), reads="tokens", pooling="mean")
 
 
 def test_a_table_names_what_it_was_made_from():
@@ -257,13 +239,20 @@ def test_an_empty_query_is_zero_while_it_learns(scratch: TokenWise):
 
 
 def test_what_cannot_read_blocks_is_refused(tmp_path: Path):
-    learnt = backbone.train_tokenizer(["a few words"], vocabulary=400)
-    both_ways = TokenWiseConfig(backbone=tiny.BIDIRECTIONAL)
-    with pytest.raises(ConfigError, match="needs a causal backbone"):
-        dual_encoder.build_query_tower(both_ways, dim=8, tokenizer_json=learnt, seed=0)
-    too_long = TokenWiseConfig(backbone=tiny.CAUSAL, instruction="long " * 40)
-    with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
-        dual_encoder.build_query_tower(too_long, dim=8, tokenizer_json=learnt, seed=0)
-    folder = families.folder(tmp_path, "mistral")
+    long = "long " * 40
+    for knobs in ({"instruction": long}, {"tasks": {"x": long}}):
+        with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
+            from_scratch(**knobs)
     with pytest.raises(ConfigError, match="layers of the backbone see 8: shorten it"):
-        build(folder, instruction="longer than a window")
+        build(families.folder(tmp_path, "mistral"), instruction="longer than a window")
+    with pytest.raises(ConfigError, match="needs a causal backbone"):
+        from_scratch(tiny.BIDIRECTIONAL)
+    with pytest.raises(ConfigError, match="needs a causal backbone"):
+        families.scratch_tower(tiny.BIDIRECTIONAL, "document", reads="tokens")
+    for role, sparse in (("query", False), ("document", True)):
+        with pytest.raises(ConfigError, match="is of documents without term weights"):
+            families.scratch_tower(tiny.CAUSAL, role, sparse=sparse, reads="tokens")
+    with pytest.raises(ValidationError, match="leave pooling at placeholders"):
+        TowerConfig(backbone=Pretrained(path="x"), reads="tokens", pooling="mean")
+    with pytest.raises(ValidationError, match="should match pattern"):
+        TokenWiseConfig(tasks={"../up": "x"})

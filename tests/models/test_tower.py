@@ -24,35 +24,22 @@ from scalingnote.models.batch import attention_arguments, collate
 from scalingnote.models.config import Pretrained, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.dual_encoder import load_tower
 from scalingnote.models.prompt import PLACEHOLDERS, TokenRow
-from scalingnote.models.tower import Tower
 from scalingnote.train.config import Losses, TrainConfig
 from scalingnote.train.tokens import build_prompt
 
 DOCUMENTS = (["torch stack", "numpy"], ["torch function", ""], ["joins tensors along a new axis", "arrays"])
 
 
-@pytest.fixture(scope="module")
-def tokenizer_json() -> str:
-    texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
-    return backbone.train_tokenizer(texts, vocabulary=400)
-
-
-def build(tokenizer_json: str, scratch: Scratch, role: str, **more: object) -> Tower:
-    config = tiny.query_tower(scratch) if role == "query" else tiny.document_tower(scratch)
-    config = config.model_copy(update=more)
-    return dual_encoder.build_tower(config, role=role, dim=16, tokenizer_json=tokenizer_json, seed=0).eval()
-
-
-def test_a_causal_view_ignores_what_follows_it(tokenizer_json: str):
-    made = build(tokenizer_json, tiny.CAUSAL, "document")
+def test_a_causal_view_ignores_what_follows_it():
+    made = families.scratch_tower(tiny.CAUSAL, "document")
     rows = made.prompt.rows(["same title"] * 2, ["one", "two"], ["first content", "another"])
     found = made(collate(rows, pad=made.pad))
     torch.testing.assert_close(found[0, 0], found[1, 0])  # the title view saw only the title
     assert not torch.allclose(found[0, 2], found[1, 2])
 
 
-def test_the_pooled_state_is_the_one_that_predicts_the_placeholder(tokenizer_json: str):
-    made = build(tokenizer_json, tiny.CAUSAL, "document")
+def test_the_pooled_state_is_the_one_that_predicts_the_placeholder():
+    made = families.scratch_tower(tiny.CAUSAL, "document")
     (row,) = made.prompt.rows(["a title"], ["topic"], ["content"])
     emb = made.tokenizer.convert_tokens_to_ids("[EMB]")
     fed = collate([TokenRow([*row.ids, emb], row.positions)], pad=made.pad)
@@ -61,8 +48,8 @@ def test_the_pooled_state_is_the_one_that_predicts_the_placeholder(tokenizer_jso
 
 @pytest.mark.parametrize("role", ["query", "document"])
 @pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
-def test_a_saved_tower_encodes_the_same(tokenizer_json: str, tmp_path: Path, scratch: Scratch, role: str):
-    made = build(tokenizer_json, scratch, role)
+def test_a_saved_tower_encodes_the_same(tmp_path: Path, scratch: Scratch, role: str):
+    made = families.scratch_tower(scratch, role)
     made.save(tmp_path / "tower")
     again = load_tower(tmp_path / "tower")
     fields = (["join tensors"],) if role == "query" else DOCUMENTS
@@ -71,9 +58,9 @@ def test_a_saved_tower_encodes_the_same(tokenizer_json: str, tmp_path: Path, scr
     torch.testing.assert_close(again(collate(rows, pad=again.pad)), made(collate(rows, pad=made.pad)))
 
 
-def test_both_towers_of_one_seed_start_from_the_same_backbone(tokenizer_json: str):
-    query = build(tokenizer_json, tiny.CAUSAL, "query")
-    document = build(tokenizer_json, tiny.CAUSAL, "document")
+def test_both_towers_of_one_seed_start_from_the_same_backbone():
+    query = families.scratch_tower(tiny.CAUSAL, "query")
+    document = families.scratch_tower(tiny.CAUSAL, "document")
     for left, right in zip(query.backbone.parameters(), document.backbone.parameters(), strict=True):
         torch.testing.assert_close(left, right, atol=0, rtol=0)
 
@@ -131,12 +118,12 @@ def _checkpoint(settings: PreTrainedConfig, path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["query", "document"])
-def test_a_tower_reads_no_further_than_its_backbone(tokenizer_json: str, role: str):
-    assert build(tokenizer_json, tiny.CAUSAL, role, max_length=64)
+def test_a_tower_reads_no_further_than_its_backbone(role: str):
+    assert families.scratch_tower(tiny.CAUSAL, role, max_length=64)
     with pytest.raises(
         ConfigError, match=f"the {role} tower has max_length=65, but its backbone reads 64 tok"
     ):
-        build(tokenizer_json, tiny.CAUSAL, role, max_length=65)
+        families.scratch_tower(tiny.CAUSAL, role, max_length=65)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "bert"])
@@ -165,8 +152,7 @@ def test_states_as_wide_as_embeddings_start_as_they_are(tmp_path: Path, family: 
     folder = families.folder(tmp_path / "base", family)  # 32 wide
 
     def start(role: str, dim: int, **more: Any) -> torch.Tensor:
-        config = families.tower_config(folder, role=role, **more)
-        made = dual_encoder.build_tower(config, role=role, dim=dim, tokenizer_json=None, seed=3)
+        made = families.tower(folder, role, dim=dim, seed=3, **more)
         assert made.projection.weight.requires_grad == (more.get("projection") != "none")
         return made.projection.weight.detach()
 
@@ -207,7 +193,8 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path):
 def test_a_saved_tokenizer_splits_words_as_in_training(tmp_path: Path):
     texts = ["torch_stack 1999 don't", "numpy.linalg_norm 2024", "a_b 1234 c_d 56"] * 9
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
-    made = build(learnt, tiny.CAUSAL, "query")
+    config = tiny.query_tower()
+    made = dual_encoder.build_tower(config, role="query", dim=16, tokenizer_json=learnt, seed=0)
     made.save(tmp_path / "tower")
     again = load_tower(tmp_path / "tower")
     assert again.prompt.rows(texts) == made.prompt.rows(texts)

@@ -38,10 +38,11 @@ from scalingnote.models import lookup
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
 from scalingnote.models.dual_encoder import build_tower
 from scalingnote.models.lookup import LookupPrompt, LookupStart, LookupTower
-from scalingnote.models.lookup_table import LookupFeatures, npy_bytes
+from scalingnote.models.lookup_table import LookupFeatures
 from scalingnote.models.prompt import QueryPrompt, without_limits
 from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage.arrow import npy_bytes
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.distillation.config import DistillConfig
