@@ -88,7 +88,7 @@ def run(
     corpus = FusedCorpus(*(parents[name] for name in FusedCorpus._fields))
     store = draft.work("store")
     facts = prepare(config, corpus, planner=parents["planner"], tower=tower, folder=store)
-    clicks, steps = facts["sizes"]["rows"], Order.of(config, facts["sizes"]).steps(config)
+    clicks, steps = facts["sizes"]["rows"], Order(config, facts["sizes"]).steps
     if not fs.exists(trained := draft.work("trained")):
         log.info("%s clicks, %d steps", f"{clicks:,}", steps)
         rank = partial(_prepare_rank, config=config, store=store, semantic_ids=semantic_ids)
@@ -189,7 +189,7 @@ def _prepare_rank(
     seen = torch.zeros(config.document.id_buckets or 1, dtype=torch.bool)
     seen[torch.from_numpy(documents.values("buckets", np.arange(len(documents))))] = True
     build_stage = partial(build, config, codebooks, encodings, seen=seen)
-    order = Order.of(config, opened.facts["sizes"])
+    order = Order(config, opened.facts["sizes"])
     batches = ClickBatches(opened, order, rank=rank, world=world)
     return RankTraining(build_stage(), build_stage, batches, _save)
 

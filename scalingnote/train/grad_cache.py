@@ -199,7 +199,8 @@ def standing_still(values: Sequence[Mapping[str, float]]) -> list[str]:
 def gradient_shares(engine: Engine, batch: Any, *, cache: GradCache) -> dict[str, tuple[float, float]]:
     """Of each weighted loss of a batch: the norm of its gradient, and its cosine with that of their sum.
 
-    They are the gradients of the adapters, or of all that learns. They go through the first GRADIENT_ROWS rows of each encoder; means over ranks. The random numbers
+    They are the gradients of the adapters, or of all that learns, through the first GRADIENT_ROWS rows of
+    each encoder; means over ranks. The random numbers
     that the step will draw are left as they are. Collective. Empty if fewer than two losses have a gradient.
     """
     module = cast(Objective, engine.module)

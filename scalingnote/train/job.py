@@ -59,9 +59,8 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     cluster.check_resources_early(config.resources, knob="train.resources")
     folder = draft.work("data")
     prepared = prepare(config, **parents, mixture=mixture, folder=folder, each=cluster.map_tasks)
-    order = Order.of(config, prepared.sizes, config.batching, config.set_epochs)
-    steps = order.steps(config)
-    streamed = _stream(config, prepared, order, steps)
+    order = Order(config, prepared.sizes, config.batching, config.set_epochs)
+    streamed, steps = _stream(config, prepared, order), order.steps
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     rank = partial(_prepare_rank, config=config, prepared=prepared, steps=steps, streamed=bool(streamed))
@@ -94,23 +93,19 @@ def open_mixture(config: TrainConfig, own: TrainingSet) -> dict[str, TrainingSet
     }
 
 
-def _stream(
-    config: TrainConfig, prepared: PreparedStore, order: Order, steps: int
-) -> tuple[float, float] | None:
+def _stream(config: TrainConfig, prepared: PreparedStore, order: Order) -> tuple[float, float] | None:
     """Write the stream of a run if it has one; returns :func:`mean_tokens` of its rows, or None without."""
     limit, store = config.data.copy_limit_gb, prepared.store
     size = sum(file.bytes for table in ("train", "documents") for file in Store.files(store, table)) / 1e9
     large = size > limit and ("://" in store or not limit)
-    if not steps or not large:
+    if not order.steps or not large:
         return None
     pool = np.empty(0, np.int64)
     if config.validation:
         pool = drawn_documents(Store.open(store, ["validation"]), config.validation, seed=config.seed)
-    totals = write_stream(
-        store, order, steps=steps, batch=config.global_batch, pool=pool, each=cluster.map_tasks
-    )
+    totals = write_stream(store, order, batch=config.global_batch, pool=pool, each=cluster.map_tasks)
     log.info("%.1f GB of rows are streamed, of a store of %.1f GB", totals["bytes"] / 1e9, size)
-    rows = steps * config.global_batch
+    rows = order.steps * config.global_batch
     return totals["query_tokens"] / rows, totals["document_tokens"] / rows
 
 
@@ -145,7 +140,7 @@ def _prepare_rank(
     if streamed:
         share_of = StreamedShares(prepared.store, rank=rank, world=world)
     else:
-        order = Order.of(config, prepared.sizes, config.batching, config.set_epochs)
+        order = Order(config, prepared.sizes, config.batching, config.set_epochs)
         share_of = MappedShares(store, order, rank=rank, world=world)
     instructions = None
     if isinstance(config.query, TokenWiseConfig) and config.query.instructions:

@@ -161,6 +161,12 @@ def build_prompt(
         return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
 
 
+def prompt_blocks(prompt: QueryPrompt | LookupPrompt, queries: Sequence[str]) -> Iterator[list[TokenRow]]:
+    """Token rows of queries, some thousands at a time."""
+    for start in range(0, len(queries), _BLOCK_ROWS):
+        yield prompt.rows(queries[start : start + _BLOCK_ROWS])
+
+
 def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Named, int]:
     """Sorted hashes of the doc_ids of all documents that triplets name, and the most documents of a row."""
     hashes, group = [np.empty(0, np.uint64)], 1
@@ -215,10 +221,7 @@ def triplet_rows(
     columns, readable = triplet_columns(triplets, answers, group=group, wanted=wanted, place=place)
     texts = pc.dictionary_encode(triplets["query"].combine_chunks())
     distinct = texts.dictionary.to_pylist()
-    blocks = (
-        prompt.rows(distinct[start : start + _BLOCK_ROWS]) for start in range(0, len(distinct), _BLOCK_ROWS)
-    )
-    tokens = token_columns(blocks, views=len(prompt.views))
+    tokens = token_columns(prompt_blocks(prompt, distinct), views=len(prompt.views))
     if sparse is not None:
         terms = sparse.tokens(distinct)
         flat = np.array([term for row in terms for term in row], dtype=np.int32)

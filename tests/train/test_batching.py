@@ -14,7 +14,7 @@ from scalingnote.storage import schema
 from scalingnote.storage import shuffle as sliced
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.train import prepare as preparing
-from scalingnote.train.config import Batching, Losses, TrainConfig
+from scalingnote.train.config import Batching, Losses, Schedule, TrainConfig
 from scalingnote.train.data import MappedShares, Order, Store
 from scalingnote.train.objective import TripletBatches
 from scalingnote.train.prepare import PreparedStore, prepare
@@ -81,7 +81,7 @@ def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Pre
 def batches(
     prepared: PreparedStore, *, rank: int = 0, world: int = 1, batching: Batching | None = None
 ) -> TripletBatches:
-    order = Order(prepared.sizes, global_batch=8, seed=2, batching=batching)
+    order = Order(Schedule(global_batch=8, seed=2), prepared.sizes, batching)
     store = Store.open(prepared.store)
     shares = MappedShares(store, order, rank=rank, world=world)
     return TripletBatches(shares, store.facts, pads=(0, 0))

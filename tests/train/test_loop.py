@@ -12,7 +12,7 @@ from scalingnote.core.log import Progress
 from scalingnote.train import loop
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import Optimizer, Schedule, Validation
-from scalingnote.train.loop import TrainingHistory, fit
+from scalingnote.train.loop import TrainingHistory, TrainingLoop
 from scalingnote.train.strategies import build
 
 STEPS = 12
@@ -88,15 +88,18 @@ def train(
         global_batch=16,
         seed=seed,
     )
-    return fit(
-        build(module, schedule=schedule, device=torch.device("cpu")),
-        stop_at,
-        steps=STEPS,
-        schedule=schedule,
-        checkpoints=Checkpoints(str(folder)),
-        section="test",
-        **knobs,
-    )
+    engine = build(module, schedule=schedule, device=torch.device("cpu"))
+    loop = TrainingLoop(engine, schedule, Checkpoints(str(folder)), section="test", steps=STEPS, **knobs)
+    return loop.fit(stop_at)
+
+
+def measuring(*values: float) -> dict[str, Any]:
+    """Validation every second step that finds these values, and stops after two worse ones."""
+    found = iter(values)
+    return {
+        "validation": Validation(every=2, patience=2),
+        "validate": lambda: {"MRR@10": next(found)},
+    }
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -219,34 +222,14 @@ def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
     assert steps_in(tmp_path) == [3, STEPS]
 
 
-def test_a_run_that_is_interrupted_as_it_stops_early_stays_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_run_that_stops_early_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: bool):
+    """With a checkpoint of the step at which it stopped, also where a notice arrives in that step."""
     monkeypatch.setattr(loop, "NOTICE_INTERVAL_S", -1.0)
-    found = iter([0.5, 0.4, 0.3])
-    validation = Validation(every=2, patience=2)
-    notices = iter([False] * 5 + [True])
+    notices = iter([False] * 5 + [noticed])
     stopped, resumed = Regression(), Regression()
-    history = train(
-        stopped,
-        tmp_path,
-        every=100,
-        validation=validation,
-        validate=lambda: {"MRR@10": next(found)},
-        notice=lambda: next(notices),
-    )
-    assert 6 in steps_in(tmp_path)
-    assert train(resumed, tmp_path, every=100, validation=validation, validate=dict) == history
-    assert same(stopped, resumed)
-
-
-def test_a_run_that_stops_early_has_a_checkpoint_of_that_step(tmp_path: Path):
-    found = iter([0.5, 0.4, 0.3])
-    validation = Validation(every=2, patience=2)
-    stopped, resumed = Regression(), Regression()
-    history = train(
-        stopped, tmp_path, every=100, validation=validation, validate=lambda: {"MRR@10": next(found)}
-    )
+    known = {"every": 100, "notice": lambda: next(notices)}
+    history = train(stopped, tmp_path, **measuring(0.5, 0.4, 0.3), **known)
     assert steps_in(tmp_path) == [2, 6]  # the best one, and that of the end
-    assert train(resumed, tmp_path, until=0, every=100, validation=validation, validate=dict) == history
+    assert train(resumed, tmp_path, until=0, every=100, **measuring()) == history
     assert same(stopped, resumed)

@@ -17,7 +17,7 @@ import tiny
 from scalingnote.models import backbone
 from scalingnote.models.cross_encoder import CrossEncoder, pair, scores
 from scalingnote.storage.artifact import Artifact
-from scalingnote.train.config import CrossEncoderLosses, DualPooledConfig
+from scalingnote.train.config import CrossEncoderLosses, DualPooledConfig, Schedule
 from scalingnote.train.cross_encoder import job
 from scalingnote.train.cross_encoder.job import as_stage_one
 from scalingnote.train.cross_encoder.pairs import PairBatch, PairBatches, PairStage, one_hot
@@ -37,7 +37,7 @@ def made(folder: Path) -> tuple[str, Artifact, Artifact]:
 
 def batches(store: str, *, rank: int = 0, world: int = 1, in_batch: int = 3) -> PairBatches:
     found = Store.open(store)
-    order = Order(found.facts["sizes"], global_batch=8, seed=0)
+    order = Order(Schedule(global_batch=8), found.facts["sizes"])
     return PairBatches(found, order, pad=0, in_batch=in_batch, rank=rank, world=world)
 
 

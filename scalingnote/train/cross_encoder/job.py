@@ -61,7 +61,7 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
         folder=draft.work("data"),
         each=cluster.map_tasks,
     )
-    steps = Order.of(config, prepared.sizes).steps(config)
+    steps = Order(config, prepared.sizes).steps
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     rank = partial(_prepare_rank, config=config, prepared=prepared)
@@ -276,7 +276,9 @@ def _prepare_rank(
 ) -> RankTraining:
     def build_stage() -> PairStage:
         model = CrossEncoder(
-            backbones.build(config.backbone, tokenizer_json=prepared.tokenizers.get("query"), seed=config.seed),
+            backbones.build(
+                config.backbone, tokenizer_json=prepared.tokenizers.get("query"), seed=config.seed
+            ),
             pooling=config.pooling,
             dim=None,
             query_length=config.query_length,
@@ -287,7 +289,7 @@ def _prepare_rank(
         )
         return PairStage(model, config.losses, temperature=config.temperature)
 
-    stage, order = build_stage(), Order.of(config, prepared.sizes)
+    stage, order = build_stage(), Order(config, prepared.sizes)
     knobs = {"pad": stage.model.pad, "in_batch": config.in_batch, "rank": rank, "world": world}
     batches = PairBatches(Store.open(prepared.store), order, **knobs)
     return RankTraining(

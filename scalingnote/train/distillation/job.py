@@ -77,7 +77,7 @@ def run(
         candidates=_sources(config, parents, document_tokenizer),
         each=cluster.map_tasks,
     )
-    rows, steps = sum(sizes.values()), Order.of(config, sizes).steps(config)
+    rows, steps = sum(sizes.values()), Order(config, sizes).steps
     log.info("%s rows, %d steps", f"{rows:,}", steps)
     made = launch(
         partial(
@@ -115,7 +115,7 @@ def _prepare_rank(
     stage = build_stage()
     batches = LessonBatches(
         store,
-        Order.of(config, store.facts["sizes"]),
+        Order(config, store.facts["sizes"]),
         pad=stage.student.pad,
         document_pad=None if stage.document is None else stage.document.pad,
         rank=rank,
