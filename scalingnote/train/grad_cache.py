@@ -173,7 +173,7 @@ class GradientShares:
                     shares[name][1],
                 )
         self._values.clear()
-        found = {}
+        found: dict[str, float] = {}
         for name, (norm, cosine) in shares.items():
             found |= {f"gradient_norm/{name}": norm, f"gradient_cosine/{name}": cosine}
         return found

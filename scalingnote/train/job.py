@@ -28,7 +28,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import WORK, Artifact, Draft, open_artifact
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import MIXED, DeepSpeed, Schedule, TrainConfig, ValidationSchedule
-from scalingnote.train.data import MappedShares, Order, Store
+from scalingnote.train.data import MappedShares, Order, RankShare, Store
 from scalingnote.train.engine import Engine, autocast, join_process_group, load_weights, mean_over_ranks
 from scalingnote.train.loop import MetricValues, Tracker, TrainingLoop, build_trackers, events_folder
 from scalingnote.train.objective import StageOne, TripletBatches
@@ -137,6 +137,7 @@ def _prepare_rank(
     stage = build_stage()
     towers = stage.towers
     store = Store.open(prepared.store, ["validation"] if streamed else None)
+    share_of: Callable[[int], RankShare]
     if streamed:
         share_of = StreamedShares(prepared.store, rank=rank, world=world)
     else:

@@ -1,7 +1,6 @@
 """Rows written in the order of a run: the same batches as from a mapped store, by a share of its bytes."""
 
 import json
-from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from scalingnote.train.config import (
     TrainConfig,
     Validation,
 )
-from scalingnote.train.data import MappedShares, Order, RowTable, Store, StoredFile
+from scalingnote.train.data import MappedShares, Order, Store, StoredFile
 from scalingnote.train.engine import rank, world_size
 from scalingnote.train.loop import TrainingLoop
 from scalingnote.train.objective import StageOne, TripletBatches, Triplets
@@ -104,11 +103,6 @@ def contents(batch: Triplets) -> list[str]:
     )
 
 
-def row_keys(rows: RowTable, chosen: np.ndarray) -> list[tuple[int, ...]]:
-    keys = [rows.values("query", chosen)[:, None], rows.values("documents", chosen)]
-    return list(map(tuple, np.concatenate(keys, axis=1).tolist()))
-
-
 def test_steps_have_the_rows_of_the_mapped_store_for_any_ranks(made):
     store, drawn, totals = made
     mapped = batches(store, drawn)
@@ -121,20 +115,6 @@ def test_steps_have_the_rows_of_the_mapped_store_for_any_ranks(made):
             assert sorted(chain(*shares)) == contents(mapped(step))
     assert totals["document_tokens"] == sum(mapped(step).documents.ids.numel() for step in range(STEPS))
     assert totals["query_tokens"] == sum(mapped(step).queries.ids.numel() for step in range(STEPS))
-
-
-def test_ranks_together_see_each_row_once_in_an_epoch(made):
-    store, drawn, _ = made
-    seen: Counter[int] = Counter()
-    for number in range(3):
-        own = StreamedShares(store, rank=number, world=3)
-        for step in range(drawn.steps_per_epoch):
-            rows, chosen, *_ = own(step)
-            seen.update(row_keys(rows, chosen))
-    rows = Store.open(store)["train"]
-    stored = Counter(row_keys(rows, np.arange(len(rows))))
-    assert not seen - stored, "a row came more often than it stands in the store"
-    assert seen.total() == drawn.steps_per_epoch * BATCH
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 12])
