@@ -23,7 +23,14 @@ from scalingnote.models import published_tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupPrompt
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, list_column, token_columns
+from scalingnote.models.prompt import (
+    DocumentPrompt,
+    QueryPrompt,
+    TokenRow,
+    document_fields,
+    list_column,
+    token_columns,
+)
 from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
@@ -108,9 +115,8 @@ def tokenizer_texts(
     parts = dataset.table_parts("documents")
     for batch in read_columns(dataset, parts, DOCUMENT_COLUMNS, prefix=prefix):
         rows = batch.filter(pa.array(in_sorted(hash_of(batch["doc_id"]), sampled)))
-        for name in ("title", "topic", "content"):
-            for text in rows[name].to_pylist():
-                yield text[:_TOKENIZER_CHARS]
+        for texts in document_fields(rows):
+            yield from (text[:_TOKENIZER_CHARS] for text in texts)
 
 
 def distinct_queries(artifact: Artifact, table: str) -> Iterator[str]:
@@ -192,7 +198,7 @@ def document_rows(
             of_batch = hash_of(batch["doc_id"])
             kept = in_sorted(of_batch, wanted)
             texts = batch.filter(pa.array(kept))
-            rows = prompt.rows(*(texts[name].to_pylist() for name in ("title", "topic", "content")))
+            rows = prompt.rows(*document_fields(texts))
             readable = np.array([isinstance(row, TokenRow) for row in rows], dtype=bool)
             for at in np.flatnonzero(~readable).tolist():
                 problems[texts["doc_id"][at].as_py()] = str(rows[at])

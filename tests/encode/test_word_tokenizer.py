@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from scalingnote.encode import word_tokenizer
 from scalingnote.encode.word_tokenizer import WordTokenizer
-from scalingnote.train.distillation.new_words import add_words
+from scalingnote.train.distillation.vocabulary import add_words
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", *"abcdé?!'中[]ß", *(f"##{letter}" for letter in "abcdé"), "ab", "##cd"]
 TEXT = st.text(alphabet="abcdABÉéx ?!'[]中ß\t\u00a0\u0301\u2003\x00", max_size=40)

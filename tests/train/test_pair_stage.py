@@ -131,12 +131,9 @@ def test_a_row_costs_what_its_own_pairs_cost(made_store: str, temperature: float
 
 
 def logit(query: Tensor, document: Tensor, temperature: float | None) -> float:
-    product = float(query @ document)
-    return (
-        product / 8**0.5
-        if temperature is None
-        else product / float(query.norm() * document.norm()) / temperature
-    )
+    if temperature is None:
+        return float(query @ document) / 8**0.5
+    return float(torch.cosine_similarity(query, document, dim=0)) / temperature
 
 
 def test_two_ranks_learn_what_one_process_with_all_rows_would(made_store: str):

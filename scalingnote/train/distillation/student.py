@@ -45,8 +45,15 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.distillation.config import DistillConfig
-from scalingnote.train.distillation.new_words import add_words, initialize_word_rows, mine_words, pieces_of
-from scalingnote.train.distillation.table_start import read_tokenizer, start_arrays, train_word_pieces
+from scalingnote.train.distillation.vocabulary import (
+    add_words,
+    initialize_word_rows,
+    mine_words,
+    pieces_of,
+    read_tokenizer,
+    start_arrays,
+    train_word_pieces,
+)
 
 log = get_logger("distill")
 START_FILE = "start.json"
