@@ -115,9 +115,11 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path: Path
     history = train(whole, tmp_path / "whole")
     with pytest.raises(InterruptedError):
         train(Regression(), tmp_path / "cut", until=10)
-    resumed = Regression()
+    resumed, other = Regression(), Regression()
     assert train(resumed, tmp_path / "cut") == history
     assert same(whole, resumed)
+    train(other, tmp_path / "other", seed=2**64)  # any number is a seed
+    assert not same(whole, other)
 
 
 def test_progress_shows_what_differs_from_the_loss_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -126,13 +128,6 @@ def test_progress_shows_what_differs_from_the_loss_beside_it(tmp_path: Path, mon
     curve = train(Regression(), tmp_path).curve
     assert len(notes) == STEPS
     assert notes[0] == f"loss {curve[0]['loss']:.4f} (absolute {curve[0]['absolute']:.4g})"
-
-
-def test_any_number_is_a_seed(tmp_path: Path):
-    small, large = Regression(), Regression()
-    train(small, tmp_path / "small")
-    train(large, tmp_path / "large", seed=2**64)
-    assert not same(small, large)
 
 
 def test_the_last_step_has_a_checkpoint_so_that_no_step_is_repeated_when_saving_fails(tmp_path: Path):
