@@ -310,7 +310,15 @@ def train_rank(training: RankTraining, run: TrainingRun, *, first: bool) -> int 
         restart the group.
     """
     schedule, device = run.schedule, device_of(run.schedule)
-    trackers, error = _trackers(run) if first else ([], None)
+    trackers: list[Tracker] = []
+    error: ConfigError | None = None
+    if first:
+        name = run.output.rstrip("/").rpartition("/")[2]
+        try:
+            trackers = build_trackers(schedule.tracking, events_folder(run.output), name)
+        except ConfigError as failure:
+            error = failure
+    # All ranks must know it: else they would wait for rank 0.
     if mean_over_ranks(torch.tensor(float(error is not None), device=device)) > 0:
         return _plain_error(error or ConfigError("rank 0 could not start"))
     try:
@@ -345,15 +353,6 @@ def train_rank(training: RankTraining, run: TrainingRun, *, first: bool) -> int 
     ray.train.report({"step": run.steps})
     # Validation measures after the last step.
     return history.measured[-1]["step"] if history.measured else run.steps
-
-
-def _trackers(run: TrainingRun) -> tuple[list[Tracker], ConfigError | None]:
-    """The trackers of rank 0, or the error, which all ranks must know: else they would wait for rank 0."""
-    name = run.output.rstrip("/").rpartition("/")[2]
-    try:
-        return build_trackers(run.schedule.tracking, events_folder(run.output), name), None
-    except ConfigError as error:
-        return [], error
 
 
 def device_of(schedule: Schedule) -> torch.device:

@@ -29,7 +29,7 @@ from scalingnote.storage import usage
 from scalingnote.train.config import CrossEncoderLosses
 from scalingnote.train.data import ABSENT, Order, Store, stand_ins
 from scalingnote.train.engine import Encode, Objective, WeightedLosses
-from scalingnote.train.losses import mean_of_present, teacher_kl
+from scalingnote.train.losses import cross_entropy, mean_of_present, teacher_kl
 from scalingnote.train.objective import TensorRecord, pad_lists
 
 
@@ -114,7 +114,12 @@ class PairStage(Objective):
             logits = logits.unflatten(0, (-1, queries)).T
             parts: dict[str, Tensor] = {}
             if losses.one_hot:
-                parts["one_hot"] = one_hot(logits, batch.answers | ~batch.present, weights=batch.weights)
+                parts["one_hot"] = cross_entropy(
+                    logits,
+                    positives=torch.zeros(queries, dtype=torch.long, device=logits.device),
+                    ignore=batch.answers | ~batch.present,
+                    weights=batch.weights,
+                )
             if losses.teacher:
                 parts["teacher"] = _teacher_loss(logits, batch)
             if losses.reconstruction:
@@ -138,18 +143,6 @@ def relevance(
     if temperature is None:
         return cross_encoder.scores(queries, documents)
     return F.cosine_similarity(queries, documents, dim=-1) / temperature
-
-
-def one_hot(
-    logits: Float[Tensor, "queries group"],
-    ignore: Bool[Tensor, "queries group"],
-    *,
-    weights: Float[Tensor, " queries"],
-) -> Float[Tensor, ""]:
-    """Mean cross entropy of the positive, column 0, among candidates that are not ignored (Eq. 9)."""
-    allowed = logits.masked_fill(ignore, torch.finfo(logits.dtype).min)
-    first = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-    return (weights * F.cross_entropy(allowed, first, reduction="none")).mean()
 
 
 def _teacher_loss(logits: Tensor, batch: PairBatch) -> Tensor:

@@ -231,7 +231,9 @@ def start_arrays(
         arrays["weights.npy"] = weights
     if not config.inherits:
         fitted = rows[:MAX_FITTED_TEXTS]
-        arrays["rows.npy"] = fit_rows(fitted, _training_vectors(teacher, len(fitted)), weights[:size])
+        found = _training_columns(teacher, "embedding", len(fitted))
+        vectors = arrow.l2_normalize(np.concatenate([arrow.to_numpy(column) for column in found]))
+        arrays["rows.npy"] = fit_rows(fitted, vectors, weights[:size])
     return arrays
 
 
@@ -244,12 +246,6 @@ def _mean_embedding(teacher: Artifact) -> Float32[ndarray, " dim"]:
         count += len(embeddings)
     mean: ndarray = (np.sum(sums, axis=0) / max(count, 1)).astype(np.float32)
     return mean
-
-
-def _training_vectors(teacher: Artifact, count: int) -> Float32[ndarray, "texts dim"]:
-    """Unit vectors of the first texts of the training split."""
-    found = _training_columns(teacher, "embedding", count)
-    return arrow.l2_normalize(np.concatenate([arrow.to_numpy(column) for column in found]))
 
 
 def _training_columns(teacher: Artifact, name: str, count: int) -> Iterator[pa.Array]:
