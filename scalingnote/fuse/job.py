@@ -41,7 +41,7 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.train.config import prefix_lengths
 from scalingnote.train.data import Order, Store
-from scalingnote.train.job import Failure, Settings, launch, start_rank, train_rank
+from scalingnote.train.job import RankTraining, TrainingRun, launch
 
 log = get_logger("fuse")
 DOCUMENT_SIDE, QUERY_SIDE = "document_fusion", "query_fusion"
@@ -88,11 +88,11 @@ def run(
     corpus = FusedCorpus(*(parents[name] for name in FusedCorpus._fields))
     store = draft.work("store")
     facts = prepare(config, corpus, planner=parents["planner"], tower=tower, folder=store)
-    clicks, steps = facts["sizes"]["rows"], Order.of(config, facts["sizes"]).steps(config)
+    clicks, steps = facts["sizes"]["rows"], Order(config, facts["sizes"]).steps
     if not fs.exists(trained := draft.work("trained")):
         log.info("%s clicks, %d steps", f"{clicks:,}", steps)
-        settings = {"output": output, "work": draft.work(), "store": store, "steps": steps}
-        launch(_worker, settings | {"semantic_ids": semantic_ids}, schedule=config, section="fuse")
+        rank = partial(_prepare_rank, config=config, store=store, semantic_ids=semantic_ids)
+        launch(rank, TrainingRun(config, "fuse", output, steps))
         fs.write_bytes(trained, b"")
     counts = {"documents": _fuse(config, corpus, draft), "clicks": clicks, "steps": steps}
     return draft.commit(counts=counts | {"clicks_left_out": facts["left_out"]})
@@ -175,28 +175,23 @@ class ClickBatches:
         return np.where(history[:, :, None] < 0, np.int32(-1), codes.reshape(*history.shape, -1))
 
 
-def _worker(settings: Settings) -> Failure | None:
-    """One rank."""
-    config, rank, world = start_rank(FuseConfig, settings)
-    store = Store.open(settings["store"])
+def _prepare_rank(
+    rank: int, world: int, *, config: FuseConfig, store: str, semantic_ids: str
+) -> RankTraining:
+    opened = Store.open(store)
     encodings = {
         table: [Encoding.model_validate(each) for each in fitted]
-        for table, fitted in store.facts["encodings"].items()
+        for table, fitted in opened.facts["encodings"].items()
     }
-    ids = open_artifact(settings["semantic_ids"], kind="semantic_ids")
+    ids = open_artifact(semantic_ids, kind="semantic_ids")
     codebooks = safetensors.load(ids.read_bytes("codebooks.safetensors"))["codebooks"].float()
-    documents = store["documents"]
+    documents = opened["documents"]
     seen = torch.zeros(config.document.id_buckets or 1, dtype=torch.bool)
     seen[torch.from_numpy(documents.values("buckets", np.arange(len(documents))))] = True
     build_stage = partial(build, config, codebooks, encodings, seen=seen)
-    return train_rank(
-        build_stage(),
-        ClickBatches(store, Order.of(config, store.facts["sizes"]), rank=rank, world=world),
-        build_stage=build_stage,
-        schedule=config,
-        settings=settings,
-        save=_save,
-    )
+    order = Order(config, opened.facts["sizes"])
+    batches = ClickBatches(opened, order, rank=rank, world=world)
+    return RankTraining(build_stage(), build_stage, batches, _save)
 
 
 def build(

@@ -76,17 +76,6 @@ class RowTable:
             TokenRow(ids.tolist(), at) for ids, at in zip(self.lists("ids", rows), positions, strict=True)
         ]
 
-    def lengths(self, rows: RowNumbers) -> Int64[ndarray, " rows"]:
-        """Number of tokens of each row; the tokens themselves are not read."""
-        file, within = file_and_row(rows, self._ends)
-        out = np.empty(len(rows), np.int64)
-        for number in np.unique(file).tolist():
-            offsets, _ = self._view(number, "ids")
-            assert offsets is not None
-            chosen = file == number
-            out[chosen] = offsets[within[chosen] + 1] - offsets[within[chosen]]
-        return out
-
     def _view(self, file: int, name: str) -> tuple[ndarray | None, ndarray]:
         """Offsets (of lists) and values of a file's column, as arrays over the mapped bytes."""
         if (file, name) not in self._views:
@@ -95,10 +84,8 @@ class RowTable:
             if pa.types.is_large_list(kind):
                 self._views[file, name] = column.offsets.to_numpy(), column.values.to_numpy()
             elif pa.types.is_fixed_size_list(kind):
-                self._views[file, name] = (
-                    None,
-                    column.flatten().to_numpy().reshape(len(column), kind.list_size),
-                )
+                values = column.flatten().to_numpy().reshape(len(column), kind.list_size)
+                self._views[file, name] = None, values
             else:
                 self._views[file, name] = None, column.to_numpy()
         return self._views[file, name]
@@ -191,72 +178,57 @@ def _map(path: Path) -> pa.Table:
 
 
 class Order:
-    """The rows of every step's global batch.
-
-    `sizes` are the rows of each part (``click/one``; of a mixture, each set), in the order in which rows are
-    numbered; `epochs` the passes over each set of a mixture. DataError for fewer rows than one global batch;
-    ConfigError for a part too small for one batch in an epoch.
-    """
+    """The rows of every step's global batch."""
 
     def __init__(
         self,
+        schedule: Schedule,
         sizes: Mapping[str, int],
-        *,
-        global_batch: int,
-        seed: int,
         batching: Batching | None = None,
         epochs: Mapping[str, float] | None = None,
     ) -> None:
-        batching = batching or Batching()
-        self._names, self._batch = list(sizes), global_batch
-        self._seed = seed % 2**64
+        """Of a run.
+
+        Args:
+            schedule: batch, seed and length of the run.
+            sizes: rows of each part (``click/one``; of a mixture, each set), in the order in which rows are
+                numbered.
+            batching: which rows form a batch; mixed by default.
+            epochs: passes over each set of a mixture.
+
+        Raises:
+            DataError: fewer rows than one global batch.
+            ConfigError: a part is too small for one batch in an epoch.
+        """
+        self._batch, self._seed = schedule.global_batch, schedule.seed % 2**64
         self._sizes = np.array(list(sizes.values()), dtype=np.int64)
-        self._homogeneous = batching.sources == "homogeneous"
+        self._homogeneous = batching is not None and batching.sources == "homogeneous"
         passes = [epochs[part] for part in sizes] if epochs else 1
         read = np.rint(self._sizes * passes).astype(np.int64)  # rows of each part in an epoch
         rows = int(read.sum())
-        if rows < global_batch:
+        if rows < self._batch:
             raise DataError(
-                f"{rows} training rows do not fill one global batch of {global_batch}: "
+                f"{rows} training rows do not fill one global batch of {self._batch}: "
                 "lower global_batch or collect more"
             )
-        self._quota = read  # slots of each part in an epoch: rows, or whole batches if they are homogeneous
-        self.steps_per_epoch = rows // global_batch
-        if self._homogeneous:
-            self._quota = read // global_batch
-            self.steps_per_epoch = int(self._quota.sum())
-        self._require_slots()
-        # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
-        tail = self._sizes % global_batch if self._homogeneous else 0
-        self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
-
-    @classmethod
-    def of(
-        cls,
-        config: Schedule,
-        sizes: Mapping[str, int],
-        batching: Batching | None = None,
-        epochs: Mapping[str, float] | None = None,
-    ) -> "Order":
-        """The order of a stage."""
-        batch, seed = config.global_batch, config.seed
-        return cls(sizes, global_batch=batch, seed=seed, batching=batching, epochs=epochs)
-
-    def steps(self, schedule: Schedule) -> int:
-        """Steps of a run."""
+        # Slots of each part in an epoch: rows, or whole batches if they are homogeneous.
+        self._quota = read // self._batch if self._homogeneous else read
+        for part, size, slots in zip(sizes, self._sizes, self._quota, strict=True):
+            if not slots:
+                raise ConfigError(
+                    f"{part} ({size:,} rows) would not fill one batch of {self._batch} in an epoch: set "
+                    "batching.sources=mixed, or raise its epochs"
+                )
+        self.steps_per_epoch = int(self._quota.sum()) if self._homogeneous else rows // self._batch
         steps = round(self.steps_per_epoch * schedule.epochs)
-        return steps if schedule.max_steps is None else min(steps, schedule.max_steps)
+        self.steps = steps if schedule.max_steps is None else min(steps, schedule.max_steps)
+        # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
+        tail = self._sizes % self._batch if self._homogeneous else 0
+        self._pass = np.where(self._sizes < self._batch, self._sizes, self._sizes - tail)
 
     def batch(self, step: int) -> BatchRows:
         """Row numbers of a step's global batch."""
         return self._rows(*self._draws(*divmod(step, self.steps_per_epoch)))
-
-    def _require_slots(self) -> None:
-        for part in np.flatnonzero(self._quota == 0).tolist():
-            raise ConfigError(
-                f"{self._names[part]} ({self._sizes[part]:,} rows) would not fill one batch of "
-                f"{self._batch} in an epoch: set batching.sources=mixed, or raise its epochs"
-            )
 
     def _draws(self, epoch: int, step: int) -> tuple[BatchRows, BatchRows]:
         """The part of every row of a batch, and which draw of that part it is, counted over all epochs.
@@ -316,18 +288,20 @@ def stand_ins(documents: Int64[ndarray, "rows group"]) -> Int64[ndarray, "rows g
     return np.where(documents == ABSENT, documents[:, :1], documents)
 
 
+@dataclass(frozen=True)
 class MappedShares:
     """The share of a rank in any step, by random reads of a mapped store."""
 
-    def __init__(self, store: Store, order: Order, *, rank: int, world: int) -> None:
-        self._rows, self._documents, self._order = store["train"], store["documents"], order
-        self._rank, self._world = rank, world
+    store: Store
+    order: Order
+    rank: int
+    world: int
 
     def __call__(self, step: int) -> RankShare:
         """Every `world`-th row of the step's batch."""
-        chosen = self._order.batch(step)[self._rank :: self._world]
-        places = stand_ins(self._rows.values("documents", chosen))
-        return RankShare(self._rows, chosen, self._documents, places)
+        rows = self.store["train"]
+        chosen = self.order.batch(step)[self.rank :: self.world]
+        return RankShare(rows, chosen, self.store["documents"], stand_ins(rows.values("documents", chosen)))
 
 
 def _feistel(

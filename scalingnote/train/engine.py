@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from scalingnote.core.errors import ConfigError
@@ -66,7 +67,7 @@ class Engine:
     """One optimizer step is ``loss, parts = engine(batch); engine.backward(loss); engine.step(lr)``.
 
     Collective: every rank makes the same calls in the same order. This class holds what engines with a torch
-    optimizer over named parameters have in common; a subclass sets `_names` and `_optimizer`.
+    optimizer over named parameters have in common; a subclass calls :meth:`_optimize`.
     """
 
     module: nn.Module
@@ -75,7 +76,8 @@ class Engine:
     """Whether every rank holds all parameters, so that one rank's gradients of them can be taken alone."""
     layout: str = WHOLE
     """How :meth:`state` is divided. States of one layout are compatible for any number of ranks."""
-    _names: dict[str, nn.Parameter]
+    _names: dict[str, nn.Parameter]  # all that learn
+    _whole: list[nn.Parameter]  # of these, those that every rank holds
     _optimizer: torch.optim.Optimizer
 
     def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
@@ -87,11 +89,20 @@ class Engine:
                     model.activation_checkpointing_enable({"use_reentrant": False})
                     model.config.use_cache = False
         self.device, self._dtype = device, compute_dtype(schedule.precision, device)
+        self._forward: nn.Module = module
+
+    def _optimize(self, settings: Optimizer) -> None:
+        """Make the optimizer of the parameters, which are where they will stay."""
+        self._names = trainable(self.module)
+        sharded = [p for p in self._names.values() if isinstance(p, DTensor)]
+        self._whole = [p for p in self._names.values() if not isinstance(p, DTensor)]
+        # Two groups: a fused step takes tensors of one kind.
+        self._optimizer = make_optimizer([sharded, self._whole], settings, device=self.device)
 
     def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's loss and its parts, in the configured precision."""
         with self.precision():
-            loss, parts = self.module(batch)
+            loss, parts = self._forward(batch)
         return loss, parts
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -131,11 +142,18 @@ class Engine:
 
     def weights(self) -> dict[str, Tensor] | None:
         """Trained parameters, whole, in float32, on the CPU of rank 0; None on other ranks."""
-        raise NotImplementedError
+        weights = {}
+        for name, value in self._names.items():
+            whole = value.detach()
+            if isinstance(whole, DTensor):  # one by one, so that no device holds more than one of them
+                whole = whole.to(self.device).full_tensor()  # type: ignore[attr-defined]
+            if rank() == 0:
+                weights[name] = whole.to("cpu", torch.float32, copy=True)
+        return weights if rank() == 0 else None
 
     def _average(self) -> None:
-        """Average over ranks the gradients that no backward pass has averaged."""
-        raise NotImplementedError
+        """Average over ranks the gradients that no backward pass has: those of parameters held whole."""
+        average_([p.grad for p in self._whole if p.grad is not None])
 
     def _clip_gradients(self) -> Tensor:
         """Clip to the global norm CLIP_NORM; returns the norm before."""

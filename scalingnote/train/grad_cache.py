@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -137,13 +137,6 @@ def _replay(state: RandomState) -> Iterator[None]:
 # --- shares of losses in the gradient ----------------------------------------------------------------------
 
 
-class GradientShare(NamedTuple):
-    """Of one weighted loss."""
-
-    norm: float
-    cosine: float  # with the gradient of the sum of all
-
-
 class GradientShares:
     """Measures shares every SHARE_INTERVAL_STEPS of a run, and warns of each loss that has none, once."""
 
@@ -155,17 +148,20 @@ class GradientShares:
         self._logged_at = -SHARE_LOG_INTERVAL_S
         self._values: list[Mapping[str, float]] = []  # of the steps since the last measurement
 
-    def measure(self, step: int, batch: Any) -> dict[str, GradientShare]:
-        """Before the step is taken; empty if it is not due, or there is one loss only. Collective."""
+    def measure(self, step: int, batch: Any) -> dict[str, float]:
+        """Before the step is taken, if it is due: ``gradient_norm/NAME`` and ``gradient_cosine/NAME``.
+
+        Empty if there is one loss only. Collective.
+        """
         if step % SHARE_INTERVAL_STEPS or not self._possible:
             return {}
         shares = gradient_shares(self._engine, batch, cache=self._cache)
         if shares and time.monotonic() - self._logged_at >= SHARE_LOG_INTERVAL_S:
             self._logged_at = time.monotonic()
-            shown = (f"{name} {share.norm:.2g} (cosine {share.cosine:.2f})" for name, share in shares.items())
+            shown = (f"{name} {norm:.2g} (cosine {cosine:.2f})" for name, (norm, cosine) in shares.items())
             self._log.info("gradients at step %d: %s", step, ", ".join(shown))
         for name in standing_still(self._values):
-            if name in shares and name not in self._warned and shares[name].cosine < MIN_GRADIENT_COSINE:
+            if name in shares and name not in self._warned and shares[name][1] < MIN_GRADIENT_COSINE:
                 self._warned.add(name)
                 self._log.warning(
                     "step %d: the loss %s stands still at %.4g, and its gradient has a cosine of %.2f with "
@@ -174,10 +170,13 @@ class GradientShares:
                     step,
                     name,
                     self._values[-1][name],
-                    shares[name].cosine,
+                    shares[name][1],
                 )
         self._values.clear()
-        return shares
+        found: dict[str, float] = {}
+        for name, (norm, cosine) in shares.items():
+            found |= {f"gradient_norm/{name}": norm, f"gradient_cosine/{name}": cosine}
+        return found
 
     def note(self, values: Mapping[str, float]) -> None:
         """The values of the losses at a step."""
@@ -197,10 +196,11 @@ def standing_still(values: Sequence[Mapping[str, float]]) -> list[str]:
     return [name for name in first if second[name] > (1 - MIN_FALL) * first[name] > 0]
 
 
-def gradient_shares(engine: Engine, batch: Any, *, cache: GradCache) -> dict[str, GradientShare]:
-    """The share of each weighted loss of a batch in the gradients of the adapters, or of all that learns.
+def gradient_shares(engine: Engine, batch: Any, *, cache: GradCache) -> dict[str, tuple[float, float]]:
+    """Of each weighted loss of a batch: the norm of its gradient, and its cosine with that of their sum.
 
-    Gradients go through the first GRADIENT_ROWS rows of each encoder; means over ranks. The random numbers
+    They are the gradients of the adapters, or of all that learns, through the first GRADIENT_ROWS rows of
+    each encoder; means over ranks. The random numbers
     that the step will draw are left as they are. Collective. Empty if fewer than two losses have a gradient.
     """
     module = cast(Objective, engine.module)
@@ -220,7 +220,7 @@ def gradient_shares(engine: Engine, batch: Any, *, cache: GradCache) -> dict[str
     cosines = products / (norms * length).clamp(min=torch.finfo(torch.float32).tiny)
     norms, cosines = mean_over_ranks(torch.stack([norms, cosines]))
     pairs = zip(norms.tolist(), cosines.tolist(), strict=True)
-    return {name: GradientShare(*pair) for name, pair in zip(weighted, pairs, strict=True)}
+    return dict(zip(weighted, pairs, strict=True))
 
 
 def measured_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,112 +70,63 @@ class Tracker(Protocol):
         ...
 
 
-def fit(
-    engine: Engine,
-    batch_at: Callable[[int], Any],
-    *,
-    steps: int,
-    schedule: Schedule,
-    checkpoints: Checkpoints,
-    section: str,
-    trackers: Sequence[Tracker] = (),
-    validation: ValidationSchedule | None = None,
-    validate: Callable[[], MetricValues] | None = None,
-    notice: Callable[[], bool] | None = None,
-) -> TrainingHistory:
-    """Train `engine` from its newest checkpoint to `steps`; afterwards it holds the weights to keep.
-
-    Every rank calls it, and gets the loss curve and the validation metrics. Dropout is seeded by (seed, step,
-    rank), so a resumed run draws the same numbers as an uninterrupted one.
-
-    Args:
-        engine: the module, its optimizer and its spread over ranks.
-        batch_at: this rank's batch of a step.
-        steps: of the whole run.
-        schedule: optimizer, seed, intervals.
-        checkpoints: of this run.
-        section: name of the stage in the log.
-        trackers: on rank 0 only.
-        validation: when to measure, and how measurements choose the weights to keep.
-        validate: measures; gives the same numbers on all ranks.
-        notice: whether this machine will soon be taken away; polled by all ranks together every few seconds.
-            True causes a checkpoint.
-
-    Raises:
-        TrainingError: on every rank, when the loss or the gradient of one is not finite.
-    """
-    restored = checkpoints.restore(engine)
-    start, history = 0, TrainingHistory()
-    if restored:
-        start, history = restored.step, TrainingHistory(**restored.notes)
-        get_logger(section).info("resuming at step %d of %d", start, steps)
-    last = start if _out_of_patience(validation, history) else steps  # a notice may arrive as a run stops
-    shares = GradientShares(engine, section=section, cache=schedule.memory.grad_cache)
-    run = _Run(engine, schedule, checkpoints, history, shares, trackers, validation, validate, notice, steps)
-    engine.module.train()
-    rows = schedule.global_batch
-    with Progress(section, total=steps * rows, done=start * rows, unit="rows") as progress:
-        for step, batch in _prefetch(batch_at, start, last):
-            values = run.step(step, batch)
-            progress.advance(rows, _describe(values))
-            if run.finish_step(step + 1):
-                get_logger(section).info(
-                    "stopped after step %d: %d measurements without a better one", step + 1, history.worse
-                )
-                break
-    checkpoints.wait()
-    if validation is not None and validation.keeps_best and history.worse:
-        checkpoints.restore(engine, best=True)
-        get_logger(section).info("weights of step %s are the best and kept", history.best_step)
-    engine.module.eval()
-    return history
-
-
-def _describe(values: MetricValues) -> str:
-    """The loss and, in brackets, what differs from it: its parts before they are weighted, and measures."""
-    loss = values["loss"]
-    parts = [
-        f"{name} {value:.4g}"
-        for name, value in values.items()
-        if name not in ("loss", GRADIENT_NORM) and value != loss
-    ]
-    return f"loss {loss:.4f}" + (f" ({', '.join(parts)})" if parts else "")
-
-
-def _prefetch(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:
-    """Steps and their batches; each batch is made in a thread while the step before it runs."""
-    with ThreadPoolExecutor(1) as ahead:
-        waiting = deque([ahead.submit(batch_at, start)] if start < stop else [])
-        for step in range(start, stop):
-            batch = waiting.popleft().result()
-            if step + 1 < stop:
-                waiting.append(ahead.submit(batch_at, step + 1))
-            yield step, batch
-
-
 @dataclass
-class _Run:
-    """One run of the loop: its parts, and the methods of one turn."""
+class TrainingLoop:
+    """Trains an engine from its newest checkpoint; every rank has one of its own."""
 
     engine: Engine
     schedule: Schedule
     checkpoints: Checkpoints
-    history: TrainingHistory
-    shares: GradientShares
-    trackers: Sequence[Tracker]
-    validation: ValidationSchedule | None
-    validate: Callable[[], MetricValues] | None
-    notice: Callable[[], bool] | None
-    steps: int
+    _: KW_ONLY
+    section: str  # name of the stage in the log
+    steps: int  # of the whole run
+    trackers: Sequence[Tracker] = ()  # on rank 0 only
+    validation: ValidationSchedule | None = None  # when to measure, and how that chooses the weights to keep
+    validate: Callable[[], MetricValues] | None = None  # measures; gives the same numbers on all ranks
+    notice: Callable[[], bool] = lambda: False
+    """Whether this machine will soon be taken away, which causes a checkpoint; all ranks ask together."""
+    history: TrainingHistory = field(default_factory=TrainingHistory)
     _polled_at: float = field(default_factory=time.monotonic)  # of `notice`
     _poll_due: bool = False
     _preempted: bool = False
 
-    def step(self, step: int, batch: Any) -> MetricValues:
+    def fit(self, batch_at: Callable[[int], Any]) -> TrainingHistory:
+        """Train to the last step on this rank's batches; afterwards the engine holds the weights to keep.
+
+        Every rank calls it, and gets the loss curve and the validation metrics. Dropout is seeded by (seed,
+        step, rank), so a resumed run draws the same numbers as an uninterrupted one.
+
+        Raises:
+            TrainingError: on every rank, when the loss or the gradient of one is not finite.
+        """
+        log, start = get_logger(self.section), 0
+        if restored := self.checkpoints.restore(self.engine):
+            start, self.history = restored.step, TrainingHistory(**restored.notes)
+            log.info("resuming at step %d of %d", start, self.steps)
+        last = start if self._out_of_patience() else self.steps  # a notice may arrive as a run stops
+        shares = GradientShares(self.engine, section=self.section, cache=self.schedule.memory.grad_cache)
+        self.engine.module.train()
+        rows = self.schedule.global_batch
+        with Progress(self.section, total=self.steps * rows, done=start * rows, unit="rows") as progress:
+            for step, batch in _prefetch(batch_at, start, last):
+                values = self._step(step, batch, shares)
+                progress.advance(rows, _describe(values))
+                if self._finish_step(step + 1):
+                    worse = self.history.worse
+                    log.info("stopped after step %d: %d measurements without a better one", step + 1, worse)
+                    break
+        self.checkpoints.wait()
+        if self.validation is not None and self.validation.keeps_best and self.history.worse:
+            self.checkpoints.restore(self.engine, best=True)
+            log.info("weights of step %s are the best and kept", self.history.best_step)
+        self.engine.module.eval()
+        return self.history
+
+    def _step(self, step: int, batch: Any, shares: GradientShares) -> MetricValues:
         """One optimizer step; returns loss, parts and gradient norm as means over ranks."""
         seed = (self.schedule.seed * 1_000_003 + step) * 4_099 + rank()
         torch.manual_seed(seed % 2**64)  # a generator takes 64 bits; a config's seed has no bound
-        shares = self.shares.measure(step, batch)
+        measured = shares.measure(step, batch)
         cache = self.schedule.memory.grad_cache
         if cache is not None:
             loss, parts = cached_backward(self.engine, batch, config=cache)
@@ -186,17 +137,15 @@ class _Run:
         rate = learning_rate(step, steps=self.steps, settings=self.schedule.optimizer)
         values[GRADIENT_NORM] = float(self.engine.step(rate))
         _require_finite(values, step=step)
-        self.shares.note(values)
+        shares.note(values)
         if step % CURVE_INTERVAL_STEPS == 0 or step + 1 == self.steps:
-            told = dict(values)
-            for name, share in shares.items():
-                told |= {f"gradient_norm/{name}": share.norm, f"gradient_cosine/{name}": share.cosine}
+            told = values | measured
             rounded = {name: round(value, 6) for name, value in told.items()}
             self.history.curve.append({"step": step, "lr": rate, **rounded})
             self._track(step, {"lr": rate, **told})
         return values
 
-    def finish_step(self, done: int) -> bool:
+    def _finish_step(self, done: int) -> bool:
         """After `done` steps: measure and save a checkpoint where due; returns whether to stop early.
 
         The last step has one, too: writing the model (merged adapters, a table) can take long, and can fail.
@@ -223,7 +172,7 @@ class _Run:
 
     def _first_notice(self) -> bool:
         """Whether `notice` has become true: this run will be interrupted."""
-        if not self._poll_due or self.notice is None:
+        if not self._poll_due:
             return False
         self._polled_at = time.monotonic()
         before, self._preempted = self._preempted, self.notice()
@@ -232,9 +181,7 @@ class _Run:
     def _measure(self, done: int) -> tuple[bool, bool]:
         """Validate if due; returns whether to save this as the best, and whether to stop."""
         config, history = self.validation, self.history
-        if config is None or self.validate is None:
-            return False, False
-        if done % config.every and done < self.steps:
+        if config is None or self.validate is None or (done % config.every and done < self.steps):
             return False, False
         metrics = self.validate()
         history.measured.append({"step": done, **{k: round(v, 6) for k, v in metrics.items()}})
@@ -244,15 +191,37 @@ class _Run:
             history.best_step, history.best_value, history.worse = done, value, 0
             return config.keeps_best and done < self.steps, False
         history.worse += 1
-        return False, _out_of_patience(config, history)
+        return False, self._out_of_patience()
+
+    def _out_of_patience(self) -> bool:
+        patience = None if self.validation is None else self.validation.patience
+        return patience is not None and self.history.worse >= patience
 
     def _track(self, step: int, values: MetricValues) -> None:
         for tracker in self.trackers:
             tracker.log(step, values)
 
 
-def _out_of_patience(validation: ValidationSchedule | None, history: TrainingHistory) -> bool:
-    return validation is not None and validation.patience is not None and history.worse >= validation.patience
+def _prefetch(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Steps and their batches; each batch is made in a thread while the step before it runs."""
+    with ThreadPoolExecutor(1) as ahead:
+        waiting = deque([ahead.submit(batch_at, start)] if start < stop else [])
+        for step in range(start, stop):
+            batch = waiting.popleft().result()
+            if step + 1 < stop:
+                waiting.append(ahead.submit(batch_at, step + 1))
+            yield step, batch
+
+
+def _describe(values: MetricValues) -> str:
+    """The loss and, in brackets, what differs from it: its parts before they are weighted, and measures."""
+    loss = values["loss"]
+    parts = [
+        f"{name} {value:.4g}"
+        for name, value in values.items()
+        if name not in ("loss", GRADIENT_NORM) and value != loss
+    ]
+    return f"loss {loss:.4f}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:

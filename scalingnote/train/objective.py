@@ -188,6 +188,12 @@ def dense_losses(
 
     Returns ``contrastive``, ``margin`` and, if it has a weight, ``teacher``: sums over prefixes and views.
     """
+    scores = candidates.triplets.scores
+    if losses.teacher and scores is None:
+        raise TrainingError(
+            "losses.teacher has a weight, but the triplets carry no scores: collect them with a ranking "
+            "model, or set it to 0"
+        )
     all_queries = gather(queries) if losses.bidirectional else queries
     rows: dict[str, Any] = {"weights": candidates.triplets.weights}
     softmax: dict[str, Any] = {
@@ -210,10 +216,9 @@ def dense_losses(
             if losses.alpha and cosines.shape[1] > 1:
                 hard = margin_loss(cosines, margin=losses.margin, present=candidates.present, **rows)
                 margin = margin + hard
-            if losses.teacher:
+            if losses.teacher and scores is not None:
                 # The student's logits are those of its own softmax: cosines over the temperature.
                 logits = cosines / losses.temperature
-                scores = _teacher_scores(candidates.triplets)
                 teacher = teacher + teacher_kl(logits, scores, present=candidates.present, **rows)
     parts = {"contrastive": contrastive, "margin": margin}
     return parts | {"teacher": teacher} if losses.teacher else parts
@@ -222,15 +227,6 @@ def dense_losses(
 def _weigh(parts: Mapping[str, Tensor], losses: Losses) -> dict[str, Tensor]:
     weights = {"contrastive": 1.0, "margin": losses.alpha, "teacher": losses.teacher}
     return {name: weights[name] * part for name, part in parts.items()}
-
-
-def _teacher_scores(triplets: Triplets) -> Float[Tensor, "queries group"]:
-    if triplets.scores is None:
-        raise TrainingError(
-            "losses.teacher has a weight, but the triplets carry no scores: collect them with a ranking "
-            "model, or set it to 0"
-        )
-    return triplets.scores
 
 
 def dense_alignment(

@@ -9,7 +9,7 @@ record. A killed run repeats the slices without a record. Only the hashes are he
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -225,8 +225,9 @@ def mean_tokens(store: Store) -> tuple[float, float]:
     rows = store["train"]
     some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLE_ROWS)).astype(np.int64))
     documents = stand_ins(rows.values("documents", some))
-    of_documents = store["documents"].lengths(documents.ravel()).reshape(documents.shape)
-    return float(rows.lengths(some).mean()), float(of_documents.sum(1).mean())
+    query_tokens = [len(ids) for ids in rows.lists("ids", some)]
+    document_tokens = [len(ids) for ids in store["documents"].lists("ids", documents.ravel())]
+    return float(np.mean(query_tokens)), sum(document_tokens) / len(documents)
 
 
 def merge_hashes(folder: str, name: str, *, files: int) -> UInt64[ndarray, " all"]:
@@ -250,7 +251,7 @@ def number_documents(
     for record in written:
         for doc_id in record["problems"]:
             place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE_ROW
-        for name, part in named_parts(record["files"]):
+        for name, part in files_of([record]):
             at = np.searchsorted(wanted, read_array(fs.join(folder, name)))
             if (place[at] >= 0).any() or len(np.unique(at)) < len(at):
                 raise DataError(
@@ -278,14 +279,12 @@ def _finish_store(
         )
     if short:
         log.info("%s triplets have fewer than %s hard negatives", f"{short:,}", group - 1)
-    by_part = {
-        part: [file for record in rows for file in named_parts(record["parts"].get(part, []))]
-        for part in sorted({part for record in rows for part in record["parts"]})
-    }
+    parts = [record["parts"] for record in rows]
+    by_part = {part: files_of(parts, part) for part in sorted({part for own in parts for part in own})}
     tables = {
-        "documents": [file for record in documents for file in named_parts(record["files"])],
+        "documents": files_of(documents),
         "train": [file for files in by_part.values() for file in files],
-        "validation": [file for record in rows for file in named_parts(record["validation"])],
+        "validation": files_of(rows, "validation"),
     }
     facts = {
         "sizes": {part: total_rows(files) for part, files in by_part.items() if files},
@@ -302,6 +301,11 @@ def _finish_store(
 def file_name(table: str, number: int) -> str:
     """The file of a table that a task with this number writes."""
     return f"{table}/{number:05d}.arrow"
+
+
+def files_of(records: Iterable[JsonRecord], table: str = "files") -> list[tuple[str, Part]]:
+    """The files of a table that tasks with these records wrote, in order."""
+    return [file for record in records for file in named_parts(record.get(table, []))]
 
 
 def total_rows(files: Sequence[tuple[str, Part]]) -> int:

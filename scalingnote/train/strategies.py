@@ -31,7 +31,6 @@ from scalingnote.train.config import DeepSpeed, Fsdp2, Schedule
 from scalingnote.train.engine import (
     CLIP_NORM,
     Engine,
-    average_,
     backbones,
     initialize_state,
     layers,
@@ -72,29 +71,13 @@ class DdpEngine(Engine):
         super().__init__(module, schedule=schedule, device=device)
         lower_frozen(module, self._dtype)  # before a GPU would get twice the bytes
         module.to(device)
-        self._names = trainable(self.module)
-        self._optimizer = make_optimizer([list(self._names.values())], schedule.optimizer, device=device)
-        self._wrapped: nn.Module = self.module
+        self._optimize(schedule.optimizer)
         # GradCache runs many backward passes a step, past the wrapper: it averages once, after the last.
         if world_size() > 1 and schedule.memory.grad_cache is None:
-            self._wrapped = DistributedDataParallel(
-                self.module, forward_sync_buffers=False, gradient_as_bucket_view=True
+            # The wrapper averages gradients while they are computed.
+            self._forward = DistributedDataParallel(
+                module, forward_sync_buffers=False, gradient_as_bucket_view=True
             )
-
-    def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """As the base class; the wrapper averages gradients while they are computed."""
-        with self.precision():
-            loss, parts = self._wrapped(batch)
-        return loss, parts
-
-    def weights(self) -> dict[str, Tensor] | None:
-        """As the base class; rank 0 holds them all."""
-        if rank() != 0:
-            return None
-        return {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in self._names.items()}
-
-    def _average(self) -> None:
-        average_([p.grad for p in self._names.values() if p.grad is not None])
 
     def _clip_gradients(self) -> Tensor:
         return nn.utils.clip_grad_norm_(self._names.values(), CLIP_NORM, foreach=True)
@@ -135,31 +118,12 @@ class Fsdp2Engine(Engine):
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)
-        self._names = trainable(module)
-        sharded = [p for p in self._names.values() if isinstance(p, DTensor)]
-        self._whole = [p for p in self._names.values() if not isinstance(p, DTensor)]
-        # Two groups: a fused step takes tensors of one kind.
-        self._optimizer = make_optimizer([sharded, self._whole], schedule.optimizer, device=device)
+        self._optimize(schedule.optimizer)
 
     def backward(self, loss: Tensor) -> None:
         """As the base class; shards are reduced during the pass, whole parameters after it."""
         loss.backward()
         self._average()
-
-    def weights(self) -> dict[str, Tensor] | None:
-        """As the base class; gathered one by one, so that no device holds more than one of them."""
-        weights = {}
-        for name, value in self._names.items():
-            whole = value.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.to(self.device).full_tensor()  # type: ignore[attr-defined]
-            if rank() == 0:
-                weights[name] = whole.to("cpu", torch.float32, copy=True)
-        return weights if rank() == 0 else None
-
-    def _average(self) -> None:
-        """Shards are reduced in the backward pass; parameters that every rank holds whole are not."""
-        average_([p.grad for p in self._whole if p.grad is not None])
 
     def _clip_gradients(self) -> Tensor:
         """The norm is over all ranks' shards and, counted once, what every rank holds."""

@@ -31,7 +31,7 @@ from numpy import ndarray
 
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
-from scalingnote.storage.shuffle import JsonRecord, TaskRunner, named_stream, run_slices, scatter, stream
+from scalingnote.storage.shuffle import JsonRecord, TaskRunner, run_slices, scatter, stream
 from scalingnote.train.data import (
     Order,
     RankShare,
@@ -100,21 +100,20 @@ def write_stream(
     store: str,
     order: Order,
     *,
-    steps: int,
     batch: int,
     pool: Int64[ndarray, " documents"],
     each: TaskRunner = map,
 ) -> dict[str, int]:
     """Write the stream of a run beside its finished store, or find it there.
 
-    `batch` is the number of rows of each of the `steps`, `pool` the documents of the validation sample.
+    `batch` is the number of rows of a step, `pool` the documents of the validation sample.
     Returns ``query_tokens`` and ``document_tokens`` of all rows of the run, and the ``bytes`` of the stream.
     """
     folder = fs.join(store, "stream")
     index = fs.join(folder, INDEX_FILE)
     if fs.exists(index):
         return dict(json.loads(fs.read_bytes(index))["totals"])
-    layout = ChunkLayout.of(steps, batch)
+    layout = ChunkLayout.of(order.steps, batch)
     rows, documents = Store.files(store, "train"), Store.files(store, "documents")
     run = partial(run_slices, folder=folder, each=each, section="train")
     chunks = range(layout.chunks)
@@ -141,7 +140,7 @@ def _scatter_places(
     batches = np.stack([order.batch(step) for step in layout.steps_of(chunk)])
     drawn = batches[:, layout.lanes()].T.reshape(-1)  # lane after lane
     file, row = file_and_row(drawn, np.cumsum([file.rows for file in files]))
-    table = pa.table({"row": row, "place": np.arange(len(drawn))})
+    table = pa.table({"row": row, "chunk": np.full(len(drawn), chunk), "place": np.arange(len(drawn))})
     scatter(table, file, target=fs.join(folder, "places"), name=f"{chunk:05d}")
     return {}
 
@@ -218,11 +217,9 @@ def _write_chunk(item: tuple[int, int], *, layout: ChunkLayout, folder: str) -> 
 
 
 def _pieces(folder: str, target: str, file: int) -> Iterator[pa.Table]:
-    """The rows of a file that chunks need, in tables of _PIECE_ROWS; without a column, a task is a chunk."""
+    """The rows of a file that chunks need, in tables of _PIECE_ROWS."""
     held: list[pa.Table] = []
-    for name, table in named_stream(fs.join(folder, target), file):
-        if "chunk" not in table.column_names:
-            table = table.append_column("chunk", pa.array(np.full(len(table), int(name))))
+    for table in stream(fs.join(folder, target), file):
         held.append(table)
         if sum(map(len, held)) >= _PIECE_ROWS:
             yield pa.concat_tables(held).combine_chunks()

@@ -23,7 +23,14 @@ from scalingnote.models import published_tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupPrompt
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, TokenRow, list_column, token_columns
+from scalingnote.models.prompt import (
+    DocumentPrompt,
+    QueryPrompt,
+    TokenRow,
+    document_fields,
+    list_column,
+    token_columns,
+)
 from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_wise import TokenWise
@@ -107,9 +114,8 @@ def tokenizer_texts(
     parts = dataset.table_parts("documents")
     for batch in read_columns(dataset, parts, DOCUMENT_COLUMNS, prefix=prefix):
         rows = batch.filter(pa.array(in_sorted(hash_of(batch["doc_id"]), sampled)))
-        for name in ("title", "topic", "content"):
-            for text in rows[name].to_pylist():
-                yield text[:_TOKENIZER_CHARS]
+        for texts in document_fields(rows):
+            yield from (text[:_TOKENIZER_CHARS] for text in texts)
 
 
 def distinct_queries(artifact: Artifact, table: str) -> Iterator[str]:
@@ -157,6 +163,12 @@ def build_prompt(
         return tower_prompt(shell, plain, role=role, spans=sparse)
 
 
+def prompt_blocks(prompt: QueryPrompt | LookupPrompt, queries: Sequence[str]) -> Iterator[list[TokenRow]]:
+    """Token rows of queries, some thousands at a time."""
+    for start in range(0, len(queries), _BLOCK_ROWS):
+        yield prompt.rows(queries[start : start + _BLOCK_ROWS])
+
+
 def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[Named, int]:
     """Sorted hashes of the doc_ids of all documents that triplets name, and the most documents of a row."""
     hashes, group = [np.empty(0, np.uint64)], 1
@@ -182,7 +194,7 @@ def document_rows(
             of_batch = hash_of(batch["doc_id"])
             kept = in_sorted(of_batch, wanted)
             texts = batch.filter(pa.array(kept))
-            rows = prompt.rows(*(texts[name].to_pylist() for name in ("title", "topic", "content")))
+            rows = prompt.rows(*document_fields(texts))
             readable = np.array([isinstance(row, TokenRow) for row in rows], dtype=bool)
             for at in np.flatnonzero(~readable).tolist():
                 problems[texts["doc_id"][at].as_py()] = str(rows[at])
@@ -211,10 +223,7 @@ def triplet_rows(
     columns, readable = triplet_columns(triplets, answers, group=group, wanted=wanted, place=place)
     texts = pc.dictionary_encode(triplets["query"].combine_chunks())
     distinct = texts.dictionary.to_pylist()
-    blocks = (
-        prompt.rows(distinct[start : start + _BLOCK_ROWS]) for start in range(0, len(distinct), _BLOCK_ROWS)
-    )
-    tokens = token_columns(blocks, views=len(prompt.views))
+    tokens = token_columns(prompt_blocks(prompt, distinct), views=len(prompt.views))
     if sparse is not None:
         terms = sparse.tokens(distinct)
         flat = np.array([term for row in terms for term in row], dtype=np.int32)

@@ -17,9 +17,8 @@ from torch import nn
 
 from scalingnote.core.log import get_logger
 from scalingnote.models.batch import collate
-from scalingnote.models.prompt import TokenRow
+from scalingnote.models.prompt import TokenRow, indexed_view
 from scalingnote.storage import arrow
-from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.train.config import TrainConfig, Validation
 from scalingnote.train.data import RowTable, Store, permute
 from scalingnote.train.engine import Engine, broadcast_numbers, gather, rank, world_size
@@ -57,7 +56,7 @@ def validator(
     if sample is None:
         get_logger("train").info("the triplets have no validation split: nothing is measured in training")
         return None
-    view = views.index(INDEXED_VIEW) if INDEXED_VIEW in views else len(views) - 1
+    view = views.index(indexed_view(views))
 
     def validate() -> dict[str, float]:
         queries = encode_rows("query", sample.queries, engine=engine, pad=pads[0])

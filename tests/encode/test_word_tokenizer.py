@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from scalingnote.encode import lookup
 from scalingnote.encode.lookup import WordTokenizer
-from scalingnote.train.distillation.new_words import add_words
+from scalingnote.train.distillation.vocabulary import add_words
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", *"abcdé?!'中[]ß", *(f"##{letter}" for letter in "abcdé"), "ab", "##cd"]
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.models.lookup_onnx import INPUT, export_table
 from scalingnote.models.lookup_table import Table, frequent_features, quantize_rows
-from scalingnote.train.distillation.new_words import add_words
+from scalingnote.train.distillation.vocabulary import add_words
 
 onnxruntime = pytest.importorskip("onnxruntime")
 WORDS = {

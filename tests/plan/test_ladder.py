@@ -47,10 +47,8 @@ def test_rungs_are_all_pairs_of_sizes_and_small_ones_are_nested():
     made = ladder.rung_configs(SIZES, STAGE_ONE, rows=75)
     assert len({(str(one.document.backbone), one.epochs) for one in made}) == len(made) == 16
     assert all(one.query.backbone == one.document.backbone for one in made)
-    order = Order({"click/one": 75}, global_batch=8, seed=0)
-    seen = [
-        np.concatenate([order.batch(step) for step in range(order.steps(one))]).tolist() for one in made[:4]
-    ]
+    orders = [Order(one, {"click/one": 75}) for one in made[:4]]
+    seen = [np.concatenate([order.batch(step) for step in range(order.steps)]).tolist() for order in orders]
     assert [len(rows) for rows in seen] == [16, 24, 40, 64]
     assert all(len(set(rows)) == len(rows) and set(rows) <= set(seen[3]) for rows in seen)
 

@@ -79,28 +79,23 @@ class PatientEncoder(CountedEncoder):
         return super().encode_with_cost(*rows, **options)
 
 
-def noted_worker(settings: dict, *, folder: str):
-    import ray.train
+def noted_rank(rank: int, world: int, *, prepare_rank, folder: str):
     import torch
 
     from scalingnote.train import job
 
-    context = ray.train.get_context()
     with (Path(folder) / "worlds").open("a") as file:
-        file.write(f"{context.get_world_size()}\n")
-    waits_at = WAITS_AT.get(len(groups(Path(folder)))) if context.get_world_rank() == 0 else None
-    fit = job.fit
+        file.write(f"{world}\n")
+    waits_at = WAITS_AT.get(len(groups(Path(folder)))) if rank == 0 else None
+    training = prepare_rank(rank, world)
 
-    def waiting(engine, batch_at, **options):
-        def waited(step: int):
-            while step == waits_at:
-                time.sleep(0.1)
-            return batch_at(step)
+    def waited(step: int):
+        while step == waits_at:
+            time.sleep(0.1)
+        return training.batches(step)
 
-        return fit(engine, waited, **options)
-
-    job.fit, job.get_device = waiting, lambda: torch.device("cpu")
-    return job._worker(settings)
+    job.get_device = lambda: torch.device("cpu")
+    return training._replace(batches=waited)
 
 
 def parents(folder: Path) -> dict[str, str]:
@@ -135,8 +130,8 @@ def train(folder: Path) -> None:
     job.RESIZE_INTERVAL_S = 2.0
     launch = job.launch
     job.TorchTrainer = GlooTrainer
-    job.launch = lambda worker, *args, **kwargs: launch(
-        partial(noted_worker, folder=str(folder)), *args, **kwargs
+    job.launch = lambda prepare_rank, run: launch(
+        partial(noted_rank, prepare_rank=prepare_rank, folder=str(folder)), run
     )
     job.run(CONFIG, **parents(folder), output=str(folder / "trained"))
 

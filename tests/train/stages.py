@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 
 import pytest
 import torch
@@ -10,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tiny
-from scalingnote.models import backbone, dual_encoder
+from light import learnt
+from scalingnote.models import dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Scratch
 from scalingnote.models.dual_encoder import DualEncoder
@@ -20,13 +20,6 @@ from scalingnote.train.objective import Triplets
 
 DIM = 8
 Found = dict[str, Tensor]
-
-
-@cache
-def learnt() -> str:
-    """Tokenizer JSON of the tiny corpus."""
-    texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
-    return backbone.train_tokenizer(texts, vocabulary=400)
 
 
 def towers(scratch: Scratch = tiny.CAUSAL) -> DualEncoder:

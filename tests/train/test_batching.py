@@ -14,7 +14,7 @@ from scalingnote.storage import schema
 from scalingnote.storage import shuffle as sliced
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.train import prepare as preparing
-from scalingnote.train.config import Batching, Losses, TrainConfig
+from scalingnote.train.config import Batching, Losses, Schedule, TrainConfig
 from scalingnote.train.data import MappedShares, Order, Store
 from scalingnote.train.objective import TripletBatches
 from scalingnote.train.prepare import PreparedStore, prepare
@@ -71,17 +71,21 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 ANSWERS = [("q007", "d001"), ("q007", "d001"), ("q008", "d002"), ("q999", "d003"), ("q008", "gone")]
 
 
+def store_of(folder: Path, dataset: Artifact, found: list[dict], answers: list[tuple[str, str]] = ()):
+    """The store of some triplets, and what they are read into."""
+    made = triplets(str(folder / "triplets"), found, answers)
+    return prepare(CONFIG, dataset=dataset, triplets=made, folder=str(folder / "store"))
+
+
 @pytest.fixture(scope="module")
 def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> PreparedStore:
-    folder = tmp_path_factory.mktemp("prepared")
-    found = triplets(str(folder / "triplets"), rows(), ANSWERS)
-    return prepare(CONFIG, dataset=dataset, triplets=found, folder=str(folder / "store"))
+    return store_of(tmp_path_factory.mktemp("prepared"), dataset, rows(), ANSWERS)
 
 
 def batches(
     prepared: PreparedStore, *, rank: int = 0, world: int = 1, batching: Batching | None = None
 ) -> TripletBatches:
-    order = Order(prepared.sizes, global_batch=8, seed=2, batching=batching)
+    order = Order(Schedule(global_batch=8, seed=2), prepared.sizes, batching)
     store = Store.open(prepared.store)
     shares = MappedShares(store, order, rank=rank, world=world)
     return TripletBatches(shares, store.facts, pads=(0, 0))
@@ -175,18 +179,15 @@ def test_the_global_batch_is_the_same_set_for_any_number_of_ranks(
         assert together(step, 1) == together(step, 2) == together(step, 4)
 
 
-def test_a_column_of_scores_that_is_missing_or_null_gives_none(dataset: Artifact, tmp_path: Path):
-    for number, scored in enumerate([[], None]):
-        found = [row | {"scores": scored} for row in rows(40)]
-        if scored is None:
-            made = triplets(str(tmp_path / f"triplets-{number}"), found)
-        else:
-            draft = Draft(str(tmp_path / "old"), kind="triplets", config=tiny.Nothing(), parents={})
-            table = pa.Table.from_pylist([row | {"scores": None} for row in found], schema=schema.TRIPLETS)
-            draft.write_table("triplets.parquet", table.drop_columns(["scores"]))
-            made = draft.commit(counts={})
-        folder = str(tmp_path / f"store-{number}")
-        assert batches(prepare(CONFIG, dataset=dataset, triplets=made, folder=folder))(0).scores is None
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_column_of_scores_that_is_missing_or_null_gives_none(
+    dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: bool
+):
+    if missing:  # as an old artifact has them
+        fields = [field for field in schema.TRIPLETS if field.name != "scores"]
+        monkeypatch.setattr(schema, "TRIPLETS", pa.schema(fields))
+    found = [row | {"scores": None} for row in rows(40)]
+    assert batches(store_of(tmp_path, dataset, found))(0).scores is None
 
 
 def test_a_killed_prepare_does_the_rest_and_writes_the_same(
@@ -195,17 +196,19 @@ def test_a_killed_prepare_does_the_rest_and_writes_the_same(
     found = triplets(str(tmp_path / "triplets"), rows())
     monkeypatch.setattr(sliced, "ROWS_PER_SLICE", 40)  # several slices of each table
 
-    def content(folder: Path) -> dict[str, bytes]:
+    def written(name: str, each=map) -> dict[str, bytes]:
+        folder = tmp_path / name
+        prepare(CONFIG, dataset=dataset, triplets=found, folder=str(folder), each=each)
         return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
-    prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "whole"))
-    assert len(list((tmp_path / "whole/documents").iterdir())) == 3
-    tasks, stop = 0, 2
+    whole = written("whole")
+    assert sum(name.startswith("documents/") for name in whole) == 3
+    tasks = 0
 
     def dying(task, items):
         nonlocal tasks
         for item in items:
-            if tasks == stop:
+            if tasks == 2:
                 raise InterruptedError
             tasks += 1
             yield task(item)
@@ -213,28 +216,18 @@ def test_a_killed_prepare_does_the_rest_and_writes_the_same(
     for _ in range(4):  # of nine tasks, two at a time
         tasks = 0
         with pytest.raises(InterruptedError):
-            prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "cut"), each=dying)
+            written("cut", dying)
     tasks = 0
-    prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "cut"), each=dying)
-    assert tasks < stop
-    assert content(tmp_path / "cut") == content(tmp_path / "whole")
-    backwards = str(tmp_path / "backwards")
-    prepare(
-        CONFIG,
-        dataset=dataset,
-        triplets=found,
-        folder=backwards,
-        each=lambda task, items: [task(item) for item in reversed(items)],
-    )
-    assert content(Path(backwards)) == content(tmp_path / "whole")
+    assert written("cut", dying) == whole
+    assert tasks < 2
+    assert written("backwards", lambda task, items: [task(item) for item in reversed(items)]) == whole
 
 
 def test_slices_do_not_change_what_is_prepared(
     dataset: Artifact, prepared: PreparedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sliced, "ROWS_PER_SLICE", 1)
-    found = triplets(str(tmp_path / "triplets"), rows(), ANSWERS)
-    again = prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "store"))
+    again = store_of(tmp_path, dataset, rows(), ANSWERS)
     assert again.tokenizers == prepared.tokenizers
     for step in (0, 5):
         one, other = batches(prepared)(step), batches(again)(step)
@@ -243,17 +236,21 @@ def test_slices_do_not_change_what_is_prepared(
         torch.testing.assert_close(one.queries.ids, other.queries.ids)
 
 
+@pytest.fixture
+def documents(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """Those of the next dataset, to be changed."""
+    changed = tiny.document_rows()
+    monkeypatch.setattr(tiny, "document_rows", lambda count=tiny.DOCUMENTS: changed[:count])
+    return changed
+
+
 def test_a_document_that_cannot_be_read_costs_its_triplets_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: list[dict]
 ):
-    documents = tiny.document_rows()
-    documents[5] = documents[5] | {"title": "long " * 400}
-    monkeypatch.setattr(tiny, "document_rows", lambda count=tiny.DOCUMENTS: documents[:count])
+    documents[5]["title"] = "long " * 400
     said: list[str] = []
     monkeypatch.setattr(preparing.log, "warning", lambda text, *values: said.append(text % values))
-    dataset = tiny.dataset(str(tmp_path / "dataset"))
-    found = triplets(str(tmp_path / "triplets"), rows())
-    prepared = prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "store"))
+    prepared = store_of(tmp_path, tiny.dataset(str(tmp_path / "dataset")), rows())
     hit = [row for row in rows() if "d005" in (row["positive"], *row["negatives"])]
     train = [row for row in rows() if row["split"] == "train"]
     assert hit
@@ -264,14 +261,22 @@ def test_a_document_that_cannot_be_read_costs_its_triplets_only(
     assert Store.open(prepared.store).facts["short"] == len(hit) - len(lost)
 
 
-def test_what_does_not_fit_together_is_said(dataset: Artifact, tmp_path: Path):
-    lost = triplets(str(tmp_path / "lost"), [row | {"positive": "d999"} for row in rows(20)])
-    with pytest.raises(TrainingError, match="triplets name document 'd999', which the dataset lacks"):
-        prepare(CONFIG, dataset=dataset, triplets=lost, folder=str(tmp_path / "a"))
-    short = [row | {"scores": [1.0]} for row in rows(20)]
-    made = triplets(str(tmp_path / "short"), short)
-    with pytest.raises(TrainingError, match="carries 1 scores for 3 documents"):
-        prepare(CONFIG, dataset=dataset, triplets=made, folder=str(tmp_path / "c"))
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"positive": "d999"}, TrainingError, "triplets name document 'd999', which the dataset lacks"),
+        ({"scores": [1.0]}, TrainingError, "carries 1 scores for 3 documents"),
+        ({"positive": "d006"}, DataError, "a doc_id occurs twice in the dataset"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(
+    tmp_path: Path, documents: list[dict], change: dict, error: type[Exception], message: str
+):
+    if error is DataError:
+        documents[5]["doc_id"] = "d006"
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    with pytest.raises(error, match=message):
+        store_of(tmp_path, dataset, [row | change for row in rows(20)])
 
 
 def shortened() -> list[dict]:
@@ -286,8 +291,7 @@ def shortened() -> list[dict]:
 
 def test_rows_short_of_negatives_are_read_and_marked(dataset: Artifact, tmp_path: Path):
     found = shortened()
-    made = triplets(str(tmp_path / "triplets"), found)
-    prepared = prepare(CONFIG, dataset=dataset, triplets=made, folder=str(tmp_path / "store"))
+    prepared = store_of(tmp_path, dataset, found)
     train = [row for row in found if row["split"] == "train"]
     assert sum(prepared.sizes.values()) == len(train)
     facts = Store.facts_of(prepared.store)
@@ -309,16 +313,6 @@ def test_rows_short_of_negatives_are_read_and_marked(dataset: Artifact, tmp_path
     stored = Counter((1 + len(r["negatives"]), len(r["scores"] or ())) for r in train)
     assert lengths.total() == len(train) // 8 * 8
     assert not lengths - stored
-
-
-def test_a_doc_id_that_comes_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    documents = tiny.document_rows()
-    documents[5] = documents[5] | {"doc_id": "d006"}
-    monkeypatch.setattr(tiny, "document_rows", lambda count=tiny.DOCUMENTS: documents[:count])
-    dataset = tiny.dataset(str(tmp_path / "dataset"))
-    found = triplets(str(tmp_path / "triplets"), [row | {"positive": "d006"} for row in rows(20)])
-    with pytest.raises(DataError, match="a doc_id occurs twice in the dataset"):
-        prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "store"))
 
 
 def test_sorted_names_are_merged_a_range_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

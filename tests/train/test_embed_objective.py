@@ -8,19 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from stages import PlainEngine, learnt, step
+from stages import DIM, Found, PlainEngine, step, towers
 from torch import Tensor
 
 import ranks
 import tiny
-from scalingnote.models import batch, dual_encoder
+from scalingnote.models import batch
 from scalingnote.models.published_model import Similarity
 from scalingnote.train.config import GradCache
 from scalingnote.train.distillation.config import DistillConfig, DistillLosses
 from scalingnote.train.distillation.objective import Lesson, LessonCandidates, StageTwo
 from scalingnote.train.grad_cache import cached_backward
 
-ROWS, DIM, TAU = 6, 8, 0.2
+ROWS, TAU = 6, 0.2
 ALL = DistillLosses(
     qkd=0.5, query_matching=0.7, document_matching=0.3, one_hot=1.1, scores=0.9, temperature=TAU
 )
@@ -29,18 +29,11 @@ POSITIVE, NEGATIVE = [0, 1, 2, 0, -1, 5], [6, 7, 2, -1, -1, 1]
 QUERY_IDS = [10, 11, 12, 13, 14, 10]
 KNOWN = [[0, 1], [1, -1], [2, -1], [0, -1], [-1, -1], [5, -1]]
 WEIGHTS = [1.0, 2.0, 1.0, 0.5, 1.0, 1.0]
-Found = dict[str, Tensor]
 
 
 def stage(losses: DistillLosses, *, symmetric: bool, similarity: Similarity = "cosine") -> StageTwo:
-    student = dual_encoder.build_tower(
-        tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=DIM, tokenizer_json=learnt(), seed=0
-    )
-    document = None
-    if symmetric:
-        config = tiny.document_tower(tiny.BIDIRECTIONAL)
-        document = dual_encoder.build_tower(config, role="document", dim=DIM, tokenizer_json=learnt(), seed=1)
-    return StageTwo(student, losses, document, similarity=similarity)
+    made = towers(tiny.BIDIRECTIONAL)
+    return StageTwo(made.query, losses, made.document if symmetric else None, similarity=similarity)
 
 
 def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Lesson:

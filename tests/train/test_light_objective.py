@@ -1,12 +1,16 @@
 """LightRetriever's losses: what they add up, against plain transcriptions, and through GradCache."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
-from stages import PlainEngine
+from stages import Found, PlainEngine, step
 
 import light
+import ranks
 import tiny
 from scalingnote.models import dual_encoder
 from scalingnote.models.config import LookupConfig, Lora, TokenWiseConfig, TowerConfig
@@ -131,8 +135,7 @@ def test_a_transformer_query_tower_teaches_its_own_sparse_side():
     assert not {"align", "whole"} & set(parts)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+@pytest.mark.parametrize(("packed", "lora"), [(False, None), (True, Lora(rank=2))])
 def test_gradcache_gives_the_gradients_of_a_plain_step(packed: bool, lora: Lora | None):
     results = []
     for cached in (True, False):
@@ -144,6 +147,21 @@ def test_gradcache_gives_the_gradients_of_a_plain_step(packed: bool, lora: Lora 
             made(batch)[0].backward()
         results.append({name: p.grad for name, p in made.named_parameters() if p.grad is not None})
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+def step_of(rows: Sequence[int]) -> Found:
+    made = light.stage()
+    found = step(made, light.triplets(made, rows, of=ROWS, step=2))
+    del found["terms"]  # of this rank's documents, for the log
+    return found
+
+
+def halves() -> Found:
+    return step_of(torch.arange(ROWS).split(ROWS // 2)[dist.get_rank()].tolist())
+
+
+def test_two_ranks_have_the_gradients_of_one():
+    torch.testing.assert_close(ranks.run(halves, world=2)[0], step_of(range(ROWS)), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -15,7 +15,7 @@ from scalingnote.models.config import LookupConfig, TokenWiseConfig
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
-from scalingnote.train.config import Losses, Sparse, TrainConfig
+from scalingnote.train.config import Losses, Schedule, Sparse, TrainConfig
 from scalingnote.train.data import MappedShares, Order, Store
 from scalingnote.train.job import build_stage_one
 from scalingnote.train.objective import TripletBatches
@@ -45,7 +45,7 @@ def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Pre
 
 
 def batches(prepared: PreparedStore) -> TripletBatches:
-    order = Order(prepared.sizes, global_batch=24, seed=0)
+    order = Order(Schedule(global_batch=24), prepared.sizes)
     store = Store.open(prepared.store)
     shares = MappedShares(store, order, rank=0, world=1)
     return TripletBatches(shares, store.facts, pads=(0, 0), steps=STEPS)

@@ -12,7 +12,7 @@ from scalingnote.core.log import Progress
 from scalingnote.train import loop
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import Optimizer, Schedule, Validation
-from scalingnote.train.loop import TrainingHistory, fit
+from scalingnote.train.loop import TrainingHistory, TrainingLoop
 from scalingnote.train.strategies import build
 
 STEPS = 12
@@ -88,15 +88,18 @@ def train(
         global_batch=16,
         seed=seed,
     )
-    return fit(
-        build(module, schedule=schedule, device=torch.device("cpu")),
-        stop_at,
-        steps=STEPS,
-        schedule=schedule,
-        checkpoints=Checkpoints(str(folder)),
-        section="test",
-        **knobs,
-    )
+    engine = build(module, schedule=schedule, device=torch.device("cpu"))
+    loop = TrainingLoop(engine, schedule, Checkpoints(str(folder)), section="test", steps=STEPS, **knobs)
+    return loop.fit(stop_at)
+
+
+def measuring(*values: float) -> dict[str, Any]:
+    """Validation every second step that finds these values, and stops after two worse ones."""
+    found = iter(values)
+    return {
+        "validation": Validation(every=2, patience=2),
+        "validate": lambda: {"MRR@10": next(found)},
+    }
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -112,9 +115,11 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path: Path
     history = train(whole, tmp_path / "whole")
     with pytest.raises(InterruptedError):
         train(Regression(), tmp_path / "cut", until=10)
-    resumed = Regression()
+    resumed, other = Regression(), Regression()
     assert train(resumed, tmp_path / "cut") == history
     assert same(whole, resumed)
+    train(other, tmp_path / "other", seed=2**64)  # any number is a seed
+    assert not same(whole, other)
 
 
 def test_progress_shows_what_differs_from_the_loss_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -123,13 +128,6 @@ def test_progress_shows_what_differs_from_the_loss_beside_it(tmp_path: Path, mon
     curve = train(Regression(), tmp_path).curve
     assert len(notes) == STEPS
     assert notes[0] == f"loss {curve[0]['loss']:.4f} (absolute {curve[0]['absolute']:.4g})"
-
-
-def test_any_number_is_a_seed(tmp_path: Path):
-    small, large = Regression(), Regression()
-    train(small, tmp_path / "small")
-    train(large, tmp_path / "large", seed=2**64)
-    assert not same(small, large)
 
 
 def test_the_last_step_has_a_checkpoint_so_that_no_step_is_repeated_when_saving_fails(tmp_path: Path):
@@ -219,34 +217,14 @@ def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
     assert steps_in(tmp_path) == [3, STEPS]
 
 
-def test_a_run_that_is_interrupted_as_it_stops_early_stays_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_run_that_stops_early_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: bool):
+    """With a checkpoint of the step at which it stopped, also where a notice arrives in that step."""
     monkeypatch.setattr(loop, "NOTICE_INTERVAL_S", -1.0)
-    found = iter([0.5, 0.4, 0.3])
-    validation = Validation(every=2, patience=2)
-    notices = iter([False] * 5 + [True])
+    notices = iter([False] * 5 + [noticed])
     stopped, resumed = Regression(), Regression()
-    history = train(
-        stopped,
-        tmp_path,
-        every=100,
-        validation=validation,
-        validate=lambda: {"MRR@10": next(found)},
-        notice=lambda: next(notices),
-    )
-    assert 6 in steps_in(tmp_path)
-    assert train(resumed, tmp_path, every=100, validation=validation, validate=dict) == history
-    assert same(stopped, resumed)
-
-
-def test_a_run_that_stops_early_has_a_checkpoint_of_that_step(tmp_path: Path):
-    found = iter([0.5, 0.4, 0.3])
-    validation = Validation(every=2, patience=2)
-    stopped, resumed = Regression(), Regression()
-    history = train(
-        stopped, tmp_path, every=100, validation=validation, validate=lambda: {"MRR@10": next(found)}
-    )
+    known = {"every": 100, "notice": lambda: next(notices)}
+    history = train(stopped, tmp_path, **measuring(0.5, 0.4, 0.3), **known)
     assert steps_in(tmp_path) == [2, 6]  # the best one, and that of the end
-    assert train(resumed, tmp_path, until=0, every=100, validation=validation, validate=dict) == history
+    assert train(resumed, tmp_path, until=0, every=100, **measuring()) == history
     assert same(stopped, resumed)

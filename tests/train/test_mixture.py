@@ -84,7 +84,7 @@ def documents(row: dict[str, Any]) -> list[str]:
 
 def order(prepared: Any, *, homogeneous: bool = True) -> Order:
     batching = Batching(sources="homogeneous" if homogeneous else "mixed")
-    return Order.of(config(), prepared.sizes, batching, config().set_epochs)
+    return Order(config(), prepared.sizes, batching, config().set_epochs)
 
 
 @pytest.mark.parametrize("homogeneous", [True, False])

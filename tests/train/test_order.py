@@ -11,12 +11,16 @@ from scalingnote.train.config import Batching, Schedule
 from scalingnote.train.data import Order, permute
 
 SIZES = {"click/multi": 37, "click/one": 61, "relevance/one": 22}
-STARTS = dict(zip(SIZES, np.cumsum([0, *SIZES.values()])[:-1].tolist(), strict=True))
+HOMOGENEOUS = Batching(sources="homogeneous")
 
 
-def epoch(order: Order, number: int = 0, **kwargs) -> np.ndarray:
-    first = number * order.steps_per_epoch
-    return np.stack([order.batch(first + step, **kwargs) for step in range(order.steps_per_epoch)])
+def order(batch: int = 16, sizes: dict[str, int] = SIZES, *args, seed: int = 5, **length) -> Order:
+    return Order(Schedule(global_batch=batch, seed=seed, **length), sizes, *args)
+
+
+def epoch(made: Order, number: int = 0) -> np.ndarray:
+    first = number * made.steps_per_epoch
+    return np.stack([made.batch(first + step) for step in range(made.steps_per_epoch)])
 
 
 def parts(rows: np.ndarray) -> np.ndarray:
@@ -46,7 +50,7 @@ def test_every_order_of_a_few_rows_comes_equally_often(size: int):
     seen = Counter(tuple(permute(np.arange(size), size=size, key=(key,)).tolist()) for key in range(keys))
     orders = list(itertools.permutations(range(size)))
     expected = keys / len(orders)
-    chi_squared = sum((seen[order] - expected) ** 2 / expected for order in orders)
+    chi_squared = sum((seen[each] - expected) ** 2 / expected for each in orders)
     # Mean and deviation of chi squared: five deviations are one in a million.
     free = len(orders) - 1
     assert chi_squared < free + 5 * (2 * free) ** 0.5
@@ -55,68 +59,62 @@ def test_every_order_of_a_few_rows_comes_equally_often(size: int):
 def test_neighbours_are_torn_apart():
     size = 10_007
     found = permute(np.arange(size), size=size, key=(0,))
-    correlation = np.corrcoef(found[:-1], found[1:])[0, 1]
-    assert abs(correlation) < 5 / size**0.5
-    assert abs(np.corrcoef(np.arange(size), found)[0, 1]) < 5 / size**0.5
+    for one, other in ((found[:-1], found[1:]), (np.arange(size), found)):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 5 / size**0.5
 
 
 # --- batches ---------------------------------------------------------------------------------------------
 
 
 def test_an_epoch_visits_rows_once_and_leaves_its_tail_out():
-    order = Order(SIZES, global_batch=16, seed=5)
-    assert order.steps_per_epoch == 7
-    rows = epoch(order)
+    rows = epoch(order())
     assert rows.shape == (7, 16)
     assert len(set(rows.ravel().tolist())) == 112
     assert set(rows.ravel().tolist()) <= set(range(120))
 
 
 def test_epochs_and_seeds_differ_and_steps_have_no_state():
-    order = Order(SIZES, global_batch=16, seed=5)
-    first, second = epoch(order), epoch(order, 1)
+    first, second = epoch(order()), epoch(order(), 1)
     assert first.tolist() != second.tolist()
-    assert Order(SIZES, global_batch=16, seed=6).batch(0).tolist() != first[0].tolist()
-    resumed = Order(SIZES, global_batch=16, seed=5)  # nothing remembered but the step
+    assert order(seed=6).batch(0).tolist() != first[0].tolist()
+    resumed = order()  # nothing remembered but the step
     assert resumed.batch(9).tolist() == second[2].tolist()
     assert resumed.batch(0).tolist() == first[0].tolist()
 
 
 def test_a_part_of_an_epoch_is_rounded_and_too_few_rows_are_said():
-    order = Order({"click/one": 100}, global_batch=10, seed=0)
-    assert order.steps(Schedule(epochs=2.5)) == 25
-    assert order.steps(Schedule(epochs=2.5, max_steps=7)) == 7
+    assert order(10, {"click/one": 100}, epochs=2.5).steps == 25
+    assert order(10, {"click/one": 100}, epochs=2.5, max_steps=7).steps == 7
     with pytest.raises(DataError, match="9 training rows do not fill one global batch of 10"):
-        Order({"click/one": 9}, global_batch=10, seed=0)
+        order(10, {"click/one": 9})
 
 
 def test_a_part_with_few_epochs_is_seen_whole_before_a_row_repeats():
     epochs = {"click/multi": 1.0, "click/one": 0.25, "relevance/one": 2.0}
-    order = Order(SIZES, global_batch=12, seed=1, epochs=epochs)
-    drawn = np.concatenate([epoch(order, number).ravel() for number in range(4)])
+    made = order(12, SIZES, None, epochs)
+    drawn = np.concatenate([epoch(made, number).ravel() for number in range(4)])
     click = drawn[parts(drawn) == "click/one"]
     assert 50 < len(set(click.tolist())) == len(click) <= 61
-    repeats = Counter(epoch(order)[parts(epoch(order)) == "relevance/one"].tolist())
+    repeats = Counter(epoch(made)[parts(epoch(made)) == "relevance/one"].tolist())
     assert set(repeats.values()) <= {1, 2}
 
 
 def test_a_homogeneous_batch_is_of_one_part_and_has_no_row_twice():
-    order = Order(SIZES, global_batch=10, seed=3, batching=Batching(sources="homogeneous"))
+    made = order(10, SIZES, HOMOGENEOUS)
     for number in range(3):
-        rows = epoch(order, number)
+        rows = epoch(made, number)
         of = parts(rows)
         assert (of == of[:, :1]).all()
         assert Counter(of[:, 0].tolist()) == {"click/multi": 3, "click/one": 6, "relevance/one": 2}
         assert len(set(rows.ravel().tolist())) == rows.size
-    order_of_parts = [parts(epoch(order, number))[:, 0].tolist() for number in range(2)]
+    order_of_parts = [parts(epoch(made, number))[:, 0].tolist() for number in range(2)]
     assert order_of_parts[0] != order_of_parts[1]
     with pytest.raises(ConfigError, match=r"relevance/one \(22 rows\) would not fill one batch of 30"):
-        Order(SIZES, global_batch=30, seed=0, batching=Batching(sources="homogeneous"))
+        order(30, SIZES, HOMOGENEOUS)
 
 
 def test_a_hundred_million_rows_cost_a_batch():
     sizes = {"click/multi": 60_000_000, "click/one": 39_999_999, "relevance/one": 7}
-    order = Order(sizes, global_batch=512, seed=0)
-    rows = order.batch(195_000)
+    rows = order(512, sizes).batch(195_000)
     assert rows.max() < sum(sizes.values())
     assert len(set(rows.tolist())) == 512

@@ -15,12 +15,12 @@ from torch import Tensor
 import ranks
 import tiny
 from scalingnote.models import backbone
-from scalingnote.models.cross_encoder import CrossEncoder, pair, scores
-from scalingnote.storage.artifact import Artifact
-from scalingnote.train.config import CrossEncoderLosses, DualPooledConfig
+from scalingnote.models.cross_encoder import CrossEncoder, pair
+from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.train.config import CrossEncoderLosses, DualPooledConfig, Schedule
 from scalingnote.train.cross_encoder import job
 from scalingnote.train.cross_encoder.job import as_stage_one
-from scalingnote.train.cross_encoder.pairs import PairBatch, PairBatches, PairStage, one_hot
+from scalingnote.train.cross_encoder.pairs import PairBatches, PairStage
 from scalingnote.train.data import Order, Store
 from scalingnote.train.prepare import prepare
 
@@ -28,16 +28,22 @@ CONFIG = DualPooledConfig(backbone=tiny.BIDIRECTIONAL, **tiny.CROSS)
 Found = dict[str, Tensor]
 
 
-def made(folder: Path) -> tuple[str, Artifact, Artifact]:
-    dataset = tiny.dataset(str(folder / "dataset"), count=24)
-    triplets = tiny.triplets(str(folder / "triplets"), dataset)
-    prepared = prepare(as_stage_one(CONFIG), dataset=dataset, triplets=triplets, folder=str(folder / "store"))
-    return prepared.store, dataset, triplets
+@pytest.fixture(scope="module")
+def triplets(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    folder = tmp_path_factory.mktemp("parents")
+    return tiny.triplets(str(folder / "triplets"), tiny.dataset(str(folder / "dataset"), count=24))
+
+
+@pytest.fixture(scope="module")
+def made_store(triplets: Artifact, tmp_path_factory: pytest.TempPathFactory) -> str:
+    dataset = open_artifact(triplets.manifest.parents["dataset"]["uri"], kind="dataset")
+    folder = str(tmp_path_factory.mktemp("store"))
+    return prepare(as_stage_one(CONFIG), dataset=dataset, triplets=triplets, folder=folder).store
 
 
 def batches(store: str, *, rank: int = 0, world: int = 1, in_batch: int = 3) -> PairBatches:
     found = Store.open(store)
-    order = Order(found.facts["sizes"], global_batch=8, seed=0)
+    order = Order(Schedule(global_batch=8), found.facts["sizes"])
     return PairBatches(found, order, pad=0, in_batch=in_batch, rank=rank, world=world)
 
 
@@ -64,10 +70,9 @@ def one_of_two(store: str) -> Found:
     return step(store, rank=dist.get_rank(), world=2)
 
 
-def test_a_step_pairs_queries_with_own_and_other_documents(tmp_path: Path):
-    store, _, triplets = made(tmp_path)
-    batch = batches(store)(0)
-    module = stage(store, CrossEncoderLosses())
+def test_a_step_pairs_queries_with_own_and_other_documents(made_store: str, triplets: Artifact):
+    batch = batches(made_store)(0)
+    module = stage(made_store, CrossEncoderLosses())
     texts = {row["doc_id"]: row for row in tiny.document_rows(24)}
     prompts = module.model.query_prompt, module.model.document_prompt
     rows = {row["query"]: row for row in triplets.table("triplets").to_pylist()}
@@ -92,53 +97,22 @@ def test_a_step_pairs_queries_with_own_and_other_documents(tmp_path: Path):
             assert bool(batch.answers[i, column]) == (column > 0 and doc_id == row["positive"])
 
 
-def test_the_loss_is_a_softmax_over_candidates_that_do_not_answer():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 4, generator=generator)
-    answers = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]]).bool()
-    weights = torch.tensor([1.0, 2.0, 5.0])
-    expected = 0.0
-    for row, hidden, weight in zip(logits.tolist(), answers.tolist(), weights.tolist(), strict=True):
-        kept = [math.exp(value) for value, out in zip(row, hidden, strict=True) if not out]
-        expected -= weight * math.log(kept[0] / sum(kept)) / 3
-    assert one_hot(logits, answers, weights=weights).item() == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("temperature", [None, 0.1], ids=["product", "cosine"])
-def test_parts_add_up_and_a_teacher_is_heard(tmp_path: Path, temperature: float | None):
-    store, *_ = made(tmp_path)
+@pytest.mark.parametrize("absent", [[], [1, 4]], ids=["whole", "short"])
+def test_a_row_costs_what_its_own_pairs_cost(made_store: str, temperature: float | None, absent: list[int]):
     losses = CrossEncoderLosses(one_hot=0.5, teacher=2.0, reconstruction=0.25)
-    module, batch = stage(store, losses, temperature), batches(store)(0)
-    given = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
-    loss, parts = module(PairBatch(batch.pairs, batch.weights, batch.answers, batch.present, given))
-    expected = 0.5 * parts["one_hot"] + 2.0 * parts["teacher"] + 0.25 * parts["reconstruction"]
-    torch.testing.assert_close(loss.detach(), expected)
-    query, document = module.model.proxies(batch.pairs)
-    of_pairs = (
-        scores(query, document)
-        if temperature is None
-        else torch.cosine_similarity(query, document) / temperature
-    )
-    logits = of_pairs.unflatten(0, (-1, 8)).T[:, :2].detach()
-    target = given.log_softmax(1)
-    divergence = (target.exp() * (target - logits.log_softmax(1))).sum(1).mean()
-    torch.testing.assert_close(parts["teacher"], divergence, rtol=1e-4, atol=1e-6)
-
-
-def test_a_row_without_a_hard_negative_costs_what_its_own_pairs_cost(tmp_path: Path):
-    store, *_ = made(tmp_path)
-    module, batch = stage(store, CrossEncoderLosses(teacher=2.0, reconstruction=0.25)), batches(store)(0)
+    module, batch = stage(made_store, losses, temperature), batches(made_store)(0)
     draw = torch.Generator().manual_seed(0)
     pairs, given = torch.randn(40, 1, 17, generator=draw), torch.randn(8, 2, generator=draw)
     present = batch.present.clone()
     assert present.all()
-    present[[1, 4], 1] = False
+    present[absent, 1] = False  # rows without a hard negative
     short = replace(batch, present=present, scores=given.masked_fill(~present[:, :2], torch.nan))
     expected = dict.fromkeys(("one_hot", "teacher", "reconstruction"), 0.0)
     for i in range(8):
         rows = {column: pairs[column * 8 + i, 0].double() for column in range(5) if present[i, column]}
-        logits = {c: float(row[:8] @ row[8:16]) / 8**0.5 for c, row in rows.items()}
-        allowed = [math.exp(logit) for c, logit in logits.items() if not batch.answers[i, c]]
+        logits = {column: logit(row[:8], row[8:16], temperature) for column, row in rows.items()}
+        allowed = [math.exp(value) for c, value in logits.items() if not batch.answers[i, c]]
         weight = batch.weights[i].item()
         expected["one_hot"] -= weight * (logits[0] - math.log(sum(allowed))) / 8
         own = [c for c in (0, 1) if c in rows]
@@ -149,16 +123,22 @@ def test_a_row_without_a_hard_negative_costs_what_its_own_pairs_cost(tmp_path: P
         expected["teacher"] += weight * float((target.exp() * (target - mine)).sum()) / 8
         expected["reconstruction"] += sum(float(row[16]) for row in rows.values()) / len(rows) / 8
     for stand_in in (0.0, 50.0):
-        pairs[[9, 12]] = stand_in
-        _, parts = module.losses(short, lambda name, rows: {name: pairs})
+        pairs[[8 + row for row in absent]] = stand_in
+        weighted, parts = module.losses(short, lambda name, rows: {name: pairs})
         for name, value in expected.items():
             assert parts[name].item() == pytest.approx(value, rel=1e-4), name
+            assert weighted[name].item() == pytest.approx(getattr(losses, name) * value, rel=1e-4), name
 
 
-def test_two_ranks_learn_what_one_process_with_all_rows_would(tmp_path: Path):
-    store, *_ = made(tmp_path)
-    expected = step(store)
-    for found in ranks.run(one_of_two, store, world=2):
+def logit(query: Tensor, document: Tensor, temperature: float | None) -> float:
+    if temperature is None:
+        return float(query @ document) / 8**0.5
+    return float(torch.cosine_similarity(query, document, dim=0)) / temperature
+
+
+def test_two_ranks_learn_what_one_process_with_all_rows_would(made_store: str):
+    expected = step(made_store)
+    for found in ranks.run(one_of_two, made_store, world=2):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
 

@@ -12,41 +12,19 @@ from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.storage.arrow import l2_normalize
 from scalingnote.train.distillation import agreement, screen
 from scalingnote.train.distillation.config import ScreenConfig
-from scalingnote.train.distillation.screen import RidgeTable, ridge_fit, token_shares
-
-TEXTS = [[1, 5, 5, 2], [1, 7, 2], [1, 2], [1, 9, 5, 7, 2]]
-COLUMNS = np.array([-1, 0, 1, -1, -1, 2, -1, 3, -1, 4])
-
-
-def dense(texts):
-    made = np.zeros((len(texts), 5))
-    for row, ids in enumerate(texts):
-        for token in ids:
-            made[row, COLUMNS[token]] += 1 / len(ids)
-    return made
-
-
-def test_shares():
-    assert token_shares(TEXTS, COLUMNS).toarray().tolist() == dense(TEXTS).tolist()
-
-
-def test_tokens_that_were_not_seen_have_no_column():
-    # 3 and 8 were not seen, 12 lies behind the last that was.
-    assert token_shares([[1, 3, 5, 12], [8, 12]], COLUMNS).toarray().tolist() == [
-        [0.25, 0, 0.25, 0, 0],
-        [0] * 5,
-    ]
+from scalingnote.train.distillation.screen import RidgeTable
 
 
 @pytest.mark.parametrize("count", [4, 30])  # fewer texts than tokens, and more
-def test_ridge_is_the_solution_of_the_normal_equations(count):
+def test_rows_are_the_solution_of_the_normal_equations(count):
     rng = np.random.default_rng(count)
     texts = [[1, *rng.choice([5, 7, 9], size=rng.integers(1, 5)).tolist(), 2] for _ in range(count)]
-    targets = rng.normal(size=(count, 3))
-    features = dense(texts)
-    expected = np.linalg.inv(features.T @ features + 0.1 * np.eye(5)) @ features.T @ targets
-    found = ridge_fit(token_shares(texts, COLUMNS), targets, ridge=0.1)
-    np.testing.assert_allclose(found, expected, atol=1e-9)
+    targets, seen = rng.normal(size=(count, 3)), sorted({token for ids in texts for token in ids})
+    shares = np.array([[ids.count(token) / len(ids) for token in seen] for ids in texts])
+    expected = np.linalg.inv(shares.T @ shares + 0.1 * np.eye(len(seen))) @ shares.T @ targets
+    table = RidgeTable.fit(texts, targets, ridge=0.1)
+    np.testing.assert_allclose(table.rows, expected, atol=1e-6)
+    assert table.columns[seen].tolist() == list(range(len(seen)))
 
 
 def test_table_learns_a_teacher_that_is_one():
@@ -55,11 +33,11 @@ def test_table_learns_a_teacher_that_is_one():
     texts = [rng.integers(30, size=rng.integers(2, 9)).tolist() for _ in range(400)]
     targets = np.stack([rows[ids].mean(axis=0) for ids in texts])
     table = RidgeTable.fit(texts, targets, ridge=1e-6)
-    found = table.embed(texts)
+    found = np.stack([table.embed(ids) for ids in texts])
     assert (found * l2_normalize(targets)).sum(axis=1).min() > 0.9999
-    one = [0, 3, 3, 29, 31, 1000]
-    np.testing.assert_allclose(table.embed_one(one), table.embed([one])[0], atol=1e-6)
-    assert table.embed_one([1000]).tolist() == table.embed([[1000]])[0].tolist() == [0] * 4
+    known = l2_normalize(table.rows[table.columns[[0, 3, 3, 29]]].mean(axis=0)[None])[0]
+    np.testing.assert_allclose(table.embed([0, 3, 31, 3, 29, 1000]), known, atol=1e-6)  # two were not seen
+    assert table.embed([1000]).tolist() == [0] * 4
 
 
 def test_overlap():
@@ -136,20 +114,12 @@ def test_no_model_can_be_screened(tmp_path):
 def test_command(teachers, tmp_path, capsys):
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in documents(40)))
-    arguments = [
-        "screen",
-        teachers[0],
-        "--texts",
-        str(path),
-        "--count",
-        "500",
-        "--json",
-        str(tmp_path / "f.json"),
-    ]
+    written_to = tmp_path / "found.json"
+    arguments = ["screen", teachers[0], "--texts", str(path), "--count", "500", "--json", str(written_to)]
     assert cli.main(arguments) == 0
     told = capsys.readouterr().out
     assert f"| {teachers[0]}" in told
-    (written,) = json.loads((tmp_path / "f.json").read_text())
+    (written,) = json.loads(written_to.read_text())
     assert written["model"] == teachers[0]
     assert cli.main([*arguments, "--set", "ridge=0"]) == 2
     assert "ridge" in capsys.readouterr().err

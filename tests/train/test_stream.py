@@ -1,7 +1,6 @@
 """Rows written in the order of a run: the same batches as from a mapped store, by a share of its bytes."""
 
 import json
-from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -29,9 +28,9 @@ from scalingnote.train.config import (
     TrainConfig,
     Validation,
 )
-from scalingnote.train.data import MappedShares, Order, RowTable, Store, StoredFile
+from scalingnote.train.data import MappedShares, Order, Store, StoredFile
 from scalingnote.train.engine import rank, world_size
-from scalingnote.train.loop import fit
+from scalingnote.train.loop import TrainingLoop
 from scalingnote.train.objective import StageOne, TripletBatches, Triplets
 from scalingnote.train.prepare import PreparedStore, prepare
 from scalingnote.train.strategies import build
@@ -57,7 +56,8 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def order(sizes: dict[str, int], **batching) -> Order:
-    return Order(sizes, global_batch=BATCH, seed=3, batching=Batching(**batching))
+    schedule = Schedule(global_batch=BATCH, seed=3, epochs=99, max_steps=STEPS)
+    return Order(schedule, sizes, Batching(**batching))
 
 
 @pytest.fixture(params=[{}, {"sources": "homogeneous"}], ids=["mixed", "homogeneous"])
@@ -73,7 +73,7 @@ def made(
     drawn = order(prepared.sizes, **request.param)
     assert len(Store.files(prepared.store, "documents")) > 1
     pool = drawn_documents(Store.open(prepared.store, ["validation"]), CONFIG.validation, seed=0)
-    totals = write_stream(prepared.store, drawn, steps=STEPS, batch=BATCH, pool=pool)
+    totals = write_stream(prepared.store, drawn, batch=BATCH, pool=pool)
     return prepared.store, drawn, totals
 
 
@@ -103,11 +103,6 @@ def contents(batch: Triplets) -> list[str]:
     )
 
 
-def row_keys(rows: RowTable, chosen: np.ndarray) -> list[tuple[int, ...]]:
-    keys = [rows.values("query", chosen)[:, None], rows.values("documents", chosen)]
-    return list(map(tuple, np.concatenate(keys, axis=1).tolist()))
-
-
 def test_steps_have_the_rows_of_the_mapped_store_for_any_ranks(made):
     store, drawn, totals = made
     mapped = batches(store, drawn)
@@ -120,20 +115,6 @@ def test_steps_have_the_rows_of_the_mapped_store_for_any_ranks(made):
             assert sorted(chain(*shares)) == contents(mapped(step))
     assert totals["document_tokens"] == sum(mapped(step).documents.ids.numel() for step in range(STEPS))
     assert totals["query_tokens"] == sum(mapped(step).queries.ids.numel() for step in range(STEPS))
-
-
-def test_ranks_together_see_each_row_once_in_an_epoch(made):
-    store, drawn, _ = made
-    seen: Counter[int] = Counter()
-    for number in range(3):
-        own = StreamedShares(store, rank=number, world=3)
-        for step in range(drawn.steps_per_epoch):
-            rows, chosen, *_ = own(step)
-            seen.update(row_keys(rows, chosen))
-    rows = Store.open(store)["train"]
-    stored = Counter(row_keys(rows, np.arange(len(rows))))
-    assert not seen - stored, "a row came more often than it stands in the store"
-    assert seen.total() == drawn.steps_per_epoch * BATCH
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 12])
@@ -166,7 +147,7 @@ def test_cells_of_several_lanes_are_read_by_the_ranks_that_share_them(made, monk
     store, drawn, _ = made
     fs.delete(fs.join(store, "stream"))
     monkeypatch.setattr(stream, "MAX_CELLS", 4)
-    write_stream(store, drawn, steps=STEPS, batch=BATCH, pool=np.empty(0, np.int64))
+    write_stream(store, drawn, batch=BATCH, pool=np.empty(0, np.int64))
     mapped = batches(store, drawn)
     for world in (2, 6):
         ranks = [batches(store, None, rank=rank, world=world) for rank in range(world)]
@@ -203,8 +184,8 @@ def test_a_killed_shuffle_goes_on_and_gives_the_same_files(made, monkeypatch):
 
     pool = np.array([3, 1], np.int64)
     with pytest.raises(TrainingError, match="killed"):
-        write_stream(store, drawn, steps=STEPS, batch=BATCH, pool=pool, each=killed)
-    write_stream(store, drawn, steps=STEPS, batch=BATCH, pool=pool)
+        write_stream(store, drawn, batch=BATCH, pool=pool, each=killed)
+    write_stream(store, drawn, batch=BATCH, pool=pool)
     assert {name: fs.read_bytes(fs.join(folder, name)) for name in whole} == whole
     assert {name.split("/")[0] for name in fs.list_files(folder)} == {
         "chunks", "done", stream.INDEX_FILE, stream.POOL_FILE,
@@ -261,9 +242,10 @@ def test_a_stream_is_written_where_every_node_would_copy_much(
     totals = {"query_tokens": 100, "document_tokens": 2000, "bytes": 1}
     monkeypatch.setattr(job, "write_stream", lambda *_, **__: totals)
     monkeypatch.setattr(Store, "files", staticmethod(lambda *_: [StoredFile("a", 1, gb * 10**9 // 2)]))
-    config = CONFIG.model_copy(update={"data": DataAccess(copy_limit_gb=limit), "validation": None})
+    changes = {"data": DataAccess(copy_limit_gb=limit), "validation": None, "max_steps": 2}
+    config = CONFIG.model_copy(update=changes)
     prepared = PreparedStore(store, {}, {"click/one": 5 * BATCH}, 10, 3)
-    found = job._stream(config, prepared, Order.of(config, prepared.sizes, config.batching), 2)
+    found = job._stream(config, prepared, Order(config, prepared.sizes))
     assert found == ((100 / 24, 2000 / 24) if streamed else None)
 
 
@@ -284,15 +266,9 @@ def trained(store: str, checkpoints: str, until: int) -> list[dict]:
         return source(step)
 
     saved = Checkpoints(checkpoints)
+    engine = build(StageOne(towers, CONFIG.losses), schedule=schedule, device=torch.device("cpu"))
     try:
-        return fit(
-            build(StageOne(towers, CONFIG.losses), schedule=schedule, device=torch.device("cpu")),
-            batch_at,
-            steps=STEPS,
-            schedule=schedule,
-            checkpoints=saved,
-            section="test",
-        ).curve
+        return TrainingLoop(engine, schedule, saved, section="test", steps=STEPS).fit(batch_at).curve
     except InterruptedError:
         saved.wait()
         return []

@@ -1,6 +1,7 @@
 """Held-out queries measure a student while it trains, and the best weights are kept."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train.config import Optimizer, Ranks
 from scalingnote.train.distillation import agreement, job
-from scalingnote.train.distillation.config import DistillConfig, DistillLosses, StudentValidation
+from scalingnote.train.distillation.config import DistillConfig, StudentValidation
 
 
 @pytest.fixture
@@ -49,19 +50,20 @@ def query_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifac
     )
 
 
-def test_a_student_of_pseudo_queries_is_measured_on_those_held_out(
-    query_embeddings: Artifact, tmp_path: Path
-):
-    config = DistillConfig(
-        student=LookupConfig(storage="float32"),
-        losses=DistillLosses(qkd=1.0),
+def trained(query_embeddings: Artifact, **knobs: Any) -> Artifact:
+    student, alone = LookupConfig(storage="float32"), Ranks(workers=0)
+    config = DistillConfig(student=student, global_batch=16, resources=alone, **knobs)
+    output = str(Path(query_embeddings.uri).with_name("student"))
+    return job.run(config, query_embeddings=query_embeddings.uri, output=output)
+
+
+def test_a_student_of_pseudo_queries_is_measured_on_those_held_out(query_embeddings: Artifact):
+    found = trained(
+        query_embeddings,
         optimizer=Optimizer(peak_lr=0.05),
-        global_batch=16,
         epochs=6,
         validation=StudentValidation(every=5),
-        resources=Ranks(workers=0),
     )
-    found = job.run(config, query_embeddings=query_embeddings.uri, output=str(tmp_path / "student"))
     measured = found.read_json("validation.json")
     assert [row["step"] for row in measured] == [5, 10, 15, 20, found.counts["steps"]]
     assert measured[-1]["cosine"] > measured[0]["cosine"]
@@ -78,18 +80,14 @@ def test_cosine_and_distance_are_means_over_the_queries():
     assert agreement.measure_embeddings(student, teacher) == pytest.approx(expected)
 
 
-def test_a_student_stops_early_and_keeps_the_best(query_embeddings: Artifact, tmp_path: Path):
+def test_a_student_stops_early_and_keeps_the_best(query_embeddings: Artifact):
     """A rate at which it diverges: after its best measurement, two worse ones end the run."""
-    config = DistillConfig(
-        student=LookupConfig(storage="float32"),
-        losses=DistillLosses(qkd=1.0),
+    found = trained(
+        query_embeddings,
         optimizer=Optimizer(peak_lr=3.0, warmup=0.5),
-        global_batch=16,
         epochs=30,
         validation=StudentValidation(every=2, patience=2),
-        resources=Ranks(workers=0),
     )
-    found = job.run(config, query_embeddings=query_embeddings.uri, output=str(tmp_path / "stopped"))
     cosines = [row["cosine"] for row in found.read_json("validation.json")]
     assert found.counts["steps"] < 30 * 4
     best = int(np.argmax(cosines))

@@ -1,10 +1,12 @@
-"""Students cut from their teacher: with all layers they are the teacher."""
+"""What students take from their teacher: layers, with which they are the teacher, and token embeddings."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import published
 import tiny
@@ -101,3 +103,33 @@ def test_layers_of_a_published_teacher_keep_its_pooling_and_prompt(tmp_path: Pat
     config = config.model_copy(update={"backbone": Pretrained(path=str(tmp_path / "half"))})
     made = build_tower(config, role="query", dim=16, tokenizer_json=None, seed=0)
     assert len(made.backbone.encoder.layer) == 1
+
+
+# --- token embeddings ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randn(50, 12, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 13)
+
+
+@pytest.mark.parametrize("width", [12, 20])
+def test_a_table_as_wide_or_wider_keeps_every_inner_product(tokens: torch.Tensor, width: int):
+    torch.testing.assert_close(
+        (found := students.fit_width(tokens, width=width)) @ found.T, tokens @ tokens.T
+    )
+
+
+def test_a_narrower_table_is_the_best_of_its_rank(tokens: torch.Tensor):
+    found = students.fit_width(tokens, width=5)
+    left, values, right = np.linalg.svd(tokens.double().numpy())
+    best = left[:, :5] * values[:5] @ right[:5]
+    np.testing.assert_allclose((found @ found.T).double(), best @ best.T, rtol=1e-4, atol=1e-3)
+
+
+def test_only_rows_the_teacher_has_are_filled(tokens: torch.Tensor):
+    table = nn.Embedding(60, 12)
+    before = table.weight.detach().clone()
+    students.inherit_token_embeddings(table, tokens)
+    torch.testing.assert_close(table.weight[:50], tokens)
+    torch.testing.assert_close(table.weight[50:], before[50:])

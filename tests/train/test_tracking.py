@@ -2,6 +2,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,6 +28,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path):
     for step in range(3):
         board.log(step, {"loss": 1 / (step + 1), "R@10": 0.25})
     board.close()
+    TensorBoard(str(tmp_path / "none")).close()  # nothing logged leaves no file
+    assert not (tmp_path / "none").exists()
     assert scalars(tmp_path, "loss") == [(0, 1.0), (1, 0.5), (2, pytest.approx(1 / 3))]
     assert [value for _, value in scalars(tmp_path, "R@10")] == [0.25] * 3
 
@@ -55,76 +58,36 @@ def test_a_remote_folder_gets_its_files_while_training_and_at_the_end(
     assert scalars(tmp_path / "events", "loss") == [(0, 1.0), (1, 2.0)]
 
 
-def test_nothing_logged_leaves_no_file(tmp_path: Path):
-    TensorBoard(str(tmp_path / "none")).close()
-    assert not (tmp_path / "none").exists()
-
-
 def test_wandb_is_told_under_the_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls: list[tuple] = []
-    run = SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append(("finish",))
-    )
-
-    def init(**kwargs):
-        calls.append((kwargs["project"], kwargs["name"], kwargs["id"], kwargs["resume"]))
-        return run
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    wandb = Mock(Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     _, told = build_trackers(Tracking(wandb="papers"), str(tmp_path), "train/abc")
     told.log(7, {"loss": 1.0})
     told.close()
-    assert calls == [("papers", "train/abc", "train-abc", "allow"), (7, {"loss": 1.0}), ("finish",)]
-
-
-class FakeClient:
-    """As much of an MLflow server as is asked."""
-
-    experiments: dict[str, str]
-    runs: dict[str, str]
-
-    def __init__(self) -> None:
-        self.calls = CALLS
-
-    def get_experiment_by_name(self, name: str):
-        return SimpleNamespace(experiment_id="e1") if ("experiment", name) in CALLS else None
-
-    def create_experiment(self, name: str) -> str:
-        CALLS.append(("experiment", name))
-        return "e1"
-
-    def search_runs(self, experiments: list[str], filter_string: str, max_results: int):
-        known = [call[1] for call in CALLS if call[0] == "run"]
-        name = filter_string.split("'")[1]
-        return [SimpleNamespace(info=SimpleNamespace(run_id=name))] if name in known else []
-
-    def create_run(self, experiment: str, run_name: str):
-        CALLS.append(("run", run_name))
-        return SimpleNamespace(info=SimpleNamespace(run_id=run_name))
-
-    def update_run(self, run: str, status: str) -> None:
-        CALLS.append((status, run))
-
-    def log_metric(self, run: str, name: str, value: float, step: int) -> None:
-        CALLS.append((run, name, value, step))
-
-    def set_terminated(self, run: str) -> None:
-        CALLS.append(("terminated", run))
-
-
-CALLS: list[tuple] = []
+    given = wandb.init.call_args.kwargs
+    assert (given["project"], given["name"], given["id"]) == ("papers", "train/abc", "train-abc")
+    assert given["resume"] == "allow"
+    assert wandb.init.return_value.mock_calls == [call.log({"loss": 1.0}, step=7), call.finish()]
 
 
 def test_mlflow_goes_on_with_the_run_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    CALLS.clear()
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeClient))
+    client = Mock()
+    info = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+    client.get_experiment_by_name.side_effect = [None, SimpleNamespace(experiment_id="e1")]
+    client.create_experiment.return_value, client.create_run.return_value = "e1", info
+    client.search_runs.side_effect = [[], [info]]
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda: client))
     for step in (1, 2):
         _, told = build_trackers(Tracking(mlflow="towers"), str(tmp_path), "train-abc")
         told.log(step, {"R@10": 0.5})
         told.close()
-    assert [call[0] for call in CALLS].count("run") == 1
-    assert ("train-abc", "R_at_10", 0.5, 2) in CALLS
-    assert CALLS[-1] == ("terminated", "train-abc")
+    client.create_experiment.assert_called_once_with("towers")
+    client.create_run.assert_called_once_with("e1", run_name="train-abc")
+    asked = call(["e1"], "attributes.run_name = 'train-abc'", max_results=1)
+    assert client.search_runs.call_args_list == [asked] * 2
+    assert client.log_metric.call_args_list == [call("r1", "R_at_10", 0.5, step=step) for step in (1, 2)]
+    assert client.update_run.call_args_list == [call("r1", status="RUNNING")] * 2
+    assert client.set_terminated.call_args_list == [call("r1")] * 2
 
 
 @pytest.mark.parametrize("knob", ["wandb", "mlflow"])

@@ -1,7 +1,7 @@
-"""What a run says of itself: counted by the steps that were made."""
+"""The launch of a stage: how often ranks start, on what, and what a run says of itself."""
 
-import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,12 @@ import tiny
 from in_process import without_ray
 from scalingnote.core.errors import TrainingError
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.storage import filesystem as fs
 from scalingnote.train import job
 from scalingnote.train.config import (
     Ddp,
     DualPooledConfig,
     Fsdp2,
     Losses,
-    Optimizer,
     Ranks,
     Schedule,
     TrainConfig,
@@ -38,15 +36,24 @@ CONFIG = TrainConfig(
     global_batch=8,
     epochs=2,
 )
+Fit = Callable[..., Any]  # of the arguments of a trainer
 
 
-@pytest.mark.parametrize(("measured", "steps"), [([{"step": 4}, {"step": 6}], 6), ([], 18)])
-def test_a_run_that_stopped_early_counts_the_pairs_that_it_saw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[dict[str, int]], steps: int
-):
-    def launch(worker: Any, settings: dict[str, Any], **_: Any) -> None:
-        assert settings["steps"] == 18
-        fs.write_bytes(fs.join(settings["output"], "validation.json"), json.dumps(measured).encode())
+def launch(
+    patch: pytest.MonkeyPatch, folder: Path, schedule: Schedule, fit: Fit, prepare_rank: Any = print
+) -> int:
+    """Launch a training of three steps in `folder` with a trainer that does `fit` of its arguments."""
+    without_ray(patch)
+    made = lambda rank, **given: SimpleNamespace(fit=lambda: SimpleNamespace(return_value=fit(rank, **given)))  # noqa: E731
+    patch.setattr(job, "TorchTrainer", made)
+    return job.launch(prepare_rank, job.TrainingRun(schedule, "train", str(folder / "run/train/mark"), 3))
+
+
+@pytest.mark.parametrize("steps", [6, 18])
+def test_a_run_counts_the_pairs_that_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int):
+    def launch(_: Any, run: job.TrainingRun) -> int:
+        assert run.steps == 18
+        return steps
 
     without_ray(monkeypatch)
     monkeypatch.setattr(job, "launch", launch)
@@ -59,33 +66,28 @@ def test_a_run_that_stopped_early_counts_the_pairs_that_it_saw(
     assert 2 * 10 < counts["document_tokens"] / counts["pairs"] <= 2 * 40
 
 
-def test_an_elastic_group_has_from_min_workers_to_workers_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    asked: dict[str, Any] = {}
-
-    class Recording:
-        def __init__(self, worker: Any, *, scaling_config: ScalingConfig, **_: Any) -> None:
-            asked["ranks"] = scaling_config.num_workers
-
-        def fit(self) -> SimpleNamespace:
-            return SimpleNamespace(return_value=None)
-
-    def check(resources: Ranks, *, knob: str) -> None:
-        asked["needed"] = resources.workers
-
-    without_ray(monkeypatch)
-    monkeypatch.setattr(job, "TorchTrainer", Recording)
-    monkeypatch.setattr(job.cluster, "is_private", lambda: False)
-    monkeypatch.setattr(job.cluster, "check_resources", check)
-    for ranks, expected in (
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
         (Ranks(workers=4, min_workers=2), ((2, 4), 2)),
         (Ranks(workers=4), (4, 4)),
         (Ranks(workers=4, min_workers=4), (4, 4)),
-    ):
-        schedule = CONFIG.model_copy(update={"global_batch": 24, "resources": ranks})
-        job.launch(lambda _: None, {"work": str(tmp_path)}, schedule=schedule, section="train")
-        assert (asked["ranks"], asked["needed"]) == expected
+    ],
+)
+def test_an_elastic_group_has_from_min_workers_to_workers_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, expected: Any
+):
+    asked = []
+
+    def fit(_: Any, *, scaling_config: ScalingConfig, **__: Any) -> int:
+        asked.append(scaling_config.num_workers)
+        return 3
+
+    monkeypatch.setattr(job.cluster, "is_private", lambda: False)
+    monkeypatch.setattr(job.cluster, "check_resources", lambda least, *, knob: asked.append(least.workers))
+    schedule = CONFIG.model_copy(update={"global_batch": 24, "resources": ranks})
+    assert launch(monkeypatch, tmp_path, schedule, fit) == 3
+    assert tuple(asked[::-1]) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,11 +99,7 @@ def test_an_elastic_group_has_from_min_workers_to_workers_ranks(
             "global_batch 32 does not divide over 3 workers: a multiple of 12 does",
         ),
         (
-            {
-                "global_batch": 2,
-                "resources": {"workers": 2, "min_workers": 1},
-                "strategy": {"kind": "deepspeed"},
-            },
+            {"global_batch": 2, "resources": {"min_workers": 1}, "strategy": {"kind": "deepspeed"}},
             "fits one number of workers only",
         ),
     ],
@@ -115,17 +113,12 @@ def test_an_elastic_group_that_could_not_train_alike_is_refused(given: dict[str,
 def test_the_workers_of_a_stage_are_started_again_as_often_as_it_says(
     stage: type[Schedule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    class Failing:
-        def __init__(self, worker: Any, *, run_config: RunConfig, **_: Any) -> None:
-            assert run_config.failure_config.max_failures == 5
+    def fail(_: Any, *, run_config: RunConfig, **__: Any) -> int:
+        assert run_config.failure_config.max_failures == 5
+        raise TrainingFailedError("the node is gone")
 
-        def fit(self) -> None:
-            raise TrainingFailedError("the node is gone")
-
-    without_ray(monkeypatch)
-    monkeypatch.setattr(job, "TorchTrainer", Failing)
     with pytest.raises(TrainingError, match="training failed after 5 restarts: the node is gone"):
-        job.launch(print, {"work": str(tmp_path)}, schedule=stage(max_failures=5), section="train")
+        launch(monkeypatch, tmp_path, stage(max_failures=5), fail)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -134,41 +127,30 @@ def test_a_rank_without_memory_is_not_tried_again(
 ):
     tries = []
 
-    class Restarting:
-        """Starts the group again as Ray Train does."""
-
-        def __init__(self, worker: Any, *, train_loop_config: dict[str, Any], **_: Any) -> None:
-            self._worker, self._settings = worker, train_loop_config
-
-        def fit(self) -> SimpleNamespace:
-            for attempt in range(1 + restarts):
-                try:
-                    return SimpleNamespace(return_value=self._worker(self._settings))
-                except torch.OutOfMemoryError:
-                    if attempt == restarts:
-                        raise TrainingFailedError("worker failed") from None
-            raise AssertionError
+    def restart(rank: Callable[[], Any], **_: Any) -> Any:
+        """Start the group again as Ray Train does."""
+        for attempt in range(1 + restarts):
+            try:
+                return rank()
+            except torch.OutOfMemoryError:
+                if attempt == restarts:
+                    raise TrainingFailedError("worker failed") from None
+        raise AssertionError
 
     def batches(step: int) -> None:
         tries.append(step)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def worker(settings: dict[str, Any]) -> dict[str, str] | None:
-        return job.train_rank(
-            torch.nn.Linear(2, 2), batches, build_stage=lambda: torch.nn.Linear(2, 2), schedule=schedule,
-            settings=settings, save=lambda *_: None,
-        )  # fmt: skip
+    def prepare_rank(rank: int, world: int) -> job.RankTraining:
+        stage = torch.nn.Linear(2, 2)
+        return job.RankTraining(stage, lambda: stage, batches, save=lambda *_: None)
 
     schedule = Schedule(resources=Ranks(workers=0), max_failures=restarts)
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
-    without_ray(monkeypatch)
     monkeypatch.setattr(job.ray.train, "get_context", lambda: context)
-    monkeypatch.setattr(job, "TorchTrainer", Restarting)
-    output = str(tmp_path / "run" / "train" / "mark")
-    settings = {"output": output, "work": f"{output}/_work", "steps": 3}
     for expected in ([0], [0, 0]):  # the next call of a user tries again, once
         with pytest.raises(TrainingError, match=r"too little memory.*CUDA out of memory"):
-            job.launch(worker, settings, schedule=schedule, section="train")
+            launch(monkeypatch, tmp_path, schedule, restart, prepare_rank)
         assert tries == expected
 
 
@@ -190,24 +172,17 @@ def test_large_models_are_sharded_where_nothing_else_is_asked_for():
     small, large = 10**8, 2 * 10**9
     assert isinstance(Schedule().strategy_for(large), Fsdp2)
     assert isinstance(Schedule().strategy_for(small), Ddp)
-    assert isinstance(Schedule(resources=Ranks(workers=1)).strategy_for(large), Ddp)
-    assert isinstance(Schedule(strategy=Ddp()).strategy_for(large), Ddp)
-    assert isinstance(Schedule(optimizer=Optimizer(kind="row_adam")).strategy_for(large), Ddp)
+    for settings in ({"resources": {"workers": 1}}, {"strategy": Ddp()}, {"optimizer": {"kind": "row_adam"}}):
+        assert isinstance(Schedule(**settings).strategy_for(large), Ddp)
 
 
 def test_ray_trains_interrupt_handler_does_not_outlive_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    class Interrupting:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            pass
+    def interrupt(*_: Any, **__: Any) -> int:
+        signal.signal(signal.SIGINT, lambda *_: None)
+        return 3
 
-        def fit(self) -> SimpleNamespace:
-            signal.signal(signal.SIGINT, lambda *_: None)
-            return SimpleNamespace(return_value=None)
-
-    without_ray(monkeypatch)
-    monkeypatch.setattr(job, "TorchTrainer", Interrupting)
     before = signal.getsignal(signal.SIGINT)
-    job.launch(print, {"work": str(tmp_path)}, schedule=TrainConfig(), section="train")
+    launch(monkeypatch, tmp_path, TrainConfig(), interrupt)
     assert signal.getsignal(signal.SIGINT) is before

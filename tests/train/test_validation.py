@@ -116,6 +116,11 @@ def test_a_sample_is_as_large_as_there_is_to_draw_from(store: str):
 # --- the measures ----------------------------------------------------------------------------------------
 
 
+def sample_of(positives: np.ndarray, relevant: np.ndarray, negatives: np.ndarray) -> ValidationSample:
+    queries, documents = ([TokenRow([1], [0])] * count for count in relevant.shape)
+    return ValidationSample(queries, documents, positives, relevant, negatives)
+
+
 @given(st.integers(0, 10_000))
 def test_measures_equal_their_plain_definitions(seed: int):
     rng = np.random.default_rng(seed)
@@ -124,29 +129,19 @@ def test_measures_equal_their_plain_definitions(seed: int):
     positives = rng.integers(0, 20, 5)
     relevant[np.arange(5), positives] = True
     negatives = np.stack([rng.choice(np.flatnonzero(~row), 4, replace=False) for row in relevant])
-    sample = ValidationSample(
-        [TokenRow([1], [0])] * 5, [TokenRow([1], [0])] * 20, positives, relevant, negatives
-    )
+    sample = sample_of(positives, relevant, negatives)
     found = measure_retrieval(queries, pool, sample, temperature=0.1)
-    entropy, one, ten, reciprocal = [], [], [], []
+    expected = np.zeros((5, 4))
     for i in range(5):
         cosine = [
             float(q @ d / np.linalg.norm(q) / np.linalg.norm(d))
             for q, d in [(queries[i].astype(float), d.astype(float)) for d in pool]
         ]
         own, *others = (cosine[c] / 0.1 for c in (positives[i], *negatives[i]))
-        entropy.append(-own + np.log(np.exp([own, *others]).sum()))
         ranking = sorted(range(20), key=lambda c: -cosine[c])
-        rank = 1
-        for column in ranking:
-            if relevant[i, column]:
-                break
-            rank += 1
-        one.append(rank == 1)
-        ten.append(rank <= 10)
-        reciprocal.append(1 / rank if rank <= 10 else 0.0)
-    expected = [np.mean(entropy), np.mean(one), np.mean(ten), np.mean(reciprocal)]
-    np.testing.assert_allclose(list(found.values()), expected, rtol=1e-5, atol=1e-6)
+        rank = 1 + next(place for place, column in enumerate(ranking) if relevant[i, column])
+        expected[i] = -own + np.log(np.exp([own, *others]).sum()), rank == 1, rank <= 10, (rank <= 10) / rank
+    np.testing.assert_allclose(list(found.values()), expected.mean(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, np.nan])
@@ -155,9 +150,7 @@ def test_towers_that_tell_nothing_apart_find_nothing(value: float):
     relevant = np.zeros((2, 30), dtype=bool)
     relevant[:, 0] = True
     negatives = np.tile(np.arange(1, 9), (2, 1))
-    sample = ValidationSample(
-        [TokenRow([1], [0])] * 2, [TokenRow([1], [0])] * 30, np.zeros(2, np.int64), relevant, negatives
-    )
+    sample = sample_of(np.zeros(2, np.int64), relevant, negatives)
     found = measure_retrieval(pool[:2], pool, sample, temperature=0.001)
     assert found["R@10"] == found["MRR@10"] == 0.0
     assert np.isnan(value) or found["contrastive_entropy"] == pytest.approx(np.log(9))

@@ -1,12 +1,18 @@
-"""New words of a tokenizer: what is mined, where it is found in a text, what its rows start as."""
+"""Tokens of a student: new words, where they are found in a text, and what rows start as."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from scalingnote.core.errors import ConfigError
 from scalingnote.models.backbone import train_tokenizer
-from scalingnote.train.distillation import new_words
+from scalingnote.train.distillation import vocabulary
+from scalingnote.train.distillation.vocabulary import fit_rows, read_tokenizer, train_word_pieces
 
 ENGLISH = [
     "what is osteoporosis",
@@ -50,64 +56,55 @@ def found(tokenizer: Tokenizer, text: str, words: list[str]) -> list[tuple[str, 
     ]
 
 
+def mine(
+    texts: list[str], make=byte_level, *, tokens: int = 9, least: int = 1, pairs: bool = False
+) -> list[str]:
+    return vocabulary.mine_words(texts, make(), tokens=tokens, min_count=least, pairs=pairs)
+
+
 def test_pairs_are_words_beside_each_other():
     texts = ["heart-failure, heart failure", "of heart failure. heart"]
-    mined = new_words.mine_words(texts, word_pieces(), tokens=9, min_count=1, pairs=True)
-    assert mined == ["failure", "heart", "heart failure", "heart-failure", "of", "of heart"]
-    assert (
-        new_words.mine_words(["高血压治疗"], byte_level(), tokens=9, min_count=1, pairs=True)[-1]
-        == "高血压治疗"
-    )
+    expected = ["failure", "heart", "heart failure", "heart-failure", "of", "of heart"]
+    assert mine(texts, word_pieces, pairs=True) == expected
+    assert mine(["高血压治疗"], pairs=True)[-1] == "高血压治疗"
 
 
 def test_words_are_ranked_by_queries_then_by_characters():
-    tokenizer = byte_level()
-    words = new_words.mine_words(ENGLISH, tokenizer, tokens=9, min_count=1, pairs=False)
+    words = mine(ENGLISH)
     counts = {word: sum(word in text.split() for text in ENGLISH) for word in words}
     assert words == sorted(words, key=lambda word: (-counts[word], word))
     assert words[:4] == ["art", "is", "of", "osteoporosis"]
-    assert new_words.mine_words(ENGLISH[::-1], tokenizer, tokens=9, min_count=1, pairs=False) == words
-    assert new_words.mine_words(ENGLISH, tokenizer, tokens=1, min_count=1, pairs=False) == ["art"]
-    assert "heart" not in new_words.mine_words(ENGLISH, tokenizer, tokens=9, min_count=2, pairs=False)
+    assert mine(ENGLISH[::-1]) == words
+    assert mine(ENGLISH, tokens=1) == ["art"]
+    assert "heart" not in mine(ENGLISH, least=2)
 
 
 def test_known_tokens_numbers_and_characters_are_not_mined():
     tokenizer = byte_level()
     tokenizer.add_tokens(["heart"])
-    texts = ["heart 1234 5.5 我", "heart 1234 5.5 我"]
-    words = new_words.mine_words(texts, tokenizer, tokens=9, min_count=1, pairs=False)
-    assert words == []
+    assert mine(["heart 1234 5.5 我"] * 2, lambda: tokenizer) == []
 
 
-def test_chinese_is_segmented_by_the_planners_dictionary():
-    words = new_words.mine_words(CHINESE, byte_level(), tokens=3, min_count=2, pairs=False)
-    assert words == ["治疗", "高血压"]
-
-
-def test_what_a_tokenizer_does_not_know_at_all_is_worth_a_token():
-    tokenizer = word_pieces()
-    assert tokenizer.encode("naïveté λόγος").tokens[-1] == "[UNK]"
-    assert new_words.mine_words(["λόγος"], tokenizer, tokens=9, min_count=1, pairs=False) == ["λόγος"]
-
-
-def test_words_are_mined_as_written_unless_lowered():
-    texts = ["Ein Zebra", "zebra crossing"]
-    assert "Zebra" in new_words.mine_words(texts, byte_level(), tokens=9, min_count=1, pairs=False)
-    assert new_words.mine_words(texts, word_pieces(), tokens=9, min_count=2, pairs=False) == ["zebra"]
-
-
-def test_one_of_words_that_are_normalised_alike_is_mined():
-    texts = ["der krüppel", "der krüppel", "the kruppel"]
-    mined = new_words.mine_words(texts, word_pieces(), tokens=9, min_count=1, pairs=False)
-    assert mined == ["der", "krüppel", "the"]
-    as_written = new_words.mine_words(texts, byte_level(), tokens=9, min_count=1, pairs=False)
-    assert as_written == ["der", "krüppel", "kruppel", "the"]
+@pytest.mark.parametrize(
+    ("texts", "make", "least", "expected"),
+    [
+        (CHINESE, byte_level, 2, ["治疗", "高血压"]),  # segmented by the planner's dictionary
+        (["λόγος"], word_pieces, 1, ["λόγος"]),  # which the tokenizer does not know at all
+        (["Ein Zebra", "zebra crossing"], word_pieces, 2, ["zebra"]),
+        (["Ein Zebra", "zebra crossing"], byte_level, 1, ["Ein", "Zebra", "crossing", "zebra"]),
+        # Words that the tokenizer makes equal, and the same where it does not.
+        (["der krüppel", "der krüppel", "the kruppel"], word_pieces, 1, ["der", "krüppel", "the"]),
+        (["der krüppel", "der krüppel", "the kruppel"], byte_level, 1, ["der", "krüppel", "kruppel", "the"]),
+    ],
+)
+def test_words_are_mined_as_the_tokenizer_reads_them(texts: list[str], make, least: int, expected: list[str]):
+    assert mine(texts, make, tokens=9 if least == 1 else 2, least=least) == expected
 
 
 @pytest.mark.parametrize("make", [byte_level, word_pieces, marked_spaces])
 def test_an_english_word_is_found_alone_and_never_inside_another(make):
     tokenizer = make()
-    new_words.add_words(tokenizer, ["art", "osteoporosis"])
+    vocabulary.add_words(tokenizer, ["art", "osteoporosis"])
     seen = found(tokenizer, "heart art (osteoporosis) party", ["art", "osteoporosis"])
     assert [text for _, text in seen] == ["art", "osteoporosis"]
     assert found(tokenizer, "heart party osteoporosislike smart", ["art", "osteoporosis"]) == []
@@ -116,7 +113,7 @@ def test_an_english_word_is_found_alone_and_never_inside_another(make):
 @pytest.mark.parametrize("make", [byte_level, word_pieces, marked_spaces])
 def test_the_space_before_a_new_word_is_no_token(make):
     before, after = make(), make()
-    new_words.add_words(after, ["osteoporosis"])
+    vocabulary.add_words(after, ["osteoporosis"])
     pieces = before.encode("osteoporosis", add_special_tokens=False).ids
     spaced = before.encode("men osteoporosis men", add_special_tokens=False).ids
     new = after.encode("men osteoporosis men", add_special_tokens=False).ids
@@ -131,21 +128,17 @@ def test_the_space_before_a_new_word_is_no_token(make):
 @pytest.mark.parametrize("make", [byte_level, word_pieces])
 def test_the_longest_chinese_word_is_found_between_others(make):
     tokenizer = make()
-    new_words.add_words(tokenizer, ["血压", "高血压", "治疗"])
-    seen = [text for _, text in spans(tokenizer, "什么是高血压怎么治疗")]
-    assert "高血压" in seen
-    assert "治疗" in seen
+    vocabulary.add_words(tokenizer, ["血压", "高血压", "治疗"])
+    text = "什么是高血压怎么治疗"
+    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    seen = {text[slice(*at)].strip() for at in offsets}
+    assert seen >= {"高血压", "治疗"}
     assert "血压" not in seen
-
-
-def spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
-    encoding = tokenizer.encode(text, add_special_tokens=False)
-    return [(id, text[slice(*at)].strip()) for id, at in zip(encoding.ids, encoding.offsets, strict=True)]
 
 
 def test_offsets_cover_the_text_in_order():
     tokenizer = byte_level()
-    new_words.add_words(tokenizer, ["osteoporosis", "高血压", "治疗"])
+    vocabulary.add_words(tokenizer, ["osteoporosis", "高血压", "治疗"])
     text = "what is osteoporosis 什么是高血压怎么治疗 in men"
     encoding = tokenizer.encode(text, add_special_tokens=False)
     starts = [start for start, _ in encoding.offsets]
@@ -160,16 +153,62 @@ def test_offsets_cover_the_text_in_order():
 def test_a_new_row_starts_at_the_mean_of_its_pieces(make):
     before, after = make(), make()
     words = ["osteoporosis", "高血压"]
-    new_words.add_words(after, words)
+    vocabulary.add_words(after, words)
     size = before.get_vocab_size()
     assert [after.token_to_id(word) for word in words] == [size, size + 1]
     table = torch.randn(size + 2, 6, generator=torch.Generator().manual_seed(0))
     filled = table.clone()
     padding = Tokenizer.from_str(before.to_str())
     padding.enable_padding(length=9)  # as that of all-MiniLM-L6-v2
-    new_words.initialize_word_rows(filled, words, before=padding, after=after)
+    vocabulary.initialize_word_rows(filled, words, before=padding, after=after)
     assert torch.equal(filled[:size], table[:size])
     for word, text in zip(words, (" osteoporosis", "高血压"), strict=True):
         pieces = before.encode(text, add_special_tokens=False).ids
         expected = sum(table[piece].double() for piece in pieces) / len(pieces)
         torch.testing.assert_close(filled[after.token_to_id(word)].double(), expected, atol=1e-6, rtol=1e-6)
+
+
+# --- a table with tokens of its own -------------------------------------------------------------------------
+
+TEXTS = ["Joining tensors", "a tensor joins another", "Über Tensoren", "张量 连接", "joined, rejoined"]
+
+
+def test_pieces_are_of_lower_case_words_and_equal_in_every_process(tmp_path: Path):
+    learnt = train_word_pieces(TEXTS, vocabulary=80)
+    tokenizer = Tokenizer.from_str(learnt)
+    assert tokenizer.encode("JOIN Tensor").tokens == tokenizer.encode("join tensor").tokens
+    assert tokenizer.encode("张量").tokens == ["张", "量"]
+    assert tokenizer.encode("☃").tokens == ["[UNK]"]
+    assert "##" not in "".join(token.content for token in tokenizer.get_added_tokens_decoder().values())
+    program = (
+        "from scalingnote.train.distillation.vocabulary import train_word_pieces as train; import sys;"
+        f"sys.stdout.buffer.write(train({TEXTS!r}, vocabulary=80).encode())"
+    )
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+    assert other.decode() == learnt
+    (tmp_path / "tokenizer.json").write_text(learnt, encoding="utf-8")
+    assert read_tokenizer(str(tmp_path)) == read_tokenizer(str(tmp_path / "tokenizer.json")) == learnt
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"distill\.tokenizer: .* is no tokenizer"):
+        read_tokenizer(str(tmp_path))
+
+
+def test_rows_are_the_ridge_regression():
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 12, rng.integers(1, 6)).tolist() for _ in range(200)]
+    weights = rng.uniform(0.5, 2, 14).astype(np.float32)
+    vectors = rng.standard_normal((200, 3)).astype(np.float32)
+    shares = np.zeros((200, 14))
+    for number, ids in enumerate(texts):
+        np.add.at(shares[number], ids, weights[ids])
+    shares /= shares.sum(axis=1, keepdims=True)
+    expected = np.linalg.solve(shares.T @ shares + np.eye(14), shares.T @ vectors)
+    found = fit_rows(texts, vectors, weights)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert not found[12:].any()  # no text has these tokens
+
+
+def test_texts_without_tokens_do_not_count():
+    with_empty = fit_rows([[0], [], [1]], np.eye(3, dtype=np.float32), np.ones(2, np.float32))
+    without = fit_rows([[0], [1]], np.eye(3, dtype=np.float32)[[0, 2]], np.ones(2, np.float32))
+    np.testing.assert_allclose(with_empty, without, atol=1e-6)

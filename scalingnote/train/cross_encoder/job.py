@@ -35,8 +35,8 @@ from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.config import DualPooledConfig, TrainConfig
 from scalingnote.train.cross_encoder.pairs import PairBatches, PairEncoder, PairStage
 from scalingnote.train.data import Order, Store
-from scalingnote.train.job import Failure, Settings, launch, start_rank, train_rank
-from scalingnote.train.prepare import prepare, read_array
+from scalingnote.train.job import RankTraining, TrainingRun, launch
+from scalingnote.train.prepare import PreparedStore, prepare, read_array
 from scalingnote.train.tokens import MISSING_ROW, row_numbers
 
 log = get_logger("cross")
@@ -61,21 +61,11 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
         folder=draft.work("data"),
         each=cluster.map_tasks,
     )
-    steps = Order.of(config, prepared.sizes).steps(config)
+    steps = Order(config, prepared.sizes).steps
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
-    launch(
-        _worker,
-        {
-            "output": output,
-            "work": draft.work(),
-            "store": prepared.store,
-            "tokenizer": prepared.tokenizers.get("query"),
-            "steps": steps,
-        },
-        schedule=config,
-        section="cross",
-    )
+    rank = partial(_prepare_rank, config=config, prepared=prepared)
+    steps = launch(rank, TrainingRun(config, "cross", output, steps))
     return draft.commit(counts={"triplets": rows, "documents": prepared.documents, "steps": steps})
 
 
@@ -280,13 +270,14 @@ def as_stage_one(config: DualPooledConfig, *, backbone: BackboneConfig | None = 
     )
 
 
-def _worker(settings: Settings) -> Failure | None:
-    """One rank."""
-    config, rank, world = start_rank(DualPooledConfig, settings)
-
+def _prepare_rank(
+    rank: int, world: int, *, config: DualPooledConfig, prepared: PreparedStore
+) -> RankTraining:
     def build_stage() -> PairStage:
         model = CrossEncoder(
-            backbones.build(config.backbone, tokenizer_json=settings["tokenizer"], seed=config.seed),
+            backbones.build(
+                config.backbone, tokenizer_json=prepared.tokenizers.get("query"), seed=config.seed
+            ),
             pooling=config.pooling,
             dim=None,
             query_length=config.query_length,
@@ -297,20 +288,9 @@ def _worker(settings: Settings) -> Failure | None:
         )
         return PairStage(model, config.losses, temperature=config.temperature)
 
-    stage, store = build_stage(), Store.open(settings["store"])
-    batches = PairBatches(
-        store,
-        Order.of(config, store.facts["sizes"]),
-        pad=stage.model.pad,
-        in_batch=config.in_batch,
-        rank=rank,
-        world=world,
-    )
-    return train_rank(
-        stage,
-        batches,
-        build_stage=build_stage,
-        schedule=config,
-        settings=settings,
-        save=lambda whole, folder: whole.model.save(folder / MODEL),
+    stage, order = build_stage(), Order(config, prepared.sizes)
+    knobs = {"pad": stage.model.pad, "in_batch": config.in_batch, "rank": rank, "world": world}
+    batches = PairBatches(Store.open(prepared.store), order, **knobs)
+    return RankTraining(
+        stage, build_stage, batches, save=lambda whole, folder: whole.model.save(folder / MODEL)
     )

@@ -29,7 +29,7 @@ from scalingnote.storage import usage
 from scalingnote.train.config import CrossEncoderLosses
 from scalingnote.train.data import ABSENT, Order, Store, stand_ins
 from scalingnote.train.engine import Encode, Objective, WeightedLosses
-from scalingnote.train.losses import mean_of_present, teacher_kl
+from scalingnote.train.losses import cross_entropy, mean_of_present, teacher_kl
 from scalingnote.train.objective import TensorRecord, pad_lists
 
 
@@ -44,45 +44,48 @@ class PairBatch(TensorRecord):
     scores: Float[Tensor, "queries scored"] | None = None  # of a ranking model, of the first candidates
 
 
+@dataclass(frozen=True)
 class PairBatches:
     """Pairs for one rank from a store that :func:`scalingnote.train.prepare.prepare` wrote."""
 
-    def __init__(self, store: Store, order: Order, *, pad: int, in_batch: int, rank: int, world: int) -> None:
-        self._rows, self._documents, self._order = store["train"], store["documents"], order
-        self._known, self._scored = max(store.facts["known"], 1), store.facts["scored"]
-        self._pad, self._in_batch = pad, in_batch
-        self._rank, self._world = rank, world
+    store: Store
+    order: Order
+    pad: int
+    in_batch: int  # positives of other rows that a query is paired with
+    rank: int
+    world: int
 
     def __call__(self, step: int) -> PairBatch:
         """This rank's share of a step."""
-        global_batch = self._order.batch(step)
-        chosen = global_batch[self._rank :: self._world]
+        rows, global_batch = self.store["train"], self.order.batch(step)
+        mine = slice(self.rank, None, self.world)
+        chosen = global_batch[mine]
         documents, answers = self._candidates(global_batch)
-        present = (documents != ABSENT)[self._rank :: self._world]
-        own = stand_ins(documents[self._rank :: self._world])
-        queries = self._rows.tokens(chosen)
+        own = stand_ins(documents[mine])
+        queries = rows.tokens(chosen)
         distinct = np.unique(own)
-        texts = dict(zip(distinct.tolist(), self._documents.tokens(distinct), strict=True))
+        texts = dict(zip(distinct.tolist(), self.store["documents"].tokens(distinct), strict=True))
         pairs = [
             pair(query, texts[row])
             for column in own.T.tolist()
             for query, row in zip(queries, column, strict=True)
         ]
         return PairBatch(
-            pairs=collate(pairs, pad=self._pad, packed=True),
-            weights=torch.from_numpy(self._rows.values("weight", chosen)),
-            answers=torch.from_numpy(answers[self._rank :: self._world]),
-            present=torch.from_numpy(present),
-            scores=torch.from_numpy(self._rows.values("scores", chosen)) if self._scored else None,
+            pairs=collate(pairs, pad=self.pad, packed=True),
+            weights=torch.from_numpy(rows.values("weight", chosen)),
+            answers=torch.from_numpy(answers[mine]),
+            present=torch.from_numpy((documents != ABSENT)[mine]),
+            scores=torch.from_numpy(rows.values("scores", chosen)) if self.store.facts["scored"] else None,
         )
 
     def _candidates(
-        self, rows: Int64[ndarray, " rows"]
+        self, chosen: Int64[ndarray, " rows"]
     ) -> tuple[Int64[ndarray, "rows group"], Bool[ndarray, "rows group"]]:
         """Each row's documents, the positive first, and a mask of the others that answer its query too."""
-        own, queries = self._rows.values("documents", rows), self._rows.values("query", rows)
-        known = pad_lists(self._rows.lists("known", rows), width=self._known)
-        shifts = range(1, min(self._in_batch, len(rows) - 1) + 1)
+        rows = self.store["train"]
+        own, queries = rows.values("documents", chosen), rows.values("query", chosen)
+        known = pad_lists(rows.lists("known", chosen), width=max(self.store.facts["known"], 1))
+        shifts = range(1, min(self.in_batch, len(chosen) - 1) + 1)
         others = [np.roll(own[:, 0], -shift) for shift in shifts]
         documents = np.column_stack([own, *others])
         answers = (documents[:, :, None] == known[:, None, :]).any(axis=2) | (documents == own[:, :1])
@@ -111,7 +114,12 @@ class PairStage(Objective):
             logits = logits.unflatten(0, (-1, queries)).T
             parts: dict[str, Tensor] = {}
             if losses.one_hot:
-                parts["one_hot"] = one_hot(logits, batch.answers | ~batch.present, weights=batch.weights)
+                parts["one_hot"] = cross_entropy(
+                    logits,
+                    positives=torch.zeros(queries, dtype=torch.long, device=logits.device),
+                    ignore=batch.answers | ~batch.present,
+                    weights=batch.weights,
+                )
             if losses.teacher:
                 parts["teacher"] = _teacher_loss(logits, batch)
             if losses.reconstruction:
@@ -135,18 +143,6 @@ def relevance(
     if temperature is None:
         return cross_encoder.scores(queries, documents)
     return F.cosine_similarity(queries, documents, dim=-1) / temperature
-
-
-def one_hot(
-    logits: Float[Tensor, "queries group"],
-    ignore: Bool[Tensor, "queries group"],
-    *,
-    weights: Float[Tensor, " queries"],
-) -> Float[Tensor, ""]:
-    """Mean cross entropy of the positive, column 0, among candidates that are not ignored (Eq. 9)."""
-    allowed = logits.masked_fill(ignore, torch.finfo(logits.dtype).min)
-    first = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-    return (weights * F.cross_entropy(allowed, first, reduction="none")).mean()
 
 
 def _teacher_loss(logits: Tensor, batch: PairBatch) -> Tensor:

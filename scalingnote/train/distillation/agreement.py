@@ -25,6 +25,7 @@ from scalingnote.core import topk
 from scalingnote.core.log import elapsed_status, get_logger, status_lines
 from scalingnote.encode.documents import tower_similarity
 from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.models.prompt import indexed_view
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import INDEXED_VIEW
@@ -244,7 +245,7 @@ def _searched_embeddings(
     if problems:
         reason = next(iter(problems.values()))
         log.warning("%d of %d documents cannot be encoded: %s", len(problems), len(rows), reason)
-    return arrow.as_searched(views.get(INDEXED_VIEW, next(iter(views.values()))), similarity)
+    return arrow.as_searched(views[indexed_view([*views])], similarity)
 
 
 def _places(total: int, most: int) -> Int[ndarray, " places"]:

@@ -20,7 +20,6 @@ from scalingnote.models.lookup import LookupTower
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.published_model import Similarity
 from scalingnote.models.tower import Tower
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 from scalingnote.train import tokens
@@ -29,7 +28,7 @@ from scalingnote.train.distillation import agreement, prepare, student
 from scalingnote.train.distillation.config import DistillConfig
 from scalingnote.train.distillation.objective import LessonBatches, StageTwo
 from scalingnote.train.distillation.prepare import LESSONS, CandidateSources
-from scalingnote.train.job import Failure, Settings, finished_steps, launch, start_rank, train_rank
+from scalingnote.train.job import RankTraining, TrainingRun, launch
 
 log = get_logger("distill")
 MAX_CENTRING_TEXTS = 4096  # whose mean embedding stands for that of all
@@ -78,48 +77,54 @@ def run(
         candidates=_sources(config, parents, document_tokenizer),
         each=cluster.map_tasks,
     )
-    rows, steps = sum(sizes.values()), Order.of(config, sizes).steps(config)
+    rows, steps = sum(sizes.values()), Order(config, sizes).steps
     log.info("%s rows, %d steps", f"{rows:,}", steps)
-    settings = {
-        "query_embeddings": query_embeddings,
-        "output": output,
-        "work": draft.work(),
-        "document_tokenizer": document_tokenizer,
-        "steps": steps,
-    }
-    launch(_worker, settings, schedule=config, section="distill")
+    made = launch(
+        partial(
+            _prepare_rank,
+            config=config,
+            teacher=teacher,
+            rows=draft.work("rows"),
+            start=draft.work("start"),
+            document_tokenizer=document_tokenizer,
+        ),
+        TrainingRun(config, "distill", output, steps),
+    )
     learnt = sizes if config.losses.reads_documents else {"queries": rows}
-    return draft.commit(counts={**learnt, "steps": finished_steps(output, planned=steps)})
+    return draft.commit(counts={**learnt, "steps": made})
 
 
-def _worker(settings: Settings) -> Failure | None:
-    """One rank of stage II."""
-    config, rank, world = start_rank(DistillConfig, settings)
-    teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")
-    store = Store.open(fs.join(settings["work"], "rows"))
-    start = student.read_start(fs.join(settings["work"], "start"))
+def _prepare_rank(
+    rank: int,
+    world: int,
+    *,
+    config: DistillConfig,
+    teacher: Artifact,
+    rows: str,
+    start: str,
+    document_tokenizer: str | None,
+) -> RankTraining:
+    store, read = Store.open(rows), student.read_start(start)
     dim = store.facts["dim"]
 
     def build_stage() -> StageTwo:
-        document = _document_student(config, settings["document_tokenizer"], dim=dim, teacher=teacher)
-        tower = student.build_student(config, start, teacher=teacher, dim=dim)
+        document = _document_student(config, document_tokenizer, dim=dim, teacher=teacher)
+        tower = student.build_student(config, read, teacher=teacher, dim=dim)
         return StageTwo(tower, config.losses, document, similarity=similarity_of(teacher))
 
     stage = build_stage()
     batches = LessonBatches(
         store,
-        Order.of(config, store.facts["sizes"]),
+        Order(config, store.facts["sizes"]),
         pad=stage.student.pad,
         document_pad=None if stage.document is None else stage.document.pad,
         rank=rank,
         world=world,
     )
-    return train_rank(
+    return RankTraining(
         stage,
+        build_stage,
         batches,
-        build_stage=build_stage,
-        schedule=config,
-        settings=settings,
         save=partial(_save, config=config, store=store),
         validation=config.validation,
         validate_with=lambda engine: agreement.validator(store, engine, config, pad=stage.student.pad),

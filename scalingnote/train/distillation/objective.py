@@ -222,41 +222,33 @@ def _as_compared(vectors: Float[Tensor, "rows dim"], similarity: Similarity) -> 
     return F.normalize(vectors, dim=-1) if similarity == "cosine" else vectors
 
 
+@dataclass(frozen=True)
 class LessonBatches:
-    """Lessons of any step, for one rank, from a store of :mod:`scalingnote.train.distillation.prepare`.
+    """Lessons of any step, for one rank, from a store of :mod:`scalingnote.train.distillation.prepare`."""
 
-    `pad` is the pad token of the query student, `document_pad` that of a student for documents.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        order: Order,
-        *,
-        pad: int,
-        rank: int,
-        world: int,
-        document_pad: int | None = None,
-    ) -> None:
-        self._store, self._order, self._rank, self._world = store, order, rank, world
-        self._pad, self._document_pad = pad, document_pad
+    store: Store
+    order: Order
+    pad: int  # token of the query student
+    rank: int
+    world: int
+    document_pad: int | None = None  # token of a student for documents
 
     def __call__(self, step: int) -> Lesson:
         """This rank's share of a step."""
-        rows = self._order.batch(step)[self._rank :: self._world]
+        rows = self.order.batch(step)[self.rank :: self.world]
         lessons, weights, candidates = rows, None, None
-        if "rows" in self._store.tables:
-            lessons = self._store["rows"].values("lesson", rows)
-            weights = torch.from_numpy(self._store["rows"].values("weight", rows))
+        if "rows" in self.store.tables:
+            lessons = self.store["rows"].values("lesson", rows)
+            weights = torch.from_numpy(self.store["rows"].values("weight", rows))
             candidates = self._candidates(rows, weights)
-        queries = collate(self._store[LESSONS].tokens(lessons), pad=self._pad, packed=True)
-        teacher = torch.from_numpy(self._store[LESSONS].values("teacher", lessons))
+        queries = collate(self.store[LESSONS].tokens(lessons), pad=self.pad, packed=True)
+        teacher = torch.from_numpy(self.store[LESSONS].values("teacher", lessons))
         return Lesson(queries, teacher, weights, candidates)
 
     def _candidates(
         self, chosen: Int64[ndarray, " rows"], weights: Float[Tensor, " rows"]
     ) -> LessonCandidates:
-        rows, stored, facts = self._store["rows"], self._store["documents"], self._store.facts
+        rows, stored, facts = self.store["rows"], self.store["documents"], self.store.facts
         documents = rows.values("documents", chosen)
         answered = torch.from_numpy(documents[:, 0] != ABSENT)
         # Generated queries have no documents. The losses over candidates are means over the triplets alone:
@@ -265,8 +257,8 @@ class LessonBatches:
         # Document 0 stands in for all absent ones; it is masked, and encoded once at most.
         distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)
         texts = None
-        if self._document_pad is not None:
-            texts = collate(stored.tokens(distinct), pad=self._document_pad, packed=True)
+        if self.document_pad is not None:
+            texts = collate(stored.tokens(distinct), pad=self.document_pad, packed=True)
         return LessonCandidates(
             embeddings=torch.from_numpy(stored.values("teacher", distinct).astype(np.float32)),
             index=torch.from_numpy(index.reshape(documents.shape)),

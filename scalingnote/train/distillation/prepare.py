@@ -10,9 +10,10 @@ All but the first are needed only by losses over documents. A document is stored
 Work is done in slices, as in stage I: a killed run repeats the slices without a record.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,20 @@ from scalingnote.storage.shuffle import (
     NumberedSlice,
     TaskRunner,
     hash_of,
-    named_parts,
     run_slices,
     slices,
     write_tables,
 )
 from scalingnote.train import tokens
-from scalingnote.train.data import Store, one_chunk
-from scalingnote.train.prepare import file_name, merge_hashes, number_documents, read_array, total_rows
+from scalingnote.train.data import ABSENT, Store, one_chunk
+from scalingnote.train.prepare import (
+    file_name,
+    files_of,
+    merge_hashes,
+    number_documents,
+    read_array,
+    total_rows,
+)
 from scalingnote.train.tokens import query_number
 
 log = get_logger("distill")
@@ -48,7 +55,6 @@ LESSONS = "lessons"  # table of the store: rows of training
 VALIDATION = "validation"  # table of the store: rows like those of training, which no step draws
 _TRIPLET_COLUMNS = ["query_id", "positive", "negatives", "source", "hop", "weight", "split"]
 _QUERY_COLUMNS = ["query_id", "query", "embedding", "split"]
-_BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -82,19 +88,13 @@ def prepare(
         ConfigError: the document embeddings lack the view that is searched.
     """
     if not Store.is_complete(folder):
-        group = 1 if candidates is None else _write_names(candidates, folder=folder, each=each)
+        run = partial(run_slices, folder=folder, each=each, section="distill")
         task = partial(_lessons_of_slice, teacher=teacher, prompt=prompt, folder=folder)
-        parts = slices(teacher, "embeddings")
-        records = run_slices(LESSONS, task, parts, folder=folder, each=each, section="distill")
-        tables = {
-            name: [file for record in records for file in named_parts(record[key])]
-            for name, key in ((LESSONS, "files"), (VALIDATION, "validation"))
-        }
+        records = run(LESSONS, task, slices(teacher, "embeddings"))
+        tables = {name: files_of(records, name) for name in (LESSONS, VALIDATION)}
         facts = {"sizes": {LESSONS: total_rows(tables[LESSONS])}, "dim": records[0]["dim"]}
         if candidates is not None:
-            more, counted = _write_candidates(
-                candidates, teacher, records, group=group, folder=folder, each=each
-            )
+            more, counted = _write_candidates(candidates, teacher, tables[LESSONS], run, folder)
             tables, facts = tables | more, facts | counted
         Store.finish(folder, tables, facts)
     facts = Store.facts_of(folder)
@@ -108,59 +108,47 @@ def _lessons_of_slice(
     item: NumberedSlice, *, teacher: Artifact, prompt: QueryPrompt | LookupPrompt, folder: str
 ) -> JsonRecord:
     table = pa.concat_tables(teacher.table(part, _QUERY_COLUMNS) for part in item[1])
-    written: dict[str, Any] = {}
-    for name, split, key in ((LESSONS, "train", "files"), (VALIDATION, "validation", "validation")):
+    written: JsonRecord = {"dim": table.schema.field("embedding").type.list_size}
+    for name, split in ((LESSONS, "train"), (VALIDATION, "validation")):
         rows = lesson_rows(table.filter(pc.equal(table["split"], split)), prompt=prompt)
-        written[key] = write_tables(folder, {f"{name}/{item[0]:05d}.arrow": rows})
-    return written | {"dim": table.schema.field("embedding").type.list_size}
+        written[name] = write_tables(folder, {file_name(name, item[0]): rows})
+    return written
 
 
 def lesson_rows(queries: pa.Table, *, prompt: QueryPrompt | LookupPrompt) -> pa.Table:
     """Numbers (``query``), token rows and ``teacher`` embeddings of queries."""
-    texts = queries["query"].to_pylist()
-    blocks = (prompt.rows(texts[start : start + _BLOCK_ROWS]) for start in range(0, len(texts), _BLOCK_ROWS))
+    columns = token_columns(tokens.prompt_blocks(prompt, queries["query"].to_pylist()), views=1)
     number = pa.array(query_number(queries["query_id"]))
-    teacher = arrow.to_arrow(arrow.to_numpy(queries["embedding"]))
-    return one_chunk({"query": number, **token_columns(blocks, views=1), "teacher": teacher})
-
-
-def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) -> int:
-    """Write which documents and queries the training rows name: sorted hashes, 8 bytes each.
-
-    Returns the most documents of a row.
-    """
-    parts = slices(sources.triplets, "triplets")
-    records = run_slices(
-        "names",
-        partial(_hashes_of_slice, sources=sources, folder=folder),
-        parts,
-        folder=folder,
-        each=each,
-        section="distill",
+    return one_chunk(
+        {"query": number, **columns, "teacher": arrow.to_arrow(arrow.to_numpy(queries["embedding"]))}
     )
-    for table in ("document_hashes", "query_hashes"):
-        merge_hashes(folder, table, files=len(parts))
-    return max(int(record["group"]) for record in records)
 
 
 def _write_candidates(
     sources: CandidateSources,
     teacher: Artifact,
-    lessons: Sequence[JsonRecord],
-    *,
-    group: int,
+    lessons: Sequence[tuple[str, Part]],
+    run: Callable[[str, Callable[[Any], JsonRecord], Sequence[Any]], list[JsonRecord]],
     folder: str,
-    each: TaskRunner,
 ) -> tuple[dict[str, list[tuple[str, Part]]], dict[str, Any]]:
-    """Tables and facts of a store beside its lessons, of which `lessons` are the records."""
-    run = partial(run_slices, folder=folder, each=each, section="distill")
-    _require_view(sources.embeddings)
+    """Tables and facts of a store beside the files of its lessons; `run` runs a named task over slices."""
+    with sources.embeddings.open(sources.embeddings.table_parts("embeddings")[0]) as stream:
+        if INDEXED_VIEW not in pq.read_schema(stream).names:
+            raise ConfigError(
+                f"{sources.embeddings.uri} holds no view {INDEXED_VIEW!r}, which is searched: add it to "
+                "encode.views"
+            )
+    of_triplets = slices(sources.triplets, "triplets")
+    # Which documents and queries the training rows name: sorted hashes, 8 bytes each.
+    named = run("names", partial(_hashes_of_slice, sources=sources, folder=folder), of_triplets)
+    wanted = merge_hashes(folder, "document_hashes", files=len(of_triplets))
+    merge_hashes(folder, "query_hashes", files=len(of_triplets))
+    group = max(int(record["group"]) for record in named)
     written = run(
         "documents",
         partial(_documents_of_slice, sources=sources, folder=folder),
         slices(sources.embeddings, "embeddings"),
     )
-    wanted = read_array(fs.join(folder, "document_hashes.arrow"))
     place = number_documents(wanted, written, folder)
     rejected = sources.embeddings.table("rejected.parquet", ["row"])["row"]
     unread = np.flatnonzero(np.isin(wanted, hash_of(rejected))) if len(rejected) else np.empty(0, np.int64)
@@ -170,41 +158,25 @@ def _write_candidates(
     rows = run(
         "rows",
         partial(_rows_of_slice, sources=sources, teacher=teacher, group=group, folder=folder),
-        slices(sources.triplets, "triplets"),
+        of_triplets,
     )
-    starts = np.cumsum([0, *(total_rows(named_parts(record["files"])) for record in lessons)])
+    starts = accumulate((part.rows or 0 for _, part in lessons), initial=0)
     generated = run(
         "free",
-        partial(
-            _rows_without_documents, lessons=list(lessons), starts=starts.tolist(), group=group, folder=folder
-        ),
-        [[str(number)] for number in range(len(lessons))],
+        partial(_rows_without_documents, group=group, folder=folder),
+        [(name, start) for (name, _), start in zip(lessons, starts, strict=False)],
     )
-    with_documents = [file for record in rows for file in named_parts(record["files"])]
-    without = [file for record in generated for file in named_parts(record["files"])]
+    with_documents, without = files_of(rows), files_of(generated)
     sizes = {"triplets": total_rows(with_documents), "generated": total_rows(without)}
     if not sizes["triplets"]:
         raise DataError("no triplet for training has a positive with an embedding: re-run collect or encode")
-    tables = {
-        "documents": [file for record in written for file in named_parts(record["files"])],
-        "rows": [*with_documents, *without],
-    }
     facts = {
         "sizes": {part: count for part, count in sizes.items() if count},
         "known": max(record["known"] for record in rows),
         "scored": any(record["scored"] for record in rows),
         "left_out": sum(record["left_out"] for record in rows),
     }
-    return tables, facts
-
-
-def _require_view(embeddings: Artifact) -> None:
-    with embeddings.open(embeddings.table_parts("embeddings")[0]) as stream:
-        views = pq.read_schema(stream).names
-    if INDEXED_VIEW not in views:
-        raise ConfigError(
-            f"{embeddings.uri} holds no view {INDEXED_VIEW!r}, which is searched: add it to encode.views"
-        )
+    return {"documents": files_of(written), "rows": [*with_documents, *without]}, facts
 
 
 def _hashes_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
@@ -241,10 +213,10 @@ def _documents_of_slice(item: NumberedSlice, *, sources: CandidateSources, folde
     return {"files": files, "problems": problems}
 
 
-def _number_lessons(lessons: Sequence[JsonRecord], folder: str) -> None:
+def _number_lessons(lessons: Sequence[tuple[str, Part]], folder: str) -> None:
     """Write sorted numbers of all queries and the row of each among the lessons: 16 bytes a query."""
-    files = [name for record in lessons for name, _ in named_parts(record["files"])]
-    numbers = np.concatenate([np.empty(0, np.int64), *(read_array(fs.join(folder, name)) for name in files)])
+    files = [read_array(fs.join(folder, name)) for name, _ in lessons]
+    numbers = np.concatenate([np.empty(0, np.int64), *files])
     order = np.argsort(numbers, kind="stable")
     if (np.diff(numbers[order]) == 0).any():
         raise DataError(
@@ -281,28 +253,24 @@ def _rows_of_slice(
     }
 
 
-def _rows_without_documents(
-    item: NumberedSlice, *, lessons: list[JsonRecord], starts: list[int], group: int, folder: str
-) -> JsonRecord:
-    """Rows of queries that occur in no triplet."""
-    queries = read_array(fs.join(folder, "query_hashes.arrow"))
-    files = named_parts(lessons[item[0]]["files"])
-    numbers = np.concatenate(
-        [np.empty(0, np.int64), *(read_array(fs.join(folder, name)) for name, _ in files)]
-    )
-    alone = np.flatnonzero(~tokens.in_sorted(numbers.astype(np.uint64), queries))
+def _rows_without_documents(item: tuple[int, tuple[str, int]], *, group: int, folder: str) -> JsonRecord:
+    """Rows of queries that occur in no triplet, of a file of lessons that starts at this row."""
+    file, (name, start) = item
+    numbers = read_array(fs.join(folder, name))
+    named = read_array(fs.join(folder, "query_hashes.arrow"))
+    alone = np.flatnonzero(~tokens.in_sorted(numbers.astype(np.uint64), named))
     size = len(alone)
     rows = one_chunk(
         {
-            "lesson": pa.array(alone + starts[item[0]]),
+            "lesson": pa.array(alone + start),
             "query": pa.array(numbers[alone]),
-            "documents": arrow.to_arrow(np.full((size, group), -1, np.int64)),
+            "documents": arrow.to_arrow(np.full((size, group), ABSENT, np.int64)),
             "known": list_column(np.empty(0, np.int64), [0] * (size + 1)),
             "weight": pa.array(np.ones(size, np.float32)),
             "scores": arrow.to_arrow(np.full((size, group), np.nan, np.float32)),
         }
     )
-    return {"files": write_tables(folder, {file_name("free", item[0]): rows})}
+    return {"files": write_tables(folder, {file_name("free", file): rows})}
 
 
 def _training_rows(

@@ -10,10 +10,9 @@ A table that is trained on more texts is better than this one. The numbers compa
 texts, and cannot be compared between sets.
 """
 
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,7 +104,7 @@ def screen(models: Sequence[str], documents: Iterable[RawRow], config: ScreenCon
     for model, folder in folders.items():
         try:
             with status_lines("distill", elapsed_status(f"screening {model}")):
-                done.append(dataclasses.replace(screen_one(folder, texts), model=model))
+                done.append(replace(screen_one(folder, texts), model=model))
         except ScalingNoteError as error:
             problems[model] = error
     for model, problem in problems.items():
@@ -155,7 +154,7 @@ def screen_one(model: str, texts: TextSplit) -> ScreenedTeacher:
     searched = as_searched(given, tower.native.similarity)
     tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
     table = RidgeTable.fit(tokens, train, ridge=RIDGE)
-    embeddings = table.embed(held_out_tokens)
+    embeddings = np.stack([table.embed(ids) for ids in held_out_tokens])
     return ScreenedTeacher(
         model=model,
         overlap=neighbour_overlap(held_out, embeddings, searched, k=NEIGHBOURS),
@@ -165,7 +164,7 @@ def screen_one(model: str, texts: TextSplit) -> ScreenedTeacher:
         tokens=len(table.rows),
         teacher_ms=median_ms(lambda text: teacher.encode_queries([text]), texts.held_out[:TEACHER_QUERIES]),
         table_ms=median_ms(
-            lambda text: table.embed_one(token_ids(teacher, [text])[0]), texts.held_out[:TABLE_QUERIES]
+            lambda text: table.embed(token_ids(teacher, [text])[0]), texts.held_out[:TABLE_QUERIES]
         ),
         seconds=time.perf_counter() - start,
     )
@@ -209,33 +208,21 @@ class RidgeTable:
         cls, texts: Sequence[Sequence[int]], targets: Float[ndarray, "texts dim"], *, ridge: float
     ) -> "RidgeTable":
         """The ridge regression from the token shares of texts, of at least one token each, to `targets`."""
-        seen = np.unique(np.concatenate([np.asarray(ids) for ids in texts]))
+        lengths = [len(ids) for ids in texts]
+        seen, places = np.unique(np.concatenate([np.asarray(ids) for ids in texts]), return_inverse=True)
         columns = np.full(int(seen[-1]) + 1, -1)
         columns[seen] = np.arange(len(seen))
-        return cls(columns, ridge_fit(token_shares(texts, columns), targets, ridge=ridge).astype(np.float32))
+        starts, values = np.cumsum([0, *lengths]), np.repeat(1 / np.array(lengths), lengths)
+        shares = scipy.sparse.csr_array((values, places, starts), (len(texts), len(seen)))
+        return cls(columns, ridge_fit(shares, targets, ridge=ridge).astype(np.float32))
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> Float[ndarray, "texts dim"]:
-        """Unit embeddings; 0 for a text of which no token was seen."""
-        return l2_normalize(np.asarray(token_shares(texts, self.columns) @ self.rows))
-
-    def embed_one(self, ids: Sequence[int]) -> Float[ndarray, " dim"]:
-        """The embedding of one text, without sparse arrays: the cost of a query."""
+    def embed(self, ids: Sequence[int]) -> Float[ndarray, " dim"]:
+        """The unit embedding of a text; 0 if no token of it was seen."""
         known = np.asarray(ids)
         rows = self.columns[known[known < len(self.columns)]]
         vector = self.rows[rows[rows >= 0]].sum(axis=0)
         result: ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return result
-
-
-def token_shares(texts: Sequence[Sequence[int]], columns: ndarray) -> Any:
-    """Sparse [texts, tokens seen]: each token's share of its text; tokens that were not seen have none."""
-    lengths = np.array([len(ids) for ids in texts])
-    ids = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in texts])
-    rows, values = np.repeat(np.arange(len(texts)), lengths), np.repeat(1 / np.maximum(lengths, 1), lengths)
-    rows_of_ids = np.where(ids < len(columns), columns[np.minimum(ids, len(columns) - 1)], -1)
-    known = rows_of_ids >= 0
-    shape = (len(texts), int(columns.max()) + 1)
-    return scipy.sparse.csr_array((values[known], (rows[known], rows_of_ids[known])), shape)
 
 
 def ridge_fit(

@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,8 +46,15 @@ from scalingnote.storage.arrow import npy_bytes
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.distillation.config import DistillConfig
-from scalingnote.train.distillation.new_words import add_words, initialize_word_rows, mine_words, pieces_of
-from scalingnote.train.distillation.table_start import read_tokenizer, start_arrays, train_word_pieces
+from scalingnote.train.distillation.vocabulary import (
+    add_words,
+    initialize_word_rows,
+    mine_words,
+    pieces_of,
+    read_tokenizer,
+    start_arrays,
+    train_word_pieces,
+)
 
 log = get_logger("distill")
 START_FILE = "start.json"
@@ -75,52 +82,54 @@ def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> S
     The folder must belong to this config and this teacher, the artifact with the embeddings of queries.
     """
     if not fs.exists(fs.join(folder, START_FILE)):
-        if config.teacher_layers is not None:
-            _copy_teacher_layers(config, teacher, fs.join(folder, "backbone"))
-        elif (learnt := _tokenizer(config, teacher)) is not None:
-            fs.write_bytes(fs.join(folder, "tokenizer.json"), learnt.encode())
-        is_lookup = isinstance(config.student, LookupConfig)
-        if config.new_vocabulary:
-            queries = tokens.distinct_queries(teacher, "embeddings")
-            plain = build_prompt(config, _read(folder, _list(folder))).tokenizer
-            new = mine_words(
-                queries, plain, tokens=config.new_vocabulary, min_count=MIN_WORD_COUNT, pairs=is_lookup
-            )
-            log.info("%s new words: %s...", f"{len(new):,}", ", ".join(new[:8]))
-            fs.write_bytes(fs.join(folder, "words.json"), json.dumps(new, ensure_ascii=False).encode())
-        if isinstance(config.student, LookupConfig):
-            prompt = build_prompt(config, _read(folder, _list(folder)))
-            assert isinstance(prompt, LookupPrompt)
-            for name, array in start_arrays(config, config.student, teacher, prompt).items():
-                fs.write_bytes(fs.join(folder, name), npy_bytes(array))
-        fs.write_bytes(fs.join(folder, START_FILE), json.dumps({"files": _list(folder)}).encode())
+        with tempfile.TemporaryDirectory() as local:
+            _write_start(config, teacher, Path(local))
+            fs.upload(local, folder)
+        files = {name: size for name, size in fs.list_files(folder).items() if not name.endswith(fs.PENDING)}
+        fs.write_bytes(fs.join(folder, START_FILE), json.dumps({"files": files}).encode())
     return read_start(folder)
 
 
 def read_start(folder: str) -> StudentStart:
     """The start that :func:`prepare_start` wrote."""
-    return _read(folder, json.loads(fs.read_bytes(fs.join(folder, START_FILE)))["files"])
-
-
-def _list(folder: str) -> dict[str, int]:
-    return {name: size for name, size in fs.list_files(folder).items() if not name.endswith(fs.PENDING)}
-
-
-def _read(folder: str, listed: Mapping[str, int]) -> StudentStart:
+    files = json.loads(fs.read_bytes(fs.join(folder, START_FILE)))["files"]
     # The list holds sizes: a new start at the same URI is a new version of the local copy.
-    local = fs.download(folder, list(listed), version=json.dumps(listed, sort_keys=True))
-    tokenizer, new, backbone = (
-        local / name if (local / name).exists() else None
-        for name in ("tokenizer.json", "words.json", "backbone")
-    )
+    return _read(fs.download(folder, list(files), version=json.dumps(files, sort_keys=True)))
+
+
+def _write_start(config: DistillConfig, teacher: Artifact, folder: Path) -> None:
+    if config.teacher_layers is not None:
+        _copy_teacher_layers(config, teacher, folder / "backbone")
+    elif (learnt := _tokenizer(config, teacher)) is not None:
+        (folder / "tokenizer.json").write_text(learnt, encoding="utf-8")
+    if config.new_vocabulary:
+        new = mine_words(
+            tokens.distinct_queries(teacher, "embeddings"),
+            build_prompt(config, _read(folder)).tokenizer,
+            tokens=config.new_vocabulary,
+            min_count=MIN_WORD_COUNT,
+            pairs=isinstance(config.student, LookupConfig),
+        )
+        log.info("%s new words: %s...", f"{len(new):,}", ", ".join(new[:8]))
+        (folder / "words.json").write_text(json.dumps(new, ensure_ascii=False), encoding="utf-8")
+    if isinstance(config.student, LookupConfig):
+        prompt = build_prompt(config, _read(folder))
+        assert isinstance(prompt, LookupPrompt)
+        for name, array in start_arrays(config, config.student, teacher, prompt).items():
+            (folder / name).write_bytes(npy_bytes(array))
+
+
+def _read(folder: Path) -> StudentStart:
+    """As far as its files are there."""
+    tokenizer, words, backbone = (folder / name for name in ("tokenizer.json", "words.json", "backbone"))
     keys, weights, rows, prior = (
-        np.load(local / name) if (local / name).exists() else None
+        np.load(folder / name) if (folder / name).exists() else None
         for name in ("feature_keys.npy", "weights.npy", "rows.npy", "prior.npy")
     )
     return StudentStart(
-        None if tokenizer is None else tokenizer.read_text(encoding="utf-8"),
-        () if new is None else tuple(json.loads(new.read_text(encoding="utf-8"))),
-        backbone,
+        tokenizer.read_text(encoding="utf-8") if tokenizer.exists() else None,
+        tuple(json.loads(words.read_text(encoding="utf-8"))) if words.exists() else (),
+        backbone if backbone.exists() else None,
         None if keys is None else LookupStart(keys, weights, rows, prior),
     )
 
@@ -233,7 +242,7 @@ def token_file(name: str) -> str:
     return f"teacher/{name}.safetensors"
 
 
-def _copy_teacher_layers(config: DistillConfig, teacher: Artifact, target: str) -> None:
+def _copy_teacher_layers(config: DistillConfig, teacher: Artifact, target: Path) -> None:
     """Write a checkpoint of the teacher's layers that the student asks for."""
     parent = teacher.manifest.parents.get("dual_encoder")
     if parent is None:
@@ -250,9 +259,7 @@ def _copy_teacher_layers(config: DistillConfig, teacher: Artifact, target: str) 
     wanted: Sequence[int] | int = config.student.backbone.layers
     if isinstance(config.teacher_layers, tuple):
         wanted = config.teacher_layers
-    with tempfile.TemporaryDirectory() as local:
-        chosen = copy_layers(towers.directory("query"), Path(local), layers=wanted)
-        fs.upload(local, target)
+    chosen = copy_layers(towers.directory("query"), target, layers=wanted)
     log.info("the student starts from the teacher's layers %s", ", ".join(map(str, chosen)))
 
 

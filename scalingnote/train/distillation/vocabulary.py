@@ -1,4 +1,22 @@
-"""What a table starts from: the training texts, and the teacher's vectors of them.
+"""The tokens of a student, and what their rows start as.
+
+New words are tokens of a student's own: frequent words of the queries, and pairs of words. ScalingNote
+(section 3.3) gives a small transformer frequent words: its rows become shorter. The planner segments queries
+into words, Chinese by its dictionary.
+
+A lookup table gets pairs of adjacent words as well, of which a mean of rows knows nothing else: "blood
+pressure", "not covered". The vector of such a token is the sum of its pieces' vectors and of one of its own
+that starts at 0 (:class:`scalingnote.models.lookup.LookupTower`), so that rare ones lose nothing.
+
+A tokenizer finds added tokens before it splits a text, the longest from the left:
+
+* A word between spaces must stand alone (`single_word`), or "art" would be cut out of "heart". It includes
+  the space before it, as the pieces it replaces did, or that space would become a token.
+* Han characters stand between other ones, so that rule would never let them match. There the tokenizer takes
+  the longest word from the left, which is segmentation by maximum matching: it may divide other words than
+  the planner would, but in the same way in training and in serving.
+
+What a table starts from:
 
     texts              ─► features, start weights
     vectors            ─► the prior, their mean
@@ -9,8 +27,10 @@ Where the teacher gives no tokens, because only its vectors are known, a table h
     texts and vectors  ─► rows whose weighted mean comes nearest to the vectors (ridge regression)
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +38,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import scipy.sparse
+import torch
 from jaxtyping import Float, Float32
 from numpy import ndarray
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.trainers import WordPieceTrainer
+from torch import Tensor
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
 from scalingnote.core.model_files import local_folder
+from scalingnote.core.words import HAN, fold_with_places
 from scalingnote.models import lookup_table
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupPrompt
@@ -37,6 +60,7 @@ from scalingnote.models.prompt import without_limits
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.distillation.config import DistillConfig
+from scalingnote.triplets.planner.planner import words
 
 log = get_logger("distill")
 UNKNOWN = "[UNK]"
@@ -44,6 +68,11 @@ MAX_COUNTED_TEXTS = 1_000_000  # that features and weights are counted in: furth
 MAX_FITTED_TEXTS = 100_000  # that rows start from, with their vectors in memory
 ROW_RIDGE = 1.0  # of the squared norm of rows, where a text's vector has length 1
 FIT_STEPS = 20  # of conjugate gradients: the error on held-out texts does not fall further
+MAX_GAP_CHARACTERS = 1  # between the words of a pair: a space, a hyphen, an apostrophe
+_HAN = re.compile(f"[{HAN}]")
+
+
+# --- tokenizers of a table's own ----------------------------------------------------------------------------
 
 
 def read_tokenizer(path: str) -> str:
@@ -69,6 +98,110 @@ def train_word_pieces(texts: Iterable[str], *, vocabulary: int) -> str:
     tokenizer = Tokenizer(WordPiece(vocab=learner.get_vocab(), unk_token=UNKNOWN))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     return str(tokenizer.to_str())
+
+
+# --- new words ----------------------------------------------------------------------------------------------
+
+
+def mine_words(
+    queries: Iterable[str], tokenizer: Tokenizer, *, tokens: int, min_count: int, pairs: bool
+) -> list[str]:
+    """Return the words that most queries hold and that the student's tokenizer breaks into pieces.
+
+    At most `tokens` words of at least `min_count` queries, by falling count, then by their characters;
+    without numbers and single Han characters. With `pairs` also two words beside each other. Of words that
+    the tokenizer's normalizer makes equal ("krüppel", "kruppel") only the first: it would take either.
+    """
+    normalizer = tokenizer.normalizer
+    lowers = normalizer is not None and normalizer.normalize_str("A") == "a"
+    counts: Counter[str] = Counter()
+    for query in queries:
+        written = query.lower() if lowers else query
+        places = list(_word_places(written))
+        found = {written[start:stop] for start, stop in places}
+        if pairs:
+            found |= set(_pairs(written, places))
+        counts.update(found)
+    ranked = sorted(
+        (word for word, count in counts.items() if count >= min_count and _is_word(word)),
+        key=lambda word: (-counts[word], word),
+    )
+    new: dict[str, str] = {}  # as a text is normalised -> as it is written
+    for word in ranked:
+        if len(new) == tokens:
+            break
+        form = word if normalizer is None else normalizer.normalize_str(word)
+        if form not in new and not any(_is_token(tokenizer, text) for text in (word, f" {word}")):
+            new[form] = word
+    return [*new.values()]
+
+
+def add_words(tokenizer: Tokenizer, new: Sequence[str]) -> None:
+    """Add words to a tokenizer, in this order, after the tokens it has."""
+    # A normalizer that replaces spaces by marks hides where a word ends: words are then matched before it.
+    # It also marks the text after a word, so the word must take that text's own space.
+    normalizer = tokenizer.normalizer
+    marks = normalizer is not None and normalizer.normalize_str("a b") != "a b"
+    normalized = normalizer is not None and not marks
+    added = []
+    for word in new:
+        alone = not _HAN.search(word)
+        added.append(
+            AddedToken(word, single_word=alone, lstrip=alone, rstrip=alone and marks, normalized=normalized)
+        )
+    tokenizer.add_tokens(added)
+
+
+def pieces_of(new: Sequence[str], *, before: Tokenizer, after: Tokenizer) -> dict[int, list[int]]:
+    """Return the tokens of each new word, the space before it included, by its number.
+
+    `before` is the tokenizer without the words, `after` the one that :func:`add_words` changed.
+    """
+    before = without_limits(before)  # a published tokenizer may pad every text to a fixed length
+    texts = [word if _HAN.search(word) else f" {word}" for word in new]
+    numbers = (number for word in new if (number := after.token_to_id(word)) is not None)
+    found = before.encode_batch(texts, add_special_tokens=False)
+    return {number: pieces.ids for number, pieces in zip(numbers, found, strict=True)}
+
+
+def initialize_word_rows(
+    table: Float[Tensor, "rows width"], new: Sequence[str], *, before: Tokenizer, after: Tokenizer
+) -> None:
+    """Set the rows of new words to the mean of the rows of their pieces."""
+    with torch.no_grad():
+        for number, pieces in pieces_of(new, before=before, after=after).items():
+            table[number] = table[pieces].mean(0)
+
+
+def _word_places(query: str) -> Iterator[tuple[int, int]]:
+    """Start and end of the words of a query in it, without those that normalising changed."""
+    text, places = fold_with_places(query)
+    at = 0
+    for word in words(query):
+        start = text.index(word, at)
+        at = start + len(word)
+        if query[places[start] : places[at]].casefold() == word:
+            yield places[start], places[at]
+
+
+def _pairs(query: str, places: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Pairs of adjacent words with what stands between them."""
+    for (start, end), (following, stop) in pairwise(places):
+        if following - end <= MAX_GAP_CHARACTERS:
+            yield query[start:stop]
+
+
+def _is_word(word: str) -> bool:
+    return len(word) > 1 and any(character.isalpha() for character in word)
+
+
+def _is_token(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text is one token, other than the unknown token."""
+    tokens = tokenizer.encode(text, add_special_tokens=False).tokens
+    return len(tokens) == 1 and tokens[0] != getattr(tokenizer.model, "unk_token", None)
+
+
+# --- what a table starts from -------------------------------------------------------------------------------
 
 
 def start_arrays(
@@ -98,7 +231,9 @@ def start_arrays(
         arrays["weights.npy"] = weights
     if not config.inherits:
         fitted = rows[:MAX_FITTED_TEXTS]
-        arrays["rows.npy"] = fit_rows(fitted, _training_vectors(teacher, len(fitted)), weights[:size])
+        found = _training_columns(teacher, "embedding", len(fitted))
+        vectors = arrow.l2_normalize(np.concatenate([arrow.to_numpy(column) for column in found]))
+        arrays["rows.npy"] = fit_rows(fitted, vectors, weights[:size])
     return arrays
 
 
@@ -111,12 +246,6 @@ def _mean_embedding(teacher: Artifact) -> Float32[ndarray, " dim"]:
         count += len(embeddings)
     mean: ndarray = (np.sum(sums, axis=0) / max(count, 1)).astype(np.float32)
     return mean
-
-
-def _training_vectors(teacher: Artifact, count: int) -> Float32[ndarray, "texts dim"]:
-    """Unit vectors of the first texts of the training split."""
-    found = _training_columns(teacher, "embedding", count)
-    return arrow.l2_normalize(np.concatenate([arrow.to_numpy(column) for column in found]))
 
 
 def _training_columns(teacher: Artifact, name: str, count: int) -> Iterator[pa.Array]:
