@@ -1,6 +1,5 @@
 """From a document tower with a sparse head to the report's methods: part files, sparse search and hybrid."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from scalingnote.encode.lexical import job as lexical
 from scalingnote.evaluate import exact_search, job, retrieval_methods, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
 from scalingnote.evaluate.pool import Pool
-from scalingnote.evaluate.retrieval_methods import Bm25Pool
+from scalingnote.evaluate.retrieval_methods import weigh_words, word_scores
 from scalingnote.storage.artifact import Artifact, Draft
 
 VIEWS = ["summary"]
@@ -182,7 +181,7 @@ def test_bm25_over_the_pool_saturates_and_normalises(tmp_path: Path):
     pool = Pool(parents["embeddings"], parents["dataset"])
 
     def scores(**constants: float) -> dict[str, float]:
-        counted = {"bm25": replace(Bm25Pool.count(pool, ["fig"]), **constants).scores(["fig"])}
+        counted = {"bm25": word_scores(weigh_words(pool, ["fig"], **constants), ["fig"])}
         pairs = pa.table({"query": ["fig"] * len(ids), "doc_id": ids})
         found = exact_search.score_pairs(pool, counted, ["fig"], pairs)
         return dict(zip(ids, found["bm25"].tolist(), strict=True))
