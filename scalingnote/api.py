@@ -113,18 +113,10 @@ def build_index(
     `run_dir` publishes its query tower without training it again.
 
     Args:
-        model: as :func:`distill` takes it, like all other arguments.
+        model: as :func:`distill` takes it, like all other arguments but `run_dir`.
         texts: documents.
         run_dir: folder of the index, and of all that it is made of. Killed, the same call goes on.
-        endpoint: URL of the model.
-        student: recipe of the query tower, or a smaller model.
-        queries: file with real queries to learn from as well.
-        count: texts to draw from the documents.
-        seed: of every draw.
-        text_column: of the documents' files.
-        id_column: the same of ids.
-        title_column: the same of titles.
-        overrides: further settings.
+        endpoint, student, queries, count, seed, text_column, id_column, title_column, overrides: as there.
 
     Raises:
         ConfigError: a setting is wrong, or the model's files leave something open.
@@ -278,7 +270,10 @@ def run_config(
     if vectors is not None:
         values |= _vectors_values(vectors, texts, queries=queries, count=count, columns=columns)
     else:
-        values |= _model_values(model, endpoint)
+        teacher = {"adopt.path": str(model)}
+        if endpoint is not None:
+            teacher = {"endpoint.url": endpoint, "endpoint.model": str(model)}
+        values |= teacher
         values |= {} if count is None else {"pseudo_queries.count": count}
         values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
     values |= {"distill.tokenizer": "own"} if vectors or endpoint else {}
@@ -313,12 +308,6 @@ def _vectors_values(
     files = {"path": vectors, "texts": texts, "queries": queries}
     given = {f"vectors.{name}": str(file) for name, file in files.items() if file is not None}
     return given | {"vectors.columns": json.dumps(columns), "distill.student.max_length": VECTOR_TOKENS}
-
-
-def _model_values(model: str | Path | None, endpoint: str | None) -> dict[str, Any]:
-    if endpoint is None:
-        return {"adopt.path": str(model)}
-    return {"endpoint.url": endpoint, "endpoint.model": str(model)}
 
 
 def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":
