@@ -92,13 +92,6 @@ def test_what_does_not_fit_comes_with_a_remedy(override: str, knob: str):
     assert knob in dry_run_text(found)
 
 
-def test_knobs_of_the_dry_run_mean_nothing_without_it(capsys):
-    assert cli.main(["run", str(PAPER), "--gpus", "16"]) == 2
-    assert "add --dry-run" in capsys.readouterr().err
-    assert cli.main(["run", str(PAPER), "--dry-run", "--gpu", "B1"]) == 2
-    assert "'A100'" in capsys.readouterr().err
-
-
 def test_an_unknown_backbone_is_refused():
     with pytest.raises(ConfigError, match="hf download"):
         paper("query.backbone.path=no/where")
