@@ -10,7 +10,7 @@ report.json: {"documents", "queries": {"source", "count"}, "overlap@10", "same_f
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,10 +109,8 @@ def compare(
         DataError: there is no query.
     """
     sha256 = hashlib.sha256("\n".join(queries).encode()).hexdigest()
-    identity, pairs = (
-        ComparedQueries(source=source, sha256=sha256),
-        dict(zip(PAIRS, (before, after), strict=True)),
-    )
+    identity = ComparedQueries(source=source, sha256=sha256)
+    pairs = dict(zip(PAIRS, (before, after), strict=True))
     parents = {"dataset": dataset} | {f"index_{name}": pair.index for name, pair in pairs.items()}
     parents |= {f"tower_{name}": pair.tower for name, pair in pairs.items()}
     place = fs.absolute(fs.join(output, fingerprint("comparison", identity, parents)[:12]))
@@ -121,6 +119,19 @@ def compare(
         return draft.existing()
     if not queries:
         raise DataError(f"no queries to compare the models on in {source}")
+    report, table = _report(pairs, queries, source=source, dataset=dataset)
+    page = report_page(report)
+    for name in ("report.html", "report.md"):
+        draft.write_bytes(name, render(name, page=page).encode())
+    draft.write_json("report.json", report)
+    draft.write_table("queries.parquet", table)
+    return draft.commit(counts={"queries": len(queries), "judged": report["judged"]})
+
+
+def _report(
+    pairs: Mapping[str, SearchedPair], queries: Sequence[str], *, source: str, dataset: Artifact
+) -> tuple[PairReport, pa.Table]:
+    """The report of both pairs, and a table of the documents that each found for the queries."""
     try:
         judged: TestSet | None = load_test_set(dataset)
     except DataError:  # a data set without judgements
@@ -144,14 +155,7 @@ def compare(
         for name, row in means(values).items():
             report["pairs"][name]["measures"] = row
         report["significance"] = significance_section(values, baseline="before")
-    page = report_page(report)
-    for name in ("report.html", "report.md"):
-        draft.write_bytes(name, render(name, page=page).encode())
-    draft.write_json("report.json", report)
-    draft.write_table(
-        "queries.parquet", pa.table({"query": list(queries), f"overlap@{DEPTH}": shared, **ids})
-    )
-    return draft.commit(counts={"queries": len(queries), "judged": report["judged"]})
+    return report, pa.table({"query": list(queries), f"overlap@{DEPTH}": shared, **ids})
 
 
 # --- one pair ---------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -239,17 +238,7 @@ def retrieve(
         runs[f"{methods.served} (index)"] = _through_index(
             parents["index"], queries, test=test, k=depth, each=methods.each
         )
-    return {name: _once(runs[name]) for name in methods.names if name in runs}, documents
-
-
-def _once(run: trec.Run) -> trec.Run:
-    """A run that names each document once: passages of a document may be in two shards of an index."""
-    best: dict[str, dict[str, float]] = {}
-    for query_id, hits in run.items():
-        own = best[query_id] = {}
-        for doc_id, score in hits:
-            own.setdefault(doc_id, score)
-    return {query_id: [*own.items()] for query_id, own in best.items()}
+    return {name: runs[name] for name in methods.names if name in runs}, documents
 
 
 def _search_pool(
@@ -361,21 +350,20 @@ def _through_index(
             query = both["query"].to_numpy()
             best = both.filter(pa.array(np.arange(len(query)) - np.searchsorted(query, query) < k))
             progress.advance(1)
-    bounds = np.searchsorted(best["query"].to_numpy(), np.arange(len(queries) + 1)).tolist()
-    hits = list(zip(best["doc_id"].to_pylist(), best["score"].to_pylist(), strict=True))
-    return {
-        query_id: hits[first:stop]
-        for query_id, (first, stop) in zip(test.query_ids, pairwise(bounds), strict=True)
-    }
+    run: dict[str, dict[str, float]] = {query_id: {} for query_id in test.query_ids}
+    for number, doc_id, score in zip(
+        *(best[name].to_pylist() for name in ("query", "doc_id", "score")), strict=True
+    ):
+        run[test.query_ids[number]].setdefault(doc_id, score)  # passages of a document may be in two shards
+    return {query_id: [*hits.items()] for query_id, hits in run.items()}
 
 
 def _search_shard(number: int, *, index: str, queries: Float[ndarray, "queries dim"], k: int) -> pa.Table:
     searcher = Searcher.open(index, shards=[number], mapped=True)
     rows = [
-        (query, number, rank, float(hit.score), hit.doc_id)
+        {"query": query, "shard": number, "rank": rank, "score": float(hit.score), "doc_id": hit.doc_id}
         for start in range(0, len(queries), QUERIES_PER_SEARCH)
         for query, hits in enumerate(searcher.search(queries[start : start + QUERIES_PER_SEARCH], k=k), start)
         for rank, hit in enumerate(hits)
     ]
-    columns = zip(*rows, strict=True) if rows else [()] * len(_HITS)
-    return pa.table(dict(zip(_HITS.names, map(list, columns), strict=True)), schema=_HITS)
+    return pa.Table.from_pylist(rows, schema=_HITS)
