@@ -118,9 +118,7 @@ def _add_model_commands(command: Command) -> None:
         help="folder to write, for sentence-transformers and scalingnote",
     )
     distill.add_argument(
-        "--student",
-        default="table",
-        help="table, static, or a smaller MODEL; default: table",
+        "--student", default="table", help="table, static, or a smaller MODEL; default: table"
     )
     distill.add_argument(
         "--queries", metavar="FILE", help="real queries to learn from as well; beside --vectors with vectors"

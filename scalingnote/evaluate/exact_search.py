@@ -305,12 +305,7 @@ def _score_column(name: str) -> str:
 
 
 def _score_group(
-    group: list[str],
-    *,
-    pool: Pool,
-    scores: Mapping[str, PoolScores],
-    queries: pa.Array,
-    pairs: pa.Table,
+    group: list[str], *, pool: Pool, scores: Mapping[str, PoolScores], queries: pa.Array, pairs: pa.Table
 ) -> pa.Table:
     """Numbers and scores of the pairs whose document is in a group of parts."""
     layout = pa.schema({"pair": pa.int64()} | {_score_column(name): pa.float64() for name in scores})

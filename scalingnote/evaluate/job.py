@@ -43,12 +43,7 @@ from scalingnote.evaluate.retrieval_methods import (
     pair_scorer,
     retrieve,
 )
-from scalingnote.evaluate.test_set import (
-    QueryEmbeddings,
-    TestSet,
-    load_test_set,
-    typo_slices,
-)
+from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet, load_test_set, typo_slices
 from scalingnote.evaluate.user_files import (
     PairScoreFunction,
     UserFiles,
@@ -204,11 +199,7 @@ def _encode(
 
 
 def _entropy(
-    methods: Methods,
-    encoded: Mapping[str, QueryEmbeddings],
-    ancestors: Sequence[Ancestor],
-    *,
-    test: TestSet,
+    methods: Methods, encoded: Mapping[str, QueryEmbeddings], ancestors: Sequence[Ancestor], *, test: TestSet
 ) -> tuple[dict[str, Any], MeasureValues]:
     """Contrastive entropy of every query tower, for the report and per query; empty if it is switched off."""
     # It compares a query with its relevant documents; which of their passages is relevant is not judged.

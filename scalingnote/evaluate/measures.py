@@ -146,12 +146,7 @@ def significance_section(methods: Mapping[str, MeasureValues], *, baseline: str)
                 key: None if math.isnan(value) else float(value)
                 for key, value in zip(("difference", "low", "high", "p", "p_holm"), values, strict=True)
             }
-    return {
-        "baseline": baseline,
-        "alpha": SIGNIFICANCE_LEVEL,
-        "resamples": RESAMPLES,
-        "differences": found,
-    }
+    return {"baseline": baseline, "alpha": SIGNIFICANCE_LEVEL, "resamples": RESAMPLES, "differences": found}
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:

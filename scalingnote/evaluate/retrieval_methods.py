@@ -334,12 +334,7 @@ def pair_scorer(
 
 
 def _through_index(
-    index: Artifact,
-    queries: Float[ndarray, "queries dim"],
-    *,
-    test: TestSet,
-    k: int,
-    each: TaskRunner,
+    index: Artifact, queries: Float[ndarray, "queries dim"], *, test: TestSet, k: int, each: TaskRunner
 ) -> trec.Run:
     """Search an index shard by shard, like searchers with one shard each."""
     best, numbers = _HITS.empty_table(), range(shards.open_layout(index).shards)

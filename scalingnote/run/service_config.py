@@ -305,8 +305,7 @@ class AppArgs(Config):
         None, description="URI of a student, dual_encoder or query_encoder artifact"
     )
     document_tower: str | None = Field(
-        None,
-        description="URI of a dual_encoder or student artifact, beside index, to embed documents",
+        None, description="URI of a dual_encoder or student artifact, beside index, to embed documents"
     )
     model: str | None = Field(
         None, description="a published model or an exported tower (folder, hub id), served without an index"

@@ -102,11 +102,7 @@ DISTILL = Stage(
     ("query_embeddings",),
 )
 ENCODE = Stage(
-    "encode",
-    "embed the documents",
-    "embeddings",
-    "scalingnote.encode.job:run",
-    ("dataset", "dual_encoder"),
+    "encode", "embed the documents", "embeddings", "scalingnote.encode.job:run", ("dataset", "dual_encoder")
 )
 ENCODE_STUDENT = Stage(
     "encode_student",
@@ -188,10 +184,7 @@ CROSS_ENCODE = replace(
 )
 # A teacher of which only vectors are known: answers of an endpoint, or a file.
 ENDPOINT_TEACHER = replace(
-    TEACHER,
-    reads=("pseudo_queries",),
-    job="scalingnote.encode.endpoint_job:run_queries",
-    section="endpoint",
+    TEACHER, reads=("pseudo_queries",), job="scalingnote.encode.endpoint_job:run_queries", section="endpoint"
 )
 ENDPOINT_ENCODE = replace(
     ENCODE, reads=("dataset",), job="scalingnote.encode.endpoint_job:run_documents", section="endpoint"
