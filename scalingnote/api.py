@@ -168,7 +168,7 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
     from scalingnote.datasets.passages import tokenizer_json
     from scalingnote.encode.documents import load_document_prompt
     from scalingnote.encode.lengths import sample_counts
-    from scalingnote.encode.parts import cut_summary, lost_share
+    from scalingnote.encode.parts import cut_summary
     from scalingnote.run import pipeline, stages
 
     if config.adopt is None:
@@ -186,11 +186,11 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
     overlap = most // OVERLAP
     passages = Passages(max_tokens=most, overlap=overlap, tokenizer=config.adopt.path)
     log.info(
-        "%s of %s texts are longer than the model reads, and %.1f%% of all tokens would be lost: documents "
-        "are divided into passages of at most %d tokens, with up to %d of the one before "
-        "(--set dataset.passages=null cuts them instead)",
-        *(f"{counts[name]:,}" for name in ("cut_texts", "documents")),
-        *(100 * lost_share(counts), most, overlap),
+        "%s if they are cut: documents are divided into passages of at most %d tokens, with up to %d of the "
+        "one before (--set dataset.passages=null cuts them instead)",
+        cut_summary(counts),
+        most,
+        overlap,
     )
     return config.model_copy(update={"dataset": config.dataset.model_copy(update={"passages": passages})})
 

@@ -142,7 +142,7 @@ def distances(
 
 
 def sample_teacher_queries(
-    stored: Artifact | None, *, queries: int = DISTANCE_QUERIES, seed: int = 0
+    stored: Artifact | None, *, queries: int = DISTANCE_QUERIES
 ) -> dict[str, QueryEmbeddings]:
     """Split -> a sample of the queries of a student's training or validation, with the teacher's embeddings.
 
@@ -151,11 +151,10 @@ def sample_teacher_queries(
     Args:
         stored: the teacher's query embeddings that the student learned from; None: no sample.
         queries: maximum number per split.
-        seed: of the sample.
     """
     if stored is None:
         return {}
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     samples: dict[str, list[pa.Table]] = {split: [] for split in SPLITS}
     for name in rng.permutation(stored.table_parts("embeddings")).tolist():
         table = stored.table(name, columns=["query", "split", "embedding"])

@@ -209,6 +209,9 @@ def test_bm25_of_parts_is_that_of_an_index(tmp_path, monkeypatch):
         expected = index.scores(query)
         np.testing.assert_allclose(scored, -np.sort(-expected)[:K], **CLOSE)
         np.testing.assert_allclose(scored, expected[ids_of], **CLOSE)
+    pairs = pa.table({"query": [queries[0]] * 2, "doc_id": ["d1", "d49"]})
+    found = exact_search.score_pairs(pool, {"bm25": word_scores(weights, queries)}, queries, pairs)
+    np.testing.assert_allclose(found["bm25"], index.scores(queries[0])[[0, 48]], **CLOSE)
 
 
 class CountedReads(Artifact):
