@@ -397,11 +397,11 @@ def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
 
 
 def test_a_dataset_without_judged_test_queries_is_refused(tmp_path):
-    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
-    draft.write_table("queries.parquet", pa.table({"query_id": ["q"], "query": ["x"], "split": ["test"]}))
-    draft.write_table("qrels.parquet", pa.table({"query_id": ["q"], "doc_id": ["d"], "relevance": [0]}))
+    queries = {"query_id": ["q"], "query": ["x"], "split": ["test"]}
+    qrels = {"query_id": ["q"], "doc_id": ["d"], "relevance": [0]}
+    tables = {"queries.parquet": queries, "qrels.parquet": qrels}
     with pytest.raises(DataError, match="none of 1 test queries"):
-        test_set.load_test_set(draft.commit(counts={}))
+        test_set.load_test_set(tiny.artifact(tmp_path / "dataset", "dataset", tables))
 
 
 def test_judgements_of_a_trec_file_replace_the_datasets(tmp_path):

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import tiny
@@ -26,12 +25,15 @@ def drawn(rows: int, dim: int, seed: int) -> np.ndarray:
 
 
 def pool(uri: str, ids: list[str], documents: np.ndarray):
-    draft = Draft(uri, kind="embeddings", config=tiny.Nothing(), parents={})
-    for number, start in enumerate(range(0, len(ids), 7)):
-        mine = slice(start, start + 7)
-        part = {"doc_id": ids[mine], "summary": arrow.to_arrow(documents[mine])}
-        draft.write_table(f"embeddings/part-{number:05d}.parquet", pa.table(part))
-    return draft.commit(counts={"documents": len(ids)})
+    parts = [slice(start, start + 7) for start in range(0, len(ids), 7)]
+    tables = {
+        f"embeddings/part-{number:05d}.parquet": {
+            "doc_id": ids[mine],
+            "summary": arrow.to_arrow(documents[mine]),
+        }
+        for number, mine in enumerate(parts)
+    }
+    return tiny.artifact(uri, "embeddings", tables, documents=len(ids))
 
 
 @pytest.fixture
@@ -108,17 +110,16 @@ def test_distances_are_those_of_the_equation():
 
 
 def test_the_teachers_queries_are_sampled_by_split_over_parts(tmp_path):
-    draft = Draft(str(tmp_path / "teacher"), kind="query_embeddings", config=tiny.Nothing(), parents={})
-    every = drawn(60, 4, 0)
+    every, tables = drawn(60, 4, 0), {}
     for part in range(3):
         rows = range(part * 20, part * 20 + 20)
-        table = {
+        tables[f"embeddings/part-{part:05d}.parquet"] = {
             "query": [f"query {i}" for i in rows],
             "split": ["validation" if i % 10 == 0 else "train" for i in rows],
             "embedding": arrow.to_arrow(every[list(rows)]),
         }
-        draft.write_table(f"embeddings/part-{part:05d}.parquet", pa.table(table))
-    found = tower_measures.sample_teacher_queries(draft.commit(counts={}), queries=8)
+    stored = tiny.artifact(tmp_path / "teacher", "query_embeddings", tables)
+    found = tower_measures.sample_teacher_queries(stored, queries=8)
     assert {split: len(one.queries) for split, one in found.items()} == {"train": 8, "validation": 6}
     for one in found.values():
         assert len(set(one.queries)) == len(one.queries)
