@@ -1,6 +1,5 @@
 """The Python interface and `scalingnote distill MODEL`: a model and texts become a folder for others."""
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from published import folder
 from scalingnote import api
 from scalingnote.cli import main as cli
 from scalingnote.core.errors import ConfigError, DataError, ScalingNoteError
-from scalingnote.run import pipeline, stages
+from scalingnote.run import pipeline
 from scalingnote.train.distillation import agreement
 
 FEW = ("distill.epochs=2", "distill.global_batch=64", "pseudo_queries.validation_share=0.1")
@@ -35,9 +34,6 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    import scalingnote.encode.job  # so that its Ray is replaced
-    import scalingnote.triplets.pseudo_queries.job  # noqa: F401
-
     without_ray(monkeypatch)
 
 
@@ -103,9 +99,6 @@ def test_documents_are_indexed_in_the_same_command(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Batches, codes and index fit two dozen documents, whatever the recipe says."""
-    for stage in stages.RUN_STAGES:
-        importlib.import_module(stage.job.partition(":")[0])
-    without_ray(monkeypatch)
     model, out = str(folder(tmp_path)), str(tmp_path / "out")
     words = ["distill", model, "--texts", str(texts), "--to", out, "--count", "300"]
     settings = ["--set", "distill.epochs=2", "--set", "pseudo_queries.validation_share=0.1"]
