@@ -113,18 +113,10 @@ def build_index(
     `run_dir` publishes its query tower without training it again.
 
     Args:
-        model: as :func:`distill` takes it, like all other arguments.
+        model: as :func:`distill` takes it, like all other arguments but `run_dir`.
         texts: documents.
         run_dir: folder of the index, and of all that it is made of. Killed, the same call goes on.
-        endpoint: URL of the model.
-        student: recipe of the query tower, or a smaller model.
-        queries: file with real queries to learn from as well.
-        count: texts to draw from the documents.
-        seed: of every draw.
-        text_column: of the documents' files.
-        id_column: the same of ids.
-        title_column: the same of titles.
-        overrides: further settings.
+        endpoint, student, queries, count, seed, text_column, id_column, title_column, overrides: as there.
 
     Raises:
         ConfigError: a setting is wrong, or the model's files leave something open.
@@ -175,7 +167,7 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
     from scalingnote.datasets.config import Passages
     from scalingnote.datasets.passages import tokenizer_json
     from scalingnote.encode.engines import load_document_prompt
-    from scalingnote.encode.lengths import cut_summary, lost_share, sample_counts
+    from scalingnote.encode.lengths import cut_summary, sample_counts
     from scalingnote.run import pipeline, stages
 
     if config.adopt is None:
@@ -193,11 +185,11 @@ def _divide_long(config: "RunConfig") -> "RunConfig":
     overlap = most // OVERLAP
     passages = Passages(max_tokens=most, overlap=overlap, tokenizer=config.adopt.path)
     log.info(
-        "%s of %s texts are longer than the model reads, and %.1f%% of all tokens would be lost: documents "
-        "are divided into passages of at most %d tokens, with up to %d of the one before "
-        "(--set dataset.passages=null cuts them instead)",
-        *(f"{counts[name]:,}" for name in ("cut_texts", "documents")),
-        *(100 * lost_share(counts), most, overlap),
+        "%s if they are cut: documents are divided into passages of at most %d tokens, with up to %d of the "
+        "one before (--set dataset.passages=null cuts them instead)",
+        cut_summary(counts),
+        most,
+        overlap,
     )
     return config.model_copy(update={"dataset": config.dataset.model_copy(update={"passages": passages})})
 
@@ -277,7 +269,10 @@ def run_config(
     if vectors is not None:
         values |= _vectors_values(vectors, texts, queries=queries, count=count, columns=columns)
     else:
-        values |= _model_values(model, endpoint)
+        teacher = {"adopt.path": str(model)}
+        if endpoint is not None:
+            teacher = {"endpoint.url": endpoint, "endpoint.model": str(model)}
+        values |= teacher
         values |= {} if count is None else {"pseudo_queries.count": count}
         values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
     values |= {"distill.tokenizer": "own"} if vectors or endpoint else {}
@@ -312,12 +307,6 @@ def _vectors_values(
     files = {"path": vectors, "texts": texts, "queries": queries}
     given = {f"vectors.{name}": str(file) for name, file in files.items() if file is not None}
     return given | {"vectors.columns": json.dumps(columns), "distill.student.max_length": VECTOR_TOKENS}
-
-
-def _model_values(model: str | Path | None, endpoint: str | None) -> dict[str, Any]:
-    if endpoint is None:
-        return {"adopt.path": str(model)}
-    return {"endpoint.url": endpoint, "endpoint.model": str(model)}
 
 
 def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> "Agreement":

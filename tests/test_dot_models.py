@@ -1,6 +1,5 @@
 """A model that compares by dot product ranks as in sentence-transformers, from adoption to search."""
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from scalingnote.fuse.config import FuseConfig
 from scalingnote.models import adopt, published_model
 from scalingnote.models.config import AdoptConfig
 from scalingnote.models.dual_encoder import load_tower
-from scalingnote.run import pipeline, stages
+from scalingnote.run import pipeline
 from scalingnote.run.ingest import DocumentFlow
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
@@ -88,8 +87,6 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dataset.passages=null",
     )
     words += [word for each in settings for word in ("--set", each)]
-    for stage in stages.RUN_STAGES:
-        importlib.import_module(stage.job.partition(":")[0])
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
         assert cli.main([*words, "--index"]) == 0

@@ -1,6 +1,5 @@
 """The notebook of examples/, run from its first cell to its last with a small model."""
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import scalingnote
 from in_process import without_ray
 from published import folder
-from scalingnote.run import stages
 
 NOTEBOOK = Path(scalingnote.__file__).parents[1] / "examples" / "your_model.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
@@ -21,8 +19,6 @@ def test_every_cell_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one process, as a kernel runs them. Model and number of texts are the only things that differ."""
-    for stage in stages.RUN_STAGES:
-        importlib.import_module(stage.job.partition(":")[0])
     without_ray(monkeypatch)
     monkeypatch.chdir(tmp_path)
     first, *others = CODE

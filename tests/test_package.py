@@ -28,19 +28,8 @@ from scalingnote.core.errors import MissingPackageError, explained_imports
 
 ROOT = Path(scalingnote.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HEAVY = {
-    "ray",
-    "torch",
-    "transformers",
-    "faiss",
-    "jaxtyping",
-    "pyarrow",
-    "pandas",
-    "scipy",
-    "numba",
-    "pydantic",
-    "fastapi",
-}
+HEAVY = {"ray", "torch", "transformers", "faiss", "jaxtyping", "pyarrow", "pandas", "scipy", "numba"}
+HEAVY |= {"pydantic", "fastapi"}
 # What the modules of an extra are called on a package index, where the names differ.
 DISTRIBUTIONS = {
     "faiss": "faiss-cpu",
@@ -101,13 +90,11 @@ def _without_checkout() -> dict[str, str]:
 def run_in(environment: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a program of the environment beside no checkout."""
     command = [str(environment / "bin" / program), *words]
-    return subprocess.run(
-        command, cwd=environment, env=_without_checkout(), capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=environment, env=_without_checkout(), capture_output=True, text=True)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(distributions: Path):
-    (wheel,) = distributions.glob("*.whl")
+def test_the_distributions_hold_the_package_and_what_a_release_needs(distributions: Path):
+    (wheel,), (source,) = distributions.glob("*.whl"), distributions.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     version = scalingnote.__version__
@@ -119,19 +106,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(distributions: Path):
     }
     assert {name for name in names if name.startswith("scalingnote/")} == here
     assert "scalingnote/py.typed" in here
-
-
-def test_the_source_distribution_builds_a_release(distributions: Path):
-    (source,) = distributions.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {
-        "constraints.txt",
-        "CHANGELOG.md",
-        "configs/quickstart/base.yaml",
-        "scalingnote/core/templates/report.html",
-    }
-    assert wanted <= names
+    files = {"constraints.txt", "CHANGELOG.md", "configs/quickstart/base.yaml"}
+    assert files | {"scalingnote/core/templates/report.html"} <= names
 
 
 def test_the_wheel_works_without_the_checkout(environment: Path):
@@ -180,16 +158,11 @@ def test_the_core_loads_a_table_and_leaves_the_rest_to_extras():
     assert not core & (HEAVY - {"pydantic"})
     names = (*errors.COMMON_PACKAGES, *errors.OFFLINE_PACKAGES, *errors.ONLINE_PACKAGES)
     for package in names:
-        held = {
-            extra
-            for extra in ("train", "serve")
-            if DISTRIBUTIONS.get(package, package) in requirements(extra)
-        }
-        both = package in (*errors.COMMON_PACKAGES, "uvicorn")
-        expected = (
-            {"train", "serve"} if both else {"serve"} if package in errors.ONLINE_PACKAGES else {"train"}
-        )
-        assert held == expected, package
+        name = DISTRIBUTIONS.get(package, package)
+        expected = {"serve"} if package in errors.ONLINE_PACKAGES else {"train"}
+        if package in (*errors.COMMON_PACKAGES, "uvicorn"):
+            expected = {"train", "serve"}
+        assert {extra for extra in ("train", "serve") if name in requirements(extra)} == expected, package
     left_out = {name for extra in doctor.EXTRAS for name in requirements(extra)}
     assert left_out <= {DISTRIBUTIONS.get(name, name) for name in names} | {"protobuf"}
     assert requirements("cpu").keys() - requirements("gpu").keys() == {"faiss-cpu"}
@@ -220,14 +193,11 @@ def test_a_command_without_its_packages_says_what_to_install(environment: Path, 
     given = {**_without_checkout(), "PYTHONPATH": str(tmp_path)}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [script, *words], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
-        )
+        return subprocess.run([script, *words], cwd=tmp_path, env=given, capture_output=True, text=True)
 
     refused = run("distill", "no/such", "--texts", "docs.jsonl", "--to", "out")
-    assert (refused.returncode, "pip install 'scalingnote[train]'" in refused.stderr) == (2, True), (
-        refused.stderr
-    )
+    assert "pip install 'scalingnote[train]'" in refused.stderr, refused.stderr
+    assert refused.returncode == 2
     examined = run("doctor")
     assert "only queries can be encoded" not in examined.stdout or "scalingnote[cpu]" in examined.stdout
     assert run("--help").returncode == 0
@@ -254,9 +224,10 @@ OF_CONFIGS = HEAVY - {"pydantic"} | {"jinja2", "matplotlib", "numpy", "rich"}
         ("from scalingnote import Index, distill", HEAVY),
         (f"import {CONFIGS}", OF_CONFIGS),
         ("import scalingnote.run.pipeline", {"ray", "faiss", *TORCH}),
+        ("import scalingnote.plan.capacity", {"ray", *TORCH}),
         (f"import {SERVING}", {"jinja2", "matplotlib", *TORCH}),
     ],
-    ids=["parser", "help", "help of a command", "encoder", "index", "configs", "pipeline", "serving"],
+    ids=["parser", "help", "help of a command", "encoder", "index", "configs", "pipeline", "plan", "serving"],
 )
 def test_what_is_not_imported(statement: str, absent: set[str]):
     code = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
@@ -311,30 +282,10 @@ def test_a_class_or_public_constant_is_defined_in_one_module():
 
 
 # Verbs whose participle does not end in -ed; "read", "cut", "put", "set" and "split" are infinitives, too.
-PARTICIPLES = {
-    "built",
-    "found",
-    "given",
-    "known",
-    "made",
-    "sent",
-    "taken",
-    "told",
-    "written",
-    "drawn",
-    "kept",
-}
-PARTICIPLES |= {"left", "lost", "seen", "done", "shown", "chosen"}
-BASES = {
-    "embed",
-    "exceed",
-    "feed",
-    "need",
-    "proceed",
-    "seed",
-    "shed",
-    "speed",
-}  # end in -ed without being one
+PARTICIPLES = {"built", "found", "given", "known", "made", "sent", "taken", "told", "written", "drawn"}
+PARTICIPLES |= {"kept", "left", "lost", "seen", "done", "shown", "chosen"}
+# Verbs that end in -ed without being participles.
+BASES = {"embed", "exceed", "feed", "need", "proceed", "seed", "shed", "speed"}
 BEHIND = {"again", "as", "aside", "back", "by", "for", "from", "if", "of", "to", "until", "up"}
 
 

@@ -1,6 +1,5 @@
 """The Python interface and `scalingnote distill MODEL`: a model and texts become a folder for others."""
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from published import folder
 from scalingnote import api
 from scalingnote.cli import main as cli
 from scalingnote.core.errors import ConfigError, DataError, ScalingNoteError
-from scalingnote.run import pipeline, stages
+from scalingnote.run import pipeline
 from scalingnote.train.distillation import agreement
 
 FEW = ("distill.epochs=2", "distill.global_batch=64", "pseudo_queries.validation_share=0.1")
@@ -35,9 +34,6 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    import scalingnote.encode.job  # so that its Ray is replaced
-    import scalingnote.triplets.pseudo_queries.job  # noqa: F401
-
     without_ray(monkeypatch)
 
 
@@ -79,18 +75,6 @@ def test_a_model_and_texts_become_a_query_encoder(
     )
 
 
-def test_the_command_prints_how_far_the_student_agrees(
-    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["distill", str(folder(tmp_path)), "--texts", str(texts), "--to", str(tmp_path / "out")]
-    words += [word for knob in (*FEW, "pseudo_queries.count=400") for word in ("--set", knob)]
-    assert cli.main(words) == 0
-    output = capsys.readouterr().out
-    assert "mean cosine to the teacher" in output
-    assert "2 rows set aside: invalid JSON (1), invalid UTF-8 (1)" in output
-    assert cli.main(words) == 0  # nothing is done twice
-
-
 def test_the_command_says_what_cannot_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of a few documents every ranking has the same ten, and of one document no text is held out."""
     rows = tiny.document_rows(6)
@@ -115,23 +99,22 @@ def test_documents_are_indexed_in_the_same_command(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Batches, codes and index fit two dozen documents, whatever the recipe says."""
-    for stage in stages.RUN_STAGES:
-        importlib.import_module(stage.job.partition(":")[0])
-    without_ray(monkeypatch)
     model, out = str(folder(tmp_path)), str(tmp_path / "out")
     words = ["distill", model, "--texts", str(texts), "--to", out, "--count", "300"]
     settings = ["--set", "distill.epochs=2", "--set", "pseudo_queries.validation_share=0.1"]
     assert cli.main([*words, *settings, "--index"]) == 0
-    assert f"scalingnote serve --run {out}.run" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "mean cosine to the teacher" in output
+    assert "2 rows set aside: invalid JSON (1), invalid UTF-8 (1)" in output
+    assert f"scalingnote serve --run {out}.run" in output
+    assert cli.main([*words, *settings]) == 0  # nothing is done twice
+    capsys.readouterr()
     config = pipeline.load_run(f"{out}.run")
     documents = pipeline.locate(config, "dataset").counts["documents"]
     assert config.distill is not None
     assert config.distill.global_batch < 300 / 8
-    assert (config.quantize.codes, config.index.shards, config.index.family.kind) == (
-        documents // 4,
-        1,
-        "flat",
-    )
+    fitted = (config.quantize.codes, config.index.shards, config.index.family.kind)
+    assert fitted == (documents // 4, 1, "flat")
     title = tiny.document_rows()[3]["title"]
     assert cli.main(["search", title, "--run", f"{out}.run", "-k", "2"]) == 0
     output = capsys.readouterr().out
@@ -174,18 +157,9 @@ def test_samples_are_taken_from_all_of_a_collection():
 
 def test_settings_of_the_caller_are_not_fitted(tmp_path: Path, texts: Path):
     given = ["distill.global_batch=64", "index.family.kind=ivf_sq8", "bm25=null", "quantize={codes: 9}"]
-    config = api.run_config(
-        folder(tmp_path),
-        texts,
-        to=tmp_path / "out",
-        student="static",
-        queries=None,
-        count=None,
-        seed=0,
-        run_dir=None,
-        columns={},
-        overrides=given,
-    )
+    plain = {"queries": None, "count": None, "seed": 0, "run_dir": None, "columns": {}}
+    out = tmp_path / "out"
+    config = api.run_config(folder(tmp_path), texts, to=out, student="static", overrides=given, **plain)
     names = {override.partition("=")[0] for override in given}
     fitted = api._size_by_texts(config, texts=100, documents=20, given=names, index=True)
     assert fitted == config.model_copy(update={"index": config.index.model_copy(update={"shards": 1})})
@@ -206,12 +180,7 @@ def test_settings_of_the_caller_are_not_fitted(tmp_path: Path, texts: Path):
 def test_bad_input_is_refused_before_any_work(
     tmp_path: Path, texts: Path, wrong: dict[str, str], message: str
 ):
-    given = {
-        "model": str(folder(tmp_path)),
-        "texts": str(texts),
-        "to": str(tmp_path / "out"),
-        "student": "table",
-    }
+    given = {"model": str(folder(tmp_path)), "texts": str(texts), "to": str(tmp_path / "out")}
     empty = tmp_path / "empty.txt"
     empty.write_text("\n\n")
     wrong = {name: str(empty) if value == empty.name else value for name, value in wrong.items()}
@@ -221,10 +190,8 @@ def test_bad_input_is_refused_before_any_work(
 
 
 def test_columns_are_chosen_by_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows = [
-        {"nr": n, "title": row["title"], "inhalt": row["content"]}
-        for n, row in enumerate(tiny.document_rows())
-    ]
+    documents = enumerate(tiny.document_rows())
+    rows = [{"nr": n, "title": row["title"], "inhalt": row["content"]} for n, row in documents]
     path = tmp_path / "docs.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     model, to = folder(tmp_path), tmp_path / "out"

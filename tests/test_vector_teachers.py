@@ -1,6 +1,5 @@
 """Teachers of which vectors alone are known: behind an endpoint, or in a file."""
 
-import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from published import folder
 from scalingnote.cli import main as cli
 from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.encode.endpoint_client import ENDPOINT_KEY_VARIABLE
-from scalingnote.run import pipeline, stages
+from scalingnote.run import pipeline
 from scalingnote.storage import arrow
 
 FEW = ("distill.epochs=4", "distill.global_batch=64", "distill.student.vocabulary=300")
@@ -30,8 +29,6 @@ TEXTS = [f"{row['title']} {row['content']}" for row in tiny.document_rows()]
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stage in stages.RUN_STAGES:
-        importlib.import_module(stage.job.partition(":")[0])
     without_ray(monkeypatch)
     monkeypatch.delenv(ENDPOINT_KEY_VARIABLE, raising=False)
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def _document_rows(count: int) -> list[dict[str, str]]:
         }
         for i in range(count)
     ]
+
+
+def artifact(uri: str | Path, kind: str, tables: Mapping[str, Any], **counts: int) -> Artifact:
+    """An artifact without settings and parents, of tables by the names of their files."""
+    draft = Draft(str(uri), kind=kind, config=Nothing(), parents={})
+    for name, columns in tables.items():
+        draft.write_table(name, columns if isinstance(columns, pa.Table) else pa.table(columns))
+    return draft.commit(counts=counts)
 
 
 def dataset(uri: str, *, count: int = DOCUMENTS, rows_per_part: int = 32) -> Artifact:

@@ -1,6 +1,5 @@
 """A run of the tiny corpus, through every stage: its config, and the stages without a cluster."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -61,8 +60,6 @@ def write_config(folder: Path) -> Path:
 
 def run_here(config: RunConfig, *, until: str | None = None) -> dict[str, Artifact]:
     """All of a run without a cluster: each stage's own tests know that it works on one."""
-    for stage in stages.of(config):
-        importlib.import_module(stage.job.partition(":")[0])
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
         return pipeline.run(config, stages.select(config, until=until))

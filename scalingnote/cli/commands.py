@@ -522,16 +522,19 @@ def submit(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Print what a corpus costs in GPU hours, machines and money."""
+    from scalingnote.core.config import dump, validate
     from scalingnote.plan import capacity
+    from scalingnote.plan.config import PlanConfig
 
-    return capacity.print_plan(options)
-
-
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of :func:`plan`."""
-    from scalingnote.plan import capacity
-
-    capacity.add_plan_options(parser)
+    given = {name: value for name in PlanConfig.model_fields if (value := getattr(options, name)) is not None}
+    planned = capacity.plan(validate(PlanConfig, given, source="plan"))
+    print(capacity.plan_text(planned))
+    if options.json:
+        figures = planned | {"config": dump(planned["config"])}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        print(f"\n{options.json}")
+    return 0
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from scalingnote.cli import commands
@@ -117,9 +118,7 @@ def _add_model_commands(command: Command) -> None:
         help="folder to write, for sentence-transformers and scalingnote",
     )
     distill.add_argument(
-        "--student",
-        default="table",
-        help="table, static, or a smaller MODEL; default: table",
+        "--student", default="table", help="table, static, or a smaller MODEL; default: table"
     )
     distill.add_argument(
         "--queries", metavar="FILE", help="real queries to learn from as well; beside --vectors with vectors"
@@ -199,7 +198,27 @@ def _add_run_commands(command: Command) -> None:
     )
 
     plan = command("plan", commands.plan, "turn a corpus into GPU hours, machines and money")
-    plan.declare = commands.add_plan_options
+    plan.declare = _add_plan_options
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """The fields of PlanConfig as options."""
+    from scalingnote.plan.config import PlanConfig
+
+    for name, field in PlanConfig.model_fields.items():
+        several, is_text = isinstance(field.default, tuple), name in ("model", "gpu", "query_tower")
+        text = field.description or ""
+        if not field.is_required() and field.default is not None:
+            text += f", default: {' '.join(map(str, field.default)) if several else field.default}"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=str if is_text else float,
+            nargs="+" if several else None,
+            required=field.is_required(),
+            metavar="TEXT" if is_text else "N",
+            help=text,
+        )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures too")
 
 
 def _add_service_commands(command: Command) -> None:

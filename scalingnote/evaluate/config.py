@@ -89,8 +89,7 @@ class EvaluateConfig(Config):
         None, description="pairs for AUC; null: the test queries' own judgements, if their grades differ"
     )
     candidates: str | None = Field(
-        None,
-        description="a TREC run of test queries to re-rank (EmbedDistill: a given top 1,000)",
+        None, description="a TREC run of test queries to re-rank (EmbedDistill: a given top 1,000)"
     )
     answers: TableFile | None = Field(
         None,

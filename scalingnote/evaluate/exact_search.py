@@ -23,7 +23,7 @@ from scipy.sparse import csr_array
 from scalingnote.core import topk
 from scalingnote.core.errors import ArtifactError
 from scalingnote.core.log import Progress
-from scalingnote.encode.lexical import weights
+from scalingnote.encode.lexical.weights import read_columns
 from scalingnote.evaluate.pool import Pool, PoolPart, places
 from scalingnote.index import hybrid
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
@@ -97,12 +97,8 @@ class SparseScores:
 PoolScores = DenseScores | SparseScores
 
 
-@dataclass(frozen=True)
-class ScoreRanges:
-    """Each query's lowest and highest score in the whole pool."""
-
-    low: Float[ndarray, " queries"]
-    high: Float[ndarray, " queries"]
+# Each query's lowest and highest score in the whole pool.
+ScoreRanges = tuple[Float[ndarray, " queries"], Float[ndarray, " queries"]]
 
 
 @dataclass(frozen=True)
@@ -120,8 +116,8 @@ class JoinedScores:
         dense, sparse = (scores[name] for name in self.names)
         if self.ranges is not None:
             dense, sparse = (
-                hybrid.normalise(side, scale.low[queries], scale.high[queries])
-                for side, scale in zip((dense, sparse), self.ranges, strict=True)
+                hybrid.normalise(side, low[queries], high[queries])
+                for side, (low, high) in zip((dense, sparse), self.ranges, strict=True)
             )
         return hybrid.interpolate(dense, sparse, dense_weight=self.dense_weight)
 
@@ -129,38 +125,21 @@ class JoinedScores:
 # --- terms -------------------------------------------------------------------------------------------------
 
 
-def own_terms(towers: Artifact, queries: Sequence[str]) -> SparseScores:
-    """Scores by terms of documents that were encoded by `towers`."""
-    return _term_scores(towers, queries, _own_terms, ("terms", "impacts"))
+def term_scores(source: Artifact, queries: Sequence[str]) -> SparseScores:
+    """Scores by terms of documents: by those beside their embeddings, or by the words that were weighted.
 
-
-def bm25_terms(words: Artifact, queries: Sequence[str]) -> SparseScores:
-    """Scores by the words of documents that have weights in `words`, a `bm25_terms` artifact."""
-    return _term_scores(words, queries, partial(_weighted_words, words=words), ("doc_id",))
-
-
-def _term_scores(
-    source: Artifact,
-    queries: Sequence[str],
-    read: Callable[[PoolPart], pa.Table],
-    columns: Sequence[str],
-) -> SparseScores:
+    `source` is the towers that encoded the documents, or a `bm25_terms` artifact.
+    """
     sparse = SparseQuery.load(source.directory("sparse_query"))
     matrix = query_matrix(sparse.encode(queries), vocabulary=sparse.vocabulary)
-    return SparseScores(matrix, partial(_part_matrix, read=read, vocabulary=sparse.vocabulary), columns)
+    words = source if source.manifest.kind == "bm25_terms" else None
+    documents = partial(_term_matrix, words=words, vocabulary=sparse.vocabulary)
+    return SparseScores(matrix, documents, ("doc_id",) if words else ("terms", "impacts"))
 
 
-def _part_matrix(part: PoolPart, *, read: Callable[[PoolPart], pa.Table], vocabulary: int) -> Any:
-    rows = read(part)
-    return document_matrix(rows["terms"], rows["impacts"], vocabulary=vocabulary)
-
-
-def _own_terms(part: PoolPart) -> pa.Table:
-    return part.table
-
-
-def _weighted_words(part: PoolPart, *, words: Artifact) -> pa.Table:
-    return weights.read_columns(words, part.name, part.table["doc_id"])
+def _term_matrix(part: PoolPart, *, words: Artifact | None, vocabulary: int) -> Any:
+    table = part.table if words is None else read_columns(words, part.name, part.table["doc_id"])
+    return document_matrix(table["terms"], table["impacts"], vocabulary=vocabulary)
 
 
 def query_matrix(rows: SparseRows, *, vocabulary: int) -> Any:
@@ -187,7 +166,10 @@ class TopDocuments(topk.Best):
 
     def __init__(self, queries: int, k: int) -> None:
         super().__init__(queries, k)
-        self.ranges = ScoreRanges(np.full(queries, np.inf, np.float32), np.full(queries, -np.inf, np.float32))
+        self.ranges: ScoreRanges = (
+            np.full(queries, np.inf, np.float32),
+            np.full(queries, -np.inf, np.float32),
+        )
         self.documents = 0
 
     def score(
@@ -209,7 +191,7 @@ class TopDocuments(topk.Best):
     def table(self) -> pa.Table:
         """The result as a row per query."""
         columns = {"score": arrow.to_arrow(self.scores), "row": arrow.to_arrow(self.ids)}
-        columns |= {"low": self.ranges.low, "high": self.ranges.high}
+        columns |= dict(zip(("low", "high"), self.ranges, strict=True))
         return pa.table(columns | {"documents": np.full(len(self.ids), self.documents)})
 
     def merge(self, other: pa.Table) -> None:
@@ -223,7 +205,7 @@ class TopDocuments(topk.Best):
     def _extend(
         self, queries: slice, lowest: Float[ndarray, " queries"], highest: Float[ndarray, " queries"]
     ) -> None:
-        low, high = self.ranges.low, self.ranges.high
+        low, high = self.ranges
         low[queries] = np.minimum(low[queries], lowest)
         high[queries] = np.maximum(high[queries], highest)
 
@@ -323,12 +305,7 @@ def _score_column(name: str) -> str:
 
 
 def _score_group(
-    group: list[str],
-    *,
-    pool: Pool,
-    scores: Mapping[str, PoolScores],
-    queries: pa.Array,
-    pairs: pa.Table,
+    group: list[str], *, pool: Pool, scores: Mapping[str, PoolScores], queries: pa.Array, pairs: pa.Table
 ) -> pa.Table:
     """Numbers and scores of the pairs whose document is in a group of parts."""
     layout = pa.schema({"pair": pa.int64()} | {_score_column(name): pa.float64() for name in scores})

@@ -24,6 +24,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate import tower_measures
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.measures import (
+    MeasureValues,
     Rankings,
     ann_recall,
     means,
@@ -42,13 +43,7 @@ from scalingnote.evaluate.retrieval_methods import (
     pair_scorer,
     retrieve,
 )
-from scalingnote.evaluate.test_set import (
-    QueryEmbeddings,
-    TestSet,
-    load_test_set,
-    typo_slices,
-)
-from scalingnote.evaluate.tower_measures import Entropies
+from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet, load_test_set, typo_slices
 from scalingnote.evaluate.user_files import (
     PairScoreFunction,
     UserFiles,
@@ -146,9 +141,9 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     }
     if teacher:
         report["distance"] = tower_measures.distance_section(teacher, encoded[config.names.student])
-    entropy = _entropy(methods, encoded, ancestors, test=test)
+    entropy, entropies = _entropy(methods, encoded, ancestors, test=test)
     if entropy:
-        report["contrastive_entropy"] = entropy.section()
+        report["contrastive_entropy"] = entropy
     score = pair_scorer(methods, encoded, bm25)
     if not divided:
         report |= _user_file_sections(methods, files, score, rankings, draft=draft)
@@ -157,8 +152,7 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     for name in ("report.html", "report.md"):
         draft.write_bytes(name, render(name, page=page).encode())
     draft.write_json("report.json", report)
-    entropy_values = entropy.values if entropy else {}
-    draft.write_table("per_query.parquet", per_query_table(values, entropy_values, query_ids=test.query_ids))
+    draft.write_table("per_query.parquet", per_query_table(values, entropies, query_ids=test.query_ids))
     _write_runs(draft, runs, qrels=test.qrels)
     return {
         "documents": report["num_documents"],
@@ -205,16 +199,12 @@ def _encode(
 
 
 def _entropy(
-    methods: Methods,
-    encoded: Mapping[str, QueryEmbeddings],
-    ancestors: Sequence[Ancestor],
-    *,
-    test: TestSet,
-) -> Entropies | None:
-    """Contrastive entropy of every query tower; None if it is switched off."""
+    methods: Methods, encoded: Mapping[str, QueryEmbeddings], ancestors: Sequence[Ancestor], *, test: TestSet
+) -> tuple[dict[str, Any], MeasureValues]:
+    """Contrastive entropy of every query tower, for the report and per query; empty if it is switched off."""
     # It compares a query with its relevant documents; which of their passages is relevant is not judged.
     if not methods.config.tower_measures or settings(methods.parents["dataset"]) is not None:
-        return None
+        return {}, {}
     return tower_measures.entropies(
         {name: methods.parents[methods.pool_of(kind)] for name, kind in methods.towers.items()},
         encoded,

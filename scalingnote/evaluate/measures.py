@@ -115,9 +115,7 @@ def auc(scores: Float[ndarray, " pairs"], labels: Float[ndarray, " pairs"]) -> f
     return right / total if total else math.nan
 
 
-def significance_section(
-    methods: Mapping[str, MeasureValues], *, baseline: str, seed: int = 0
-) -> dict[str, Any]:
+def significance_section(methods: Mapping[str, MeasureValues], *, baseline: str) -> dict[str, Any]:
     """The section of report.json: each method minus the baseline in each measure.
 
     All methods have values of the same queries. Corrections are over the methods in each measure, so the
@@ -127,14 +125,13 @@ def significance_section(
     Args:
         methods: method -> measure -> value of each query.
         baseline: one of the methods.
-        seed: of the bootstrap.
     """
     keys = [(name, measure) for name, row in methods.items() if name != baseline for measure in row]
     found: dict[str, dict[str, dict[str, float | None]]] = {}
     if keys:
         families = [measure for _, measure in keys]
         differences = np.stack([methods[name][m] - methods[baseline][m] for name, m in keys], axis=1)
-        low, high = bootstrap(differences, families=families, seed=seed)
+        low, high = bootstrap(differences, families=families, seed=0)
         p_values = paired_t_test(differences)
         p_holm = {
             measure: holm(
@@ -149,12 +146,7 @@ def significance_section(
                 key: None if math.isnan(value) else float(value)
                 for key, value in zip(("difference", "low", "high", "p", "p_holm"), values, strict=True)
             }
-    return {
-        "baseline": baseline,
-        "alpha": SIGNIFICANCE_LEVEL,
-        "resamples": RESAMPLES,
-        "differences": found,
-    }
+    return {"baseline": baseline, "alpha": SIGNIFICANCE_LEVEL, "resamples": RESAMPLES, "differences": found}
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:

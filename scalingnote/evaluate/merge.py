@@ -1,7 +1,7 @@
 """Several reports merged into one: methods of one dataset, each trained with one or more seeds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain, count, product
 from typing import Any
 
 import numpy as np
@@ -54,17 +54,18 @@ def merge_artifacts(methods: Sequence[Sequence[Artifact]]) -> Report:
     Raises:
         DataError: the reports have different documents or queries, or those of a method different rows.
     """
-    pooled = [pool_seeds(reports) for reports in methods]
-    single = [one.report for one in pooled]
+    pooled = [_pool_seeds(reports) for reports in methods]
+    single = [report for report, _, _ in pooled]
     merged = merge_reports(single)
     if len(methods) == len(methods[0]) == 1:
         return merged
-    first = methods[0][0]
     values: dict[str, MeasureValues] = {}
-    for one, names, (artifact, *_) in zip(pooled, _merged_names(single), methods, strict=True):
-        if not one.query_ids.equals(pooled[0].query_ids):
-            raise DataError(f"{first.uri} and {artifact.uri} are of different test queries")
-        values |= {new_name: one.values[name] for name, new_name in names.items()}
+    for (_, query_ids, own), names, (artifact, *_) in zip(
+        pooled, _merged_names(single), methods, strict=True
+    ):
+        if not query_ids.equals(pooled[0][1]):
+            raise DataError(f"{methods[0][0].uri} and {artifact.uri} are of different test queries")
+        values |= {names[name]: row for name, row in own.items()}
     common = set.intersection(*(set(row) for row in values.values()))
     values = {name: {m: row[m] for m in row if m in common} for name, row in values.items()}
     baseline = single[0]["significance"]["baseline"]
@@ -72,26 +73,21 @@ def merge_artifacts(methods: Sequence[Sequence[Artifact]]) -> Report:
     return merged
 
 
-@dataclass(frozen=True)
-class PooledReport:
-    """A report of a method over its seeds, and the values behind its means."""
-
-    report: Report
-    query_ids: pa.Array
-    values: dict[str, MeasureValues]  # of each query, the mean over seeds
-
-
-def pool_seeds(artifacts: Sequence[Artifact]) -> PooledReport:
+def _pool_seeds(artifacts: Sequence[Artifact]) -> tuple[Report, pa.Array, dict[str, MeasureValues]]:
     """Pool reports of one method that was trained with several seeds.
 
     The value of a query is its mean over the seeds, so that a paired test over queries (Smucker et al., CIKM
     2007; the t-test as Urbano et al., SIGIR 2019, recommend) has one value of each query and method: seeds of
     one query are no independent observations. Between seeds, `spread` is the standard deviation of a mean.
 
+    Returns:
+        The report, the ids of the queries, and the values behind its means.
+
     Raises:
         DataError: the reports have different rows, documents or queries.
     """
     single = [artifact.read_json("report.json") for artifact in artifacts]
+    _require_same_data(single)
     tables = [artifact.table("per_query.parquet") for artifact in artifacts]
     first, query_ids = single[0], tables[0]["query_id"].unique()
     stacked: dict[str, dict[str, np.ndarray]] = {}
@@ -102,24 +98,23 @@ def pool_seeds(artifacts: Sequence[Artifact]) -> PooledReport:
                 f"the reports of {artifacts[0].uri} and its other seeds differ in rows of {name!r}"
             )
         stacked[name] = {m: np.stack([rows[m].to_numpy() for rows in of_seeds]) for m in row}
-    for report in single[1:]:
-        _require_same_data(first, report)
     values: dict[str, MeasureValues] = {
         name: {m: v.mean(0) for m, v in row.items()} for name, row in stacked.items()
     }
     if len(single) == 1:
-        return PooledReport(first, query_ids, values)
+        return first, query_ids, values
     spread = {
         name: {m: float(v.mean(1).std(ddof=1)) for m, v in row.items()} for name, row in stacked.items()
     }
     pooled = first | {"methods": means(values), "spread": spread, "seeds": len(single)}
     for part in PER_INDEX:
         pooled[part] = {name: float(np.mean([one[part][name] for one in single])) for name in first[part]}
-    return PooledReport(pooled, query_ids, values)
+    return pooled, query_ids, values
 
 
-def _require_same_data(first: Report, other: Report) -> None:
-    for name in SHARED:
+def _require_same_data(reports: Sequence[Report]) -> None:
+    first = reports[0]
+    for other, name in product(reports[1:], SHARED):
         if other.get(name) != first.get(name):
             raise DataError(
                 f"reports differ in {name}: {first.get(name)!r} and {other.get(name)!r}; "
@@ -134,13 +129,10 @@ def merge_reports(single: Sequence[Report]) -> Report:
     index. A name with different numbers in two reports gets the suffix `` #2``, `` #3``...
 
     Raises:
-        DataError: there are no reports, or they have different documents or queries.
+        DataError: the reports have different documents or queries.
     """
-    if not single:
-        raise DataError("no reports to compare: run at least one method")
+    _require_same_data(single)
     first = single[0]
-    for report in single[1:]:
-        _require_same_data(first, report)
     merged: Report = {name: first[name] for name in SHARED if name in first}
     merged |= {"methods": {}, "environment": first["environment"]}
     if len(single) == 1:
@@ -174,8 +166,5 @@ def _merged_names(single: Sequence[Report]) -> list[dict[str, str]]:
 def _free_name(taken: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> str:
     """The first name that is free, or that has the same numbers already."""
     base = name.removesuffix(THROUGH_INDEX)
-    suffix, free, number = name[len(base) :], name, 1
-    while free in taken and taken[free] != row:
-        number += 1
-        free = f"{base} #{number}{suffix}"
-    return free
+    numbered = (f"{base} #{number}{name[len(base) :]}" for number in count(2))
+    return next(free for free in chain([name], numbered) if free not in taken or taken[free] == row)

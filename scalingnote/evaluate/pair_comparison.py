@@ -10,7 +10,7 @@ report.json: {"documents", "queries": {"source", "count"}, "overlap@10", "same_f
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.experiment.access_log import SEARCH_PATH, find_logs, read_requests
 from scalingnote.evaluate.measures import (
     NDCG_DEPTH,
+    MeasureValues,
     ann_recall,
     means,
     measure_names,
@@ -37,7 +38,8 @@ from scalingnote.evaluate.test_set import TestSet, load_test_set
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.search.query_path import QueryPath
 from scalingnote.search.searcher import Searcher, SearchHit
-from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, Draft, fingerprint
 
 DEPTH = 10  # documents of an answer that are compared
 MAX_COMPARED_QUERIES = 1_000  # drawn from a log
@@ -68,11 +70,6 @@ class ComparedQueries(Config):
     source: str = Field(description="where the queries are from, for people")
     sha256: str = Field(description="of the queries, a line each")
 
-    @classmethod
-    def of(cls, source: str, queries: Sequence[str]) -> "ComparedQueries":
-        """The identity of these queries."""
-        return cls(source=source, sha256=hashlib.sha256("\n".join(queries).encode()).hexdigest())
-
 
 def log_queries(folder: str, *, most: int = MAX_COMPARED_QUERIES) -> list[str]:
     """Queries of the searches in access logs that were answered, drawn evenly, each as often as it was sent.
@@ -96,7 +93,7 @@ def compare(
     *,
     source: str,
     dataset: Artifact,
-    draft: Draft,
+    output: str,
 ) -> Artifact:
     """Build a `comparison`: answers, times and sizes of two pairs.
 
@@ -106,104 +103,108 @@ def compare(
         queries: texts to compare the answers to.
         source: of the queries, for people.
         dataset: of the documents, and of the judgements if there are some.
-        draft: to write.
+        output: folder, below which the artifact is named by its queries and the artifacts compared.
 
     Raises:
         DataError: there is no query.
     """
+    sha256 = hashlib.sha256("\n".join(queries).encode()).hexdigest()
+    identity = ComparedQueries(source=source, sha256=sha256)
+    pairs = dict(zip(PAIRS, (before, after), strict=True))
+    parents = {"dataset": dataset} | {f"index_{name}": pair.index for name, pair in pairs.items()}
+    parents |= {f"tower_{name}": pair.tower for name, pair in pairs.items()}
+    place = fs.absolute(fs.join(output, fingerprint("comparison", identity, parents)[:12]))
+    draft = Draft(place, kind="comparison", config=identity, parents=parents)
+    if draft.finished:
+        return draft.existing()
     if not queries:
         raise DataError(f"no queries to compare the models on in {source}")
+    report, table = _report(pairs, queries, source=source, dataset=dataset)
+    page = report_page(report)
+    for name in ("report.html", "report.md"):
+        draft.write_bytes(name, render(name, page=page).encode())
+    draft.write_json("report.json", report)
+    draft.write_table("queries.parquet", table)
+    return draft.commit(counts={"queries": len(queries), "judged": report["judged"]})
+
+
+def _report(
+    pairs: Mapping[str, SearchedPair], queries: Sequence[str], *, source: str, dataset: Artifact
+) -> tuple[PairReport, pa.Table]:
+    """The report of both pairs, and a table of the documents that each found for the queries."""
     try:
         judged: TestSet | None = load_test_set(dataset)
     except DataError:  # a data set without judgements
         judged = None
-    measured = {
-        name: _measure(pair, queries, judged) for name, pair in zip(PAIRS, (before, after), strict=True)
-    }
-    answers = {name: found.answers for name, found in measured.items()}
+    measured = {name: _measure(pair, queries, judged) for name, pair in pairs.items()}
+    answers = {name: hits for name, (_, hits, _) in measured.items()}
     ids = {name: [[hit.doc_id for hit in hits] for hits in found] for name, found in answers.items()}
     shared = [ann_recall([new], [old], k=DEPTH) for old, new in zip(ids["before"], ids["after"], strict=True)]
-    values = {name: found.values for name, found in measured.items() if found.values}
     report: PairReport = {
         "documents": dataset.counts["documents"],
         "queries": {"source": source, "count": len(queries)},
         f"overlap@{DEPTH}": float(np.mean(shared)),
         "same_first": float(np.mean([old[:1] == new[:1] for old, new in zip(*ids.values(), strict=True)])),
         "judged": len(judged.query_ids) if judged else 0,
-        "pairs": {name: found.facts for name, found in measured.items()},
+        "pairs": {name: facts for name, (facts, _, _) in measured.items()},
         "changed": _least_shared(queries, shared, answers),
         "environment": environment(),
     }
-    if values:
+    if judged:
+        values = {name: of_queries for name, (_, _, of_queries) in measured.items()}
         for name, row in means(values).items():
             report["pairs"][name]["measures"] = row
         report["significance"] = significance_section(values, baseline="before")
-    page = report_page(report)
-    for name in ("report.html", "report.md"):
-        draft.write_bytes(name, render(name, page=page).encode())
-    draft.write_json("report.json", report)
-    columns = {"query": list(queries), f"overlap@{DEPTH}": shared, **ids}
-    draft.write_table("queries.parquet", pa.table(columns))
-    return draft.commit(counts={"queries": len(queries), "judged": report["judged"]})
+    return report, pa.table({"query": list(queries), f"overlap@{DEPTH}": shared, **ids})
 
 
 # --- one pair ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Measured:
-    facts: dict[str, Any]
-    answers: list[list[SearchHit]]
-    values: dict[str, Any]  # of each query with judgements; empty where there are none
+def _measure(
+    pair: SearchedPair, queries: Sequence[str], judged: TestSet | None
+) -> tuple[dict[str, Any], list[list[SearchHit]], MeasureValues]:
+    """Answer queries one after the other, as a service gets them, and time both steps.
 
-
-def _measure(pair: SearchedPair, queries: Sequence[str], judged: TestSet | None) -> _Measured:
-    """Answers to queries one after the other, as a service gets them, and the times of both steps."""
+    Returns:
+        Facts of the report, the answers to `queries`, and measures of each judged query.
+    """
     searcher = Searcher.open(pair.index.uri, mapped=pair.mapped)
     encoder = QueryEncoder(pair.tower.directory("query"))
     # Candidates by terms are scored by kept vectors, which an index of codes alone does not have.
     hybrid = pair.terms is not None and searcher.layout.sparse and searcher.layout.refine != "none"
     terms = SparseQuery.load(pair.terms.directory("sparse_query")) if pair.terms and hybrid else None
     path = QueryPath(encoder, terms)
-    for query in queries[:WARM_UP_QUERIES]:
-        (encoded,) = path([query])
-        searcher.search(encoded.embedding, encoded.terms, k=DEPTH)
-    answers, encode_ms, search_ms = [], [], []
-    for query in queries:
+
+    def answer(query: str) -> tuple[list[SearchHit], float, float]:
+        """Documents, and the milliseconds of encoding and of searching."""
         start = time.perf_counter()
         (encoded,) = path([query])
         middle = time.perf_counter()
-        answers += searcher.search(encoded.embedding, encoded.terms, k=DEPTH)
-        encode_ms.append(1000 * (middle - start))
-        search_ms.append(1000 * (time.perf_counter() - middle))
+        (hits,) = searcher.search(encoded.embedding, encoded.terms, k=DEPTH)
+        return hits, 1000 * (middle - start), 1000 * (time.perf_counter() - middle)
+
+    for query in queries[:WARM_UP_QUERIES]:
+        answer(query)
+    answers, encode_ms, search_ms = map(list, zip(*map(answer, queries), strict=True))
+    sizes = (_bytes(pair.tower, "query/"), _bytes(pair.index), _bytes(pair.embeddings))
     facts = {
         "model": pair.model,
         "dim": encoder.dim,
         "form": encoder.form,
         "encode_ms": np.percentile(encode_ms, [50, 95]).tolist(),
         "search_ms": np.percentile(search_ms, [50, 95]).tolist(),
-        "bytes": dict(
-            zip(
-                SIZES,
-                (_bytes(pair.tower, "query/"), _bytes(pair.index), _bytes(pair.embeddings)),
-                strict=True,
-            )
-        ),
+        "bytes": dict(zip(SIZES, sizes, strict=True)),
         "encode": pair.embeddings.manifest.info.get("encoding", {}),
     }
-    values = {} if judged is None else _judged_values(path, searcher, judged)
+    values: MeasureValues = {}
+    if judged:
+        asked = zip(judged.query_ids, judged.queries, strict=True)
+        rankings = {query_id: [hit.doc_id for hit in answer(text)[0]] for query_id, text in asked}
+        measures = per_query(rankings, judged.qrels, recall_at=(DEPTH,))
+        values = {name: value for name, value in measures.items() if name.endswith(f"@{DEPTH}")}
     log.info("%s: %d queries answered", pair.model, len(queries))
-    return _Measured(facts, answers, values)
-
-
-def _judged_values(path: QueryPath, searcher: Searcher, judged: TestSet) -> dict[str, Any]:
-    rankings: dict[str, list[str]] = {}
-    for query_id, text in zip(judged.query_ids, judged.queries, strict=True):
-        (encoded,) = path([text])
-        (hits,) = searcher.search(encoded.embedding, encoded.terms, k=DEPTH)
-        rankings[query_id] = [hit.doc_id for hit in hits]
-    values = per_query(rankings, judged.qrels, recall_at=(DEPTH,))
-    return {name: value for name, value in values.items() if name.endswith(f"@{DEPTH}")}
+    return facts, answers, values
 
 
 def _bytes(artifact: Artifact, prefix: str = "") -> int:

@@ -28,17 +28,16 @@ COLOURS = ("#0f8b8d", "#e69f00", "#cc6f9c", "#4c8bd6", "#8a8f98", "#d55e00", "#5
 _UNUSED = re.compile(r' id="[a-zA-Z\d.]+_[\d_]+"| xmlns(:\w+)?="[^"]*"')
 
 
-def svg(name: str, draw: Callable[[Axes], None], *, height: float = 3.0) -> str:
+def svg(name: str, draw: Callable[[Axes], None]) -> str:
     """An SVG element with what `draw` draws; equal for equal drawings.
 
     Args:
         name: describes the picture to those who do not see it; different for each picture of a page.
         draw: draws into the axes of the picture.
-        height: in inches; the width is 8.
     """
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}), catch_warnings():
         simplefilter("ignore", UserWarning)  # of letters that are not in matplotlib's own font
-        figure = Figure(figsize=(8, height), layout="constrained")
+        figure = Figure(figsize=(8, 3), layout="constrained")
         draw(figure.subplots())
         written = io.StringIO()
         unwritten = dict.fromkeys(("Creator", "Date", "Format", "Type"))

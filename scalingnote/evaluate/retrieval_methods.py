@@ -11,17 +11,17 @@ tower's hybrid with BM25. BM25 over the same pool is the lexical baseline.
 Every pass runs in tasks; methods over the same documents share it. This process holds queries and results.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float, Float64, Int, Int64
+from jaxtyping import Float, Int
 from numpy import ndarray
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, vstack
 
 from scalingnote.core.bm25 import terms
 from scalingnote.core.errors import ConfigError, DataError
@@ -29,8 +29,8 @@ from scalingnote.core.log import Progress
 from scalingnote.core.words import Language
 from scalingnote.datasets.passages import settings
 from scalingnote.encode.config import BM25Config
-from scalingnote.encode.lexical.weights import COLLECTION
-from scalingnote.encode.lexical.words import language_of
+from scalingnote.encode.lexical.weights import COLLECTION, BM25Weights
+from scalingnote.encode.lexical.words import WORDS, language_of
 from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.config import EvaluateConfig
@@ -57,94 +57,74 @@ _NUMBERS = {name: pa.int64() for name in ("query", "shard", "rank")}
 _HITS = pa.schema(_NUMBERS | {"score": pa.float64(), "doc_id": pa.string()})
 
 
-@dataclass(frozen=True)
-class Bm25Pool:
-    """Statistics of a pool for the words of given queries (Lucene's variant of BM25), without an index.
+def weigh_words(
+    pool: Pool,
+    queries: Sequence[str],
+    *,
+    language: Language = "none",
+    k1: float = BM25Config().k1,
+    b: float = BM25Config().b,
+    each: TaskRunner = map,
+) -> BM25Weights:
+    """BM25's weights of the words of `queries`, by the texts of the pool's documents, without an index.
 
-    Texts are split into words twice, so that nothing is stored between both passes, and only words of queries
-    are counted: the caller holds their frequencies alone.
+    Texts are split into words twice, here and by :func:`word_scores`, so that nothing is stored in between,
+    and only words of queries are counted: the caller holds their frequencies alone.
+
+    Raises:
+        DataError: no document has a word.
     """
-
-    vocabulary: Mapping[str, int]
-    idf: Float64[ndarray, " words"]
-    mean_length: float
-    language: Language = "none"
-    k1: float = BM25Config().k1
-    b: float = BM25Config().b
-
-    @classmethod
-    def count(
-        cls, pool: Pool, queries: Sequence[str], *, language: Language = "none", each: TaskRunner = map
-    ) -> "Bm25Pool":
-        """Count the words of `queries`, all that will be searched or scored, in the pool's documents.
-
-        Raises:
-            DataError: no document has a word.
-        """
-        words = dict.fromkeys(word for query in queries for word in terms(query, language))
-        vocabulary = {word: number for number, word in enumerate(words)}
-        documents = length = 0
-        frequency = np.zeros(len(vocabulary), np.int64)
-        task = partial(_count_group, pool=pool, vocabulary=vocabulary, language=language)
-        total = pool.embeddings.counts["documents"]
-        with Progress("evaluate", total=total, unit="documents counted for BM25") as progress:
-            for found in each(task, pool.groups()):
-                (row,) = found.to_pylist()
-                documents, length = documents + row["documents"], length + row["words"]
-                frequency += np.array(row["frequency"], np.int64)
-                progress.advance(row["read"])
-        if not length:
-            raise DataError(
-                f"none of {documents:,} documents of {pool.embeddings.uri} has a word for BM25: check title, "
-                "topic and content, or set evaluate.bm25=false"
-            )
-        idf = np.log1p((documents - frequency + 0.5) / (frequency + 0.5))
-        return cls(vocabulary, idf, length / documents, language)
-
-    def scores(self, queries: Sequence[str]) -> SparseScores:
-        """Scores by BM25; words outside of the counted queries are ignored."""
-        counts, _ = word_counts(queries, self.vocabulary, self.language)
-        return SparseScores(counts.astype(np.float32), self._impacts, ("doc_id",))
-
-    def _impacts(self, part: PoolPart) -> Any:
-        counts, lengths = word_counts(part.texts(), self.vocabulary, self.language)
-        rows = np.repeat(np.arange(len(lengths)), np.diff(counts.indptr))
-        relative = lengths[rows] / self.mean_length
-        saturated = counts.data / (counts.data + self.k1 * (1 - self.b + self.b * relative))
-        impacts = (self.idf[counts.indices] * saturated).astype(np.float32)
-        return csr_array((impacts, counts.indices, counts.indptr), shape=counts.shape)
-
-
-def word_counts(
-    texts: Sequence[str], vocabulary: Mapping[str, int], language: Language
-) -> tuple[Any, Int64[ndarray, " texts"]]:
-    """How often each text has each word, as a csr_array [texts, words], and the lengths of texts in words."""
-    numbers: list[int] = []
-    offsets, lengths = [0], []
-    for text in texts:
-        words = terms(text, language)
-        numbers += [number for word in words if (number := vocabulary.get(word)) is not None]
-        offsets.append(len(numbers))
-        lengths.append(len(words))
-    shape = (len(texts), len(vocabulary))
-    counts = csr_array((np.ones(len(numbers)), np.array(numbers, np.int64), np.array(offsets)), shape=shape)
-    counts.sum_duplicates()
-    return counts, np.array(lengths, np.int64)
-
-
-def _count_group(
-    group: list[str], *, pool: Pool, vocabulary: Mapping[str, int], language: Language
-) -> pa.Table:
-    """Documents read and counted, their length in words, and the document frequency of each word: a row."""
+    words = list(dict.fromkeys(word for query in queries for word in terms(query, language)))
     documents = length = 0
-    frequency = np.zeros(len(vocabulary), np.int64)
+    frequency = np.zeros(len(words), np.int64)
+    task = partial(_count_group, pool=pool, words=words, language=language)
+    total = pool.embeddings.counts["documents"]
+    with Progress("evaluate", total=total, unit="documents counted for BM25") as progress:
+        for found in each(task, pool.groups()):
+            (row,) = found.to_pylist()
+            documents, length = documents + row["documents"], length + row["words"]
+            frequency += np.array(row["frequency"], np.int64)
+            progress.advance(row["read"])
+    if not length:
+        raise DataError(
+            f"none of {documents:,} documents of {pool.embeddings.uri} has a word for BM25: check title, "
+            "topic and content, or set evaluate.bm25=false"
+        )
+    counted = pa.table({"word": words, "documents": frequency}, schema=WORDS)
+    return BM25Weights(counted, documents=documents, length=length, k1=k1, b=b, language=language)
+
+
+def _count_group(group: list[str], *, pool: Pool, words: Sequence[str], language: Language) -> pa.Table:
+    """Documents read and counted, their length in words, and the document frequency of each word: a row."""
+    known, frequency = frozenset(words), Counter[str]()
+    documents = length = 0
     for part in pool.read(group, ["doc_id"]):
-        counts, lengths = word_counts(part.texts(), vocabulary, language)
-        documents, length = documents + len(part), length + int(lengths.sum())
-        frequency += np.bincount(counts.indices, minlength=len(vocabulary))
+        for text in part.texts():
+            own = terms(text, language)
+            documents, length = documents + 1, length + len(own)
+            frequency.update(known.intersection(own))
     read = sum(pool.embeddings.rows_of(group).values())
-    row = {"read": read, "documents": documents, "words": length, "frequency": frequency.tolist()}
-    return pa.Table.from_pylist([row])
+    row = {"read": read, "documents": documents, "words": length}
+    return pa.Table.from_pylist([row | {"frequency": [frequency[word] for word in words]}])
+
+
+def word_scores(weights: BM25Weights, queries: Sequence[str]) -> SparseScores:
+    """Scores by BM25 of the documents' texts; words without a weight are ignored."""
+    number = {word: number for number, word in enumerate(weights.words.to_pylist())}
+    split = ((row, word) for row, query in enumerate(queries) for word in terms(query, weights.language))
+    entries = np.array([(row, number[word]) for row, word in split if word in number], np.int64)
+    counts = np.ones(len(entries), np.float32), tuple(entries.reshape(-1, 2).T)  # equal entries are added
+    matrix = csr_array(counts, shape=(len(queries), len(number)))
+    return SparseScores(matrix, partial(_word_matrix, weights=weights), ("doc_id",))
+
+
+def _word_matrix(part: PoolPart, *, weights: BM25Weights) -> Any:
+    pieces = [csr_array((0, len(weights.idf)), dtype=np.float32)]
+    for found in weights.occurrences(part.texts()):
+        impacts = (weights.idf[found.words] * found.saturation).astype(np.float32)
+        shape = (found.texts, len(weights.idf))
+        pieces.append(csr_array((impacts, (found.rows, found.words)), shape=shape))
+    return vstack(pieces, format="csr")
 
 
 # --- methods -----------------------------------------------------------------------------------------------
@@ -225,16 +205,16 @@ class Methods:
         return Pool(self.parents[name], self.parents["dataset"], sample)
 
 
-def count_bm25(methods: Methods, queries: Sequence[str], *, test: TestSet) -> Bm25Pool | None:
+def count_bm25(methods: Methods, queries: Sequence[str], *, test: TestSet) -> BM25Weights | None:
     """BM25 for these queries over the documents that are searched exactly; None if it is switched off."""
     if not methods.config.bm25:
         return None
     pool = methods.pool("embeddings", test=test)
-    return Bm25Pool.count(pool, queries, language=methods.language(), each=methods.each)
+    return weigh_words(pool, queries, language=methods.language(), each=methods.each)
 
 
 def retrieve(
-    methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: Bm25Pool | None, *, test: TestSet
+    methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: BM25Weights | None, *, test: TestSet
 ) -> tuple[dict[str, trec.Run], int]:
     """Search the test queries with every method; `bm25` is left out if it is None.
 
@@ -257,24 +237,14 @@ def retrieve(
         runs[f"{methods.served} (index)"] = _through_index(
             parents["index"], queries, test=test, k=depth, each=methods.each
         )
-    return {name: _once(runs[name]) for name in methods.names if name in runs}, documents
-
-
-def _once(run: trec.Run) -> trec.Run:
-    """A run that names each document once: passages of a document may be in two shards of an index."""
-    best: dict[str, dict[str, float]] = {}
-    for query_id, hits in run.items():
-        own = best[query_id] = {}
-        for doc_id, score in hits:
-            own.setdefault(doc_id, score)
-    return {query_id: [*own.items()] for query_id, own in best.items()}
+    return {name: runs[name] for name in methods.names if name in runs}, documents
 
 
 def _search_pool(
     methods: Methods,
     name: str,
     encoded: Mapping[str, QueryEmbeddings],
-    bm25: Bm25Pool | None,
+    bm25: BM25Weights | None,
     *,
     test: TestSet,
     k: int,
@@ -288,13 +258,13 @@ def _search_pool(
     sides: dict[str, PoolScores] = {tower: DenseScores(one.unit(queries)) for tower, one in encoded.items()}
     hybrids: dict[str, tuple[str, str]] = {}
     if methods.has_terms(name):
-        sides[TERM_SCORES] = exact_search.own_terms(parents["dual_encoder"], queries)
+        sides[TERM_SCORES] = exact_search.term_scores(parents["dual_encoder"], queries)
         hybrids |= {f"{tower} (hybrid)": (tower, TERM_SCORES) for tower in encoded}
     if "bm25_terms" in parents:
-        sides[WORD_SCORES] = exact_search.bm25_terms(parents["bm25_terms"], queries)
+        sides[WORD_SCORES] = exact_search.term_scores(parents["bm25_terms"], queries)
         hybrids |= {f"{tower} + bm25": (tower, WORD_SCORES) for tower in encoded}
     if bm25 is not None:
-        sides["bm25"] = bm25.scores(queries)
+        sides["bm25"] = word_scores(bm25, queries)
     single = search(sides)
     ranked = {name: (one.scores, one.ids) for name, one in single.items()}
     for lexical in {TERM_SCORES, WORD_SCORES, "bm25"} & sides.keys():
@@ -307,9 +277,9 @@ def _search_pool(
     joining, joined = methods.config.hybrid, {}
     if joining.dense_weight == 0:  # terms alone, which find no document without a term of the query
         for method, (_, sparse) in hybrids.items():
-            (scored, rows), ranges = ranked[sparse], single[sparse].ranges
+            scored, rows = ranked[sparse]
             shown = np.where(rows < 0, 0.0, scored)
-            found[method] = hybrid.normalise(shown, ranges.low, ranges.high), rows
+            found[method] = hybrid.normalise(shown, *single[sparse].ranges), rows
     else:
         joined = {
             method: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)
@@ -343,7 +313,7 @@ def _runs(pool: Pool, found: Mapping[str, Ranked], *, test: TestSet, each: TaskR
 
 
 def pair_scorer(
-    methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: Bm25Pool | None
+    methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: BM25Weights | None
 ) -> PairScoreFunction:
     """Scores of any pairs of query and document by the methods that have some: query towers and BM25."""
 
@@ -352,7 +322,7 @@ def pair_scorer(
         for name, kind in methods.towers.items():
             sides.setdefault(methods.pool_of(kind), {})[name] = DenseScores(encoded[name].unit(queries))
         if bm25 is not None:
-            sides.setdefault("embeddings", {})["bm25"] = bm25.scores(queries)
+            sides.setdefault("embeddings", {})["bm25"] = word_scores(bm25, queries)
         found: dict[str, Float[ndarray, " pairs"]] = {}
         for name, own in sides.items():
             pool = Pool(methods.parents[name], methods.parents["dataset"])
@@ -363,12 +333,7 @@ def pair_scorer(
 
 
 def _through_index(
-    index: Artifact,
-    queries: Float[ndarray, "queries dim"],
-    *,
-    test: TestSet,
-    k: int,
-    each: TaskRunner,
+    index: Artifact, queries: Float[ndarray, "queries dim"], *, test: TestSet, k: int, each: TaskRunner
 ) -> trec.Run:
     """Search an index shard by shard, like searchers with one shard each."""
     best, numbers = _HITS.empty_table(), range(shards.open_layout(index).shards)
@@ -379,21 +344,20 @@ def _through_index(
             query = both["query"].to_numpy()
             best = both.filter(pa.array(np.arange(len(query)) - np.searchsorted(query, query) < k))
             progress.advance(1)
-    bounds = np.searchsorted(best["query"].to_numpy(), np.arange(len(queries) + 1)).tolist()
-    hits = list(zip(best["doc_id"].to_pylist(), best["score"].to_pylist(), strict=True))
-    return {
-        query_id: hits[first:stop]
-        for query_id, (first, stop) in zip(test.query_ids, pairwise(bounds), strict=True)
-    }
+    run: dict[str, dict[str, float]] = {query_id: {} for query_id in test.query_ids}
+    for number, doc_id, score in zip(
+        *(best[name].to_pylist() for name in ("query", "doc_id", "score")), strict=True
+    ):
+        run[test.query_ids[number]].setdefault(doc_id, score)  # passages of a document may be in two shards
+    return {query_id: [*hits.items()] for query_id, hits in run.items()}
 
 
 def _search_shard(number: int, *, index: str, queries: Float[ndarray, "queries dim"], k: int) -> pa.Table:
     searcher = Searcher.open(index, shards=[number], mapped=True)
     rows = [
-        (query, number, rank, float(hit.score), hit.doc_id)
+        {"query": query, "shard": number, "rank": rank, "score": float(hit.score), "doc_id": hit.doc_id}
         for start in range(0, len(queries), QUERIES_PER_SEARCH)
         for query, hits in enumerate(searcher.search(queries[start : start + QUERIES_PER_SEARCH], k=k), start)
         for rank, hit in enumerate(hits)
     ]
-    columns = zip(*rows, strict=True) if rows else [()] * len(_HITS)
-    return pa.table(dict(zip(_HITS.names, map(list, columns), strict=True)), schema=_HITS)
+    return pa.Table.from_pylist(rows, schema=_HITS)

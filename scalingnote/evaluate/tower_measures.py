@@ -11,7 +11,6 @@ is 1 here.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import pyarrow.compute as pc
 from jaxtyping import Float, Int64
 from numpy import ndarray
 
-from scalingnote.evaluate.measures import ENTROPY
+from scalingnote.evaluate.measures import ENTROPY, MeasureValues
 from scalingnote.evaluate.pool import Pool, document_ids, gather_embeddings
 from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet
 from scalingnote.storage import arrow
@@ -32,26 +31,6 @@ EMBEDDING_BOUND = 1.0
 ENTROPY_NEGATIVES = 256  # documents that a query is compared with
 DISTANCE_QUERIES = 1000  # of each split
 SPLITS = ("train", "validation")
-
-
-@dataclass(frozen=True)
-class Entropies:
-    """Contrastive entropy of every tower over the same queries and negatives."""
-
-    # Tower -> a value per query; NaN if its positive is not in all pools.
-    values: dict[str, Float[ndarray, " queries"]]
-    negatives: int
-    temperature: float
-
-    def section(self) -> dict[str, Any]:
-        """The section of report.json."""
-        known = np.isfinite(next(iter(self.values.values())))
-        return {
-            "queries": int(known.sum()),
-            "negatives": self.negatives,
-            "temperature": self.temperature,
-            "methods": {name: float(own[known].mean()) for name, own in self.values.items()},
-        }
 
 
 def temperature_of(towers: Artifact | None) -> float:
@@ -69,12 +48,11 @@ def entropies(
     negatives: int = ENTROPY_NEGATIVES,
     seed: int = 0,
     each: TaskRunner = map,
-) -> Entropies | None:
+) -> tuple[dict[str, Any], MeasureValues]:
     """Contrastive entropy of every test query and tower.
 
     The positive of a query is the document judged best. Negatives are sampled once for all queries and
-    towers, fewer if the pool is small; those that are relevant to a query are not used for it. None if no
-    positive or no negative is in all pools.
+    towers, fewer if the pool is small; those that are relevant to a query are not used for it.
 
     Args:
         embeddings: tower -> the document embeddings it is searched in.
@@ -84,6 +62,10 @@ def entropies(
         negatives: per query.
         seed: of the sample.
         each: runs the tasks.
+
+    Returns:
+        The section of report.json, and of each tower a value per query, NaN if its positive is not in all
+        pools. Both are empty if no positive or no negative is in all pools.
     """
     relevant = [{doc for doc, grade in judged.items() if grade > 0} for judged in test.qrels.values()]
     number = negatives + max(map(len, relevant))
@@ -99,15 +81,16 @@ def entropies(
     rows = [[i for doc, i in others.items() if doc not in own][:negatives] for own in relevant]
     width = min(map(len, rows))
     if not row or not width:
-        return None
+        return {}, {}
     usable = [number for number, doc in enumerate(test.documents) if doc in row]
     chosen = np.array([[row[test.documents[n]], *rows[n][:width]] for n in usable], np.int64)
-    values = {}
+    values: dict[str, Float[ndarray, " queries"]] = {}
     for name, (documents, _) in found.items():
         values[name] = np.full(len(test.queries), math.nan)
         queries = encoded[name].of([test.queries[n] for n in usable])
         values[name][usable] = _entropies(queries, documents, chosen, temperature=temperature)
-    return Entropies(values, width, temperature)
+    section = {"queries": len(usable), "negatives": width, "temperature": temperature}
+    return section | {"methods": {name: float(own[usable].mean()) for name, own in values.items()}}, values
 
 
 def _sample_documents(embeddings: Artifact, number: int, *, seed: int, each: TaskRunner) -> list[str]:
@@ -159,7 +142,7 @@ def distances(
 
 
 def sample_teacher_queries(
-    stored: Artifact | None, *, queries: int = DISTANCE_QUERIES, seed: int = 0
+    stored: Artifact | None, *, queries: int = DISTANCE_QUERIES
 ) -> dict[str, QueryEmbeddings]:
     """Split -> a sample of the queries of a student's training or validation, with the teacher's embeddings.
 
@@ -168,11 +151,10 @@ def sample_teacher_queries(
     Args:
         stored: the teacher's query embeddings that the student learned from; None: no sample.
         queries: maximum number per split.
-        seed: of the sample.
     """
     if stored is None:
         return {}
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     samples: dict[str, list[pa.Table]] = {split: [] for split in SPLITS}
     for name in rng.permutation(stored.table_parts("embeddings")).tolist():
         table = stored.table(name, columns=["query", "split", "embedding"])

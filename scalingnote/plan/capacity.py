@@ -7,15 +7,12 @@ beyond the measured million documents are an assumption: with 4·sqrt(documents)
 many are probed as at a million, they grow with sqrt(documents).
 """
 
-import argparse
-import json
 from collections.abc import Mapping
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
 
 from scalingnote.core import reports
-from scalingnote.core.config import dump, validate
 from scalingnote.models import flops
 from scalingnote.models.config import Lora, Pretrained, Scratch
 from scalingnote.models.flops import Shape, adapter_parameters, backbone_shape
@@ -29,7 +26,6 @@ STUDENT = Scratch(  # the published query tower (Table 8): RED Bert-4L
 )
 MONTH_HOURS = 730
 STAGE_FIGURES = ("seconds", "driver GB", "read MB", "written MB", "requests")
-TEXT_OPTIONS = ("model", "gpu", "query_tower")
 Figures = dict[str, float]
 
 
@@ -249,41 +245,6 @@ def stage_costs(config: PlanConfig) -> dict[str, Figures]:
             "driver_gb": figures["driver GB"],
         }
     return found
-
-
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `scalingnote plan`: the fields of PlanConfig."""
-    for name, field in PlanConfig.model_fields.items():
-        several = isinstance(field.default, tuple)
-        text = field.description or ""
-        if not field.is_required() and field.default is not None:
-            text += f", default: {' '.join(map(str, field.default)) if several else field.default}"
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=str if name in TEXT_OPTIONS else float,
-            nargs="+" if several else None,
-            required=field.is_required(),
-            metavar="TEXT" if name in TEXT_OPTIONS else "N",
-            help=text,
-        )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures too")
-
-
-def print_plan(options: argparse.Namespace) -> int:
-    """Compute and print the plan.
-
-    Raises:
-        ConfigError: an option is out of bounds, or the model is not known.
-    """
-    given = {name: value for name in PlanConfig.model_fields if (value := getattr(options, name)) is not None}
-    planned = plan(validate(PlanConfig, given, source="plan"))
-    print(plan_text(planned))
-    if options.json:
-        figures = planned | {"config": dump(planned["config"])}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        print(f"\n{options.json}")
-    return 0
 
 
 def plan_text(planned: Mapping[str, Any]) -> str:

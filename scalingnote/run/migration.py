@@ -25,7 +25,7 @@ from scalingnote.models.config import Pretrained, Scratch
 from scalingnote.run import pipeline, stages
 from scalingnote.run.config import RunConfig
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, fingerprint
+from scalingnote.storage.artifact import Artifact
 
 if TYPE_CHECKING:
     from scalingnote.evaluate.pair_comparison import SearchedPair
@@ -124,21 +124,8 @@ def compare(migration: Migration) -> Artifact:
     before, after = _pair(migration.before), _pair(migration.after)
     dataset = pipeline.locate(migration.before, "dataset")
     source, queries = _queries(migration.after)
-    identity = pair_comparison.ComparedQueries.of(source, queries)
-    parents = {
-        "dataset": dataset,
-        "index_before": before.index,
-        "index_after": after.index,
-        "tower_before": before.tower,
-        "tower_after": after.tower,
-    }
-    mark = fingerprint("comparison", identity, parents)[:12]
-    place = fs.absolute(fs.join(migration.run_dir, "migrate", mark))
-    draft = Draft(place, kind="comparison", config=identity, parents=parents)
-    if draft.finished:
-        made = draft.existing()
-    else:
-        made = pair_comparison.compare(before, after, queries, source=source, dataset=dataset, draft=draft)
+    place = fs.join(migration.run_dir, "migrate")
+    made = pair_comparison.compare(before, after, queries, source=source, dataset=dataset, output=place)
     _write(migration.model_copy(update={"comparison": made.uri}))
     return made
 

@@ -6,7 +6,6 @@ common stage share its artifact.
 """
 
 import contextlib
-import importlib
 from collections.abc import Mapping, Sequence
 
 import yaml
@@ -58,9 +57,7 @@ def run(
             if not started and any(later.builds == "embeddings" for later in chosen[number - 1 :]):
                 engines.check_installed(config.encode)  # before hours of training
             started = True
-            module, function = stage.job.split(":")
-            job = getattr(importlib.import_module(module), function)
-            artifact = job(
+            artifact = stage.function()(
                 getattr(config, stage.section),
                 **{kind: parent.uri for kind, parent in parents.items()},
                 output=uri,

@@ -233,11 +233,7 @@ class ServeConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServeConfig":
-        for part, deployment in self.deployments.items():
-            if deployment.num_replicas == 0 and part not in OPTIONAL_PARTS:
-                raise ValueError(f"deployments.{part}.num_replicas is 0: give 1 or more")
-        if (problem := self._unfit_deployment()) is not None:
-            raise ValueError(problem)
+        self._check_deployments()
         reached = f"host {self.host}" if self.host not in LOOPBACK else "grpc_port" if self.grpc_port else ""
         if reached and self.api_keys is None and not self.allow_unauthenticated:
             raise ValueError(
@@ -248,50 +244,53 @@ class ServeConfig(Config):
             raise ValueError(
                 "mapped is for an index that is read only, and a live index adds vectors: set live.delta"
             )
-        if (problem := self._beyond_a_database()) is not None:
-            raise ValueError(problem)
+        if self.search.backend != "own":
+            self._check_database()
         return self
 
-    def _unfit_deployment(self) -> str | None:
-        """The first setting that the part of a deployment cannot take, and why."""
+    def _check_deployments(self) -> None:
+        """ValueError for a setting that the part of a deployment cannot take."""
         for part, placed in self.deployments.items():
+            if placed.num_replicas == 0 and part not in OPTIONAL_PARTS:
+                raise ValueError(f"deployments.{part}.num_replicas is 0: give 1 or more")
             if placed.autoscaling_config is not None:
                 if part in FIXED_PARTS:
-                    return f"deployments.{part}.autoscaling_config: {FIXED_PARTS[part]}"
+                    raise ValueError(f"deployments.{part}.autoscaling_config: {FIXED_PARTS[part]}")
                 if placed.num_replicas is not None:
-                    return f"deployments.{part}: give num_replicas or autoscaling_config, not both"
+                    raise ValueError(f"deployments.{part}: give num_replicas or autoscaling_config, not both")
             if part == "writer" and (placed.num_replicas or 1) > 1:
-                return f"deployments.writer.num_replicas: {FIXED_PARTS[part]}"
+                raise ValueError(f"deployments.writer.num_replicas: {FIXED_PARTS[part]}")
             if part == "writer" and placed.max_surge_percent:
-                return f"deployments.writer.max_surge_percent: {FIXED_PARTS[part]}, so the old one ends first"
-        return None
+                reason = f"{FIXED_PARTS[part]}, so the old one ends first"
+                raise ValueError(f"deployments.writer.max_surge_percent: {reason}")
 
-    def _beyond_a_database(self) -> str | None:
-        """The first setting that a vector database behind the service cannot meet, and what to do."""
+    def _check_database(self) -> None:
+        """ValueError for a setting that a vector database behind the service cannot meet."""
         search = self.search
-        if search.backend == "own":
-            return None
         own, refused = "set search.backend to own", "no search.backend other than own can be used with"
         if self.live is not None:
-            return f"{refused} live: documents are written to the own index only; {own}, or unset live"
+            raise ValueError(
+                f"{refused} live: documents are written to the own index only; {own}, or unset live"
+            )
         if self.mapped:
-            return f"{refused} mapped: only the own index has files to map; unset it, or {own}"
+            raise ValueError(f"{refused} mapped: only the own index has files to map; unset it, or {own}")
         if self.canary and search.backend == "milvus":
-            return f"canary needs an exact search, which Milvus does not have: set it to 0, or {own}"
+            raise ValueError(
+                f"canary needs an exact search, which Milvus does not have: set it to 0, or {own}"
+            )
         if any(arm.index is not None for arm in self.split.arms) and (
             search.is_local or "{version}" not in search.collection
         ):
-            return (
+            raise ValueError(
                 "split has an arm with an index of its own, and search names one collection: put {version} "
                 f"into search.collection of a database server, leave the arm's index out, or {own}"
             )
         part: ServicePart = "searcher" if self.deployment("searcher").replicas else "gateway"
         if search.is_local and self.replicas(part) > 1:
-            return (
+            raise ValueError(
                 f"deployments.{part} has {self.replicas(part)} replicas, but one process can open "
                 f"{search.url}: set num_replicas to 1, or search.url to a server of {search.backend}"
             )
-        return None
 
 
 class AppArgs(Config):
@@ -305,8 +304,7 @@ class AppArgs(Config):
         None, description="URI of a student, dual_encoder or query_encoder artifact"
     )
     document_tower: str | None = Field(
-        None,
-        description="URI of a dual_encoder or student artifact, beside index, to embed documents",
+        None, description="URI of a dual_encoder or student artifact, beside index, to embed documents"
     )
     model: str | None = Field(
         None, description="a published model or an exported tower (folder, hub id), served without an index"

@@ -3,6 +3,8 @@
 The command line, jobs/ and the pipeline follow this table.
 """
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from scalingnote.core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:  # the command line reads the table before any config is needed
     from scalingnote.run.config import RunConfig
+    from scalingnote.storage.artifact import Artifact
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Stage:
             each kind it gets the newest that a stage before it built.
         earlier: artifacts that are not the newest of their kind: the argument's name and the builder.
         section: its section of the config; by default its name.
-        job: the function that does the work, ``module:function``.
+        job: the function that does the work, ``module:function`` below `scalingnote`.
     """
 
     name: str
@@ -38,81 +41,71 @@ class Stage:
     def __post_init__(self) -> None:
         object.__setattr__(self, "section", self.section or self.name)
 
+    def function(self) -> Callable[..., "Artifact"]:
+        """The function that `job` names; it is imported here, since many need torch."""
+        module, name = self.job.split(":")
+        found: Callable[..., Artifact] = getattr(importlib.import_module(f"scalingnote.{module}"), name)
+        return found
+
 
 PREPARE = Stage(
     "prepare",
     "read a dataset into documents, queries and qrels",
     "dataset",
-    "scalingnote.datasets.job:run",
+    "datasets.job:run",
     section="dataset",
 )
 PLANNER = Stage(
-    "planner",
-    "learn which words of a query matter",
-    "planner",
-    "scalingnote.triplets.planner.job:run",
-    ("dataset",),
+    "planner", "learn which words of a query matter", "planner", "triplets.planner.job:run", ("dataset",)
 )
 COLLECT = Stage(
     "collect",
     "turn clicks and rankings into training triplets",
     "triplets",
-    "scalingnote.triplets.collect.job:run",
+    "triplets.collect.job:run",
     ("dataset", "planner"),
 )
 ADOPT = Stage(
     "adopt",
     "take a published embedding model as the dual encoder, in stage I's place",
     "dual_encoder",
-    "scalingnote.models.adopt:run",
+    "models.adopt:run",
 )
-TRAIN = Stage(
-    "train",
-    "stage I: train both towers",
-    "dual_encoder",
-    "scalingnote.train.job:run",
-    ("dataset", "triplets"),
-)
+TRAIN = Stage("train", "stage I: train both towers", "dual_encoder", "train.job:run", ("dataset", "triplets"))
 PSEUDO_QUERIES_STAGE = Stage(
     "pseudo_queries",
     "draw texts from the documents for a student to learn from",
     "pseudo_queries",
-    "scalingnote.triplets.pseudo_queries.job:run",
+    "triplets.pseudo_queries.job:run",
     ("dataset",),
 )
 CROSS_ENCODER = Stage(
     "cross_encoder",
     "train a dual-pooled cross-encoder, a teacher in stage I's place",
     "cross_encoder",
-    "scalingnote.train.cross_encoder.job:run",
+    "train.cross_encoder.job:run",
     ("dataset", "triplets"),
 )
 TEACHER = Stage(
     "teacher",
     "embed the training queries with the teacher",
     "query_embeddings",
-    "scalingnote.encode.job:run_queries",
+    "encode.job:run_queries",
     ("dual_encoder",),
 )
 DISTILL = Stage(
     "distill",
     "stage II: train the small query tower on those embeddings",
     "student",
-    "scalingnote.train.distillation.job:run",
+    "train.distillation.job:run",
     ("query_embeddings",),
 )
-ENCODE = Stage(
-    "encode",
-    "embed the documents",
-    "embeddings",
-    "scalingnote.encode.job:run",
-    ("dataset", "dual_encoder"),
-)
+ENCODE = Stage("encode", "embed the documents", "embeddings", "encode.job:run", ("dataset", "dual_encoder"))
 ENCODE_STUDENT = Stage(
     "encode_student",
     "embed the documents with a student that has a document tower",
     "embeddings",
-    "scalingnote.encode.job:run_student",
+    "encode.job:run_student",
     ("dataset", "student"),
     section="encode",
 )
@@ -120,42 +113,34 @@ MINE = Stage(
     "mine",
     "find fresh hard negatives with the trained towers",
     "triplets",
-    "scalingnote.triplets.mine.job:run",
+    "triplets.mine.job:run",
     ("dataset", "triplets", "dual_encoder", "embeddings"),
 )
 QUANTIZE = Stage(
-    "quantize",
-    "assign semantic IDs by residual K-means",
-    "semantic_ids",
-    "scalingnote.quantize.job:run",
-    ("embeddings",),
+    "quantize", "assign semantic IDs by residual K-means", "semantic_ids", "quantize.job:run", ("embeddings",)
 )
 FUSE = Stage(
     "fuse",
     "merge features, clicks and users into the final embeddings",
     "embeddings",
-    "scalingnote.fuse.job:run",
+    "fuse.job:run",
     ("dataset", "planner", "embeddings", "semantic_ids"),
 )
 BM25_STAGE = Stage(
     "bm25",
     "weight the documents' words by BM25, for hybrid search",
     "bm25_terms",
-    "scalingnote.encode.lexical.job:run",
+    "encode.lexical.job:run",
     ("dataset",),
 )
 INDEX = Stage(
-    "index",
-    "build the sharded index",
-    "index",
-    "scalingnote.index.job:run",
-    ("dataset", "embeddings", "semantic_ids"),
+    "index", "build the sharded index", "index", "index.job:run", ("dataset", "embeddings", "semantic_ids")
 )
 EVALUATE = Stage(
     "evaluate",
     "measure and write the report",
     "report",
-    "scalingnote.evaluate.job:run",
+    "evaluate.job:run",
     ("dataset", "embeddings", "index"),
 )
 RUN_STAGES = (
@@ -179,24 +164,19 @@ RUN_STAGES = (
 )
 # A cross-encoder as the teacher builds the same artifacts in stages of the same names.
 CROSS_TEACHER = replace(
-    TEACHER,
-    reads=("dataset", "triplets", "cross_encoder"),
-    job="scalingnote.train.cross_encoder.job:run_queries",
+    TEACHER, reads=("dataset", "triplets", "cross_encoder"), job="train.cross_encoder.job:run_queries"
 )
 CROSS_ENCODE = replace(
-    ENCODE, reads=("dataset", "cross_encoder"), job="scalingnote.train.cross_encoder.job:run_documents"
+    ENCODE, reads=("dataset", "cross_encoder"), job="train.cross_encoder.job:run_documents"
 )
 # A teacher of which only vectors are known: answers of an endpoint, or a file.
 ENDPOINT_TEACHER = replace(
-    TEACHER,
-    reads=("pseudo_queries",),
-    job="scalingnote.encode.endpoint:run_queries",
-    section="endpoint",
+    TEACHER, reads=("pseudo_queries",), job="encode.endpoint:run_queries", section="endpoint"
 )
 ENDPOINT_ENCODE = replace(
-    ENCODE, reads=("dataset",), job="scalingnote.encode.endpoint:run_documents", section="endpoint"
+    ENCODE, reads=("dataset",), job="encode.endpoint:run_documents", section="endpoint"
 )
-VECTORS_TEACHER = replace(TEACHER, reads=(), job="scalingnote.datasets.vector_job:run", section="vectors")
+VECTORS_TEACHER = replace(TEACHER, reads=(), job="datasets.vector_job:run", section="vectors")
 NAMES = tuple(stage.name for stage in RUN_STAGES)
 
 

@@ -97,10 +97,7 @@ def test_an_order_holds_is_reversed_or_is_not_metrics():
         ("smollm", "methods/twinbert", True, {"twinbert": side(0.6)}),
     )
     rows = {(row["said to be better"], row["than"]): row["holds"] for row in reproduce.orders(sides)}
-    assert rows == {
-        ("scalingdual", "scalingdoc"): "yes",
-        ("scalingdoc", "twinbert"): "reversed",
-    }
+    assert rows == {("scalingdual", "scalingdoc"): "yes", ("scalingdoc", "twinbert"): "reversed"}
     assert reproduce.metrics(sides) == {
         "orders_compared": 2,
         "orders_significant": 2,

@@ -17,10 +17,10 @@ from scalingnote.cli import main as cli
 from scalingnote.core.config import Config
 from scalingnote.core.errors import DataError
 from scalingnote.datasets.sources import SUMMARIES
+from scalingnote.evaluate import merge
 from scalingnote.quantize import semantic_id
 from scalingnote.run import pipeline, stages
-from scalingnote.run.config import RunConfig
-from scalingnote.storage.artifact import Draft, open_artifact
+from scalingnote.storage.artifact import Draft
 
 ROOT = Path(cli.__file__).parents[2]
 DATASET = """
@@ -55,11 +55,13 @@ WRONG: list[tuple[list[str], str]] = [
     (["run", "CONFIG", "--set", "nonsense"], "not of the form a.b=value"),
     (["run", "CONFIG", "--set", "=1"], "not of the form a.b=value"),
     (["run", "CONFIG", "--set", "train.epochs=many"], "train.epochs: "),
+    (["run", "CONFIG", "--gpus", "16"], "add --dry-run"),
+    (["run", "CONFIG", "--dry-run", "--gpu", "B1"], "'A100'"),
     (["run", "CONFIG", "--only", "quantise"], "did you mean 'quantize'"),
     (["run", "CONFIG", "--only", "quantize"], "run stage 'prepare' first"),
     (
-        ["submit", "CONFIG", "--only", "quantise", "--address", "http://127.0.0.1:1"],
-        "did you mean 'quantize'",
+        ["submit", "CONFIG", "--only", "mime", "--address", "http://127.0.0.1:1"],
+        "no stage 'mime' in this run",
     ),
     (["submit", "CONFIG", "--address", "http://127.0.0.1:9"], "no Ray cluster answers at http://127.0.0.1:9"),
     (["search", "text", "--run", "nowhere"], "scalingnote run CONFIG"),
@@ -160,26 +162,21 @@ def test_an_error_of_a_remote_task_has_no_traceback(config, monkeypatch, capsys)
 def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monkeypatch, capsys):
     reports, seeds = {}, []
     for name in ("one", "two"):
-        draft = Draft(
-            str(tmp_path / name), kind="report", config=RunConfig.model_validate(MINIMAL), parents={}
-        )
+        draft = Draft(str(tmp_path / name), kind="report", config=Config(), parents={})
         draft.write_json("report.json", {"name": name})
-        draft.commit(counts={})
-        reports[name] = open_artifact(str(tmp_path / name), kind="report")
+        reports[name] = draft.commit(counts={})
         (tmp_path / f"{name}.yaml").write_text(f"evaluate: {{names: {{student: {name}}}}}\n")
 
     def run(config, record):
         seeds.append((config.train.seed, config.distill.seed))
         return {"report": reports[config.evaluate.names.student]}
 
+    def merged_names(methods):
+        return {"merged": [[one.read_json("report.json") for one in of_seeds] for of_seeds in methods]}
+
     monkeypatch.setattr(pipeline, "run", run)
-    monkeypatch.setattr(
-        "scalingnote.evaluate.merge.merge_artifacts",
-        lambda all_: {"merged": [[one.read_json("report.json") for one in seeds] for seeds in all_]},
-    )
-    monkeypatch.setattr(
-        "scalingnote.evaluate.merge.comparison", lambda merged: [f"| {len(merged['merged'])} methods |"]
-    )
+    monkeypatch.setattr(merge, "merge_artifacts", merged_names)
+    monkeypatch.setattr(merge, "comparison", lambda merged: [f"| {len(merged['merged'])} methods |"])
     methods = [str(tmp_path / f"{name}.yaml") for name in reports]
     assert cli.main(["compare", str(config), "--methods", *methods, "--set", "distill.seed=5"]) == 0
     merged = json.loads((tmp_path / "runs" / "compare.json").read_text())
@@ -189,9 +186,6 @@ def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monk
     assert len(seeds) == 8
     assert (tmp_path / "runs" / "compare.md").read_text() == "| 2 methods |\n"
     assert "| 2 methods |" in capsys.readouterr().out
-
-
-MINIMAL = {"dataset": {"name": "python_docs"}}
 
 
 def test_doctor_finds_this_machine_fit(capsys):
@@ -247,7 +241,5 @@ def test_a_closed_pipe_is_no_error():
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     sizes = "--documents 1e6 --tokens 100 --model Qwen/Qwen2.5-0.5B --qps 10"
     command = f"{sys.executable} -m scalingnote.cli.main plan {sizes} | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, env=environment, cwd=ROOT, check=False
-    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")

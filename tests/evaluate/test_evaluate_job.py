@@ -132,22 +132,12 @@ def test_report(cluster, world, searcher, tmp_path):
     made, ids, near, encoder = world
     artifact = job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "a"))
     report = artifact.read_json("report.json")
-    assert set(report) == {
-        "dataset",
-        "num_documents",
-        "num_queries",
-        "simulated_clicks",
-        "methods",
-        "queries_per_core_second",
-        "index",
-        "significance",
-        "contrastive_entropy",
-        "slices",
-        "distance",
-        "seconds",
-        "usage",
-        "environment",
-    }
+    about, measured = (
+        "dataset num_documents num_queries simulated_clicks",
+        "methods index significance slices",
+    )
+    towers, cost = "contrastive_entropy distance queries_per_core_second", "seconds usage environment"
+    assert set(report) == {*about.split(), *measured.split(), *towers.split(), *cost.split()}
     assert (report["num_documents"], report["num_queries"]) == (96, 12)
     assert report["simulated_clicks"] is True
     assert set(report["methods"]) == {"scalingdual", "scalingnote", "scalingnote (index)", "bm25"}
@@ -324,15 +314,9 @@ def test_what_a_user_brings_is_measured(world, searcher, here, tmp_path):
     made, ids, near, encoder = world
     test = test_set.load_test_set(made["dataset"])
     judged = [
-        {
-            "query_id": q,
-            "text": None,
-            "doc_id": doc,
-            "SAT": int(doc[1:] == q[1:]),
-            "REL": int(doc[1:] <= q[1:]),
-        }
+        {"query_id": q, "text": None, "doc_id": d, "SAT": int(d[1:] == q[1:]), "REL": int(d[1:] <= q[1:])}
         for q in test.query_ids
-        for doc in ids[:20]
+        for d in ids[:20]
     ]
     judged += [{"query_id": None, "text": "a new query", "doc_id": "nowhere", "SAT": 1, "REL": 0}, {"SAT": 1}]
     (tmp_path / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
@@ -413,11 +397,11 @@ def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
 
 
 def test_a_dataset_without_judged_test_queries_is_refused(tmp_path):
-    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
-    draft.write_table("queries.parquet", pa.table({"query_id": ["q"], "query": ["x"], "split": ["test"]}))
-    draft.write_table("qrels.parquet", pa.table({"query_id": ["q"], "doc_id": ["d"], "relevance": [0]}))
+    queries = {"query_id": ["q"], "query": ["x"], "split": ["test"]}
+    qrels = {"query_id": ["q"], "doc_id": ["d"], "relevance": [0]}
+    tables = {"queries.parquet": queries, "qrels.parquet": qrels}
     with pytest.raises(DataError, match="none of 1 test queries"):
-        test_set.load_test_set(draft.commit(counts={}))
+        test_set.load_test_set(tiny.artifact(tmp_path / "dataset", "dataset", tables))
 
 
 def test_judgements_of_a_trec_file_replace_the_datasets(tmp_path):
@@ -435,12 +419,7 @@ def test_judgements_of_a_trec_file_replace_the_datasets(tmp_path):
 def test_lineage_shows_what_is_gone(tmp_path):
     dataset = tiny.dataset(str(tmp_path / "prepare/0"), count=8)
     triplets = tiny.triplets(str(tmp_path / "collect@1/0"), dataset)
-    assert [(a.stage, a.artifact is None) for a in lineage([triplets])] == [
-        ("prepare", False),
-        ("collect", False),
-    ]
-    (tmp_path / "prepare/0/manifest.json").unlink()
-    assert [(a.stage, a.artifact is None) for a in lineage([triplets])] == [
-        ("prepare", True),
-        ("collect", False),
-    ]
+    for gone in (False, True):
+        found = [(a.stage, a.artifact is None) for a in lineage([triplets])]
+        assert found == [("prepare", gone), ("collect", False)]
+        (tmp_path / "prepare/0/manifest.json").unlink(missing_ok=True)

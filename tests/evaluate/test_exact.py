@@ -1,7 +1,6 @@
 """Exact search part by part equals all scores at once: dense, sparse, and both."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import tiny
 from scalingnote.core import topk
 from scalingnote.core.bm25 import BM25
 from scalingnote.encode.engines import TopTerms
@@ -16,12 +16,11 @@ from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, SparseScores, TopDocuments
 from scalingnote.evaluate.pool import Pool, Sample
-from scalingnote.evaluate.retrieval_methods import Bm25Pool
+from scalingnote.evaluate.retrieval_methods import weigh_words, word_scores
 from scalingnote.index import hybrid
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage import arrow, schema, shuffle
-from scalingnote.storage.artifact import Artifact, Draft
-from tiny import Nothing
+from scalingnote.storage.artifact import Artifact
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 QUERIES, DOCUMENTS, DIM, VOCABULARY, K = 7, 50, 6, 20, 12
@@ -58,16 +57,13 @@ def columns(weights: np.ndarray) -> list[pa.Array]:
 
 
 def artifact(uri: str, documents: np.ndarray, weights: np.ndarray) -> Artifact:
-    draft = Draft(uri, kind="embeddings", config=Nothing(), parents={})
-    layout, schema_hash = schema.embeddings(["summary"], DIM, sparse=True), schema.CONTENT_HASH.type
+    layout, tables = schema.embeddings(["summary"], DIM, sparse=True), {}
     for number, rows in enumerate(np.split(np.arange(DOCUMENTS), [20, 20, 41])):
         ids = pa.array([f"d{i}" for i in rows])
-        hashes = pa.array([bytes(16)] * len(rows), schema_hash)
-        made = pa.table(
-            [ids, hashes, arrow.to_arrow(documents[rows]), *columns(weights[rows])], schema=layout
-        )
-        draft.write_table(f"embeddings/part-{number:05d}.parquet", made)
-    return draft.commit(counts={"documents": DOCUMENTS})
+        hashes = pa.array([bytes(16)] * len(rows), schema.CONTENT_HASH.type)
+        made = [ids, hashes, arrow.to_arrow(documents[rows]), *columns(weights[rows])]
+        tables[f"embeddings/part-{number:05d}.parquet"] = pa.table(made, schema=layout)
+    return tiny.artifact(uri, "embeddings", tables, documents=DOCUMENTS)
 
 
 def check(found: TopDocuments, scores: np.ndarray) -> None:
@@ -76,14 +72,13 @@ def check(found: TopDocuments, scores: np.ndarray) -> None:
     np.testing.assert_allclose(
         np.take_along_axis(scores, found.ids, axis=1), found.scores, rtol=1e-4, atol=1e-6
     )
-    ranges = found.ranges
-    np.testing.assert_allclose([ranges.low, ranges.high], [scores.min(1), scores.max(1)], **CLOSE)
+    np.testing.assert_allclose(found.ranges, [scores.min(1), scores.max(1)], **CLOSE)
     assert found.documents == scores.shape[1]
 
 
 def term_scores(counts: np.ndarray) -> SparseScores:
     matrix = exact_search.query_matrix(sparse_rows(counts), vocabulary=VOCABULARY)
-    read = partial(exact_search._part_matrix, read=exact_search._own_terms, vocabulary=VOCABULARY)
+    read = partial(exact_search._term_matrix, words=None, vocabulary=VOCABULARY)
     return SparseScores(matrix, read, ("terms", "impacts"))
 
 
@@ -95,7 +90,7 @@ def backwards(task: Callable[..., Any], items: Sequence[Any]) -> Iterator[Any]:
 def same(one: TopDocuments, other: TopDocuments) -> None:
     np.testing.assert_array_equal(one.ids, other.ids)
     np.testing.assert_array_equal(one.scores, other.scores)
-    np.testing.assert_array_equal(one.ranges.low, other.ranges.low)
+    np.testing.assert_array_equal(one.ranges, other.ranges)
 
 
 @pytest.mark.parametrize("k", [K, DOCUMENTS + 5])
@@ -193,24 +188,28 @@ def test_bm25_of_parts_is_that_of_an_index(tmp_path, monkeypatch):
     texts = [" ".join(rng.choice(words, rng.integers(0, 9))) for _ in range(DOCUMENTS)]
     queries = [" ".join(rng.choice([*words, "unknown"], 4)) for _ in range(QUERIES)]
     ids, empty = [f"d{i}" for i in range(DOCUMENTS)], [""] * DOCUMENTS
-    embeddings = Draft(str(tmp_path / "embeddings"), kind="embeddings", config=Nothing(), parents={})
-    dataset = Draft(str(tmp_path / "dataset"), kind="dataset", config=Nothing(), parents={})
+    texts_of, embedded = {}, {}
     for number, rows in enumerate((slice(0, 20), slice(20, 20), slice(20, 50))):
         columns = {"doc_id": ids[rows], "title": empty[rows], "topic": empty[rows], "content": texts[rows]}
         layout = pa.schema([(name, pa.string()) for name in columns])
-        dataset.write_table(f"documents/part-{number:05d}.parquet", pa.table(columns, schema=layout))
+        texts_of[f"documents/part-{number:05d}.parquet"] = pa.table(columns, schema=layout)
         # One document of the first part has no embedding: it does not count.
-        kept = pa.table({"doc_id": pa.array(ids[rows], pa.string())})
-        embeddings.write_table(f"embeddings/part-{number:05d}.parquet", kept.slice(number == 0))
-    counts = {"documents": DOCUMENTS - 1}
-    pool = Pool(embeddings.commit(counts=counts), dataset.commit(counts=counts))
+        kept = pa.table({"doc_id": pa.array(ids[rows], pa.string())}).slice(number == 0)
+        embedded[f"embeddings/part-{number:05d}.parquet"] = kept
+    dataset = tiny.artifact(tmp_path / "dataset", "dataset", texts_of)
+    pool = Pool(
+        tiny.artifact(tmp_path / "embeddings", "embeddings", embedded, documents=DOCUMENTS - 1), dataset
+    )
     index = BM25.build(texts[1:], k1=0.9, b=0.4)
-    counted = replace(Bm25Pool.count(pool, queries, each=backwards), k1=0.9, b=0.4)
-    found = exact_search.search(pool, {"bm25": counted.scores(queries)}, k=K)["bm25"]
+    weights = weigh_words(pool, queries, k1=0.9, b=0.4, each=backwards)
+    found = exact_search.search(pool, {"bm25": word_scores(weights, queries)}, k=K)["bm25"]
     for query, ids_of, scored in zip(queries, found.ids, found.scores, strict=True):
         expected = index.scores(query)
         np.testing.assert_allclose(scored, -np.sort(-expected)[:K], **CLOSE)
         np.testing.assert_allclose(scored, expected[ids_of], **CLOSE)
+    pairs = pa.table({"query": [queries[0]] * 2, "doc_id": ["d1", "d49"]})
+    found = exact_search.score_pairs(pool, {"bm25": word_scores(weights, queries)}, queries, pairs)
+    np.testing.assert_allclose(found["bm25"], index.scores(queries[0])[[0, 48]], **CLOSE)
 
 
 class CountedReads(Artifact):

@@ -105,12 +105,8 @@ def test_a_planted_effect_is_found_and_the_rest_is_not(here, dataset, tmp_path):
     result = made.read_json("report.json")
     assert result["warnings"] == []
     assert result["requests"] == {"used": 1200, "rejected": 2, "left_out": {}}
-    assert result["judge"] == {
-        "path": "words",
-        "irrelevant_below": 0.5,
-        "pairs": made.table("judged").num_rows,
-        "unknown": 0,
-    }
+    judged = {"pairs": made.table("judged").num_rows, "unknown": 0}
+    assert result["judge"] == {"path": "words", "irrelevant_below": 0.5, **judged}
     found = result["comparisons"]["student"]
     assert list(found) == sorted(outcomes.MEASURES)
     means = {arm: facts["means"] for arm, facts in result["arms"].items()}
@@ -132,6 +128,7 @@ def test_a_planted_effect_is_found_and_the_rest_is_not(here, dataset, tmp_path):
     for name in ("report.html", "report.md"):
         text = Path(made.file(name)).read_text()
         assert report.summary(result).split("units")[0] in text
+        assert "irrelevant below 0.5" in text
         assert all(measure in text for measure in found)
     # Nothing changed: nothing is done again. The log has grown: another report.
     assert job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out")).digest == made.digest
@@ -184,15 +181,12 @@ def test_a_cross_encoder_judges_on_ray(cluster, dataset, tmp_path):
     settings = config(tmp_path, f"relevance.judge.path={model}", "relevance.requests_per_arm=9")
     write_logs(tmp_path, settings)
     found = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out")).table("judged")
-    text_of = dict(zip(dataset.table("documents")["doc_id"].to_pylist(), texts(dataset), strict=True))
+    documents = dataset.table("documents")
+    text_of = dict(zip(documents["doc_id"].to_pylist(), document_texts(documents), strict=True))
     scorer = PairScorer(settings.relevance.judge)
     expected = scorer.score(found["query"].to_pylist(), [text_of[i] for i in found["doc_id"].to_pylist()])
     np.testing.assert_allclose(found["score"].to_numpy(), expected, atol=1e-6)
     assert np.ptp(expected) > 0.1
-
-
-def texts(dataset) -> list[str]:
-    return document_texts(dataset.table("documents"))
 
 
 def test_documents_that_are_gone_have_no_score(here, dataset, tmp_path):
@@ -245,14 +239,3 @@ def test_the_command_prints_the_table(here, dataset, tmp_path, monkeypatch, caps
 def test_the_config_in_the_repository_parses():
     root = Path(cli.__file__).parents[2]
     assert load(ExperimentConfig, [root / "configs/experiment.yaml"]).split.arms[1].name == "student"
-
-
-@pytest.mark.parametrize(("below", "share"), [(0.0, 0), (1.5, 1)])  # scores are from 0 to 1
-def test_documents_with_a_score_below_the_bound_are_irrelevant(here, dataset, tmp_path, below, share):
-    more = (f"relevance.irrelevant_below={below}", "relevance.requests_per_arm=9")
-    settings = config(tmp_path, JUDGE, *more)
-    write_logs(tmp_path, settings, users=40)
-    made = job.run(settings, dataset=dataset.uri, output=str(tmp_path / "out"))
-    for arm in made.read_json("report.json")["arms"].values():
-        assert arm["means"]["irrelevant@4"] == arm["means"]["irrelevant@20"] == share
-    assert f"irrelevant below {below:g}" in Path(made.file("report.md")).read_text()

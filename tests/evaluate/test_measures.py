@@ -1,17 +1,31 @@
-"""Measures of rankings and of judged pairs, against values by hand, loops and other libraries."""
+"""Measures and their significance, against values by hand, loops and other libraries."""
 
 import math
+import random
+from itertools import product
 
 import numpy as np
 import pytest
+from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from scalingnote.evaluate.measures import ann_recall, auc, measure, per_query
+from scalingnote.evaluate import measures
+from scalingnote.evaluate.measures import (
+    ann_recall,
+    auc,
+    bootstrap,
+    holm,
+    measure,
+    paired_t_test,
+    per_query,
+    significance_section,
+)
 
 QRELS = {
     "first": {"a": 1},
     "third": {"c": 1},
     "two": {"b": 2, "d": 1, "e": 0},
+    "eleventh": {"z": 1},
     "missing": {"z": 1},
     "unanswered": {"a": 1},
 }
@@ -19,6 +33,7 @@ RANKINGS = {
     "first": ["a", "b", "c"],
     "third": ["a", "b", "c"],
     "two": ["a", "d", "e", "b"],
+    "eleventh": [*"abcdefghij", "z"],
     "missing": ["a", "b", "c"],
 }
 
@@ -27,15 +42,15 @@ def test_measures_have_the_values_computed_by_hand():
     gain = 1 / math.log2(3) + 2 / math.log2(5)
     best = 2 / math.log2(2) + 1 / math.log2(3)
     expected = {
-        "R@1": [1, 0, 0, 0, 0],
-        "R@2": [1, 0, 1, 0, 0],  # d, of grade 1, is enough for "two"
-        "R@3": [1, 1, 1, 0, 0],
-        "Recall@1": [1, 0, 0, 0, 0],
-        "Recall@2": [1, 0, 1 / 2, 0, 0],  # one of two relevant documents
-        "Recall@3": [1, 1, 1 / 2, 0, 0],
-        "MRR@10": [1, 1 / 3, 1 / 2, 0, 0],
-        "MAP@100": [1, 1 / 3, (1 / 2 + 2 / 4) / 2, 0, 0],
-        "nDCG@10": [1, 1 / math.log2(4), gain / best, 0, 0],
+        "R@1": [1, 0, 0, 0, 0, 0],
+        "R@2": [1, 0, 1, 0, 0, 0],  # d, of grade 1, is enough for "two"
+        "R@3": [1, 1, 1, 0, 0, 0],
+        "Recall@1": [1, 0, 0, 0, 0, 0],
+        "Recall@2": [1, 0, 1 / 2, 0, 0, 0],  # one of two relevant documents
+        "Recall@3": [1, 1, 1 / 2, 0, 0, 0],
+        "MRR@10": [1, 1 / 3, 1 / 2, 0, 0, 0],
+        "MAP@100": [1, 1 / 3, (1 / 2 + 2 / 4) / 2, 1 / 11, 0, 0],
+        "nDCG@10": [1, 1 / math.log2(4), gain / best, 0, 0, 0],
     }
     found = per_query(RANKINGS, QRELS, recall_at=(1, 2, 3))
     assert {name: values.tolist() for name, values in found.items()} == {
@@ -43,25 +58,9 @@ def test_measures_have_the_values_computed_by_hand():
     }
     means = {name: np.mean(values) for name, values in expected.items()}
     assert measure(RANKINGS, QRELS, recall_at=(1, 2, 3)) == pytest.approx(means)
-
-
-def test_recall_is_added_only_if_queries_have_several_documents():
-    found = measure({"q": ["a"]}, {"q": {"a": 2, "b": 0}}, recall_at=(1,))
-    assert set(found) == {"R@1", "MRR@10", "MAP@100", "nDCG@10"}
-
-
-def test_success_and_reciprocal_rank_are_those_of_loops():
-    rng = np.random.default_rng(0)
-    rankings = {f"q{i}": [f"d{j}" for j in rng.permutation(30)[:20]] for i in range(40)}
-    qrels = {q: {f"d{j}": int(rng.integers(0, 3)) for j in rng.permutation(30)[:4]} for q in rankings}
-    found = measure(rankings, qrels, recall_at=(5,))
-    hits, reciprocal = [], []
-    for query, ranking in rankings.items():
-        ranks = [rank for rank, doc in enumerate(ranking, 1) if qrels[query].get(doc, 0) > 0]
-        hits.append(any(rank <= 5 for rank in ranks))
-        reciprocal.append(1 / ranks[0] if ranks and ranks[0] <= 10 else 0)
-    assert found["R@5"] == pytest.approx(np.mean(hits))
-    assert found["MRR@10"] == pytest.approx(np.mean(reciprocal))
+    # Where no query has several documents, Recall@K is R@K, and left out.
+    single = measure({"q": ["a"]}, {"q": {"a": 2, "b": 0}}, recall_at=(1,))
+    assert set(single) == {"R@1", "MRR@10", "MAP@100", "nDCG@10"}
 
 
 def test_index_recall_is_the_mean_overlap():
@@ -94,3 +93,98 @@ def test_auc_is_the_area_under_the_curve_and_compares_grades():
     scores = np.round(grades * 0.2 + rng.random(80), 1)
     assert auc(scores, grades) == pytest.approx(area_by_pairs(scores, grades))
     assert math.isnan(auc(np.array([0.1, 0.2]), np.ones(2)))
+
+
+# --- significance -------------------------------------------------------------------------------------------
+
+
+def drawn(queries: int = 60) -> dict[str, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(3)
+    base = rng.random(queries)
+    better = base + rng.normal(0.1, 0.2, queries)
+    same = base + rng.normal(0.0, 0.2, queries)
+    values = {"teacher": base, "better": better, "same": same, "twin": base.copy()}
+    return {name: {"nDCG@10": row, "R@1": (row > 0.5).astype(float)} for name, row in values.items()}
+
+
+def test_the_t_test_is_scipys_and_of_constants_a_sign_flip_test():
+    rows = [row["nDCG@10"] for row in drawn().values()]
+    found = paired_t_test(np.stack([row - rows[0] for row in rows[1:3]], axis=1))
+    assert found == pytest.approx([stats.ttest_rel(row, rows[0]).pvalue for row in rows[1:3]])
+    signs = np.array([*product((-1, 1), repeat=5)])
+    by_hand = np.mean(np.abs(signs.mean(1)) >= 1)  # all signs equal: 2 of 32
+    found = paired_t_test(np.stack([np.zeros(5), np.full(5, 0.1), np.full(5, -0.1)], axis=1))
+    assert found.tolist() == [1, by_hand, by_hand]
+    assert math.isnan(paired_t_test(np.ones((1, 1)))[0])
+
+
+def test_holm_by_hand():
+    assert holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx({"b": 0.03, "c": 0.06, "a": 0.06})
+    assert holm({"a": 0.9, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+    adjusted = holm({"a": math.nan, "b": 0.03})
+    assert (math.isnan(adjusted["a"]), adjusted["b"]) == (True, 0.03)
+
+
+def test_bootstrap_is_that_of_loops(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measures, "MAX_DRAWS", 700)  # several blocks of draws
+    monkeypatch.setattr(measures, "RESAMPLES", 4000)
+    values = np.random.default_rng(0).normal(0.2, 1.0, 40)
+    low, high = bootstrap(values[:, None], families="a", seed=1)[:, 0]
+    draw = random.Random(2)
+    means = sorted(sum(draw.choices(values.tolist(), k=40)) / 40 for _ in range(4000))
+    assert low == pytest.approx(means[100], abs=0.03)
+    assert high == pytest.approx(means[3900], abs=0.03)
+    assert low < values.mean() < high
+
+
+def test_intervals_of_a_family_hold_together(monkeypatch: pytest.MonkeyPatch):
+    """How often does one of nine methods that equal the baseline seem to differ?"""
+    monkeypatch.setattr(measures, "RESAMPLES", 300)
+    monkeypatch.setattr(measures, "SIGNIFICANCE_LEVEL", 0.1)
+    rng, together, apart = np.random.default_rng(5), 0, 0
+    for trial in range(200):
+        differences = rng.normal(size=(80, 9)) + rng.normal(size=(80, 1))
+        low, high = bootstrap(differences, families=["R@1"] * 9, seed=trial)
+        together += bool(((low > 0) | (high < 0)).any())
+        low, high = bootstrap(differences, families=range(9), seed=trial)
+        apart += bool(((low > 0) | (high < 0)).any())
+    assert together <= 0.17 * 200  # two standard errors above the level, and what 80 queries are too few for
+    assert apart > 0.3 * 200
+
+
+def test_each_family_has_its_own_correction():
+    columns = np.random.default_rng(1).normal(0.3, 1.0, (50, 4))
+    columns[:, 3] = 0.1  # nothing varies except by rounding
+    together = bootstrap(columns, families=["a", "b", "b", "b"], seed=2)
+    apart = bootstrap(columns, families=range(4), seed=2)
+    np.testing.assert_array_equal(together[:, 0], apart[:, 0])
+    assert (together[1, 1:3] > apart[1, 1:3]).all()
+    np.testing.assert_allclose(together[:, 3], 0.1)
+    without = bootstrap(columns[:, :3], families=["a", "b", "b"], seed=2)
+    np.testing.assert_allclose(together[:, :3], without)
+
+
+def test_each_method_is_compared_with_the_baseline():
+    methods = drawn()
+    section = significance_section(methods, baseline="teacher")
+    assert (section["baseline"], section["alpha"], section["resamples"]) == ("teacher", 0.05, 1000)
+    found = section["differences"]
+    assert set(found) == {"better", "same", "twin"}
+    rows = {name: methods[name]["nDCG@10"] - methods["teacher"]["nDCG@10"] for name in found}
+    columns = np.stack([*rows.values()], axis=1)
+    low, high = bootstrap(columns, families=["nDCG@10"] * 3, seed=0)
+    p_values = paired_t_test(columns).tolist()
+    corrected = holm(dict(zip(rows, p_values, strict=True)))
+    for number, (name, row) in enumerate(rows.items()):
+        assert found[name]["nDCG@10"] == {
+            "difference": pytest.approx(row.mean()),
+            "low": pytest.approx(low[number]),
+            "high": pytest.approx(high[number]),
+            "p": pytest.approx(p_values[number]),
+            "p_holm": pytest.approx(corrected[name]),
+        }
+    assert found["better"]["nDCG@10"]["p_holm"] < 0.05 < found["same"]["nDCG@10"]["p_holm"]
+    assert found["twin"]["R@1"] == {"difference": 0, "low": 0, "high": 0, "p": 1, "p_holm": 1}
+    single = significance_section({"a": {"R@1": np.ones(1)}, "b": {"R@1": np.zeros(1)}}, baseline="a")
+    assert single["differences"]["b"]["R@1"]["p_holm"] is None
+    assert significance_section({"a": {"R@1": np.ones(3)}}, baseline="a")["differences"] == {}

@@ -1,14 +1,21 @@
+"""What reports show, and several of them merged into one."""
+
 import copy
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from scipy import stats
 
 from scalingnote.core.errors import DataError
 from scalingnote.core.reports import markdown_text, render
-from scalingnote.evaluate import pictures
-from scalingnote.evaluate.merge import comparison, merge_reports
+from scalingnote.evaluate import measures, pictures
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.merge import comparison, merge_artifacts, merge_reports
 from scalingnote.evaluate.report import measures_of, report_page
+from scalingnote.storage.artifact import Artifact, Draft
 
 REPORT = {
     "dataset": "shop",
@@ -56,80 +63,22 @@ def compared(report):
     return markdown_text(comparison(merge_reports([report])))
 
 
-def other(name, r1):
-    report = copy.deepcopy(REPORT)
-    rows = report["methods"]
-    rows[name] = {**rows.pop("scalingdual"), "R@1": r1}
-    rows[f"{name} (index)"] = rows.pop("scalingdual (index)")
-    return report
-
-
-def test_table_lines_up_and_marks_the_best():
+def test_the_table_lines_up_and_marks_what_is_best_and_significant():
     lines = compared(REPORT).splitlines()
     assert lines[0] == "shop: 1,200 documents, 40 queries"
     table = [line for line in lines if line.startswith("|")]
-    assert [line.split("|")[1].strip() for line in table[2:5]] == [
-        "scalingdual",
-        "scalingdual (index)",
-        "bm25",
-    ]
-    assert "**0.950▲**" in table[4]
-    assert "**0.500**" in table[2]
     assert len({len(line) for line in table[:5]}) == 1
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    assert [row[0] for row in cells[2:5]] == ["scalingdual", "scalingdual (index)", "bm25"]
+    assert cells[2][1] == "**0.500**"
+    assert cells[4][1:] == ["0.300▼", "**0.950▲**", "0.400", "0.500"]
     assert "0.930" in table[7]
     assert "simulated" in lines[-1]
-
-
-def test_what_is_significant_is_marked():
-    row = next(line for line in compared(REPORT).splitlines() if "bm25" in line)
-    cells = [cell.strip() for cell in row.split("|")[2:-1]]
-    assert cells == ["0.300▼", "**0.950▲**", "0.400", "0.500"]
-    text = written("report.md", REPORT)
-    assert "## Against scalingdual" in text
-    assert "-0.200 [-0.300, -0.100], p < 0.001 ▼" in text
-    html = written("report.html", REPORT)
-    assert "0.300▼</td>" in html
-    assert "<h2>Against scalingdual</h2>" in html
 
 
 def test_measures_are_in_the_order_of_their_depth():
     row = dict.fromkeys(["MRR@10", "R@1", "R@10", "R@100", "R@50", "nDCG@10"], 0.5)
     assert measures_of({"a": row}) == ["R@1", "R@10", "R@50", "R@100", "MRR@10", "nDCG@10"]
-
-
-def test_merge_is_a_union_under_the_served_towers():
-    merged = merge_reports([REPORT, other("scalingnote", 0.4)])
-    assert list(merged["methods"]) == [
-        "scalingdual",
-        "scalingdual (index)",
-        "bm25",
-        "scalingnote",
-        "scalingnote (index)",
-    ]
-    assert set(merged["index"]) == set(merged["seconds"]) == {"scalingdual", "scalingnote"}
-
-
-def test_merge_keeps_both_of_a_name_with_two_results():
-    merged = merge_reports([REPORT, other("scalingdual", 0.4)])
-    assert merged["methods"]["scalingdual"]["R@1"] == 0.5
-    assert merged["methods"]["scalingdual #2"]["R@1"] == 0.4
-
-
-def test_merge_refuses_other_data():
-    different = {**REPORT, "num_documents": 7}
-    with pytest.raises(DataError, match="num_documents: 1200 and 7"):
-        merge_reports([REPORT, different])
-    with pytest.raises(DataError, match="no reports"):
-        merge_reports([])
-
-
-def test_markdown_tells_times_and_environment():
-    text = written("report.md", REPORT)
-    assert (
-        "| train   |    62.2 |    1,200 |     100.0 |          0.0 |         0.50 |           2.00 |" in text
-    )
-    assert "torch 2.13.0" in text
-    assert "Success@K" in text
 
 
 def test_page_escapes_data_and_needs_nothing_else():
@@ -157,15 +106,22 @@ def test_sections_are_in_markdown_and_on_the_page():
         {"label": "with <typos>", "queries": 40, "methods": rows},
     ]
     splits = {"train": {"queries": 9, "mean": 0.25, "bound": 0.5, "cosine": 0.9, "mean_as_given": 3.0}}
-    report = {**REPORT, "methods": rows, "slices": {"typos": part}}
-    report["distance"] = {"splits": splits}
+    report = {**REPORT, "methods": rows, "slices": {"typos": part}, "distance": {"splits": splits}}
     text, html = written("report.md", report), written("report.html", report)
     assert "Recall@10" not in compared(report)
     for title in ("Recall", "Against scalingdual", "With typos", "Distance from the teacher"):
         assert f"## {title}\n" in text
         assert f"<h2>{title}</h2>" in html
-    assert "| with <typos> |      40 |       0.700 |" in text
+    for line in (
+        "| with <typos> |      40 |       0.700 |",
+        "-0.200 [-0.300, -0.100], p < 0.001 ▼",
+        "| train   |    62.2 |    1,200 |     100.0 |          0.0 |         0.50 |           2.00 |",
+        "torch 2.13.0",
+        "Success@K",
+    ):
+        assert line in text
     assert "with &lt;typos&gt;" in html
+    assert "0.300▼</td>" in html
 
 
 def test_a_method_may_have_any_name():
@@ -178,18 +134,21 @@ def test_a_method_may_have_any_name():
 
 
 def test_the_page_opens_with_quality_against_cost():
-    html = written("report.html", {**REPORT, "queries_per_core_second": {"scalingdual": 250.0}})
-    first = html.split("<section>")[1]
+    every = [f"scalingdual{suffix}" for suffix in (" (sparse)", " (hybrid)", " (raw hybrid)", " + bm25")]
+    methods = REPORT["methods"] | dict.fromkeys(every, REPORT["methods"]["scalingdual"])
+    report = {**REPORT, "methods": methods, "queries_per_core_second": {"scalingdual": 250.0}}
+    (table,) = report_page(report, []).sections[0].tables
+    # Every method of a tower costs what its encoder costs.
+    assert {row[0]: row[1] for row in table.rows} == dict.fromkeys(methods, "250") | {"bm25": "–"}
+    first = written("report.html", report).split("<section>")[1]
     assert "<h2>Quality and cost</h2>" in first
     assert 'aria-label="quality and cost of the methods"' in first
-    for label in ("scalingdual: 0.700", "scalingdual (index): 0.650", "bm25: 0.500"):
+    for label in ("scalingdual: 0.700", "scalingdual (index): 0.650", "bm25: 0.500", "100", "1,000"):
         assert f">{label}</text>" in first
-    for tick in ("100", "1,000"):
-        assert f">{tick}</text>" in first
     assert "Quality and cost" not in written("report.html", REPORT)
 
 
-def test_methods_stand_at_their_cost_and_quality():
+def test_pictures_draw_the_values():
     axes = Figure().subplots()
     points = {"dual": (250.0, 0.7), "small": (9000.0, 0.6), "bm25": (None, 0.5)}
     pictures.draw_quality_and_cost(axes, points, measure="nDCG@10")
@@ -197,18 +156,119 @@ def test_methods_stand_at_their_cost_and_quality():
     (line,) = axes.lines  # BM25 encodes nothing
     assert ({*line.get_ydata()}, line.get_linestyle()) == ({0.5}, "--")
     assert axes.get_xscale() == "log"
-
-
-def test_bars_have_the_heights_of_their_values():
     axes = Figure().subplots()
     pictures.draw_groups(axes, {"R@1": [0.5, 0.3], "R@10": [0.9, 0.8]}, ["dual", "bm25"])
     assert [bar.get_height() for bar in axes.patches] == [0.5, 0.9, 0.3, 0.8]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["R@1", "R@10"]
 
 
-@pytest.mark.parametrize("suffix", [" (sparse)", " (hybrid)", " (raw hybrid)", " + bm25"])
-def test_every_method_of_a_tower_costs_what_its_encoder_costs(suffix: str):
-    methods = REPORT["methods"] | {f"scalingdual{suffix}": REPORT["methods"]["scalingdual"]}
-    report = {**REPORT, "methods": methods, "queries_per_core_second": {"scalingdual": 250.0}}
-    (table,) = report_page(report, []).sections[0].tables
-    assert {row[0]: row[1] for row in table.rows} == dict.fromkeys(methods, "250") | {"bm25": "–"}
+# --- several reports --------------------------------------------------------------------------------------
+
+
+def other(name, r1):
+    report = copy.deepcopy(REPORT)
+    rows = report["methods"]
+    rows[name] = {**rows.pop("scalingdual"), "R@1": r1}
+    rows[f"{name} (index)"] = rows.pop("scalingdual (index)")
+    return report
+
+
+def test_a_merge_is_a_union_under_the_served_towers():
+    merged = merge_reports([REPORT, other("scalingnote", 0.4)])
+    assert [*merged["methods"]] == [*REPORT["methods"], "scalingnote", "scalingnote (index)"]
+    assert set(merged["index"]) == set(merged["seconds"]) == {"scalingdual", "scalingnote"}
+    twice = merge_reports([REPORT, other("scalingdual", 0.4)])["methods"]  # one name, two results
+    assert (twice["scalingdual"]["R@1"], twice["scalingdual #2"]["R@1"]) == (0.5, 0.4)
+    with pytest.raises(DataError, match="num_documents: 1200 and 7"):
+        merge_reports([REPORT, {**REPORT, "num_documents": 7}])
+
+
+QUERIES = [f"q{number}" for number in range(60)]
+INDEX = {"recall@10": 0.9, "recall@100": 0.9, "bytes_per_vector": 20.0}
+
+
+def values(share: float, *names: str) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(int(1000 * share))
+    return {name: (random.random(len(QUERIES)) < share).astype(float) for name in names}
+
+
+def stored(
+    uri: str,
+    methods: dict[str, dict[str, np.ndarray]],
+    *,
+    queries: list[str] = QUERIES,
+    index: dict[str, float] = INDEX,
+) -> Artifact:
+    """A `report` artifact."""
+    draft = Draft(uri, kind="report", config=EvaluateConfig(recall_at=(10,)), parents={})
+    entropies = {next(iter(methods)): np.ones(len(queries))}  # of towers alone
+    draft.write_table("per_query.parquet", measures.per_query_table(methods, entropies, query_ids=queries))
+    section = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
+    section |= {"index": index, "seconds": {"train": 1.0}, "environment": {}}
+    section |= {"methods": measures.means(methods)}
+    section |= {"significance": measures.significance_section(methods, baseline=next(iter(methods)))}
+    draft.write_json("report.json", section)
+    return draft.commit(counts={})
+
+
+def test_merged_methods_are_tested_against_the_first_baseline(tmp_path: Path):
+    first = {"dual": values(0.9, "R@10", "nDCG@10"), "bm25": values(0.6, "R@10", "nDCG@10")}
+    second = {"small": values(0.2, "R@10"), "dual": values(0.85, "R@10")}
+    one, two = stored(f"{tmp_path}/a", first), stored(f"{tmp_path}/b", second)
+    assert merge_artifacts([[one]])["significance"] == one.read_json("report.json")["significance"]
+    merged = merge_artifacts([[one], [two]])
+    section = merged["significance"]
+    assert section["baseline"] == "dual"
+    # Holm's correction is over all methods of both reports; what only some have is not compared.
+    rows = {"dual": first["dual"], "bm25": first["bm25"], "small": second["small"], "dual #2": second["dual"]}
+    common = {name: {"R@10": row["R@10"]} for name, row in rows.items()}
+    assert section == measures.significance_section(common, baseline="dual")
+    lines = [line for line in markdown_text(comparison(merged)).splitlines() if line.startswith("| R@10")]
+    difference = section["differences"]["small"]["R@10"]
+    assert difference["p_holm"] < 0.001
+    assert f"{difference['difference']:+.3f}, p < 0.001 ▼" in lines[-1]
+
+
+def test_seeds_of_a_method_are_pooled_query_by_query(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    seeds = [{"dual": {"R@10": rng.random(60)}, "bm25": {"R@10": np.arange(60) / 60}} for _ in range(3)]
+    others = [{"small": {"R@10": rng.random(60) - 0.2}} for _ in range(3)]
+    groups = [
+        [stored(f"{tmp_path}/{name}{n}", methods) for n, methods in enumerate(found)]
+        for name, found in (("a", seeds), ("b", others))
+    ]
+    merged = merge_artifacts(groups)
+    pooled = {
+        "dual": np.mean([one["dual"]["R@10"] for one in seeds], axis=0),
+        "bm25": np.arange(60) / 60,
+        "small": np.mean([one["small"]["R@10"] for one in others], axis=0),
+    }
+    assert (merged["seeds"], len(merged["index"])) == (3, 2)
+    for name, row in pooled.items():
+        assert merged["methods"][name]["R@10"] == pytest.approx(row.mean())
+    means = [one["dual"]["R@10"].mean() for one in seeds]
+    assert merged["spread"]["dual"]["R@10"] == pytest.approx(np.std(means, ddof=1))
+    assert merged["spread"]["bm25"]["R@10"] == pytest.approx(0, abs=1e-12)
+    for name in ("bm25", "small"):
+        found = merged["significance"]["differences"][name]["R@10"]
+        assert found["p"] == pytest.approx(stats.ttest_rel(pooled[name], pooled["dual"]).pvalue)
+    text = markdown_text(comparison(merged))
+    assert f"± {merged['spread']['dual']['R@10']:.3f}" in text
+    assert "Means over 3 trainings with different seeds" in text
+
+
+def test_an_index_that_finds_the_same_keeps_its_row(tmp_path: Path):
+    same, smaller = {"dual": values(0.9, "R@10")}, INDEX | {"bytes_per_vector": 10.0}
+    reports = [[stored(f"{tmp_path}/a", same)], [stored(f"{tmp_path}/b", same, index=smaller)]]
+    merged = merge_artifacts(reports)
+    assert [*merged["methods"]] == ["dual"]
+    assert merged["index"] == {"dual": INDEX, "dual #2": smaller}
+
+
+def test_other_rows_are_no_seeds_and_other_queries_no_comparison(tmp_path: Path):
+    one = stored(f"{tmp_path}/a", {"dual": values(0.9, "R@10")})
+    with pytest.raises(DataError, match="differ in rows of 'dual'"):
+        merge_artifacts([[one, stored(f"{tmp_path}/b", {"small": values(0.2, "R@10")})]])
+    others = [f"other{number}" for number in range(60)]
+    with pytest.raises(DataError, match="different test queries"):
+        merge_artifacts([[one], [stored(f"{tmp_path}/c", {"dual": values(0.9, "R@10")}, queries=others)]])

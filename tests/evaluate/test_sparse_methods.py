@@ -1,11 +1,9 @@
 """From a document tower with a sparse head to the report's methods: part files, sparse search and hybrid."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import light
@@ -16,13 +14,10 @@ from scalingnote.core.parts import map_here
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import BM25Config, EncodeConfig
 from scalingnote.encode.lexical import job as lexical
-from scalingnote.evaluate import exact_search, job, retrieval_methods, test_set
+from scalingnote.evaluate import job, retrieval_methods, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
-from scalingnote.evaluate.pool import Pool
-from scalingnote.evaluate.retrieval_methods import Bm25Pool
 from scalingnote.storage.artifact import Artifact, Draft
 
-VIEWS = ["summary"]
 CONFIG = EvaluateConfig(names=MethodNames(dual_encoder="light", student="cheap"), bm25=False)
 
 
@@ -61,15 +56,6 @@ def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
         towers, queries, config=config, keep=lambda task, items, **_: map_here(task, items)
     )
     return retrieval_methods.retrieve(methods, encoded, None, test=test)[0]
-
-
-def test_parts_hold_terms_beside_embeddings(parents: dict[str, Artifact]):
-    table = parents["embeddings"].table("embeddings")
-    assert table.column_names == ["doc_id", "content_hash", "summary", "terms", "impacts"]
-    for terms, impacts in zip(table["terms"].to_pylist(), table["impacts"].to_pylist(), strict=True):
-        assert terms == sorted(set(terms))
-        assert len(terms) == len(impacts) <= 400
-        assert min(impacts) > 0
 
 
 def test_a_student_has_hybrid_methods_but_no_sparse_one(parents: dict[str, Artifact]):
@@ -166,28 +152,3 @@ def test_words_by_bm25_join_every_tower(parents: dict[str, Artifact], words: Art
 def _scaled(scores: dict[str, float], doc: str) -> float:
     low, high = min(scores.values()), max(scores.values())
     return (scores[doc] - low) / (high - low)
-
-
-def test_bm25_over_the_pool_saturates_and_normalises(tmp_path: Path):
-    contents = {"once": "fig plum", "often": "fig fig", "long": "fig plum pear kiwi lime date"}
-    ids, empty = list(contents), [""] * len(contents)
-    columns = {"doc_id": ids, "title": empty, "topic": empty, "content": list(contents.values())}
-    parents = {}
-    for kind, table in {"dataset": columns, "embeddings": {"doc_id": ids}}.items():
-        draft = Draft(str(tmp_path / kind), kind=kind, config=tiny.Nothing(), parents={})
-        folder = {"dataset": "documents"}.get(kind, kind)
-        draft.write_table(f"{folder}/part-00000.parquet", pa.table(table))
-        parents[kind] = draft.commit(counts={"documents": len(ids)})
-
-    pool = Pool(parents["embeddings"], parents["dataset"])
-
-    def scores(**constants: float) -> dict[str, float]:
-        counted = {"bm25": replace(Bm25Pool.count(pool, ["fig"]), **constants).scores(["fig"])}
-        pairs = pa.table({"query": ["fig"] * len(ids), "doc_id": ids})
-        found = exact_search.score_pairs(pool, counted, ["fig"], pairs)
-        return dict(zip(ids, found["bm25"].tolist(), strict=True))
-
-    by_default, no_saturation, no_lengths = scores(), scores(k1=0.0), scores(b=0.0)
-    assert by_default["often"] > by_default["once"] > by_default["long"]
-    assert len(set(no_saturation.values())) == 1  # that a word is there is all that counts
-    assert no_lengths["once"] == no_lengths["long"] < no_lengths["often"]

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import tiny
@@ -12,7 +11,6 @@ from scalingnote.datasets.config import TableFile
 from scalingnote.evaluate import test_set, user_files
 from scalingnote.evaluate.config import Judgements
 from scalingnote.storage import trec
-from scalingnote.storage.artifact import Draft
 
 TEST = test_set.TestSet(["q1", "q2"], ["one", "two"], {"q1": {"a": 1}, "q2": {"b": 2, "c": 0}}, 0)
 
@@ -34,9 +32,8 @@ def test_judgements_name_queries_by_text_or_id(tmp_path):
         {"query": ["new"], "doc_id": "a", "SAT": 0},
     ]
     path = lines(tmp_path / "judged.jsonl", rows)
-    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
-    draft.write_table("queries.parquet", pa.table({"query_id": ["q0", "q1"], "query": ["none", "one"]}))
-    dataset = draft.commit(counts={})
+    queries = {"query_id": ["q0", "q1"], "query": ["none", "one"]}
+    dataset = tiny.artifact(tmp_path / "dataset", "dataset", {"queries.parquet": queries})
     found = user_files.read_judgements(Judgements(path=path, labels=("SAT",)), dataset)
     assert (found.queries, found.unusable) == (["new", "one", "2024"], 4)
     pairs = found.pairs.select(["query", "doc_id"]).to_pydict()

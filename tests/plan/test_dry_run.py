@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -94,13 +92,6 @@ def test_what_does_not_fit_comes_with_a_remedy(override: str, knob: str):
     assert knob in dry_run_text(found)
 
 
-def test_knobs_of_the_dry_run_mean_nothing_without_it(capsys):
-    assert cli.main(["run", str(PAPER), "--gpus", "16"]) == 2
-    assert "add --dry-run" in capsys.readouterr().err
-    assert cli.main(["run", str(PAPER), "--dry-run", "--gpu", "B1"]) == 2
-    assert "'A100'" in capsys.readouterr().err
-
-
 def test_an_unknown_backbone_is_refused():
     with pytest.raises(ConfigError, match="hf download"):
         paper("query.backbone.path=no/where")
@@ -110,14 +101,6 @@ def test_scratch_towers_in_float32_are_sized_too():
     found = estimate(TrainConfig(precision="float32"), Assumptions())
     assert found.fits
     assert found.numbers == "float32"
-
-
-def test_a_dry_run_loads_neither_torch_nor_ray():
-    program = (
-        "import sys, scalingnote.plan.capacity\nprint({'torch', 'ray', 'transformers'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def test_rows_that_were_collected_are_counted(monkeypatch, capsys):

@@ -1,4 +1,3 @@
-import importlib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,15 +20,14 @@ METHODS = [
 ]
 
 
-def method(name: str) -> list[Stage]:
+def method(name: str, *overrides: str) -> list[Stage]:
     file, colon, variant = name.partition(":")
-    return stages.of(load(RunConfig, [CONFIG, CONFIGS / f"methods/{file}.yaml{colon}{variant}"]))
+    return stages.of(load(RunConfig, [CONFIG, CONFIGS / f"methods/{file}.yaml{colon}{variant}"], overrides))
 
 
 def parameters(stage: Stage) -> Mapping[str, inspect.Parameter]:
     """The parameters of a stage's job."""
-    module, function = stage.job.split(":")
-    return inspect.signature(getattr(importlib.import_module(module), function)).parameters
+    return inspect.signature(stage.function()).parameters
 
 
 @pytest.mark.parametrize("stage", [*RUN_STAGES, CROSS_TEACHER, CROSS_ENCODE], ids=lambda stage: stage.job)
@@ -38,24 +36,18 @@ def test_a_job_takes_what_its_stage_reads(stage: Stage):
     assert required == {"config", *stage.reads, "output"}
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_stages_only_read_what_earlier_ones_build(rounds: int):
-    built: set[str] = set()
-    for stage in stages.of(load(RunConfig, [CONFIG], [f"rounds={rounds}"])):
-        assert {*stage.reads} <= built
-        built.add(stage.builds)
-
-
+@pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_reads_what_it_builds(name: str):
-    stages = method(name)
-    for number, stage in enumerate(stages):
-        before = stages[:number]
-        assert set(stage.reads) <= {found.builds for found in before}
-        module, function = stage.job.split(":")
-        assert set(stage.reads) <= set(
-            inspect.signature(getattr(importlib.import_module(module), function)).parameters
-        )
+def test_every_method_reads_what_it_builds(name: str, rounds: int):
+    try:
+        wanted = method(name, f"rounds={rounds}")
+    except ConfigError:
+        assert rounds > 1  # not of what takes stage I's place
+        return
+    for number, stage in enumerate(wanted):
+        before = wanted[:number]
+        assert {*stage.reads} <= {found.builds for found in before}
+        assert {*stage.reads} <= {*parameters(stage)}
         assert {builder for _, builder in stage.earlier} <= {found.name for found in before}
 
 
@@ -78,18 +70,9 @@ def test_a_symmetric_student_embeds_the_documents_again():
 
 def test_a_cross_encoder_takes_stage_ones_place():
     found = {stage.name: stage for stage in method("embeddistill:ce-matching")}
-    assert list(found)[3:] == [
-        "cross_encoder",
-        "teacher",
-        "encode",
-        "distill",
-        "quantize",
-        "index",
-        "evaluate",
-    ]
-    assert {stage.job.partition(".job")[0] for stage in list(found.values())[3:6]} == {
-        "scalingnote.train.cross_encoder"
-    }
+    names = ["cross_encoder", "teacher", "encode", "distill", "quantize", "index", "evaluate"]
+    assert list(found)[3:] == names
+    assert all(stage.job.startswith("train.cross_encoder.job:") for stage in list(found.values())[3:6])
     assert found["evaluate"].reads == ("dataset", "embeddings", "index", "student")
     with pytest.raises(ConfigError, match="set distill"):
         load(RunConfig, [CONFIG], ["distill=null", "cross_encoder={}"])
