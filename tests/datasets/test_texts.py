@@ -93,9 +93,10 @@ def test_rows_that_are_set_aside_are_told(tmp_path, caplog, monkeypatch):
 
 
 def test_errors_before_any_row_is_read(tmp_path):
+    (tmp_path / "empty").mkdir()
     cases = {
         tmp_path / "missing.jsonl": "no file at",
-        tmp_path: "no file at",
+        tmp_path / "empty": "no file at",
         write_lines(tmp_path / "in/a.csv", b"text\n"): r"neither \.jsonl nor \.parquet nor \.tsv nor \.txt",
         write_lines(tmp_path / "in/b.parquet", b"PAR1 not really"): "is not a Parquet file",
         "beir": "needs settings",

@@ -45,8 +45,8 @@ def test_processes_that_were_killed_are_counted_too(cluster: None, tmp_path: Pat
 
 def test_each_node_tells_what_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
     own = usage.snapshot()
-    far = {"far": (3, 20, 10, 7 << 30)}
-    start = own | {"far": (1, 0, 10, 1 << 30), "idle": (5, 5, 5, 9 << 30)}
+    far = {"far": (3, 20, 10, 7 << 30, 0)}
+    start = own | {"far": (1, 0, 10, 1 << 30, 0), "idle": (5, 5, 5, 9 << 30, 0)}
     monkeypatch.setattr(usage, "_on_other_nodes", lambda: [far, {"idle": start["idle"]}])
     used = usage.since(start)
     assert (used["requests"], used["bytes_read"], used["bytes_written"]) == (2, 20, 0)
