@@ -86,25 +86,11 @@ class OperatingPoint:
     cost: float  # codes per query, of all shards
 
 
-class ExactAnswers:
-    """The k best of all vectors added so far, for every query; and the sum of the vectors."""
-
-    def __init__(self, queries: Float[ndarray, "queries dim"], *, k: int) -> None:
-        self._queries, self._rows_added = queries, 0
-        self._best, self._total = topk.Best(len(queries), k), np.zeros(queries.shape[1])
-
-    def add(self, matrix: Float[ndarray, "docs dim"]) -> None:
-        """Compare the next vectors of the shard with all queries."""
-        scores, rows = topk.search(self._queries, matrix, k=self._best.ids.shape[1])
-        self._best.add(slice(None), scores, rows + self._rows_added)
-        self._rows_added += len(matrix)
-        self._total += matrix.sum(0, dtype=np.float64)
-
-    def dump(self) -> bytes:
-        """The answers as an npz file."""
-        sink = io.BytesIO()
-        np.savez(sink, scores=self._best.scores, rows=self._best.ids, total=self._total)
-        return sink.getvalue()
+def write_exact_answers(run: IndexRun, number: int, best: topk.Best, total: Float[ndarray, " dim"]) -> None:
+    """Store the best documents of a shard for every tuning query, and the sum of its vectors."""
+    sink = io.BytesIO()
+    np.savez(sink, scores=best.scores, rows=best.ids, total=total)
+    fs.write_bytes(run.work(f"exact/{number:05d}.npz"), sink.getvalue())
 
 
 def sampled_shards(sizes: Sequence[int], count: int) -> tuple[int, ...]:
