@@ -25,7 +25,7 @@ from scalingnote.core import topk
 from scalingnote.core.errors import SearchError
 from scalingnote.core.topk import jit
 from scalingnote.index import filters, ivf
-from scalingnote.index.ivf import RESCORE_COST, Queries, RowMask, Rows, Scores
+from scalingnote.index.ivf import RESCORE_COST, Queries, RowMask
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import IndexLayout
 
@@ -34,6 +34,7 @@ MAX_DEPTH = 16_000  # passages of one query; Milvus gives 16,384
 CACHED_FILTERS = 64  # filters whose row masks a built index keeps: one byte per document each
 
 Masks = Sequence[RowMask | None]  # of each segment; None: all rows
+Ranking = tuple[Float[ndarray, "_ _"], Int[ndarray, "_ _"]]  # scores and rows, [queries, k], best first
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +147,7 @@ def search(
     exact: bool = False,
     masks: Masks | None = None,
     alive: Masks | None = None,
-) -> tuple[Scores, Rows]:
+) -> Ranking:
     """Find the k best documents of each query.
 
     Args:
@@ -247,9 +248,7 @@ def _counts(sizes: Sequence[int], masks: Masks) -> list[int]:
     return [size if mask is None else mask.count for size, mask in zip(sizes, masks, strict=True)]
 
 
-def _probe(
-    pieces: _Pieces, queries: Queries, *, k: int, nprobe: int, refine_factor: int
-) -> tuple[Scores, Rows]:
+def _probe(pieces: _Pieces, queries: Queries, *, k: int, nprobe: int, refine_factor: int) -> Ranking:
     """Scan the lists of each query's nearest centroids in every segment."""
     chosen: dict[int, ivf.Chosen] = {}
     found = []
@@ -264,7 +263,7 @@ def _probe(
     return _best(pieces, found, k=k)
 
 
-def _score_all(pieces: _Pieces, queries: Queries, *, k: int) -> tuple[Scores, Rows]:
+def _score_all(pieces: _Pieces, queries: Queries, *, k: int) -> Ranking:
     """Score every allowed document: cheaper than a scan where a filter leaves few."""
     found = []
     for _, lists, mask in pieces:
@@ -274,7 +273,7 @@ def _score_all(pieces: _Pieces, queries: Queries, *, k: int) -> tuple[Scores, Ro
     return _best(pieces, found, k=k)
 
 
-def _best(pieces: _Pieces, found: Sequence[tuple[Scores, Rows]], *, k: int) -> tuple[Scores, Rows]:
+def _best(pieces: _Pieces, found: Sequence[Ranking], *, k: int) -> Ranking:
     """The k best of the candidates of all segments, with rows counted from the first segment on."""
     counted = [
         (scores, topk.count_from(first, rows) if first else rows)
