@@ -18,8 +18,6 @@ from live_histories import (
     documents_of,
     first_documents,
     play,
-    some_terms,
-    write,
 )
 from live_shards import DIM, NLIST, index, table
 from scalingnote.core.errors import DataError, SearchError
@@ -59,25 +57,6 @@ def test_any_history_is_searched_like_an_index_built_anew(
     live, truth = play(history, LiveIndex(folder / "live", built.uri), BASE)
     _agree(live, truth, f"{folder}/anew")
     live.close()
-
-
-def test_a_version_holds_the_terms_of_what_was_written(built: Artifact, tmp_path: Path) -> None:
-    live, truth = LiveIndex(tmp_path / "live", built.uri), dict(BASE)
-    follower = LiveIndex(tmp_path / "live", follow=True)
-    for step in range(30):  # one by one: few lists remain
-        written = {f"n{step}": (NEW[step], some_terms(step + 500))}
-        write(live, written)
-        truth |= written
-    assert all(len(each.snapshot.postings) <= 6 for each in live.shards)
-    live.delete(["n1", "d1"])
-    del truth["n1"], truth["d1"]
-    _agree(live, truth, f"{tmp_path}/before")
-    follower.refresh()
-    _agree(follower, truth, f"{tmp_path}/followed")
-    version = live.compact()
-    assert version is not None
-    _agree(live, truth, f"{tmp_path}/compacted")
-    agree(Searcher.open(version.uri), Searcher.open(f"{tmp_path}/before"), truth)
 
 
 def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tmp_path: Path) -> None:
