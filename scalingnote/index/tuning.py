@@ -58,7 +58,7 @@ class IndexRun:
     parents: dict[str, str]  # kind -> URI
     output: str
     sampled: tuple[int, ...]  # shards to tune on
-    queries: ivf.Queries | None  # to tune with
+    queries: ivf.UnitQueries | None  # to tune with
     terms: SparseRows | None = None  # of the same queries, where documents have terms
     judged: tuple[str, ...] = ()  # doc_ids with a judgement for some of these queries
 
@@ -70,9 +70,9 @@ class IndexRun:
 class ShardAnswers(NamedTuple):
     """Candidates of some shards for the tuning queries at one nprobe."""
 
-    rows: ivf.Rows
-    by_codes: ivf.Scores
-    by_vectors: ivf.Scores
+    rows: ivf.CandidateRows
+    by_codes: ivf.CandidateScores
+    by_vectors: ivf.CandidateScores
     scanned: float  # codes per query
 
 
@@ -110,7 +110,7 @@ def factors(family: str, refine: Refine) -> tuple[int, ...]:
     return REFINE_FACTORS if refine != "none" and family != "flat" else (1,)
 
 
-def candidates(lists: ivf.Lists, queries: ivf.Queries, *, nprobe: int, k: int) -> ShardAnswers:
+def candidates(lists: ivf.Lists, queries: ivf.UnitQueries, *, nprobe: int, k: int) -> ShardAnswers:
     """The k best of one shard by codes, for the measurement of one nprobe."""
     chosen = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
     scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)
