@@ -286,5 +286,5 @@ def write_quantizer(folder: str, quantizer: Quantizer) -> None:
 
 def read_quantizer(folder: str) -> Quantizer:
     """The quantizer in a folder of :func:`write_quantizer`."""
-    names = ("coarse", "lists", "kept")
-    return Quantizer(*(fs.read_if_exists(fs.join(folder, f"{name}.faiss")) for name in names))
+    lists, kept = (fs.read_if_exists(fs.join(folder, f"{name}.faiss")) for name in ("lists", "kept"))
+    return Quantizer(fs.read_bytes(fs.join(folder, "coarse.faiss")), lists, kept)

@@ -25,9 +25,9 @@ from scalingnote.core.topk import jit
 from scalingnote.index.families import Quantizer, dump, dump_lists, parse
 from scalingnote.quantize.kmeans import blas_only
 
-Queries = Float[ndarray, "queries dim"]  # unit vectors
-Rows = Int[ndarray, "queries candidates"]  # -1 for none
-Scores = Float[ndarray, "queries candidates"]
+UnitQueries = Float[ndarray, "queries dim"]  # unit vectors
+CandidateRows = Int[ndarray, "queries candidates"]  # -1 for none
+CandidateScores = Float[ndarray, "queries candidates"]
 Chosen = tuple[Float[ndarray, "queries probes"], Int[ndarray, "queries probes"]]
 GRAPH_MAX_SHARE = 8  # of the centroids, 1/8: a graph search for more takes longer than comparing all
 # Sums may be reordered, so that loops over dimensions are vectorised; infinities must stay infinities.
@@ -181,7 +181,7 @@ def drop_dead_rows(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
             ids[:] = numbers[ids]
 
 
-def choose_lists(queries: Queries, coarse: Any, *, nprobe: int) -> Chosen:
+def choose_lists(queries: UnitQueries, coarse: Any, *, nprobe: int) -> Chosen:
     """Scores and numbers of the nprobe nearest lists of each query; computed once for all shards."""
     parameters = None
     if isinstance(coarse, faiss.IndexHNSW):
@@ -196,13 +196,13 @@ def choose_lists(queries: Queries, coarse: Any, *, nprobe: int) -> Chosen:
 
 def candidates(
     lists: Lists,
-    queries: Queries,
+    queries: UnitQueries,
     *,
     chosen: Chosen,
     k: int,
     refine_factor: int,
     allowed: RowMask | None = None,
-) -> tuple[Scores, Rows]:
+) -> tuple[CandidateScores, CandidateRows]:
     """Rows of one shard, among which its k best are, in any order.
 
     Args:
@@ -223,8 +223,8 @@ def candidates(
 
 
 def scan(
-    lists: Lists, queries: Queries, *, chosen: Chosen, k: int, allowed: RowMask | None = None
-) -> tuple[Scores, Rows]:
+    lists: Lists, queries: UnitQueries, *, chosen: Chosen, k: int, allowed: RowMask | None = None
+) -> tuple[CandidateScores, CandidateRows]:
     """The k best rows of the chosen lists by their codes, best first; where a row is -1, any score."""
     count = len(lists)  # faiss takes a microsecond to answer
     k = min(k, max(count, 1))
@@ -250,7 +250,9 @@ def scan(
     return scores, rows
 
 
-def _compare_all(kept: Any, queries: Queries, *, k: int, allowed: RowMask | None) -> tuple[Scores, Rows]:
+def _compare_all(
+    kept: Any, queries: UnitQueries, *, k: int, allowed: RowMask | None
+) -> tuple[CandidateScores, CandidateRows]:
     """Scan a flat index by BLAS, which rounds differently per batch size; rescoring corrects that."""
     documents = floats(kept)
     if allowed is None:
@@ -265,7 +267,7 @@ def _compare_all(kept: Any, queries: Queries, *, k: int, allowed: RowMask | None
 # --- exact scores -----------------------------------------------------------------------------------------
 
 
-def scores(kept: Any, queries: Queries, rows: Rows) -> Scores:
+def scores(kept: Any, queries: UnitQueries, rows: CandidateRows) -> CandidateScores:
     """Inner products with the vectors kept; -inf where the row is -1."""
     queries = np.ascontiguousarray(queries, np.float32)
     if isinstance(kept, faiss.IndexFlat):
@@ -275,7 +277,9 @@ def scores(kept: Any, queries: Queries, rows: Rows) -> Scores:
     return found
 
 
-def scores_over(pieces: Iterable[tuple[int, Any]], queries: Queries, rows: Rows) -> Scores:
+def scores_over(
+    pieces: Iterable[tuple[int, Any]], queries: UnitQueries, rows: CandidateRows
+) -> CandidateScores:
     """As :func:`scores`, for rows over several pieces, given by first row and kept vectors, in order."""
     found = np.full(rows.shape, -np.inf, np.float32)
     for first, kept in pieces:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote.core import GIB, cluster
+from scalingnote.core import GIB, cluster, topk
 from scalingnote.core.config import Resources
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
@@ -27,7 +27,7 @@ from scalingnote.encode.lexical import weights
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.index import families, filters, ivf, postings, shard, tuning
 from scalingnote.index.config import IndexConfig
-from scalingnote.index.tuning import ExactAnswers, IndexRun
+from scalingnote.index.tuning import IndexRun
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.quantize.job import part_rows, read_sample, read_vectors, store_sample, use_threads
 from scalingnote.quantize.kmeans import SAMPLE_SEED
@@ -321,16 +321,16 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
     lists = ivf.empty(families.read_quantizer(shared.work("quantizer")))
     stored: list[pa.Table] = []
     found: list[postings.Postings] = []
-    exact = None
-    if shared.queries is not None and number in shared.sampled:
-        exact = ExactAnswers(shared.queries, k=config.tuning.k)
+    queries = shared.queries if number in shared.sampled else None
+    exact, total = topk.Best(0 if queries is None else len(queries), config.tuning.k), np.zeros(layout.dim)
     # A shard without documents has the columns of the others.
     nothing = shard.EmbeddingSlice(embeddings.names("embeddings/", ".parquet")[0], 0, 0)
     for piece in slices or [nothing]:
         doc_ids, matrix = read_vectors(embeddings, piece.part)
         matrix = matrix[piece.start : piece.stop]
-        if exact is not None:
-            exact.add(matrix)
+        if queries is not None:
+            exact.add_documents(queries, matrix, np.arange(len(lists), len(lists) + len(matrix)))
+            total += matrix.sum(0, dtype=np.float64)
         ivf.add(lists, matrix)
         rows, terms = _part_rows(piece, doc_ids, parents, config, sparse=layout.sparse)
         stored.append(rows)
@@ -344,8 +344,8 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
         documents=pa.concat_tables(stored),
         terms=postings.merge(found),
     )
-    if exact is not None:
-        fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), exact.dump())
+    if queries is not None:
+        tuning.write_exact_answers(shared, number, exact, total)
     return {name: vars(part) for name, part in parts.items()}
 
 

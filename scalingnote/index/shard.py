@@ -325,7 +325,7 @@ class DocumentRows:
         if wrong:
             raise DataError(f"{wrong[0]!r} is no doc_id: pass strings")
         found = np.full(len(doc_ids), -1, np.int64)
-        for number, row in _with_equal_hash(*self._sorted, doc_ids):
+        for number, row in _with_equal_hash(self._sorted, doc_ids):
             if self._doc_ids[row].as_py() == doc_ids[number]:
                 found[number] = row
         return found
@@ -337,7 +337,7 @@ class DocumentRows:
             return rows[rows >= 0]
         found = [
             row
-            for number, row in _with_equal_hash(*self._sorted_by_document, document_ids)
+            for number, row in _with_equal_hash(self._sorted_by_document, document_ids)
             if document_of(self._doc_ids[row].as_py()) == document_ids[number]
         ]
         return np.array(found, np.int64)
@@ -354,10 +354,9 @@ class DocumentRows:
         return np.stack([hashes[rows], rows.astype(np.uint64)])
 
 
-def _with_equal_hash(
-    hashes: UInt64[ndarray, " rows"], rows: UInt64[ndarray, " rows"], ids: Sequence[str]
-) -> Iterator[tuple[int, int]]:
+def _with_equal_hash(stored: UInt64[ndarray, "two rows"], ids: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Numbers of ids, and the rows whose ids have the same hash."""
+    hashes, rows = stored
     if not len(ids) or not len(hashes):
         return
     wanted = hash_of(pa.array(ids, pa.string()))

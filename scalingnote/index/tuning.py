@@ -58,7 +58,7 @@ class IndexRun:
     parents: dict[str, str]  # kind -> URI
     output: str
     sampled: tuple[int, ...]  # shards to tune on
-    queries: Float[ndarray, "queries dim"] | None  # to tune with
+    queries: ivf.UnitQueries | None  # to tune with
     terms: SparseRows | None = None  # of the same queries, where documents have terms
     judged: tuple[str, ...] = ()  # doc_ids with a judgement for some of these queries
 
@@ -70,9 +70,9 @@ class IndexRun:
 class ShardAnswers(NamedTuple):
     """Candidates of some shards for the tuning queries at one nprobe."""
 
-    rows: Int[ndarray, "queries candidates"]  # -1 where there are fewer
-    by_codes: Float[ndarray, "queries candidates"]
-    by_vectors: Float[ndarray, "queries candidates"]
+    rows: ivf.CandidateRows
+    by_codes: ivf.CandidateScores
+    by_vectors: ivf.CandidateScores
     scanned: float  # codes per query
 
 
@@ -86,25 +86,11 @@ class OperatingPoint:
     cost: float  # codes per query, of all shards
 
 
-class ExactAnswers:
-    """The k best of all vectors added so far, for every query; and the sum of the vectors."""
-
-    def __init__(self, queries: Float[ndarray, "queries dim"], *, k: int) -> None:
-        self._queries, self._rows_added = queries, 0
-        self._best, self._total = topk.Best(len(queries), k), np.zeros(queries.shape[1])
-
-    def add(self, matrix: Float[ndarray, "docs dim"]) -> None:
-        """Compare the next vectors of the shard with all queries."""
-        scores, rows = topk.search(self._queries, matrix, k=self._best.ids.shape[1])
-        self._best.add(slice(None), scores, rows + self._rows_added)
-        self._rows_added += len(matrix)
-        self._total += matrix.sum(0, dtype=np.float64)
-
-    def dump(self) -> bytes:
-        """The answers as an npz file."""
-        sink = io.BytesIO()
-        np.savez(sink, scores=self._best.scores, rows=self._best.ids, total=self._total)
-        return sink.getvalue()
+def write_exact_answers(run: IndexRun, number: int, best: topk.Best, total: Float[ndarray, " dim"]) -> None:
+    """Store the best documents of a shard for every tuning query, and the sum of its vectors."""
+    sink = io.BytesIO()
+    np.savez(sink, scores=best.scores, rows=best.ids, total=total)
+    fs.write_bytes(run.work(f"exact/{number:05d}.npz"), sink.getvalue())
 
 
 def sampled_shards(sizes: Sequence[int], count: int) -> tuple[int, ...]:
@@ -124,9 +110,7 @@ def factors(family: str, refine: Refine) -> tuple[int, ...]:
     return REFINE_FACTORS if refine != "none" and family != "flat" else (1,)
 
 
-def candidates(
-    lists: ivf.Lists, queries: Float[ndarray, "queries dim"], *, nprobe: int, k: int
-) -> ShardAnswers:
+def candidates(lists: ivf.Lists, queries: ivf.UnitQueries, *, nprobe: int, k: int) -> ShardAnswers:
     """The k best of one shard by codes, for the measurement of one nprobe."""
     chosen = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
     scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)

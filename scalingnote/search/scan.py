@@ -25,7 +25,7 @@ from scalingnote.core import topk
 from scalingnote.core.errors import SearchError
 from scalingnote.core.topk import jit
 from scalingnote.index import filters, ivf
-from scalingnote.index.ivf import RESCORE_COST, RowMask
+from scalingnote.index.ivf import RESCORE_COST, RowMask, UnitQueries
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import IndexLayout
 
@@ -139,7 +139,7 @@ class IndexView:
 
 def search(
     segments: Sequence[ivf.Lists],
-    queries: Float[ndarray, "queries dim"],
+    queries: UnitQueries,
     *,
     k: int,
     nprobe: int,
@@ -248,9 +248,7 @@ def _counts(sizes: Sequence[int], masks: Masks) -> list[int]:
     return [size if mask is None else mask.count for size, mask in zip(sizes, masks, strict=True)]
 
 
-def _probe(
-    pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int, nprobe: int, refine_factor: int
-) -> Ranking:
+def _probe(pieces: _Pieces, queries: UnitQueries, *, k: int, nprobe: int, refine_factor: int) -> Ranking:
     """Scan the lists of each query's nearest centroids in every segment."""
     chosen: dict[int, ivf.Chosen] = {}
     found = []
@@ -265,7 +263,7 @@ def _probe(
     return _best(pieces, found, k=k)
 
 
-def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int) -> Ranking:
+def _score_all(pieces: _Pieces, queries: UnitQueries, *, k: int) -> Ranking:
     """Score every allowed document: cheaper than a scan where a filter leaves few."""
     found = []
     for _, lists, mask in pieces:

@@ -127,7 +127,7 @@ def _plan(
     draft: Draft, folder: Path, register: Register, base: OpenVersion, *, retrain_at: float
 ) -> _Plan | None:
     """The plan of the run that began this draft, or else a new one; None where nothing was written."""
-    stored, fixed = Path(draft.work("plan.json")), ("until", "written", "retrained")
+    stored = Path(draft.work("plan.json"))
     known = partial(_Plan, folder, register.current, register.delta, draft.uri)
     if stored.exists():
         return known(**json.loads(stored.read_text()))
@@ -143,7 +143,8 @@ def _plan(
     stale = written >= retrain_at * base.layout.documents and base.layout.refine != "none"
     if stale and not register.delta:
         plan = replace(plan, retrained=_train(plan, base))
-    fs.replace_durably(stored, json.dumps({name: getattr(plan, name) for name in fixed}))
+    fixed = {"until": plan.until, "written": plan.written, "retrained": plan.retrained}
+    fs.replace_durably(stored, json.dumps(fixed))
     return plan
 
 
@@ -194,7 +195,8 @@ class _Source:
             return
         log, passages = versions.log_folder(plan.folder, 0), self.base.layout.passages
         empty = OpenVersion(plan.version, versions.open_empty(plan.folder))
-        self._since, self.quantizer = self._replay(empty, 0), empty.quantizer
+        self.quantizer = empty.quantizer
+        self._since = self._replay(empty, 0)
         named = overridden(log, after=empty.included[0], until=plan.until[0], passages=passages)
         self._hidden = [*{doc_id for _, doc_ids in named for doc_id in doc_ids}]
         self._shard_of = bucket_of(self._since.live_documents["doc_id"], self.base.layout.shards)
@@ -249,7 +251,7 @@ def _load(plan: _Plan) -> Callable[[tuple[int, None]], dict[str, Any]]:
 
 def _write(draft: Draft, base: OpenVersion, plan: _Plan, each: Executor) -> Artifact:
     """Write the shards that have no record yet, and finish the version; it keeps the tuning of `base`."""
-    layout, live = base.layout, dict[str, Any](delta=True) if plan.delta else {}
+    layout = base.layout
     records = run_slices(
         "shards",
         PartStage(partial(_load, plan)),
@@ -272,8 +274,8 @@ def _write(draft: Draft, base: OpenVersion, plan: _Plan, each: Executor) -> Arti
     written = 0 if plan.retrained else plan.written
     draft.write_bytes(shard.COARSE, coarse)
     draft.write_json(shard.LAYOUT_FILE, vars(replace(layout, documents=documents)))
-    live |= {"origin": plan.version.origin, "included": plan.until, "written": written}
-    draft.write_json(versions.LIVE, live)
+    live = {"origin": plan.version.origin, "included": plan.until, "written": written}
+    draft.write_json(versions.LIVE, live | ({"delta": True} if plan.delta else {}))
     # Before a manifest names them.
     fs.make_durable(draft.uri, [shard.COARSE, shard.LAYOUT_FILE, versions.LIVE])
     counts = {"documents": documents, "bytes": size, "bytes_per_vector": round(size / max(documents, 1))}

@@ -112,16 +112,14 @@ def current(folder: str | Path, index: str | None = None, *, delta: bool | None 
         ArtifactError: the folder holds writes to another index.
         ConfigError: `delta` is not what the folder was made with.
     """
-    built = None
-    if index is not None:
-        is_delta = read_register(folder).delta if register_exists(folder) else bool(delta)
-        built = version_of(0, open_artifact(index, kind="index"), delta=is_delta)
+    built = None if index is None else open_artifact(index, kind="index")
     if built is not None and not register_exists(folder):
         make_folder(Path(folder))
         with (Path(folder) / f"{REGISTER_FILE}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that try at once, one writes; released by closing
             if not register_exists(folder):
-                write_register(folder, Register((built,), 0, is_delta))
+                first = version_of(0, built, delta=bool(delta))
+                write_register(folder, Register((first,), 0, bool(delta)))
     register = read_register(folder)
     if delta is not None and delta != register.delta:
         has, lacks = ("a delta", "no delta") if register.delta else ("no delta", "a delta")
@@ -130,9 +128,10 @@ def current(folder: str | Path, index: str | None = None, *, delta: bool | None 
             f"serve.live.delta to {str(register.delta).lower()}, or name a new folder"
         )
     found = register.current
-    if built is not None and built.origin != found.origin:
+    origin = found.origin if built is None else version_of(0, built, delta=register.delta).origin
+    if origin != found.origin:
         raise ArtifactError(
-            f"{folder} holds writes to index {found.origin[:12]}, {index} is {built.origin[:12]}: "
+            f"{folder} holds writes to index {found.origin[:12]}, {index} is {origin[:12]}: "
             "name the folder of this index, or a new one"
         )
     return found

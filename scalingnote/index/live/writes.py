@@ -118,8 +118,9 @@ def encode_write(write: Upsert | Delete) -> bytes:
         batches = [pa.record_batch({"doc_id": pa.array(write.doc_ids, pa.string())})]
     else:
         rows = write.documents.append_column(VECTOR, to_arrow(write.vectors))
-        for name in SPARSE.names if write.terms is not None else ():
-            rows = rows.append_column(name, write.terms.column(name))
+        if write.terms is not None:
+            for name in SPARSE.names:
+                rows = rows.append_column(name, write.terms.column(name))
         batches = [rows] if write.sources is None else [rows, write.sources]
     sink = pa.BufferOutputStream()
     for batch in batches:

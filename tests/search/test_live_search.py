@@ -1,9 +1,10 @@
-"""A large index and the delta beside it are searched as one index of the final documents."""
+"""A live index, and a large one with a delta beside it, are searched as one index of the final documents."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
@@ -12,52 +13,106 @@ from live_histories import (
     NEW,
     PROBES,
     TERMS,
+    Document,
     agree,
     built_of,
+    documents_of,
     first_documents,
     play,
     some_terms,
     write,
 )
-from scalingnote.core.errors import ArtifactError, ConfigError
+from live_shards import NLIST, index, table
+from scalingnote.core.errors import ArtifactError, ConfigError, DataError, SearchError
 from scalingnote.core.parts import map_here
+from scalingnote.index import filters
 from scalingnote.index.config import Flat, LiveConfig
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.live import compaction, versions
 from scalingnote.index.live.live_index import LiveIndex
-from scalingnote.search.live_searcher import Delta, OverriddenSearcher, SearcherWithDelta
+from scalingnote.search.live_searcher import Delta, LiveSearcher, OverriddenSearcher, SearcherWithDelta
 from scalingnote.search.searcher import Searcher, concatenate, rank, with_documents
 from scalingnote.storage.artifact import Artifact
 
-COUNT, K = 60, 9
+COUNT, K, STRONGEST = 60, 9, 4
 BASE = first_documents(COUNT)
+
+
+def _built(uri: str, documents: dict[str, Document], *, shards: int = 1) -> Artifact:
+    return built_of(uri, documents, shards=shards, strongest=STRONGEST)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return built_of(f"{tmp_path_factory.mktemp('built')}/index", BASE, shards=3)
+    return _built(f"{tmp_path_factory.mktemp('built')}/index", BASE, shards=3)
 
 
-@settings(max_examples=6)
-@given(HISTORIES)
+@pytest.mark.parametrize("delta", [False, True])
+@settings(max_examples=7)
+@given(history=HISTORIES)
 def test_any_history_is_searched_like_an_index_built_anew(
-    built: Artifact, tmp_path_factory: pytest.TempPathFactory, history: list
+    built: Artifact, tmp_path_factory: pytest.TempPathFactory, delta: bool, history: list
 ) -> None:
     folder = tmp_path_factory.mktemp("live")
-    live = LiveIndex(folder / "live", built.uri, delta=True)
-    before = SearcherWithDelta.over(folder / "live")  # stays on its version, whatever becomes current
+    live = LiveIndex(folder / "live", built.uri, delta=delta)
+    before = SearcherWithDelta.over(live.folder) if delta else None
     live, truth = play(history, live, BASE)
-    anew = Searcher.open(built_of(f"{folder}/anew", truth, shards=1).uri)
-    for searcher in (before, SearcherWithDelta.over(folder / "live")):
-        if searcher is before and versions.listing(live.folder)[0].number > 0:
-            with pytest.raises(ArtifactError, match="adopt the current index version"):
-                searcher.refresh()  # the log keeps only what the listed versions need
-            searcher.close()
-            continue
-        searcher.refresh()
-        agree(searcher, anew, truth)
-        searcher.close()
+    anew = Searcher.open(_built(f"{folder}/anew", truth).uri)
+    searcher = SearcherWithDelta.over(live.folder) if delta else LiveSearcher(live)
+    agree(searcher, anew, truth)
+    if not delta:
+        facets = [filters.facets(each.documents(), each.fields, most=1000) for each in (searcher, anew)]
+        assert facets[0] == facets[1]
+    elif versions.listing(live.folder)[0].number > 0:
+        with pytest.raises(ArtifactError, match="adopt the current index version"):
+            before.refresh()  # the log keeps only what the listed versions need
+    else:
+        before.refresh()
+        agree(before, anew, truth)  # it stays on its version, whatever became current
     live.close()
+
+
+def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tmp_path: Path) -> None:
+    live = LiveIndex(tmp_path / "live", built.uri)
+    written = {f"n{i}": (NEW[i], {3: 1.0, 5: 2.0}) for i in range(4)}
+    documents = documents_of(written)
+    wrong = [None, [5, 3], [3, 5], [3]]
+    documents = documents.set_column(
+        documents.column_names.index("terms"), "terms", pa.array(wrong, pa.list_(pa.int32()))
+    )
+    documents = documents.set_column(
+        documents.column_names.index("impacts"),
+        "impacts",
+        pa.array([None, [1.0, 2.0], [1.0, float("nan")], [1.0]], pa.list_(pa.float32())),
+    )
+    answers = live.upsert(documents, NEW[:4])
+    rejected = sorted((row["row"], row["reason"]) for each in answers.values() for row in each.rejected)
+    assert [name for name, _ in rejected] == ["n1", "n2"]
+    assert "has term 3 with impact 2.0: terms must be ascending" in rejected[0][1]
+    live.upsert(table(["n9"]), NEW[9:10])
+    truth = dict(BASE) | {"n0": (NEW[0], {}), "n3": (NEW[3], {3: 1.0}), "n9": (NEW[9], {})}
+    agree(LiveSearcher(live), Searcher.open(_built(f"{tmp_path}/anew", truth).uri), truth)
+    for nprobe in (0, -1):
+        with pytest.raises(SearchError, match=f"nprobe is {nprobe}"):
+            LiveSearcher(live).search(PROBES, k=3, nprobe=nprobe)
+    with pytest.raises(DataError, match="no column 'impacts'"):
+        live.upsert(documents.drop_columns("impacts"), NEW[:4])
+    plain = LiveIndex(tmp_path / "plain", index(f"{tmp_path}/plain-index", [{"d0": NEW[0]}]).uri)
+    plain.upsert(documents, NEW[:4])  # further columns are left out
+    assert len(plain) == 5
+    with pytest.raises(SearchError, match="this index has no terms"):
+        LiveSearcher(plain).search(PROBES, TERMS, k=3)
+
+
+def test_an_exact_hybrid_search_misses_nothing(built: Artifact, tmp_path: Path) -> None:
+    for searcher in (Searcher.open(built.uri), LiveSearcher(LiveIndex(tmp_path / "live", built.uri))):
+
+        def scores(searcher: Searcher | LiveSearcher = searcher, **knobs: Any) -> list[list[float]]:
+            # Few of either kind: whom a list hides, terms do not find either.
+            found = searcher.find(PROBES, terms=TERMS, k=5, joining=Joining(candidates=5), **knobs)
+            return [sorted(answer.dense.tolist()) for answer in found]
+
+        assert scores(nprobe=1, exact=True) == scores(nprobe=NLIST) != scores(nprobe=1)
 
 
 def test_an_exact_index_has_the_very_same_answers(tmp_path: Path) -> None:
@@ -109,7 +164,7 @@ def test_parts_that_have_read_more_or_less_of_the_log_answer_as_of_one_record(
     with pytest.raises(ArtifactError, match=r"was read up to record 0, not 12: refresh first"):
         behind.at(moments[-1].record)
     for truth, moment in zip(truths, moments, strict=True):  # the delta's own rows stay as they were
-        anew = Searcher.open(built_of(f"{tmp_path}/{moment.record}", truth, shards=1).uri)
+        anew = Searcher.open(_built(f"{tmp_path}/{moment.record}", truth).uri)
         pair = ahead.at(moment.record).find(PROBES, k=100), moment.find(PROBES, k=100)
         for answers, hits in zip(zip(*pair, strict=True), anew.search(PROBES, k=100), strict=True):
             best = rank(concatenate(answers), k=100, joining=Joining(), layout=ahead.layout)
@@ -163,7 +218,7 @@ def test_a_killed_fold_goes_on_with_the_shards_that_it_has_not_finished(
     live.compact()
     assert (live.version, versions.current(live.folder).included) == (1, (1,))  # as when it began
     assert first.stat().st_mtime_ns == before
-    anew = Searcher.open(built_of(f"{tmp_path}/anew", truth, shards=1).uri)
+    anew = Searcher.open(_built(f"{tmp_path}/anew", truth).uri)
     agree(SearcherWithDelta.over(live.folder), anew, truth)
     assert live.compact() is not None
     assert live.compact() is None  # nothing was written since
