@@ -100,7 +100,7 @@ def test_a_killed_run_keeps_its_coded_parts(
     before = [coded[0].stat().st_mtime_ns, coded[2].stat().st_mtime_ns]
     times = []
 
-    def sort(*arguments: Any, **knobs: Any) -> naming.SortedCorpus:
+    def sort(*arguments: Any, **knobs: Any) -> naming.Counted:
         times.extend(path.stat().st_mtime_ns for path in coded)
         return original(*arguments, **knobs)
 

@@ -36,9 +36,7 @@ def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
         write_table(draft.work(part), naming.coded_table(names, codes[end - size : end], energy, sampled))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(naming, "ROWS", 120)  # several files
-        where = naming.CodedCorpus(draft.uri, draft.work(), LEVELS, SIZE)
-        found = naming.sort(where, parts, SIZES, each=map)
-    draft.write_json(semantic_id.BY_CODE_SUMMARY, found.ranges)
+        naming.sort(draft, parts, SIZES, levels=LEVELS, size=SIZE, earlier=None, each=map)
     draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))
     artifact = draft.commit(counts={})
     assert len(artifact.names("by_code/")) > 3
