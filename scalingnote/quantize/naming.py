@@ -125,8 +125,8 @@ def sort(
         ends = {"first": spread.first, "last": spread.last}
         summary.append({"name": one["name"], "rows": one["documents"], **ends})
     draft.write_json(semantic_id.BY_CODE_SUMMARY, summary)
-    tallies = (_sum(corpus, found, which) for which in ("all", "unseen"))
-    return Counted(*tallies, PrefixCounts.merge(spreads))
+    everything, unseen = (_sum(corpus, found, which) for which in ("all", "unseen"))
+    return Counted(everything, unseen, PrefixCounts.merge(spreads))
 
 
 def _sample_keys(item: tuple[int, list[str]], *, corpus: CodedCorpus, every: int) -> list[list[int]]:
