@@ -24,7 +24,7 @@ from scalingnote.core.config import Resources
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.log import get_logger
 from scalingnote.core.parts import PartStage
-from scalingnote.quantize import code_statistics, kmeans, naming, semantic_id
+from scalingnote.quantize import kmeans, naming, semantic_id
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.kmeans import SAMPLE_SEED, draw, shares
 from scalingnote.storage import filesystem as fs
@@ -73,14 +73,11 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
 
     draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source, earlier))
     coded = _code(config, parts, rows, draft, source)
-    corpus = naming.CodedCorpus(
-        output=draft.uri, work=draft.work(), levels=config.levels, size=config.codes, earlier=earlier
-    )
-    by_code = naming.sort(corpus, [*coded], rows, each=cluster.map_tasks)
-    for name, part in (coded | by_code.parts).items():
+    for name, part in coded.items():
         draft.register(name, part)
-    draft.write_json(semantic_id.BY_CODE_SUMMARY, by_code.ranges)
-    found = _report(config, by_code, draft, earlier)
+    shape = {"levels": config.levels, "size": config.codes}
+    counted = naming.sort(draft, [*coded], rows, **shape, earlier=earlier, each=cluster.map_tasks)
+    found = _report(config, counted, draft, earlier)
     log.info(
         "%s semantic IDs, %s of them share all codes with an earlier one, residual energy %.3f: %s",
         f"{found['documents']:,}",
@@ -189,7 +186,8 @@ def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: 
     fit = partial(_fit, config=config, folder=folder)
     files = store_sample(source, documents=size, seed=SAMPLE_SEED, folder=folder, section="quantize")
     (codebooks,) = cluster.map_tasks(fit, [files], config.resources)
-    return _dump(codebooks)
+    data: bytes = safetensors.save({"codebooks": codebooks})
+    return data
 
 
 def _fit(files: int, *, config: QuantizeConfig, folder: str) -> Float[ndarray, "levels codes dim"]:
@@ -238,16 +236,16 @@ class _Coder:
 
 
 def _report(
-    config: QuantizeConfig, corpus: naming.SortedCorpus, draft: Draft, earlier: Artifact | None
+    config: QuantizeConfig, counted: naming.Counted, draft: Draft, earlier: Artifact | None
 ) -> dict[str, Any]:
     """Contents of `statistics.json`; a proposed refit is also logged."""
-    found = code_statistics.report(corpus.tally, corpus.spread)
-    fitted = corpus.unseen
+    found = naming.report(counted.all, counted.spread)
+    fitted = counted.unseen
     if earlier is not None:
-        fitted = code_statistics.load_tally(earlier.read_bytes(FITTED))
-        found["drift"] = code_statistics.drift(corpus.unseen, fitted, refit_above=config.refit_above)
+        fitted = safetensors.load(earlier.read_bytes(FITTED))
+        found["drift"] = naming.drift(counted.unseen, fitted, refit_above=config.refit_above)
         _log_drift(found["drift"], config)
-    draft.write_bytes(FITTED, code_statistics.dump_tally(fitted))
+    draft.write_bytes(FITTED, safetensors.save(fitted))
     draft.write_json(STATISTICS, found)
     return found
 
@@ -266,11 +264,6 @@ def _log_drift(drift: dict[str, Any], config: QuantizeConfig) -> None:
         )
     else:
         log.info("%s", new)
-
-
-def _dump(codebooks: Float[ndarray, "levels codes dim"]) -> bytes:
-    data: bytes = safetensors.save({"codebooks": codebooks})
-    return data
 
 
 def _codes_part(part: str) -> str:

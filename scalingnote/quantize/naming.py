@@ -1,35 +1,42 @@
-"""Semantic IDs of a coded corpus sorted by code, in ranges: no process holds the codes of all documents.
+"""Semantic IDs of a coded corpus sorted by code, in ranges, and the statistics of their codes.
 
     coded parts ─scatter by range─► ranges ─sort─► files by code · statistics
 
-A suffix depends on the document alone (:func:`scalingnote.quantize.semantic_id.suffixes`), so the parts have
-their IDs as soon as they are coded. Documents are then partitioned by ranges of (codes, suffix), whose bounds
-come from a sample; a range sorts its documents, checks that no two have one ID, and counts prefixes. Every
-step is a recorded task over files (storage/shuffle.py): after a kill, only the tasks under way are repeated.
+No process holds the codes of all documents. A suffix depends on the document alone
+(:func:`scalingnote.quantize.semantic_id.suffixes`), so the parts have their IDs as soon as they are coded.
+Documents are then partitioned by ranges of (codes, suffix), whose bounds come from a sample; a range sorts
+its documents, checks that no two have one ID, and counts. Counts add up: a :data:`Tally` over any pieces of
+the corpus, :class:`PrefixCounts` over ranges, where only a prefix that continues in the next range is counted
+twice. Every step is a recorded task over files (storage/shuffle.py): after a kill, only the tasks under way
+are repeated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Shaped
+from jaxtyping import Bool, Int, Integer, Shaped
 from numpy import ndarray
+from safetensors import numpy as safetensors
 
 from scalingnote.core.errors import DataError
 from scalingnote.quantize import semantic_id
-from scalingnote.quantize.code_statistics import CodeTally, PrefixCounts, dump_tally, load_tally
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.arrow import to_arrow, to_matrix
-from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
+from scalingnote.storage.artifact import Artifact, Draft, Part, read_table, write_table
 from scalingnote.storage.shuffle import TaskRunner, group_by_size, run_slices
 
 ROWS = 1 << 22  # documents of a task, which takes some 270 bytes of memory for each: 1.1 GB
 KEYS_PER_RANGE = 1024  # sampled to determine the bounds of ranges
-Bound = list[int]  # the codes and the suffix of the first document of a range
+MIN_DRIFT_DOCUMENTS = 100  # the error of their mean residual energy is about 3 %
+# Of some documents: their number as `documents` [1], the sums of their residual energies after each level as
+# `energy` [levels], and the uses of each code as `usage` [levels, codes].
+Tally = dict[str, ndarray]
 
 
 @dataclass(frozen=True)
@@ -43,19 +50,16 @@ class CodedCorpus:
     earlier: Artifact | None = None  # IDs made before with the same codebooks
 
 
-@dataclass(frozen=True)
-class SortedCorpus:
-    """Files by code, and statistics of all documents.
+class Counted(NamedTuple):
+    """Statistics of all documents of a corpus.
 
     `unseen` counts the documents that the codebooks were not fitted on or, where there are earlier IDs, those
     whose ID is not among them.
     """
 
-    parts: dict[str, Part]
-    tally: CodeTally
-    unseen: CodeTally
-    spread: PrefixCounts
-    ranges: list[dict[str, Any]]
+    all: Tally
+    unseen: Tally
+    spread: "PrefixCounts"
 
 
 def coded_table(
@@ -78,42 +82,54 @@ def coded_table(
     return pa.table({"doc_id": doc_ids.cast(pa.string()), **columns})
 
 
-def sort(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each: TaskRunner) -> SortedCorpus:
-    """Write the files by code, and count.
+def sort(
+    draft: Draft,
+    parts: Sequence[str],
+    rows: Sequence[int],
+    *,
+    levels: int,
+    size: int,
+    earlier: Artifact | None,
+    each: TaskRunner,
+) -> Counted:
+    """Write the files by code and their summary, and count.
 
     Args:
-        corpus: its folders and codebooks.
+        draft: of the semantic IDs; its work folder holds the coded parts.
         parts: names of the coded parts.
         rows: of each of them.
+        levels: codes of a document.
+        size: codes of a level.
+        earlier: IDs made before with the same codebooks.
         each: runs the tasks.
 
     Raises:
         DataError: two documents have the same ID.
     """
+    corpus = CodedCorpus(draft.uri, draft.work(), levels, size, earlier)
     slices = [[parts[place] for place in group] for group in group_by_size(rows, limit=ROWS)]
     run = partial(run_slices, folder=fs.join(corpus.work, "naming"), each=each, section="quantize")
     ranges = -(-sum(rows) // ROWS)
     # The names of the steps also name their records: others would not find those of a killed run.
     sample = partial(_sample_keys, corpus=corpus, every=max(1, ROWS // KEYS_PER_RANGE))
     keys = sorted(key for found in run("sample", sample, slices) for key in found) if ranges > 1 else []
+    # Codes and suffix of the first document of each range but the first one.
     bounds = [keys[len(keys) * number // ranges] for number in range(1, ranges)]
     run("scatter", partial(_scatter, corpus=corpus, bounds=bounds), slices)
     found = run("sort", partial(_sort_range, corpus=corpus), range(ranges), unit="ranges")
     found = [each_range for each_range in found if each_range["documents"]]
     spreads = [PrefixCounts(**each_range["spread"]) for each_range in found]
-    return SortedCorpus(
-        parts={each_range["name"]: Part(**each_range["part"]) for each_range in found},
-        tally=_sum(corpus, found, "all"),
-        unseen=_sum(corpus, found, "unseen"),
-        spread=PrefixCounts.merge(spreads),
-        ranges=[
-            {"name": one["name"], "rows": one["documents"], "first": spread.first, "last": spread.last}
-            for one, spread in zip(found, spreads, strict=True)
-        ],
-    )
+    summary = []
+    for one, spread in zip(found, spreads, strict=True):
+        draft.register(one["name"], Part(**one["part"]))
+        ends = {"first": spread.first, "last": spread.last}
+        summary.append({"name": one["name"], "rows": one["documents"], **ends})
+    draft.write_json(semantic_id.BY_CODE_SUMMARY, summary)
+    everything, unseen = (_sum(corpus, found, which) for which in ("all", "unseen"))
+    return Counted(everything, unseen, PrefixCounts.merge(spreads))
 
 
-def _sample_keys(item: tuple[int, list[str]], *, corpus: CodedCorpus, every: int) -> list[Bound]:
+def _sample_keys(item: tuple[int, list[str]], *, corpus: CodedCorpus, every: int) -> list[list[int]]:
     """Task: the codes and the suffix of every `every`-th document of a slice."""
     table = pa.concat_tables([_read(corpus, part, ["codes", "suffix"]) for part in item[1]])
     chosen = table.take(np.arange(0, len(table), every))
@@ -121,7 +137,7 @@ def _sample_keys(item: tuple[int, list[str]], *, corpus: CodedCorpus, every: int
     return [[*row, suffix] for row, suffix in zip(codes, chosen["suffix"].to_pylist(), strict=True)]
 
 
-def _scatter(item: tuple[int, list[str]], *, corpus: CodedCorpus, bounds: list[Bound]) -> int:
+def _scatter(item: tuple[int, list[str]], *, corpus: CodedCorpus, bounds: list[list[int]]) -> int:
     """Task: send the documents of a slice to their ranges."""
     table = pa.concat_tables([_read(corpus, part) for part in item[1]])
     ends = np.array(bounds, np.int64).reshape(-1, corpus.levels + 1)
@@ -148,12 +164,9 @@ def _sort_range(item: tuple[int, int], *, corpus: CodedCorpus) -> dict[str, Any]
         raise DataError(f"documents {first!r} and {second!r} have one semantic ID: rename one of them")
     codes, energy = to_matrix(table["codes"]), to_matrix(table["energy"])
     unseen = ~table["sampled"].to_numpy() & ~_has_earlier_id(corpus, codes, keys)
-    tallies = {
-        "all": CodeTally.of(codes, energy, size=corpus.size),
-        "unseen": CodeTally.of(codes[unseen], energy[unseen], size=corpus.size),
-    }
-    for which, tally in tallies.items():
-        fs.write_bytes(_tally(corpus, number, which), dump_tally(tally))
+    for which, chosen in (("all", slice(None)), ("unseen", unseen)):
+        counted = tally(codes[chosen], energy[chosen], size=corpus.size)
+        fs.write_bytes(_tally_file(corpus, number, which), safetensors.save(counted))
     file = f"by_code/part-{number:05d}.arrow"
     columns = {f"code_{level}": pa.array(column) for level, column in enumerate(codes.T)}
     by_code = pa.table({"doc_id": table["doc_id"], "suffix": table["suffix"], **columns})
@@ -182,17 +195,172 @@ def _keys(table: pa.Table) -> Shaped[ndarray, " docs"]:
     return semantic_id.sortable(to_matrix(table["codes"]), table["suffix"].to_numpy())
 
 
-def _sum(corpus: CodedCorpus, ranges: Sequence[dict[str, Any]], which: str) -> CodeTally:
+def _sum(corpus: CodedCorpus, ranges: Sequence[dict[str, Any]], which: str) -> Tally:
     """Sum of the tallies of all ranges, loaded one at a time because each has a count per code."""
-    total = CodeTally(0, np.zeros(corpus.levels), np.zeros((corpus.levels, corpus.size), np.int64))
+    total = tally(np.empty((0, corpus.levels), int), np.empty((0, corpus.levels)), size=corpus.size)
     for found in ranges:
-        total += load_tally(fs.read_bytes(_tally(corpus, found["number"], which)))
+        more = safetensors.load(fs.read_bytes(_tally_file(corpus, found["number"], which)))
+        total = {name: total[name] + more[name] for name in total}
     return total
 
 
-def _tally(corpus: CodedCorpus, number: int, which: str) -> str:
+def _tally_file(corpus: CodedCorpus, number: int, which: str) -> str:
     return fs.join(corpus.work, "naming", which, f"{number:05d}.safetensors")
 
 
 def _read(corpus: CodedCorpus, part: str, columns: list[str] | None = None) -> pa.Table:
     return read_table(fs.join(corpus.work, part), columns)
+
+
+# --- statistics --------------------------------------------------------------------------------------------
+
+
+def tally(
+    codes: Integer[ndarray, "docs levels"], energy: Shaped[ndarray, "docs levels"], *, size: int
+) -> Tally:
+    """Count documents; `size` is the number of codes of a level."""
+    usage = [np.bincount(column, minlength=size) for column in codes.T]
+    return {
+        "documents": np.array([len(codes)]),
+        "energy": energy.sum(axis=0, dtype=np.float64),
+        "usage": np.array(usage, np.int64),
+    }
+
+
+def _mean_energy(counted: Tally) -> ndarray:
+    """Mean squared norm of the residual after each level."""
+    mean: ndarray = counted["energy"] / max(int(counted["documents"][0]), 1)
+    return mean
+
+
+@dataclass(frozen=True)
+class PrefixCounts:
+    """How the documents in a range of codes share prefixes, as plain values for a JSON record."""
+
+    distinct: list[int]  # prefixes of 1, 2, ... codes
+    alone: int  # documents with unique codes
+    largest: int  # largest number of documents with equal codes
+    first: list[int]  # the lowest codes
+    last: list[int]  # the highest
+    with_first: int  # documents with the lowest codes
+    with_last: int
+
+    @classmethod
+    def of(cls, codes: Integer[ndarray, "docs levels"]) -> "PrefixCounts":
+        """Count the prefixes of at least one document; `codes` ascend."""
+        fresh = np.ones(codes.shape, bool)  # where a prefix of each length begins
+        fresh[1:] = np.logical_or.accumulate(codes[1:] != codes[:-1], axis=1)
+        sizes = np.diff(np.flatnonzero(fresh[:, -1]), append=len(codes))
+        return cls(
+            distinct=fresh.sum(axis=0).tolist(),
+            alone=int((sizes == 1).sum()),
+            largest=int(sizes.max()),
+            first=codes[0].tolist(),
+            last=codes[-1].tolist(),
+            with_first=int(sizes[0]),
+            with_last=int(sizes[-1]),
+        )
+
+    @classmethod
+    def merge(cls, ranges: Iterable["PrefixCounts"]) -> "PrefixCounts":
+        """Merge disjoint ranges in ascending order."""
+        ranges = list(ranges)
+        distinct = np.sum([each.distinct for each in ranges], axis=0)
+        alone, largest = (sum(each.alone for each in ranges), max(each.largest for each in ranges))
+        tail = ranges[0].with_last  # documents so far with the codes of the last one
+        for before, after in pairwise(ranges):
+            same = np.equal(before.last, after.first)
+            distinct -= np.logical_and.accumulate(same)  # prefixes counted in both ranges
+            if same.all():
+                alone -= (tail == 1) + (after.with_first == 1)
+                tail += after.with_first
+                largest = max(largest, tail)
+            if not same.all() or after.first != after.last:
+                tail = after.with_last
+        head = list(takewhile(lambda each: each.first == ranges[0].first, ranges))
+        return cls(
+            distinct=distinct.tolist(),
+            alone=alone,
+            largest=largest,
+            first=ranges[0].first,
+            last=ranges[-1].last,
+            with_first=sum(each.with_first for each in head),
+            with_last=tail,
+        )
+
+
+def report(counted: Tally, spread: PrefixCounts) -> dict[str, Any]:
+    """Statistics of the codes of a corpus.
+
+    Per level: `usage`, the share of codes that occur; `entropy_bits`, at most log2(K) when all are equally
+    frequent; `residual_energy`, mean squared norm of the residual (1 for unit vectors: nothing explained);
+    `distinct_prefixes`, number of distinct tuples of the levels up to this one. Overall: `distinct_codes`;
+    `uniqueness`, share of documents with unique codes; `collisions`, documents beyond the first with
+    their codes;
+    `largest_collision`, largest number of documents with equal codes.
+    """
+    documents = int(counted["documents"][0])
+    levels = [
+        {
+            "level": level,
+            "usage": float((uses > 0).mean()),
+            "entropy_bits": _entropy(uses),
+            "residual_energy": float(energy),
+            "distinct_prefixes": distinct,
+        }
+        for level, (uses, energy, distinct) in enumerate(
+            zip(counted["usage"], _mean_energy(counted), spread.distinct, strict=True)
+        )
+    ]
+    return {
+        "documents": documents,
+        "distinct_codes": spread.distinct[-1],
+        "uniqueness": spread.alone / documents,
+        "collisions": documents - spread.distinct[-1],
+        "largest_collision": spread.largest,
+        "levels": levels,
+    }
+
+
+def drift(new: Tally, fitted: Tally, *, refit_above: float) -> dict[str, Any]:
+    """How documents coded with existing codebooks differ from the corpus that the codebooks were fitted for.
+
+    Args:
+        new: tally of the documents coded with existing codebooks.
+        fitted: tally of documents of the fitted corpus outside the sample. Documents of the sample would not
+            do: after 6 levels their residual energy is lower by an eighth with 120 of them per code, by a
+            third with 30, and all new documents would look different.
+        refit_above: ratio of residual energies above which new codebooks are proposed.
+
+    Returns:
+        Per level: `residual_energy_ratio`, mean of the new documents over that of the fitted;
+        `usage_divergence_bits`, the Jensen-Shannon divergence of code frequencies (0: equal, 1: disjoint).
+        `refit`: whether the ratio after the last level exceeds `refit_above`, with enough documents of both.
+    """
+    documents, others = (int(counted["documents"][0]) for counted in (new, fitted))
+    if not documents:
+        return {"documents": 0, "levels": [], "refit": False}
+    ratio = _mean_energy(new) / np.maximum(_mean_energy(fitted), np.finfo(float).tiny)
+    enough = min(documents, others) >= MIN_DRIFT_DOCUMENTS
+    return {
+        "documents": documents,
+        "levels": [
+            {
+                "level": level,
+                "residual_energy_ratio": float(ratio[level]),
+                "usage_divergence_bits": _divergence(new["usage"][level], fitted["usage"][level]),
+            }
+            for level in range(len(ratio))
+        ],
+        "refit": bool(enough and ratio[-1] > refit_above),
+    }
+
+
+def _divergence(one: Int[ndarray, " codes"], other: Int[ndarray, " codes"]) -> float:
+    one, other = one / max(one.sum(), 1), other / max(other.sum(), 1)
+    return max(0.0, _entropy((one + other) / 2) - (_entropy(one) + _entropy(other)) / 2)
+
+
+def _entropy(counts: ndarray) -> float:
+    share = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(share * np.log2(share)).sum())

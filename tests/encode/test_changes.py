@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import encode_inputs
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -12,14 +13,6 @@ from scalingnote.encode.documents import content_hashes
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.shuffle import slices
-
-
-def documents(uri: Path, rows: list[dict[str, str]], *, rows_per_part: int) -> Artifact:
-    draft = Draft(str(uri), kind="dataset", config=tiny.Nothing(), parents={})
-    for number, start in enumerate(range(0, len(rows), rows_per_part)):
-        part = pa.Table.from_pylist(rows[start : start + rows_per_part], schema=schema.DOCUMENTS)
-        draft.write_table(f"documents/part-{number:05d}.parquet", part)
-    return draft.commit(counts={"documents": len(rows)})
 
 
 def embeddings(uri: Path, rows: list[dict[str, str]], *, rows_per_part: int) -> Artifact:
@@ -45,7 +38,7 @@ def test_what_is_the_same_is_copied_and_the_rest_is_told(
         row["content"] += " and more"
     now[0]["title"], now[0]["content"] = "", now[0]["title"] + now[0]["content"]  # the same text elsewhere
     base = embeddings(tmp_path / "base", before, rows_per_part=11)
-    source = documents(tmp_path / "now", now, rows_per_part=rows_per_part)
+    source = encode_inputs.dataset(tmp_path / "now", now, rows_per_part=rows_per_part)
     folder, output = str(tmp_path / "work"), str(tmp_path / "out")
     for _ in range(2):  # whatever is done again changes nothing
         for artifact, table in ((base, "embeddings"), (source, "documents")):

@@ -11,10 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import encode_inputs
 import numpy as np
 import pyarrow as pa
 import pytest
 import ray
+from encode_inputs import TOO_LONG, dataset
 
 import tiny
 from in_process import without_ray
@@ -24,36 +26,15 @@ from scalingnote.encode import documents, parts
 from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.engines import load_document_encoder
-from scalingnote.models import backbone, dual_encoder
-from scalingnote.storage import arrow, schema, usage
-from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage import arrow, usage
+from scalingnote.storage.artifact import Artifact
 
 CONFIG = EncodeConfig(dtype="float32", resources=Fleet(workers=1))
-TOO_LONG = "word " * 200
 
 
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-    draft = Draft(
-        str(tmp_path_factory.mktemp("towers") / "towers"),
-        kind="dual_encoder",
-        config=tiny.Nothing(),
-        parents={},
-    )
-    made = dual_encoder.build_tower(
-        tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=0
-    )
-    made.save(Path(draft.path("document")))
-    return draft.commit(counts={})
-
-
-def corpus(uri: Path, rows: list[dict[str, str]]) -> Artifact:
-    draft = Draft(str(uri), kind="dataset", config=tiny.Nothing(), parents={})
-    for number, start in enumerate(range(0, len(rows), 16)):
-        part = pa.Table.from_pylist(rows[start : start + 16], schema=schema.DOCUMENTS)
-        draft.write_table(f"documents/part-{number:05d}.parquet", part)
-    return draft.commit(counts={"documents": len(rows)})
+    return encode_inputs.towers(tmp_path_factory.mktemp("towers") / "towers", encode_inputs.tower())
 
 
 def read(embeddings: Artifact) -> tuple[list[str], np.ndarray]:
@@ -97,7 +78,7 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(
 ):
     without_ray(monkeypatch)
     caplog.set_level("INFO", logger="scalingnote")
-    source = corpus(tmp_path / "before", rows)
+    source = dataset(tmp_path / "before", rows)
     first = documents.encode_documents(
         CONFIG, source.uri, towers, str(tmp_path / "first"), load_encoder=flaky_tower
     )
@@ -121,7 +102,7 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(
 
     changed = [{**row, "content": row["content"][:9]} if row["doc_id"] == "d030" else row for row in rows[3:]]
     changed.insert(5, {**rows[0], "doc_id": "new"})
-    newer = corpus(tmp_path / "now", changed)
+    newer = dataset(tmp_path / "now", changed)
     update = CONFIG.model_copy(update={"base": first.uri})
     brought = documents.encode_documents(update, newer.uri, towers, str(tmp_path / "brought"))
     counts = {name: brought.counts[name] for name in ("added", "changed", "deleted", "copied", "rejected")}
@@ -146,7 +127,7 @@ def test_what_fails_again_and_again_ends_the_run(towers, rows, tmp_path, monkeyp
         encoder.encode_with_cost = lambda rows, top_k: 1 // 0
         return encoder
 
-    source, output = corpus(tmp_path / "source", rows), str(tmp_path / "output")
+    source, output = dataset(tmp_path / "source", rows), str(tmp_path / "output")
     with pytest.raises(PartsFailedError, match=r"none of 3 parts .*: (?s:.*)ZeroDivisionError"):
         documents.encode_documents(CONFIG, source.uri, towers, output, load_encoder=broken)
 
@@ -256,7 +237,7 @@ def test_a_part_that_takes_long_is_not_silent(tmp_path, caplog, monkeypatch):
 def test_tasks_that_read_ahead_and_write_behind_leave_the_same_artifact(
     towers, rows, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
-    source = corpus(tmp_path / "source", rows)
+    source = dataset(tmp_path / "source", rows)
     ahead = CONFIG.model_copy(update={"resources": Fleet(workers=1, readers=1)})
     found = documents.encode_documents(ahead, source.uri, towers, str(tmp_path / "ahead"))
     without_ray(monkeypatch)

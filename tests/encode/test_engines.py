@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import encode_inputs
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ from scalingnote.core.config import validate
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode import documents, engines
 from scalingnote.encode.config import EncodeConfig, Fleet
-from scalingnote.models import backbone, dual_encoder
+from scalingnote.models import dual_encoder
 from scalingnote.models.publish import write_router
-from scalingnote.storage import arrow, schema
+from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -44,39 +44,27 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    draft = Draft(
-        str(tmp_path_factory.mktemp("dataset") / "dataset"), kind="dataset", config=tiny.Nothing(), parents={}
-    )
     rows = tiny.document_rows(48)
-    rows[20]["title"] = "word " * 200  # no tower of ours reads so long a title
-    for number, start in enumerate(range(0, len(rows), 16)):
-        part = pa.Table.from_pylist(rows[start : start + 16], schema=schema.DOCUMENTS)
-        draft.write_table(f"documents/part-{number:05d}.parquet", part)
-    return draft.commit(counts={"documents": len(rows)})
+    rows[20]["title"] = encode_inputs.TOO_LONG
+    return encode_inputs.dataset(tmp_path_factory.mktemp("dataset") / "dataset", rows)
 
 
 def towers(name: str, folder: Path, *, sparse: bool = False) -> Artifact:
-    draft = Draft(str(folder / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    place = Path(draft.path("document"))
     if name in ("causal", "bidirectional"):
-        learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
         scratch = tiny.CAUSAL if name == "causal" else tiny.BIDIRECTIONAL
         config = tiny.document_tower().model_copy(update={"backbone": scratch, "prompt": PROMPT})
-        dual_encoder.build_tower(
-            config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=sparse
-        ).save(place)
-    else:
-        source: Any = MINILM
-        if name != "all-MiniLM-L6-v2":
-            dense = [(published.HIDDEN, True, nn.Tanh())]
-            source = published.folder(folder, prompts=published.PROMPTS, dense=dense)
-        if name == "router":
-            for role in ("query", "document"):
-                dual_encoder.load_tower(source, role).save(folder / role)
-            source = folder / "router"
-            write_router(folder / "query", folder / "document", source)
-        dual_encoder.load_tower(model_files.local_folder(source), "document").save(place)
-    return draft.commit(counts={})
+        return encode_inputs.towers(folder / "towers", encode_inputs.tower(config, sparse=sparse))
+    source: Any = MINILM
+    if name != "all-MiniLM-L6-v2":
+        dense = [(published.HIDDEN, True, nn.Tanh())]
+        source = published.folder(folder, prompts=published.PROMPTS, dense=dense)
+    if name == "router":
+        for role in ("query", "document"):
+            dual_encoder.load_tower(source, role).save(folder / role)
+        source = folder / "router"
+        write_router(folder / "query", folder / "document", source)
+    made = dual_encoder.load_tower(model_files.local_folder(source), "document")
+    return encode_inputs.towers(folder / "towers", made)
 
 
 def encode(engine: str, dataset: Artifact, made: Artifact, output: Path, **knobs: Any) -> Artifact:
@@ -154,42 +142,32 @@ def test_vllm_is_wired_to_give_our_artifact(name: str, dataset: Artifact, tmp_pa
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize(
-    ("engine", "name", "sparse", "told"),
+    ("engine", "name", "options", "told"),
     [
-        ("sentence-transformers", "causal", True, "sparse head gives terms"),
-        ("vllm", "bidirectional", False, "vLLM has no WordWeights"),
+        ("sentence-transformers", "causal", {"sparse": True}, "sparse head gives terms"),
+        ("sentence-transformers", "causal", {"views": ("title",)}, r"no view \['title'\] of a document with"),
+        ("sentence-transformers", "bare", {}, "without the files of sentence-transformers"),
+        ("vllm", "bidirectional", {}, "vLLM has no WordWeights"),
     ],
 )
 def test_what_an_engine_cannot_encode_is_told_before_it_is_loaded(
-    engine: str, name: str, sparse: bool, told: str, dataset: Artifact, tmp_path: Path
+    engine: str, name: str, options: dict[str, Any], told: str, dataset: Artifact, tmp_path: Path
 ):
-    made = towers(name, tmp_path, sparse=sparse)
+    made = towers("causal" if name == "bare" else name, tmp_path, sparse=options.pop("sparse", False))
+    if name == "bare":
+        draft = Draft(str(tmp_path / "bare"), kind="dual_encoder", config=tiny.Nothing(), parents={})
+        for part in made.names("document/"):
+            if part != "document/modules.json":
+                draft.write_bytes(part, made.read_bytes(part))
+        made = draft.commit(counts={})
     with pytest.raises(ConfigError, match=told):
-        encode(engine, dataset, made, tmp_path / "refused")
-
-
-def test_a_view_that_an_engine_does_not_give_is_refused(dataset: Artifact, tmp_path: Path):
-    made = towers("causal", tmp_path)
-    with pytest.raises(ConfigError, match=r"no view \['title'\] of a document with the engine sentence-t"):
-        encode("sentence-transformers", dataset, made, tmp_path / "refused", views=("title",))
+        encode(engine, dataset, made, tmp_path / "refused", **options)
 
 
 def test_a_missing_package_is_told_before_work(dataset: Artifact, tmp_path: Path):
     with pytest.raises(ConfigError, match="the workers have no package vllm: install it"):
-        engines.check_installed(EncodeConfig(engine="vllm"))
-    with pytest.raises(ConfigError, match="no package vllm"):
         encode("vllm", dataset, towers("causal", tmp_path), tmp_path / "refused")
     assert not (tmp_path / "refused" / "embeddings").exists()
-
-
-def test_a_folder_without_the_librarys_files_is_told(dataset: Artifact, tmp_path: Path):
-    whole = towers("causal", tmp_path)
-    bare = Draft(str(tmp_path / "bare"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    for name in whole.names("document/"):
-        if name != "document/modules.json":
-            bare.write_bytes(name, whole.read_bytes(name))
-    with pytest.raises(ConfigError, match="without the files of sentence-transformers"):
-        encode("sentence-transformers", dataset, bare.commit(counts={}), tmp_path / "refused")
 
 
 def test_several_views_are_refused_by_the_config():

@@ -1,9 +1,11 @@
-"""The teacher's embeddings of training queries, generated ones among them, and what a student inherits."""
+"""The queries that a teacher answers, as a slow twin finds them, its answers, and what a student inherits."""
 
 from pathlib import Path
 
+import encode_inputs
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -15,38 +17,97 @@ from scalingnote.core.errors import ConfigError
 from scalingnote.encode import job
 from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
-from scalingnote.storage import arrow
+from scalingnote.storage import arrow, shuffle
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train.distillation import job as distillation
 from scalingnote.train.distillation.config import DistillConfig
 
-GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
+
+def written(uri: Path, *, rows_per_part: int, generated: bool = True) -> Artifact:
+    """Rows of 60 queries, several of most, in parts that cut them anywhere."""
+    rng = np.random.default_rng(0)
+    ids = [f"q{number:03d}" for number in rng.integers(0, 60, 300)]
+    rows = [
+        {
+            "query_id": query,
+            "query": f"text of {query}",
+            "split": "validation" if query[-1] == "3" else "train",
+        }
+        for query in ids
+    ]
+    near = [
+        {"query_id": f"{q}~{i}", "query": f"{q} {i}", "source_query_id": q}
+        for q in sorted({*ids, "q999"})
+        for i in (0, 1)
+    ]
+    draft = Draft(str(uri), kind="triplets", config=tiny.Nothing(), parents={})
+    for table, found in (("triplets", rows), ("generated", near)):
+        if table == "generated" and not generated:
+            continue
+        for start in range(0, len(found), rows_per_part):
+            piece = pa.Table.from_pylist(found[start : start + rows_per_part], schema=job.QUERY_TABLES[table])
+            draft.write_table(f"{table}/part-{start // rows_per_part:05d}.parquet", piece)
+    return draft.commit(counts={})
 
 
-def test_generated_queries_teach_unless_their_source_is_for_validation(tmp_path, monkeypatch):
+def twin(triplets: Artifact) -> dict[str, tuple[str, str]]:
+    """query_id -> query, split: one row after the other, in memory."""
+    found: dict[str, tuple[str, str]] = {}
+    for row in triplets.table("triplets").to_pylist():
+        found.setdefault(row["query_id"], (row["query"], row["split"]))
+    near = triplets.table("generated").to_pylist() if triplets.names("generated/") else []
+    for row in near:
+        if found.get(row["source_query_id"], ("", ""))[1] != "validation":
+            found[row["query_id"]] = (row["query"], "train")
+    return found
+
+
+def settled(triplets: Artifact, folder: Path, *, buckets: int) -> list[pa.Table]:
+    for item in enumerate(shuffle.slices(triplets, *job.QUERY_TABLES)):
+        job.scatter_queries(item, triplets=triplets, folder=str(folder), buckets=buckets)
+    tables = []
+    for bucket in range(buckets):
+        for name, rows in job.merge_bucket((bucket, bucket), folder=str(folder)).items():
+            tables.append(pq.read_table(folder / name))
+            assert len(tables[-1]) == rows <= job.QUERIES_PER_PART
+    return tables
+
+
+@pytest.mark.parametrize("rows_per_part", [7, 300])
+@pytest.mark.parametrize("buckets", [1, 5])
+@pytest.mark.parametrize("generated", [True, False])
+def test_every_query_comes_out_once(tmp_path, monkeypatch, rows_per_part, buckets, generated):
+    monkeypatch.setattr(shuffle, "ROWS_PER_SLICE", 40)
+    monkeypatch.setattr(job, "QUERIES_PER_PART", 9)
+    triplets = written(tmp_path / "triplets", rows_per_part=rows_per_part, generated=generated)
+    settled(triplets, tmp_path, buckets=buckets)  # a step that is done again changes nothing
+    rows = [r for t in settled(triplets, tmp_path, buckets=buckets) for r in t.to_pylist()]
+    found = {row["query_id"]: (row["query"], row["split"]) for row in rows}
+    assert len(found) == len(rows)
+    assert found == twin(triplets)
+
+
+def test_slices_and_buckets_follow_the_number_of_rows(tmp_path, monkeypatch):
+    triplets = written(tmp_path / "triplets", rows_per_part=50)
+    assert len(shuffle.slices(triplets, *job.QUERY_TABLES)) == job.bucket_count(triplets) == 1
+    monkeypatch.setattr(shuffle, "ROWS_PER_SLICE", 100)
+    monkeypatch.setattr(job, "QUERIES_PER_BUCKET", 100)
+    found = shuffle.slices(triplets, *job.QUERY_TABLES)
+    assert sorted(part for parts in found for part in parts) == sorted(
+        [*triplets.names("triplets/"), *triplets.names("generated/")]
+    )
+    assert max(len(parts) for parts in found) <= 3
+    assert job.bucket_count(triplets) == 5  # 300 rows, and two of every query
+
+
+def test_a_teacher_answers_every_query_and_gives_its_words(tmp_path, monkeypatch):
     without_ray(monkeypatch)
-    given = tiny.triplets(str(tmp_path / "given"), tiny.dataset(str(tmp_path / "dataset"), count=24))
-    rows = given.table("triplets").to_pylist()
-    validation = next(row["query_id"] for row in rows if row["split"] == "validation")
-    train = next(row["query_id"] for row in rows if row["split"] == "train")
-    draft = Draft(str(tmp_path / "triplets"), kind="triplets", config=tiny.Nothing(), parents={})
-    draft.write_table("triplets/part-00000.parquet", given.table("triplets"))
-    written = [("g0", "ba ko", train), ("g1", "li me", validation), ("g2", "nu ra", "asked, but no triplet")]
-    generated = pa.table([pa.array(column) for column in zip(*written, strict=True)], schema=GENERATED)
-    draft.write_table("generated/part-00000.parquet", generated)
-    triplets = draft.commit(counts={"triplets": len(rows)})
-
-    texts = [" ".join(row.values()) for row in tiny.document_rows()]
-    learnt = backbone.train_tokenizer(texts, vocabulary=400)
-    draft = Draft(str(tmp_path / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
-    made = dual_encoder.build_tower(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
-    made.save(Path(draft.path("query")))
-    towers = draft.commit(counts={})
-
     monkeypatch.setattr(job, "QUERIES_PER_PART", 8)
+    triplets = written(tmp_path / "triplets", rows_per_part=100)
+    made = encode_inputs.tower(tiny.query_tower(), role="query")
+    towers = encode_inputs.towers(tmp_path / "towers", made)
 
     def embedded(name: str, **knobs: bool) -> Artifact:
         config = TeacherConfig(resources=Fleet(workers=1), **knobs)
@@ -55,10 +116,9 @@ def test_generated_queries_teach_unless_their_source_is_for_validation(tmp_path,
 
     found = embedded("out")
     table = found.table("embeddings")
-    split = dict(zip(table["query_id"].to_pylist(), table["split"].to_pylist(), strict=True))
-    expected = {row["query_id"]: row["split"] for row in rows}
-    assert split == expected | {"g0": "train", "g2": "train"}
-    assert len(found.table_parts("embeddings")) == -(-len(split) // 8)
+    rows = {row["query_id"]: (row["query"], row["split"]) for row in table.to_pylist()}
+    assert rows == twin(triplets)
+    assert len(found.table_parts("embeddings")) == -(-len(rows) // 8)
     direct = Encoder.load(towers.directory("query")).encode_queries(table["query"].to_pylist())
     np.testing.assert_allclose(arrow.to_numpy(table["embedding"]), direct, rtol=1e-4, atol=1e-6)
 

@@ -1,4 +1,4 @@
-from itertools import pairwise
+from itertools import pairwise, product
 
 import faiss
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.quantize import kmeans
+from scalingnote.quantize.kmeans import draw, shares
 from synthetic_corpus import vectors
 
 LEVELS, CODES = 4, 16
@@ -21,17 +22,18 @@ def codebooks(sample: np.ndarray) -> np.ndarray:
     return kmeans.fit(sample, levels=LEVELS, codes=CODES, seed=0)
 
 
+def error(vectors: np.ndarray, codes: np.ndarray, codebooks: np.ndarray) -> np.ndarray:
+    return np.square(vectors.astype(np.float64) - kmeans.decode(codes, codebooks)).sum(axis=1)
+
+
 def test_the_error_of_the_decoded_vector_falls_with_each_level(
     sample: np.ndarray, codebooks: np.ndarray
 ) -> None:
-    fresh = vectors(1500, 24, seed=0)[:500] + 0.01  # near the sample, not of it
+    fresh = sample[:500] + np.float32(0.01)  # near the sample, not of it
     codes = kmeans.encode_nearest(fresh, codebooks)
-    errors = [
-        np.square(fresh - kmeans.decode(codes[:, : level + 1], codebooks)).sum() for level in range(LEVELS)
-    ]
+    errors = [error(fresh, codes[:, : level + 1], codebooks).sum() for level in range(LEVELS)]
     assert all(later < 0.97 * earlier for earlier, later in pairwise(errors))
     found = kmeans.residual_energy(fresh, codes, codebooks)
-    assert found.shape == codes.shape
     np.testing.assert_allclose(found.sum(axis=0), errors, rtol=1e-4)
 
 
@@ -41,7 +43,7 @@ def test_encode_equals_a_brute_force_twin_in_float64(sample: np.ndarray, codeboo
     agree = 0
     for level in range(LEVELS):
         centroids = codebooks[level].astype(np.float64)
-        distances = np.array([[np.square(x - c).sum() for c in centroids] for x in residual[:300]])
+        distances = np.square(residual[:300, None] - centroids).sum(axis=2)
         chosen = codes[:300, level]
         # Another centroid may be taken only where float32 cannot tell the two apart.
         np.testing.assert_allclose(distances[np.arange(300), chosen], distances.min(axis=1), atol=1e-6)
@@ -50,42 +52,21 @@ def test_encode_equals_a_brute_force_twin_in_float64(sample: np.ndarray, codeboo
     assert agree >= 0.995 * 300 * LEVELS
 
 
-def test_decode_is_the_sum_of_centroids(codebooks: np.ndarray) -> None:
-    codes = np.array([[1, 2, 3, 4], [0, 15, 0, 15]])
-    expected = [sum(codebooks[level, code] for level, code in enumerate(row)) for row in codes]
-    np.testing.assert_allclose(kmeans.decode(codes, codebooks), expected, atol=1e-6)
-
-
-def test_fit_and_encode_are_deterministic_whatever_the_batch(
-    sample: np.ndarray, codebooks: np.ndarray
-) -> None:
-    again = kmeans.fit(sample, levels=LEVELS, codes=CODES, seed=0)
-    assert again.tobytes() == codebooks.tobytes()
-    other = kmeans.fit(sample, levels=LEVELS, codes=CODES, seed=1)
-    assert other.tobytes() != codebooks.tobytes()
+def test_fit_is_deterministic_and_blocks_do_not_show(sample: np.ndarray, codebooks: np.ndarray) -> None:
+    assert kmeans.fit(sample, levels=LEVELS, codes=CODES, seed=0).tobytes() == codebooks.tobytes()
+    assert kmeans.fit(sample, levels=LEVELS, codes=CODES, seed=1).tobytes() != codebooks.tobytes()
+    assert len(sample) > kmeans.VECTORS_PER_BLOCK
     whole = kmeans.encode_nearest(sample, codebooks)
     halves = [kmeans.encode_nearest(half, codebooks) for half in (sample[:700], sample[700:])]
     np.testing.assert_array_equal(whole, np.concatenate(halves))
-
-
-def test_no_vectors_have_no_codes(codebooks: np.ndarray) -> None:
-    assert kmeans.encode_nearest(np.empty((0, 24), np.float32), codebooks).shape == (0, LEVELS)
+    one_by_one = [kmeans.encode_nearest(sample[i : i + 1], codebooks)[0] for i in range(0, 1500, 97)]
+    assert (whole[::97] == one_by_one).mean() > 0.995
+    assert kmeans.encode_nearest(sample[:0], codebooks).shape == (0, LEVELS)
 
 
 def test_a_sample_smaller_than_a_codebook_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"quantize.codes=16 .* found 15: set quantize.codes=3"):
         kmeans.fit(vectors(15, 8), levels=1, codes=16, seed=0)
-
-
-@pytest.mark.parametrize("rows", [700, kmeans.VECTORS_PER_BLOCK, 2 * kmeans.VECTORS_PER_BLOCK + 1])
-def test_blocks_do_not_show(codebooks: np.ndarray, rows: int) -> None:
-    many = vectors(rows, 24, seed=5)
-    codes = kmeans.encode_nearest(many, codebooks)
-    one_by_one = [kmeans.encode_nearest(many[i : i + 1], codebooks)[0] for i in range(0, rows, 97)]
-    assert (codes[::97] == one_by_one).mean() > 0.995
-    left = many - kmeans.decode(codes, codebooks)
-    energy = kmeans.residual_energy(many, codes, codebooks)
-    np.testing.assert_allclose(energy[:, -1], np.square(left).sum(axis=1), rtol=1e-4)
 
 
 @pytest.mark.parametrize("gpus", [0, 3])
@@ -115,3 +96,76 @@ def test_blas_is_pinned_until_the_last_of_overlapping_blocks_ends() -> None:
     assert faiss.cvar.distance_compute_blas_threshold == 1
     two.__exit__(None, None, None)
     assert faiss.cvar.distance_compute_blas_threshold == before
+
+
+# --- beams -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codes", [16, 11])  # faiss counts in bits, we do not
+def test_a_beam_leaves_less_over_and_both_searches_find_the_same(
+    sample: np.ndarray, codes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codebooks = kmeans.fit(sample, levels=4, codes=codes, seed=0)
+    fresh = vectors(300, 24, seed=4)
+    energies = [error(fresh, kmeans.encode(fresh, codebooks, beam=1), codebooks).mean()]
+    for width in (2, 8):
+        by_table = kmeans.encode(fresh, codebooks, beam=width)
+        with monkeypatch.context() as patched:
+            patched.setattr(kmeans, "_TABLE_BYTES", 0)  # as for large codebooks
+            patched.delattr(kmeans, "encode_by_table")
+            by_residuals = kmeans.encode(fresh, codebooks, beam=width)
+        assert by_table.max() < codes
+        errors = [error(fresh, found, codebooks) for found in (by_table, by_residuals)]
+        np.testing.assert_allclose(*errors, atol=1e-5)
+        energies.append(errors[0].mean())
+    assert energies[2] < energies[1] < 0.99 * energies[0]
+    assert kmeans.encode(fresh[:0], codebooks, beam=4).shape == (0, 4)
+
+
+@pytest.mark.parametrize("search", [kmeans.encode_by_table, kmeans.encode_by_residuals])
+def test_a_beam_of_one_is_greedy_and_one_of_all_tuples_exact(sample: np.ndarray, search) -> None:
+    codebooks = kmeans.fit(sample, levels=3, codes=5, seed=0)
+    greedy = kmeans.encode_nearest(sample, codebooks)
+    assert (search(sample, codebooks, beam=1) == greedy).mean() > 0.999  # the table rounds otherwise
+    everything = np.array(list(product(range(5), repeat=3)))
+    decoded = kmeans.decode(everything, codebooks).astype(np.float64)
+    least = np.square(sample[:100, None] - decoded).sum(axis=2).min(axis=1)
+    found = search(sample[:100], codebooks, beam=125)
+    np.testing.assert_allclose(error(sample[:100], found, codebooks), least, atol=1e-5)
+
+
+# --- samples -----------------------------------------------------------------------------------------------
+
+
+def chosen(rows: list[int], *, size: int, seed: int) -> list[np.ndarray]:
+    takes = shares(rows, size=size, seed=seed)
+    return [draw(count, take=takes[n], seed=seed, part=n) for n, count in enumerate(rows)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 17, 60, 1000])
+@pytest.mark.parametrize("rows", [[10, 0, 25, 25], [1] * 60])
+def test_the_sample_is_sorted_and_of_the_size_asked_for(rows: list[int], size: int) -> None:
+    found = chosen(rows, size=size, seed=3)
+    assert sum(map(len, found)) == min(size, 60)
+    for count, part in zip(rows, found, strict=True):
+        assert part.tolist() == sorted(set(part.tolist()))
+        assert all(0 <= row < count for row in part)
+        assert abs(len(part) - min(size, 60) * count / 60) < 1
+
+
+def test_every_document_is_as_likely_to_be_sampled() -> None:
+    hits = np.zeros(30)
+    for seed in range(600):
+        first, second = chosen([11, 19], size=6, seed=seed)
+        hits[first] += 1
+        hits[11 + second] += 1
+    # 600 draws of 6 of 30: mean 120, standard deviation 9.8.
+    assert hits.min() > 120 - 4.5 * 9.8
+    assert hits.max() < 120 + 4.5 * 9.8
+
+
+def test_a_corpus_of_billions_is_sampled_without_listing_it() -> None:
+    takes = shares([100_000_001] * 40, size=123_456_789, seed=0)
+    assert sum(takes) == 123_456_789
+    assert set(takes) == {3_086_419, 3_086_420}
+    assert takes != shares([100_000_001] * 40, size=123_456_789, seed=5)

@@ -1,4 +1,4 @@
-"""Documents sorted by code range by range, without Ray: the same as with all codes in one process."""
+"""Documents sorted by code range by range, and their statistics: as with all codes in one process."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scalingnote.core.errors import DataError
 from scalingnote.quantize import naming, semantic_id
-from scalingnote.quantize.code_statistics import CodeTally, PrefixCounts, report
+from scalingnote.quantize.naming import PrefixCounts, tally
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 from synthetic_corpus import Settings
 
@@ -30,7 +30,7 @@ def corpus(seed: int, *, crowded: bool = False) -> Corpus:
 
 def sort(
     folder: Path, of: Corpus, sizes: list[int] = SIZES, earlier: Artifact | None = None
-) -> tuple[naming.SortedCorpus, Artifact]:
+) -> tuple[naming.Counted, Artifact]:
     doc_ids, codes, energy = of
     draft = Draft(str(folder), kind="semantic_ids", config=Settings(), parents={})
     parts = [f"codes/part-{i:05d}.parquet" for i in range(len(sizes))]
@@ -39,16 +39,13 @@ def sort(
         names = pa.chunked_array([doc_ids[ours]], pa.string())
         sampled = (np.arange(rows) % 3 == 0) & (earlier is None)
         write_table(draft.work(part), naming.coded_table(names, codes[ours], energy[ours], sampled))
-    where = naming.CodedCorpus(draft.uri, draft.work(), LEVELS, SIZE, earlier)
-    found = naming.sort(where, parts, sizes, each=map)
-    draft.write_json(semantic_id.BY_CODE_SUMMARY, found.ranges)
-    for file, part in found.parts.items():
-        draft.register(file, part)
+    found = naming.sort(draft, parts, sizes, levels=LEVELS, size=SIZE, earlier=earlier, each=map)
     return found, draft.commit(counts={})
 
 
-def by_code(found: naming.SortedCorpus, artifact: Artifact) -> pa.Table:
-    return pa.concat_tables([artifact.table(one["name"]) for one in found.ranges]).combine_chunks()
+def by_code(artifact: Artifact) -> pa.Table:
+    names = [one["name"] for one in artifact.read_json(semantic_id.BY_CODE_SUMMARY)]
+    return pa.concat_tables(map(artifact.table, names)).combine_chunks()
 
 
 @pytest.mark.parametrize("crowded", [False, True])
@@ -59,24 +56,25 @@ def test_ranges_give_the_files_and_statistics_of_the_whole(
     monkeypatch.setattr(naming, "ROWS", rows)
     doc_ids, codes, energy = corpus(0, crowded=crowded)
     found, artifact = sort(tmp_path, (doc_ids, codes, energy))
-    assert len(found.ranges) > 2 or rows == 10_000
+    assert len(artifact.names("by_code/")) > 2 or rows == 10_000
     suffix = semantic_id.suffixes(pa.array(doc_ids))
     order = np.lexsort((suffix, *codes.T[::-1]))
-    ordered = by_code(found, artifact)
+    ordered = by_code(artifact)
     assert ordered["doc_id"].to_pylist() == [doc_ids[i] for i in order]
     assert ordered["suffix"].to_pylist() == suffix[order].tolist()
     for level in range(LEVELS):
         assert ordered[f"code_{level}"].to_pylist() == codes[order, level].tolist()
 
-    statistics = report(found.tally, found.spread)
-    expected = report(CodeTally.of(codes, energy, size=SIZE), PrefixCounts.of(codes[order].astype(np.uint16)))
+    statistics = naming.report(found.all, found.spread)
+    expected = naming.report(tally(codes, energy, size=SIZE), PrefixCounts.of(codes[order]))
     for level, other in zip(statistics.pop("levels"), expected.pop("levels"), strict=True):
         assert level == pytest.approx(other)
     assert statistics == expected
     unseen = np.concatenate([np.arange(size) % 3 > 0 for size in SIZES])
-    counted = CodeTally.of(codes[unseen], energy[unseen], size=SIZE)
-    assert found.unseen.documents == counted.documents
-    assert found.unseen.usage.tolist() == counted.usage.tolist()
+    counted = tally(codes[unseen], energy[unseen], size=SIZE)
+    assert {name: found.unseen[name].tolist() for name in ("documents", "usage")} == {
+        name: counted[name].tolist() for name in ("documents", "usage")
+    }
     pieces = list(semantic_id.ByCode(artifact).pieces([2, 1, 0]))
     assert sum(len(piece.suffix) for piece in pieces) == (codes == [2, 1, 0]).all(axis=1).sum()
     assert len(pieces) > 1 or rows > 50 or not crowded  # documents with equal codes may fill many ranges
@@ -87,15 +85,12 @@ def test_ranges_give_the_files_and_statistics_of_the_whole(
 def test_ids_are_unique_whatever_the_number_of_parts_and_ranges(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], rows: int, seed: int
 ) -> None:
-    doc_ids, codes, energy = corpus(seed, crowded=True)
+    sizes = sizes if sum(sizes) else [1]
+    doc_ids, codes, energy = (values[: sum(sizes)] for values in corpus(seed, crowded=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(naming, "ROWS", rows)
-        chosen = slice(0, max(sum(sizes), 1))
-        sizes = sizes if sum(sizes) else [1]
-        found, artifact = sort(
-            tmp_path_factory.mktemp("ids"), (doc_ids[chosen], codes[chosen], energy[chosen]), sizes
-        )
-    table = by_code(found, artifact)
+        _, artifact = sort(tmp_path_factory.mktemp("ids"), (doc_ids, codes, energy), sizes)
+    table = by_code(artifact)
     columns = [table[f"code_{level}"].to_pylist() for level in range(LEVELS)]
     ids = list(zip(*columns, table["suffix"].to_pylist(), strict=True))
     assert len(set(ids)) == len(ids) == sum(sizes)
@@ -122,9 +117,9 @@ def test_documents_without_an_earlier_id_are_unseen(
     names[~kept] = [f"new{i}" for i in range((~kept).sum())]
     monkeypatch.setattr(naming, "ROWS", rows)
     found, _ = sort(tmp_path / "after", (names.tolist(), codes[order], energy[order]), earlier=before)
-    assert found.unseen.documents == (~kept).sum()
-    np.testing.assert_allclose(found.unseen.energy, energy[order][~kept].sum(axis=0), rtol=1e-5)
-    assert found.tally.documents == len(names)
+    assert found.unseen["documents"] == (~kept).sum()
+    np.testing.assert_allclose(found.unseen["energy"], energy[order][~kept].sum(axis=0), rtol=1e-5)
+    assert found.all["documents"] == len(names)
 
 
 def test_a_killed_run_repeats_only_what_was_under_way(
@@ -157,3 +152,52 @@ def test_keys_are_ordered_as_codes_and_suffixes_are(size: int, levels: int) -> N
     suffix = rng.integers(0, 1 << 62, 300)
     keys = semantic_id.sortable(codes, suffix)
     assert np.argsort(keys, kind="stable").tolist() == np.lexsort((suffix, *codes.T[::-1])).tolist()
+
+
+def test_statistics_of_a_corpus_counted_by_hand() -> None:
+    codes = np.array([[0, 0], [0, 1], [1, 1], [1, 1]], np.uint16)
+    energy = np.array([[1.0, 0.25], [0.5, 0.25], [0.25, 0.5], [0.25, 0.0]], np.float32)
+    found = naming.report(tally(codes, energy, size=4), PrefixCounts.of(codes))
+    assert (found["documents"], found["distinct_codes"], found["collisions"]) == (4, 3, 1)
+    assert (found["uniqueness"], found["largest_collision"]) == (0.5, 2)
+    assert [level["usage"] for level in found["levels"]] == [0.5, 0.5]
+    np.testing.assert_allclose([level["entropy_bits"] for level in found["levels"]], [1.0, 0.8112781])
+    assert [level["residual_energy"] for level in found["levels"]] == [0.5, 0.25]
+    assert [level["distinct_prefixes"] for level in found["levels"]] == [2, 3]
+
+
+@given(st.integers(1, 80), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_prefixes_of_ranges_add_up_to_the_whole(documents: int, levels: int, ranges: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 4, (documents, levels)).astype(np.uint16)
+    codes = codes[np.lexsort(codes.T[::-1])]
+    cuts = np.unique([0, *rng.integers(0, documents, ranges - 1), documents])  # within equal codes, too
+    spread = PrefixCounts.merge(PrefixCounts.of(piece) for piece in np.split(codes, cuts[1:-1]))
+    assert spread == PrefixCounts.of(codes)
+    assert spread.distinct == [len({tuple(row[: n + 1]) for row in codes.tolist()}) for n in range(levels)]
+
+
+def test_drift_of_documents_like_the_fitted_and_unlike_them() -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 8, (4000, 3))
+    energy = np.outer(rng.random(4000) + 0.5, [0.6, 0.4, 0.3]).astype(np.float32)
+    fitted, alike = (tally(codes[half], energy[half], size=8) for half in (slice(2000), slice(2000, 4000)))
+    found = naming.drift(alike, fitted, refit_above=1.1)
+    assert (found["documents"], found["refit"]) == (2000, False)
+    for level in found["levels"]:
+        assert level["residual_energy_ratio"] == pytest.approx(1, abs=0.05)
+        assert level["usage_divergence_bits"] < 0.01
+    # A third of the codes, and a fifth more left over after the last level.
+    unlike = tally(codes[:500] // 3, energy[:500] * [1, 1, 1.2], size=8)
+    found = naming.drift(unlike, fitted, refit_above=1.1)
+    assert found["refit"]
+    assert found["levels"][2]["residual_energy_ratio"] == pytest.approx(1.2, abs=0.05)
+    assert found["levels"][0]["usage_divergence_bits"] > 0.3
+    assert not naming.drift(unlike, fitted, refit_above=1.3)["refit"]
+    few = tally(codes[:50], 2 * energy[:50], size=8)
+    assert not naming.drift(few, fitted, refit_above=1.1)["refit"]  # too few to tell
+    assert not naming.drift(unlike, few, refit_above=0.5)["refit"]
+    one, other = (tally(np.array([[code]]), np.ones((1, 1)), size=2) for code in (0, 1))
+    assert naming.drift(one, other, refit_above=2.0)["levels"][0]["usage_divergence_bits"] == 1
+    nothing = tally(codes[:0], energy[:0], size=8)
+    assert naming.drift(nothing, fitted, refit_above=2.0) == {"documents": 0, "levels": [], "refit": False}

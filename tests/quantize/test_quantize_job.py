@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from safetensors.numpy import load
 
 from in_process import without_ray
@@ -100,7 +101,7 @@ def test_a_killed_run_keeps_its_coded_parts(
     before = [coded[0].stat().st_mtime_ns, coded[2].stat().st_mtime_ns]
     times = []
 
-    def sort(*arguments: Any, **knobs: Any) -> naming.SortedCorpus:
+    def sort(*arguments: Any, **knobs: Any) -> naming.Counted:
         times.extend(path.stat().st_mtime_ns for path in coded)
         return original(*arguments, **knobs)
 
@@ -223,6 +224,8 @@ def test_a_vector_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 
 def test_too_few_documents_are_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="cannot fit codes=256"):
+        QuantizeConfig(sample_documents=255)
     parent = dataset(f"{tmp_path}/dataset", sizes=[10])
     source = embeddings(f"{tmp_path}/embeddings", vectors(10, 8), parent=parent, sizes=[10])
     with pytest.raises(ConfigError, match="found 10"):

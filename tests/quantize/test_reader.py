@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from scalingnote.core.errors import ArtifactError, ConfigError, DataError
 from scalingnote.quantize import kmeans, naming, semantic_id
 from scalingnote.quantize.semantic_id import SemanticIds
+from scalingnote.storage import schema
 from scalingnote.storage.artifact import Draft, write_table
 from synthetic_corpus import Settings, vectors
 
@@ -36,9 +39,7 @@ def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
         write_table(draft.work(part), naming.coded_table(names, codes[end - size : end], energy, sampled))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(naming, "ROWS", 120)  # several files
-        where = naming.CodedCorpus(draft.uri, draft.work(), LEVELS, SIZE)
-        found = naming.sort(where, parts, SIZES, each=map)
-    draft.write_json(semantic_id.BY_CODE_SUMMARY, found.ranges)
+        naming.sort(draft, parts, SIZES, levels=LEVELS, size=SIZE, earlier=None, each=map)
     draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))
     artifact = draft.commit(counts={})
     assert len(artifact.names("by_code/")) > 3
@@ -97,11 +98,8 @@ def test_the_nearest_prefixes_are_those_of_brute_force(
         assert [one.documents for one in near] == [prefixes[one.prefix] for one in near]
         agree += len({one.prefix for one in near} & {one.prefix for one in kept})
     assert agree >= 0.9 * 5 * len(queries)
-
-
-def test_fewer_prefixes_than_asked_for(ids: SemanticIds, rows: list) -> None:
-    (near,) = ids.nearest(vectors(1, DIM), level=1, n=100)
-    assert len(near) == len({codes[0] for codes, _, _ in rows})
+    (every,) = ids.nearest(queries[:1], level=level, n=1000, metric=metric, width=None)
+    assert {one.prefix for one in every} == {*prefixes}
 
 
 def test_what_cannot_be_read_is_said(ids: SemanticIds, tmp_path: Path) -> None:
@@ -122,3 +120,20 @@ def test_what_cannot_be_read_is_said(ids: SemanticIds, tmp_path: Path) -> None:
     old.write_bytes("codebooks.safetensors", save({"codebooks": ids.codebooks}))
     with pytest.raises(ArtifactError, match="re-run quantize"):
         SemanticIds.open(old.commit(counts={}).uri)
+
+
+@given(st.lists(st.text(max_size=5), unique=True, max_size=60), st.integers(0, 60))
+def test_a_suffix_depends_on_the_document_alone(doc_ids: list[str], cut: int) -> None:
+    whole = semantic_id.suffixes(pa.array(doc_ids, pa.string()))
+    assert (whole >= 0).all()
+    assert len(set(whole.tolist())) == len(doc_ids)
+    parts = pa.chunked_array([doc_ids[cut:], doc_ids[:cut]], pa.string())
+    assert semantic_id.suffixes(parts).tolist() == [*whole[cut:].tolist(), *whole[:cut].tolist()]
+    assert semantic_id.suffixes(pa.array(["d17"])).tolist() == [4527695071737464907]  # on every machine
+
+
+def test_the_table_has_the_columns_of_the_schema() -> None:
+    codes = np.array([[3, 1], [2, 5]], np.int32)
+    table = semantic_id.to_table(pa.chunked_array([["a", "b"]]), codes, np.array([0, 4]))
+    assert table.schema.equals(schema.semantic_ids(2))
+    assert table.to_pylist()[1] == {"doc_id": "b", "codes": [2, 5], "suffix": 4, "semantic_id": "2-5-4"}

@@ -186,7 +186,7 @@ def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path: Path, monke
 
     (tmp_path / "bad.jsonl").write_text(json.dumps(rows[3]))
     bad = NewDocuments(documents=TableFile(path=str(tmp_path / "bad.jsonl")))
-    with pytest.raises(DataError, match="none of the new documents"):
+    with pytest.raises(DataError, match="none of 1 documents"):
         ingest.run(config, bad, **run, output=str(tmp_path / "bad"))
 
 
