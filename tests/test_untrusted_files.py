@@ -1,14 +1,14 @@
 """No file that is read may run code: the package is searched for calls that would let it."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModel, BertConfig, PreTrainedConfig
+from transformers import AutoModel
 
 import families
 import scalingnote
@@ -39,12 +39,15 @@ SOURCES = {
 }
 
 
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
     """The file, what is called, and the call."""
-    for name, tree in SOURCES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                yield name, ast.unparse(node.func), node
+    return [
+        (name, ast.unparse(node.func), node)
+        for name, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
 
 
 def given(call: ast.Call, name: str) -> str:
@@ -92,12 +95,7 @@ def test_files_are_downloaded_in_known_places_only():
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    tokenizer = families.tokenizer()
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
-    settings: PreTrainedConfig = BertConfig(vocab_size=len(tokenizer), **size)
-    AutoModel.from_config(settings, add_pooling_layer=False).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return families.folder(tmp_path / "model", "bert")
 
 
 def as_pickle(path: Path, pickled: str) -> None:

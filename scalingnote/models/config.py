@@ -116,28 +116,20 @@ class TowerConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _reads_tokens(self) -> "TowerConfig":
-        if self.reads == "tokens" and (
-            self.pooling != "placeholders" or self.attention == "flash_attention_2"
-        ):
+    def _fits_its_pooling(self) -> "TowerConfig":
+        own, source = self.pooling == "placeholders", self.backbone
+        if self.reads == "tokens" and (not own or self.attention == "flash_attention_2"):
             raise ValueError(
                 "reads=tokens pools the end of each token, with a mask of blocks: leave pooling at "
                 "placeholders and attention at auto"
             )
-        reading = self.backbone
-        if self.pooling != "placeholders" and (reading.lowercase or reading.bos != "auto"):
+        if not own and (source.lowercase or source.bos != "auto"):
             raise ValueError(
                 f"pooling={self.pooling} reads a published model as it is: leave lowercase and bos of its "
                 "backbone out, or set pooling=placeholders"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _is_published(self) -> "TowerConfig":
-        if self.pooling != "placeholders":
-            return self
         changed = [name for name in ("normalise", "prefix") if getattr(self, name) is not None]
-        if changed:
+        if own and changed:
             raise ValueError(
                 f"{', '.join(changed)} need a published model: set pooling to auto, cls, mean..."
             )

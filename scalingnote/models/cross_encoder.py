@@ -84,11 +84,7 @@ class CrossEncoder(nn.Module):
         self._lengths, self._template = (query_length, document_length), template
         self._special = backbone.special
         self._typed = getattr(backbone.model.config, "type_vocab_size", 0) > 1
-        self.query, self.document = nn.Identity(), nn.Identity()
-        if dim is not None:
-            self.query, self.document = (Projection(backbone.hidden, dim) for _ in range(2))
-            self.query.draw(seed)
-            self.document.draw(seed + 1)
+        self.query, self.document = (_projection(backbone.hidden, dim, seed=seed + i) for i in range(2))
         self.decoder: nn.Linear | None = None
         if reconstruct:
             # A copy of the input table, not tied to it: sharding gathers the weights of one module at a time.
@@ -242,3 +238,11 @@ def _sqrt_mean(states: Tensor, row: Tensor, rows: int) -> Float[Tensor, "rows hi
     total = torch.zeros(rows, states.shape[1], device=states.device).index_add(0, row, states.float())
     count = torch.bincount(row, minlength=rows).clamp(min=1)
     return total / count.sqrt()[:, None]
+
+
+def _projection(hidden: int, dim: int | None, *, seed: int) -> nn.Module:
+    if dim is None:
+        return nn.Identity()
+    projection = Projection(hidden, dim)
+    projection.draw(seed)
+    return projection

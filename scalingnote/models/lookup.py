@@ -152,7 +152,7 @@ class LookupTower(nn.Module):
         super().__init__()
         self.tokenizer, self.max_length, self.dim = without_limits(tokenizer), max_length, table.shape[1]
         self.prompt = LookupPrompt(tokenizer, max_length=max_length, features=features, pieces=pieces)
-        self._features, self._pieces = features, dict(pieces or {})
+        self._features = features
         self.tokens = len(table) - (0 if features is None else len(features))
         if tokenizer.get_vocab_size() > self.tokens:
             raise ConfigError(
@@ -162,7 +162,7 @@ class LookupTower(nn.Module):
         self._storage, self.made_from = storage, dict(made_from or {})
         self.table = nn.Parameter(table.detach().float().clone())
         rates = torch.ones(len(table))
-        rates[list(self._pieces)] = PAIR_RATE
+        rates[list(self.prompt.pieces)] = PAIR_RATE
         if features is not None:
             rates[self.tokens :] = torch.where(torch.from_numpy(features.are_bigrams), PAIR_RATE, END_RATE)
         self.table.row_rates = rates  # type: ignore[attr-defined]  # read by train/engine.py
@@ -217,11 +217,11 @@ class LookupTower(nn.Module):
     def _saved_rows(self) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, " rows"] | None]:
         """Return the row and the weight of each token as a whole; weights are None if all are 1."""
         weights = None if self.log_weights is None else self.log_weights.exp()
-        if not self._pieces:
+        if not (pieces := self.prompt.pieces):
             return self.table, weights
         weights = torch.ones_like(self.table[:, 0]) if weights is None else weights
-        new = torch.tensor([*self._pieces], device=self.table.device)
-        parts = [[*own, word] for word, own in self._pieces.items()]
+        new = torch.tensor([*pieces], device=self.table.device)
+        parts = [[*own, word] for word, own in pieces.items()]
         lengths = torch.tensor([len(own) for own in parts], device=new.device)
         ids = torch.tensor([part for own in parts for part in own], device=new.device)
         sums = F.embedding_bag(

@@ -1,4 +1,4 @@
-"""Frozen weights in 8 and 4 bits: what is packed, multiplied, trained on and merged."""
+"""Formats of weights: of products, and of frozen ones in 8 and 4 bits: packed, trained on and merged."""
 
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from scalingnote.models import dual_encoder, weights
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.weights import FrozenLinear
+from scalingnote.models.weights import FrozenLinear, compute_dtype
 from scalingnote.train.config import Optimizer, Ranks, Schedule, TrainConfig
 from scalingnote.train.engine import Engine
 from scalingnote.train.strategies import build
 
+CPU = torch.device("cpu")
 BYTES = {"int8": 1.0, "nf4": 0.5}  # of a weight
 ERROR = {"int8": 0.01, "nf4": 0.12}  # of a normal matrix, relative to its norm
 
@@ -147,3 +148,26 @@ def test_adapters_learn_on_packed_weights_and_are_merged_into_them(base: str, tm
     again = DualEncoder.load(tmp_path / "saved")
     for name, part in batch.items():
         torch.testing.assert_close(again.encode(name, part), made.encode(name, part), atol=1e-4, rtol=1e-4)
+
+
+# --- precision -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tiles", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_what_the_hardware_is_made_for(monkeypatch, tiles: bool, expected: torch.dtype):
+    monkeypatch.setattr(weights, "_is_cpu_faster_in_bfloat16", lambda: tiles)
+    monkeypatch.delenv("SCALINGNOTE_PRECISION")
+    assert compute_dtype("auto", CPU) == expected
+    monkeypatch.setenv("SCALINGNOTE_PRECISION", "auto")
+    assert compute_dtype("auto", CPU) == expected
+
+
+def test_the_environment_decides_for_auto_and_for_nothing_else(monkeypatch):
+    monkeypatch.setattr(weights, "_is_cpu_faster_in_bfloat16", lambda: True)
+    assert compute_dtype("auto", CPU) == torch.float32  # as all tests want it
+    assert compute_dtype("bfloat16", CPU) == torch.bfloat16
+    monkeypatch.setenv("SCALINGNOTE_PRECISION", "bfloat16")
+    assert (compute_dtype("auto", CPU), compute_dtype("float32", CPU)) == (torch.bfloat16, torch.float32)
+    monkeypatch.setenv("SCALINGNOTE_PRECISION", "half")
+    with pytest.raises(ConfigError, match="SCALINGNOTE_PRECISION is 'half'"):
+        compute_dtype("auto", CPU)

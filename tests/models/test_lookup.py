@@ -8,16 +8,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy import ndarray
 from tokenizers import Tokenizer
 
 import families
 import tiny
 from scalingnote.core.errors import ArtifactError, ConfigError
+from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.models import backbone, dual_encoder, lookup
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
-from scalingnote.models.lookup import LookupTower
-from scalingnote.models.lookup_table import Table, dequantize_rows, quantize_rows
+from scalingnote.models.lookup import LookupStart, LookupTower
+from scalingnote.models.lookup_table import (
+    LookupFeatures,
+    Table,
+    dequantize_rows,
+    frequent_features,
+    quantize_rows,
+    start_weights,
+)
 from scalingnote.models.prompt import TokenRow
 from scalingnote.models.tower import Tower
 
@@ -158,3 +167,58 @@ def test_a_table_of_another_version_is_told_from_a_broken_one(tmp_path: Path):
     np.save(tmp_path / "table.npy", np.zeros((made.tokens + 1, DIM), np.float16))
     with pytest.raises(ArtifactError, match=r"rows for .* tokens and features: another version wrote it"):
         dual_encoder.load_query_tower(tmp_path)
+
+
+# --- rows of pairs and end tokens ---------------------------------------------------------------------------
+
+
+def test_frequent_pairs_and_ends_are_learnt_and_found_again():
+    texts = [[1, 2, 3], [1, 2, 4], [5], [1, 2]]
+    pairs = LookupFeatures(frequent_features(texts, tokens=10, bigrams=5, ends=False), tokens=10)
+    assert len(pairs) == 1  # (1, 2) alone occurs twice
+    assert pairs.extend([1, 2, 1, 2]) == [1, 2, 1, 2, 10, 10]
+    assert pairs.extend([2, 1]) == [2, 1]
+    both = LookupFeatures(frequent_features(texts, tokens=10, bigrams=5, ends=True), tokens=10)
+    # The pair; 1 as the first token and as the last but one, 2 as the second.
+    assert sorted(both.extend([1, 2, 3])[3:]) == [10, 11, 12, 13][: len(both)]
+    assert both.extend([]) == []
+    none = frequent_features(texts, tokens=10, bigrams=0, ends=False)
+    assert LookupFeatures(none, tokens=10).extend([1, 2]) == [1, 2]
+
+
+def start_of(*, bigrams: int, ends: bool) -> tuple[LookupStart, ndarray]:
+    """Features and weights of the texts, and how often each token occurs in them."""
+    tokenizer = Tokenizer.from_str(families.LEARNT)
+    ids = [found.ids for found in tokenizer.encode_batch(TEXTS, add_special_tokens=False)]
+    tokens = tokenizer.get_vocab_size()
+    counts = np.bincount([token for row in ids for token in row], minlength=tokens)
+    keys = frequent_features(ids, tokens=tokens, bigrams=bigrams, ends=ends)
+    return LookupStart(keys, start_weights(counts, LookupFeatures(keys, tokens=tokens))), counts
+
+
+def test_features_start_at_nothing_and_rare_tokens_weigh_most():
+    start, counts = start_of(bigrams=50, ends=False)
+    config = LookupConfig(bigrams=50, weighting="learned")
+    plain = lookup.build(config, dim=DIM, tokenizer_json=families.LEARNT, seed=0)
+    started = lookup.build(config, dim=DIM, tokenizer_json=families.LEARNT, seed=0, start=start)
+    weights = started.log_weights.detach().exp()
+    rare = int(np.where(counts > 0, counts, counts.max()).argmin())
+    assert weights[int(counts.argmax())] < weights[rare] < 1
+    assert not started.table[started.tokens :].any()
+    torch.testing.assert_close(started.table[: started.tokens], plain.table)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_saved_table_with_features_encodes_as_the_tower_does(tmp_path: Path, attention: bool):
+    config = LookupConfig(weighting="learned", attention=attention, bigrams=50, ends=True, storage="float32")
+    start, _ = start_of(bigrams=50, ends=True)
+    made = lookup.build(config, dim=DIM, tokenizer_json=families.LEARNT, seed=0, start=start).eval()
+    made.table.data[made.tokens :].normal_(generator=torch.Generator().manual_seed(1))
+    made.save(tmp_path)
+    queries = [*TEXTS[:20], "", "ba", "entirely other words"]
+    expected = encoded(made, queries)
+    encoder = LookupEncoder(tmp_path)
+    np.testing.assert_allclose(encoder.encode(queries), expected, rtol=1e-4, atol=1e-5)
+    for query, embedding in zip(queries[:3], expected, strict=False):
+        np.testing.assert_allclose(encoder.encode([query])[0], embedding, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(encoded(LookupTower.load(tmp_path), queries), expected, rtol=1e-4, atol=1e-5)

@@ -1,15 +1,20 @@
-"""The ONNX graph of a lookup table gives the embeddings that numpy gives, in four scripts."""
+"""A lookup table in other runtimes, ONNX and JavaScript, gives the same embeddings in four scripts."""
 
+import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from scalingnote.encode.lookup import LookupEncoder
+from scalingnote.models.library_export import write_module_list
 from scalingnote.models.lookup_onnx import INPUT, export_table
-from scalingnote.models.lookup_table import Table, frequent_features, quantize_rows
+from scalingnote.models.lookup_table import Table, frequent_features, quantize_rows, write_published
 from scalingnote.train.distillation.vocabulary import add_words
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -86,3 +91,52 @@ def test_the_graph_equals_numpy_in_four_scripts(storage, features, weights, atte
         ids = np.array(split.encode(text).ids, np.int64)
         (found,) = session.run(None, {INPUT: ids})
         np.testing.assert_allclose(found, vector, atol=1e-5)
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "static_table.mjs"
+ODD = [
+    "Crème BRÛLÉE, naïve façade!",
+    "don't [UNK] a_b #1 $5 ~ x^2",
+    "\u200bzero\u0000width\u00a0space\tand\nlines",
+    "ΟΔΟΣ ΣΑΣ",
+    "打开file读取😀",
+    "x" * 120,
+    "İstanbul ﬁle ½",
+    "reopen file open files Open  File, OPEN FILE-path open file path",
+    "打开文件线程路径文",
+]
+SCRIPT = """
+import { readFile } from "node:fs/promises";
+import { loadTable } from %s;
+const [folder, file] = process.argv.slice(2);
+const read = async (name) => {
+  const bytes = await readFile(`${folder}/${name}`);
+  return bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength);
+};
+const table = await loadTable(read);
+const queries = JSON.parse(await readFile(file, "utf8"));
+console.log(JSON.stringify(queries.map((query) => [table.tokenize(query), [...table.encode(query)]])));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pytest.mark.parametrize("weights", [False, True])
+def test_javascript_equals_the_library_in_four_scripts(weights: bool, tmp_path: Path):
+    made = table("float32", features=False, weights=weights, attention=False)
+    folder = tmp_path / "folder"
+    kinds = {"0_StaticEmbedding": "StaticEmbedding", "1_Dense": "Dense"}
+    write_published(made, *(folder / name for name in kinds))
+    write_module_list(
+        folder, [(name, f"sentence_transformers.models.{kind}") for name, kind in kinds.items()]
+    )
+    texts = [*queries(1000), *ODD]
+    (tmp_path / "queries.json").write_text(json.dumps(texts))
+    (tmp_path / "run.mjs").write_text(SCRIPT % json.dumps(EXAMPLE.as_uri()))
+    command = ["node", tmp_path / "run.mjs", folder, tmp_path / "queries.json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    ids, vectors = zip(*json.loads(done.stdout), strict=True)
+    reader = Tokenizer.from_file(str(folder / "0_StaticEmbedding" / "tokenizer.json"))
+    for text, own in zip(texts, ids, strict=True):
+        assert own == reader.encode(text, add_special_tokens=False).ids, text
+    expected = SentenceTransformer(str(folder), device="cpu").encode(texts, normalize_embeddings=True)
+    np.testing.assert_allclose(np.array(vectors), expected, atol=1e-5)
