@@ -79,9 +79,6 @@ class DdpEngine(Engine):
                 module, forward_sync_buffers=False, gradient_as_bucket_view=True
             )
 
-    def _clip_gradients(self) -> Tensor:
-        return nn.utils.clip_grad_norm_(self._names.values(), CLIP_NORM, foreach=True)
-
 
 class Fsdp2Engine(Engine):
     """Weights, gradients and moments sharded over ranks: torch's `fully_shard`, layer by layer.

@@ -93,5 +93,6 @@ def steady() -> Iterator[None]:
     """Optimizers whose step does not depend on the last bit of a gradient near zero, and that clip."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "EPS", 1e-3)
-        patch.setattr(strategies, "CLIP_NORM", 0.5)
+        for module in (engine, strategies):
+            patch.setattr(module, "CLIP_NORM", 0.5)
         yield

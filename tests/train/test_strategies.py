@@ -352,15 +352,6 @@ def test_shards_are_cut_anew_for_another_number_of_ranks_and_for_ddp(tmp_path: P
         assert torch.equal(value, sharded[name])
 
 
-def test_weights_go_into_a_fresh_module():
-    job, fresh = Job(Ddp()), Contrast()
-    engine = made(job)
-    one_step(engine, 0, job, {"norms": []})
-    load_weights(fresh, engine.weights() or {})
-    for left, right in zip(engine.module.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(left, right)
-
-
 def test_frozen_weights_are_held_once_in_the_format_of_products():
     engine = made(Job(Ddp(), base="full", precision="bfloat16"))
     towers = engine.module.towers

@@ -48,9 +48,7 @@ class DistillLosses(Config):
 
     @model_validator(mode="after")
     def _teaches(self) -> "DistillLosses":
-        if not max(
-            self.qkd, self.cosine, self.query_matching, self.document_matching, self.one_hot, self.scores
-        ):
+        if not (self.reads_documents or max(self.qkd, self.cosine, self.query_matching)):
             raise ValueError("every weight is 0: give at least one loss a weight")
         return self
 
