@@ -81,6 +81,14 @@ class RunConfig(Config):
         """Whether a dual encoder is trained; else it comes from outside, or is a cross-encoder."""
         return not any((self.adopt, self.endpoint, self.vectors, self.cross_encoder))
 
+    @property
+    def reads_triplets(self) -> bool:
+        """Whether some stage learns from triplets: stage I, or a student without pseudo-queries."""
+        if self.trains_stage_one or self.cross_encoder is not None:
+            return True
+        student = self.distill
+        return student is not None and (self.pseudo_queries is None or "triplets" in student.reads)
+
     def with_seed(self, number: int) -> "RunConfig":
         """The same run with other random numbers in every training: `number` is added to their seeds."""
         trained = {name: getattr(self, name) for name in ("train", "cross_encoder", "distill")}
@@ -112,7 +120,7 @@ class RunConfig(Config):
             raise ValueError("a cross-encoder has no query tower to serve: give it a student, set distill")
         in_place = ("adopt", "endpoint", "vectors", "cross_encoder")
         chosen = [name for name in in_place if getattr(self, name) is not None]
-        if len(chosen) > 1 or ({*chosen} - {"cross_encoder"} and self.rounds > 1):
+        if len(chosen) > 1 or (chosen and self.rounds > 1):
             raise ValueError(
                 f"{' and '.join(chosen)} takes the place of stage I: give one of {', '.join(in_place)}, and "
                 "leave rounds at 1"
@@ -131,16 +139,11 @@ class RunConfig(Config):
             raise ValueError("a cross-encoder reads a query beside a document: leave pseudo_queries out")
         if self.pseudo_queries is not None and self.distill is None:
             raise ValueError("pseudo_queries are for a student to learn from: set distill, or leave them out")
-        if self.cross_encoder is not None and self.rounds > 1:
-            raise ValueError("rounds are of stage I, which cross_encoder takes the place of: set rounds to 1")
-        if self.dataset.passages is not None:
-            student = self.distill
-            learns = student is not None and (self.pseudo_queries is None or "triplets" in student.reads)
-            if trained or self.cross_encoder is not None or self.fuse is not None or learns:
-                raise ValueError(
-                    "dataset.passages divides documents that clicks and judgements name whole, so nothing is "
-                    "trained on these: set adopt, pseudo_queries for a student, and leave fuse out"
-                )
+        if self.dataset.passages is not None and (self.reads_triplets or self.fuse is not None):
+            raise ValueError(
+                "dataset.passages divides documents that clicks and judgements name whole, so nothing is "
+                "trained on these: set adopt, pseudo_queries for a student, and leave fuse out"
+            )
         if self.encode.engine != "own" and (
             self.cross_encoder is not None or (trained and self.train.sparse)
         ):

@@ -196,31 +196,22 @@ def of(config: "RunConfig") -> list[Stage]:
         for number in range(1, config.rounds)
         for stage in (TRAIN, ENCODE, MINE)
     ]
-    with_triplets = _reads_triplets(config)
     # Without triplets the planner is needed by fusion alone, which weighs the words of a query.
-    with_planner = with_triplets or config.fuse is not None
+    with_planner = config.reads_triplets or config.fuse is not None
     tower = "dual_encoder" if config.distill is None else "student"  # whose query tower serves
     terms = () if config.bm25 is None else ("bm25_terms",)
     return [
         PREPARE,
         *([PLANNER] if with_planner else []),
-        *([COLLECT] if with_triplets else []),
+        *([COLLECT] if config.reads_triplets else []),
         *earlier,
-        *_last_round(config, ("triplets",) if with_triplets else ()),
+        *_last_round(config, ("triplets",) if config.reads_triplets else ()),
         QUANTIZE,
         *([] if config.fuse is None else [_reading(FUSE, tower)]),
         *([] if config.bm25 is None else [BM25_STAGE]),
         _reading(INDEX, tower, *terms),
         _evaluate(config, *terms),
     ]
-
-
-def _reads_triplets(config: "RunConfig") -> bool:
-    """Whether some stage learns from triplets: stage I, or a student without pseudo-queries to learn from."""
-    if config.trains_stage_one or config.cross_encoder is not None:
-        return True
-    student = config.distill
-    return student is not None and (config.pseudo_queries is None or "triplets" in student.reads)
 
 
 def _last_round(config: "RunConfig", triplets: tuple[str, ...]) -> list[Stage]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import minilm, reproduce, smollm, trial, trials
+from benchmarks import minilm, reproduce, smollm, trial
 from benchmarks.trial import Outcome, Side, Trial
 from scalingnote.models.config import TowerConfig
 
@@ -154,14 +154,3 @@ def test_what_training_adds_is_over_the_same_models_before():
     )
     assert [row["gain"] for row in reproduce.untrained(sides)] == ["+0.400"]
     assert reproduce.metrics(sides)["untrained_gap"] == 0.4
-
-
-def test_gains_of_queries_are_kept_in_a_line(tmp_path: Path):
-    made = reproduce.trial("medquad", "smollm", "methods/scalingdual", 0, trained=True, options=OPTIONS)
-    one = Outcome(made, {"scalingdual": side(0.5)})
-    path = tmp_path / "trials.jsonl"
-    path.write_text(trials._line(one), encoding="utf-8")
-    (again,) = trials.read(path)
-    np.testing.assert_allclose(
-        again.sides["scalingdual"].gains, one.sides["scalingdual"].gains, atol=0.5 / 255
-    )

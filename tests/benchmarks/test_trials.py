@@ -16,14 +16,15 @@ def outcome(trial: Trial, found: list[float], *, name: str = "scalingdual") -> O
 
 
 def test_a_line_holds_the_whole_outcome(tmp_path: Path):
-    first = outcome(ONE, [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    success, gains = np.array([1.0, 0.0, 1.0, 1.0, 0.0]), np.linspace(0, 1, 5)
+    side = Side({"R@50": 0.6, "MRR@10": 0.5}, success, 123.0, gains)
     path = tmp_path / "trials.jsonl"
-    path.write_text(trials._line(first), encoding="utf-8")
+    path.write_text(trials._line(Outcome(ONE, {"scalingdual": side}, 2.0)), encoding="utf-8")
     (again,) = trials.read(path)
-    assert again.trial == first.trial
-    side = again.sides["scalingdual"]
-    assert side.measures == first.sides["scalingdual"].measures
-    np.testing.assert_array_equal(side.success, first.sides["scalingdual"].success)
+    found = again.sides["scalingdual"]
+    assert (again.trial, found.measures) == (ONE, side.measures)
+    np.testing.assert_array_equal(found.success, success)
+    np.testing.assert_allclose(found.gains, gains, atol=0.5 / 255)
 
 
 @pytest.mark.parametrize("fault", [DataError("nothing to learn from"), RuntimeError("Ray did not start")])
