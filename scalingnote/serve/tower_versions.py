@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from scalingnote.encode import exports
 from scalingnote.run.service_config import ServeConfig
+from scalingnote.serve.catalog import Catalog, PairedTowers, Version, location_of, run_of, version_named
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.index_searcher import RELEASE_AFTER_S
-from scalingnote.serve.pairs import PairedTowers, location_of, run_of
+from scalingnote.serve.live_catalog import LiveCatalog
 from scalingnote.serve.running_settings import RunningSettings
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import DocumentTower, Location, Refused, TextTower
-from scalingnote.serve.versions import Catalog, LiveCatalog, Version, version_named
 from scalingnote.storage.artifact import open_artifact
 
 TowerPart = Literal["query", "teacher", "document"]
@@ -135,19 +135,24 @@ class TowerVersions:
         if self._part == "teacher":
             return None if towers.teacher is None else QueryPathParts(towers.teacher)
         assert self._settings is not None
-        personal = self._settings.fusion is not None
-        return replace(
-            self._settings,
-            tower=_in_form(towers.query, self._settings),
-            sparse=towers.sparse,
-            fusion=towers.fusion if personal else None,
-            planner=towers.planner if personal else None,
-        )
+        return query_path(towers, self._settings, personal=self._settings.fusion is not None)
 
 
-def _in_form(tower: Location, settings: QueryPathParts) -> Location:
-    """Where a query tower lies in the form that is served: what was exported of it, or itself."""
-    uri, kind = tower
-    if kind == exports.KIND:
-        return tower
-    return location_of(exports.find(open_artifact(uri, kind=kind), settings.form, run_of(uri)))
+def query_path(towers: PairedTowers, settings: QueryPathParts, *, personal: bool) -> QueryPathParts:
+    """The query path of some towers, of the query tower in the form that is served: exported, or itself.
+
+    Args:
+        towers: of an index.
+        settings: of the path; the artifacts in it are replaced.
+        personal: whether queries are fused with features of their user, where the towers can do that.
+    """
+    uri, kind = towers.query
+    if kind != exports.KIND:
+        uri, kind = location_of(exports.find(open_artifact(uri, kind=kind), settings.form, run_of(uri)))
+    return replace(
+        settings,
+        tower=(uri, kind),
+        sparse=towers.sparse,
+        fusion=towers.fusion if personal else None,
+        planner=towers.planner if personal else None,
+    )

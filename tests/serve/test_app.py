@@ -26,8 +26,7 @@ from scalingnote.run.service_config import (
 from scalingnote.serve import app, artifacts, launch
 from scalingnote.serve.artifacts import ServedArtifacts
 from scalingnote.serve.deployed import Deployed
-from scalingnote.serve.live_pairs import DocumentPathParts
-from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 
 ROOT = Path(app.__file__).parents[2]
 
@@ -179,9 +178,8 @@ def test_parts_get_the_replicas_and_gpus_of_the_config(index, tmp_path):
     gpu = DeploymentConfig(num_replicas=2, num_gpus=0.5)
     settings = {"document_encoder": gpu, "reranker": gpu, "searcher": DeploymentConfig(num_replicas=1)}
     config = ServeConfig(live=LiveServe(folder=str(tmp_path)), rerank="cross", deployments=settings)
-    catalog = LiveCatalog(str(tmp_path), index.uri, 8)
-    parts = DocumentPathParts(*[("towers", "dual_encoder")] * 4, snippet_chars=9)
-    served = ServedArtifacts(index, (), catalog, config, documents=parts)
+    catalog = LiveCatalog(str(tmp_path), LivePair(index.uri))
+    served = ServedArtifacts(index, (), catalog, config)
     writing = app._with_writer(Deployed((), catalog), served)
     for each in (deployed(writing.document_encoder), deployed(app._reranker(config))):
         assert (each.num_replicas, each.ray_actor_options["num_gpus"]) == (2, 0.5)

@@ -25,8 +25,8 @@ from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.fan_out import Aggregator
 from scalingnote.serve.index_searcher import IndexSearcher
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.service import Service
-from scalingnote.serve.versions import LiveCatalog
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
@@ -69,13 +69,13 @@ def truth(index: Artifact) -> Truth:
 def opened(
     index: Artifact, query_tower: Artifact, folder: str, *, aggregated: bool = False
 ) -> tuple[Client, Writer, Service]:
-    catalog = LiveCatalog(folder, index.uri, DIM, delta=True)
+    catalog = LiveCatalog(folder, LivePair(index.uri), delta=True)
     live = LiveServe(folder=folder, delta=True)
     config = ServeConfig(deadline_s=60, live=live)
     if aggregated:  # fewer groups than are allowed: this index has two
         config = config.model_copy(update={"groups_per_aggregator": 1})
     searchers = [LocalHandle(IndexSearcher(catalog, shards=[group], mapped=group == 1)) for group in range(2)]
-    writer = Writer(catalog.pairs, live, True)
+    writer = Writer(catalog, live)
     made = [Aggregator([searchers[group]], [group], False) for group in range(2)]
     arms = [
         ServedArm("default", LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student")))), "", False)
@@ -196,7 +196,7 @@ def test_a_fold_and_a_rollback_change_no_answer_and_a_restart_replays_the_log(
 
 
 def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index: Artifact, tmp_path: Path) -> None:
-    catalog = LiveCatalog(str(tmp_path), index.uri, DIM, delta=True)
+    catalog = LiveCatalog(str(tmp_path), LivePair(index.uri), delta=True)
 
     def groups(**live: Any) -> tuple[range, ...]:
         config = ServeConfig(live=LiveServe(folder=str(tmp_path), **live), shards_per_searcher=1)

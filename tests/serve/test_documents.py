@@ -21,13 +21,14 @@ from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.searcher import Candidates, Results, Searcher
 from scalingnote.serve import api, document_stores, index_searcher
 from scalingnote.serve.access import RefusedError
+from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.index_searcher import IndexSearcher
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.messages import SearchRequest, SearchResponse
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.towers import Refused
-from scalingnote.serve.versions import Catalog, LiveCatalog, Version
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 QUERY = {"query": "bakoli menura", "k": 5}
@@ -310,5 +311,5 @@ def test_a_searcher_opens_the_documents_of_a_bucket_with_the_version(
     assert "store" not in held(index)
     assert "store" in held(index, shows_documents=True)
     assert "store" not in held(moved[0], shows_documents=True)  # which it searches all the same
-    live = LiveCatalog(str(tmp_path / "live"), index.uri, DIM)  # whose searches have documents
+    live = LiveCatalog(str(tmp_path / "live"), LivePair(index.uri))  # whose searches have documents
     assert len(IndexSearcher(live, shows_documents=True)._held) == 1

@@ -14,11 +14,11 @@ from scalingnote.core.errors import ArtifactError, DatabaseError, SearchError
 from scalingnote.index.config import LiveConfig
 from scalingnote.search.query_path import Query
 from scalingnote.serve import app, worker_thread
+from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
 from scalingnote.serve.index_searcher import IndexSearcher
-from scalingnote.serve.live_pairs import LivePair, LivePairs
-from scalingnote.serve.versions import Catalog, Version
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import Artifact
@@ -183,7 +183,7 @@ def test_a_cross_encoder_scores_a_pair(monkeypatch):
 
 
 def test_a_writer_without_its_claim_is_ill(index: Artifact, tmp_path: Path):
-    writer = Writer(LivePairs(f"{tmp_path}/live", LivePair(index.uri)), LiveConfig())
+    writer = Writer(LiveCatalog(f"{tmp_path}/live", LivePair(index.uri)), LiveConfig())
     asyncio.run(writer.check_health())
     lock = next((tmp_path / "live").rglob("lock"))
     lock.unlink()

@@ -96,19 +96,18 @@ def test_a_call_that_nobody_waits_for_is_dropped_by_its_replica(outcomes: Sequen
     assert handle.responses[-1].cancelled
 
 
-def test_all_parts_but_the_writer_are_read_again():
+def test_all_parts_but_the_writer_are_for_gateway():
     local = LocalHandle(object())
     assert for_reading(local) is local
     handles = {name: Handle() for name in ("documents", "reranker", "teacher", "document_encoder", "writer")}
     arms = [ServedArm("default", Handle(), "torch", False), ServedArm("own", local, "lookup", False)]
-    parts = Deployed(arms, None, [Handle(), local], [Handle()], **handles).read_again()
+    parts = Deployed(arms, None, [Handle(), local], [Handle()], **handles).for_gateway()
     kinds = [type(arm.encoder) for arm in parts.arms]
     kinds += [type(each) for each in (*parts.searchers, *parts.aggregators)]
     assert kinds == [ReadHandle, LocalHandle, ReadHandle, LocalHandle, ReadHandle]
     assert all(type(getattr(parts, name)) is ReadHandle for name in handles if name != "writer")
     assert parts.writer is handles["writer"]
-    assert parts.read_again().searchers == parts.searchers
-    assert Deployed(arms).read_again().writer is None
+    assert Deployed(arms).for_gateway().writer is None
 
 
 def test_an_aggregator_asks_its_searchers_again():

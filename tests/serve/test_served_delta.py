@@ -23,8 +23,7 @@ from scalingnote.run.ingest import IndexRows
 from scalingnote.run.service_config import AppArgs, LiveServe
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import app, artifacts, launch
-from scalingnote.serve.live_pairs import DocumentPathParts, LivePairs
-from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
@@ -38,8 +37,8 @@ def numbered_texts() -> Any:
     known, schema = NEW, SHARD_DOCUMENTS
 
     class NumberedTexts:
-        def __init__(self, pairs: LivePairs, _: bool) -> None:
-            self._index = pairs.first.index
+        def __init__(self, catalog: LiveCatalog, _: bool) -> None:
+            self._index = catalog.first.index
 
         async def encode(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, IndexRows]:
             texts = {name: [row["content"] for row in documents] for name in schema.names[1:]}
@@ -74,9 +73,8 @@ def url(cluster: None, index: Artifact, tmp_path_factory: pytest.TempPathFactory
     folder = str(tmp_path_factory.mktemp("live"))
     served = replace(
         found,
-        catalog=LiveCatalog(folder, index.uri, DIM, delta=True),
+        catalog=LiveCatalog(folder, LivePair(index.uri), delta=True),
         config=found.config.model_copy(update={"live": LiveServe(folder=folder, delta=True)}),
-        documents=DocumentPathParts(*[("", "")] * 4, 0),
     )
     assert len(served.groups) == 2
     with pytest.MonkeyPatch.context() as patch:

@@ -22,12 +22,12 @@ from scalingnote.search.escalation import doubt
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, Searcher
 from scalingnote.serve import api, app, artifacts, escalation
+from scalingnote.serve.catalog import PairedTowers
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.escalation import MAX_SILENT
 from scalingnote.serve.messages import SearchRequest, SearchResponse
-from scalingnote.serve.pairs import PairedTowers
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.storage.artifact import Artifact
 

@@ -8,8 +8,9 @@ import pytest
 
 from scalingnote.core.errors import ConfigError, SearchError
 from scalingnote.serve import index_searcher
+from scalingnote.serve.catalog import CATALOG_FILE, Catalog, Version, version_named
 from scalingnote.serve.index_searcher import RELEASE_AFTER_S, IndexSearcher
-from scalingnote.serve.versions import CATALOG_FILE, OPEN_TIMEOUT_S, Catalog, Version, version_named
+from scalingnote.serve.versions import OPEN_TIMEOUT_S
 
 
 def version(name: str, dim: int = 8) -> Version:
