@@ -202,6 +202,10 @@ class Catalog:
         names = {version.name for version in activated}
         return *activated, *(each for each in self.pinned if each.name not in names)
 
+    def version_of(self, index: str) -> Version:
+        """The version of the index at a URI, with the towers that it names; errors as of :class:`Version`."""
+        return Version.with_towers(index)
+
     def activate(self, version: Version) -> tuple[Version, ...]:
         """Make a version the active one, and keep up to `kept` versions, those active most recently.
 

@@ -115,10 +115,7 @@ def _change(migration: Migration, to: RunConfig, serve: ServeConfig) -> ChangedV
     catalog = old.catalog
     assert catalog.state is not None  # of a run's service, by default its folder `serve`
     active = catalog.read()[0]
-    if isinstance(catalog, LiveCatalog):
-        version = catalog.version_of(new.index.uri)
-    else:
-        version = Version.with_towers(new.index.uri)
+    version = catalog.version_of(new.index.uri)
     _require_same_shards(old, new)
     if active.name != version.name:
         catalog.activate(version)

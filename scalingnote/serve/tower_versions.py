@@ -47,7 +47,8 @@ class TowerVersions:
         self._releasing: asyncio.Task[None] | None = None
         self._named_at: dict[str, float] = {}  # version -> of its latest call, in time.monotonic()
         self._opened: dict[QueryPathParts | Location, TextTower] = {}
-        self._held: dict[str, TextTower | None] = {}  # by the name of the version; None: it has none
+        # What was opened for a version, by its name; None: it has no such tower.
+        self._held: dict[str, QueryPathParts | Location | None] = {}
         for version in catalog.read():
             self._hold(version)
 
@@ -89,17 +90,17 @@ class TowerVersions:
     async def ping(self) -> bool:
         """Whether the tower of the active version answers."""
         active = (await asyncio.to_thread(self._catalog.read))[0].name
-        tower = self._held.get(active)
-        return tower is None or await tower.ping()
+        chosen = self._held.get(active)
+        return chosen is None or await self._opened[chosen].ping()
 
     async def _release(self, version: Version) -> None:
         needed = await asyncio.to_thread(self._catalog.names_to_keep, version)
         since = time.monotonic() - RELEASE_AFTER_S
         self._named_at = {name: at for name, at in self._named_at.items() if at > since}
         kept = needed | self._named_at.keys()
-        self._held = {name: tower for name, tower in self._held.items() if name in kept}
-        used = {id(tower) for tower in self._held.values()}
-        self._opened = {chosen: tower for chosen, tower in self._opened.items() if id(tower) in used}
+        self._held = {name: chosen for name, chosen in self._held.items() if name in kept}
+        used = {*self._held.values()}
+        self._opened = {chosen: tower for chosen, tower in self._opened.items() if chosen in used}
 
     async def _release_later(self, version: Version) -> None:
         await asyncio.sleep(2 * RELEASE_AFTER_S)
@@ -110,7 +111,8 @@ class TowerVersions:
         self._named_at[name] = time.monotonic()
         if name not in self._held:
             await self.load(version_named(await asyncio.to_thread(self._catalog.read), name))
-        return self._held[name]
+        chosen = self._held[name]
+        return None if chosen is None else self._opened[chosen]
 
     def _hold(self, version: Version) -> None:
         if version.towers is None:  # of an arm that names its index, and has an encoder of its own
@@ -122,7 +124,7 @@ class TowerVersions:
                 ArmEncoder(chosen) if isinstance(chosen, QueryPathParts) else DocumentTower(chosen)
             )
             self._resize_cache(self._opened[chosen])
-        self._held[version.name] = None if chosen is None else self._opened[chosen]
+        self._held[version.name] = chosen
 
     def _resize_cache(self, tower: TextTower) -> None:
         if isinstance(tower, ArmEncoder):
