@@ -57,7 +57,7 @@ class Writer:
         self._alone = threading.Condition()
         self._running = 0  # writes, where there is one pair
         self._indexes: dict[str, LiveIndex] = {}  # by the URI of the built one, that of the active pair first
-        self._fillers: dict[str, PairFiller] = {}  # of the pairs that are not filled, by the same
+        self._filler: PairFiller | None = None  # of a second pair that is not filled
         self._filling: asyncio.Task[None] | None = None
         self._open_pairs()
 
@@ -77,14 +77,14 @@ class Writer:
         with self._turn():
             if not self._indexes.keys() <= rows.keys():
                 return ()
-            (first, *others) = self._indexes
+            (first, *second) = self._indexes
             index, own = self._indexes[first], rows[first]
             rejected, written = write_rows(index, own)
-            for uri in others:
+            for uri in second:
                 given = rows_without(rows[uri], {document_id(row["row"], index) for row in rejected})
-                filled = write_beside(self._indexes[uri], given)
-                if uri in self._fillers:
-                    self._fillers[uri].note(filled)
+                written_beside = write_beside(self._indexes[uri], given)
+                if self._filler is not None:
+                    self._filler.note(written_beside)
         return (len(own.documents["document_id"].unique()) if index.layout.passages else written), rejected
 
     async def delete(self, doc_ids: Sequence[str]) -> int:
@@ -93,14 +93,11 @@ class Writer:
 
     def _delete(self, doc_ids: Sequence[str]) -> int:
         with self._turn():
-            (first, *others) = self._indexes
-            index = self._indexes[first]
-            written = index.delete(list(doc_ids))
-            for uri in others:
-                self._indexes[uri].delete(list(doc_ids))
-                if uri in self._fillers:
-                    self._fillers[uri].note(doc_ids)
-        return len({*doc_ids}) if index.layout.passages else sum(shard.rows for shard in written.values())
+            passages = self.active.layout.passages
+            deleted = [each.delete(list(doc_ids)) for each in self._indexes.values()]
+            if self._filler is not None:
+                self._filler.note(doc_ids)
+        return len({*doc_ids}) if passages else sum(shard.rows for shard in deleted[0].values())
 
     async def compact(self) -> None:
         """Write the next version of the active index, where there were writes."""
@@ -134,19 +131,20 @@ class Writer:
         """Take note of a change of the pairs, and fill one that was added in the background."""
         if self._has_other_pairs():
             await asyncio.to_thread(self._open_in_turn)
-        if self._fillers and self._encoder is not None and (self._filling is None or self._filling.done()):
-            self._filling = asyncio.create_task(self._fill(self._encoder))
+        filler, encoder, idle = self._filler, self._encoder, self._filling is None or self._filling.done()
+        if filler is not None and encoder is not None and idle:
+            self._filling = asyncio.create_task(self._fill(filler, encoder))
 
-    async def _fill(self, encoder: Handle) -> None:
-        for uri, filler in [*self._fillers.items()]:
-            try:
-                await filler.run(encoder, uri)
-            except Exception:
-                log.exception("filling the delta of %s failed; it is tried again", uri)
-                await asyncio.sleep(FILL_AGAIN_S)
-            else:
-                self._fillers.pop(uri, None)
-                await asyncio.to_thread(self._catalog.set_filled, uri)
+    async def _fill(self, filler: "PairFiller", encoder: Handle) -> None:
+        try:
+            await filler.run(encoder)
+        except Exception:
+            log.exception("filling the delta of %s failed; it is tried again", filler.index)
+            await asyncio.sleep(FILL_AGAIN_S)
+            return
+        if self._filler is filler:
+            self._filler = None
+        await asyncio.to_thread(self._catalog.set_filled, filler.index)
 
     def _has_other_pairs(self) -> bool:
         return self._catalog.pairs_changed_at() != self._read_at
@@ -179,8 +177,9 @@ class Writer:
         """Open the indexes of all pairs that are not open, and close those of pairs that ended."""
         read_at, listed = self._catalog.pairs_changed_at(), self._catalog.pairs()
         opened, folders = self._indexes, {pair.index: self._catalog.pair_folder(pair) for pair in listed}
+        if self._filler is not None and self._filler.index not in folders:
+            self._filler = None
         for uri in opened.keys() - folders.keys():
-            self._fillers.pop(uri, None)
             opened[uri].close()
         self._indexes = {
             uri: opened[uri]
@@ -188,10 +187,10 @@ class Writer:
             else LiveIndex(folder, uri, delta=self._catalog.delta, config=self._config)
             for uri, folder in folders.items()
         }
-        for pair in listed[1:]:
-            if not pair.filled and pair.index not in self._fillers:
-                active = self._catalog.pair_folder(listed[0])
-                self._fillers[pair.index] = PairFiller(self._indexes[pair.index], active, self._order)
+        second = listed[-1]  # or the only one, which is filled
+        if not second.filled and self._filler is None:
+            source = self._catalog.pair_folder(listed[0])
+            self._filler = PairFiller(second.index, self._indexes[second.index], source, self._order)
         self._read_at = read_at
 
 
@@ -202,13 +201,14 @@ class PairFiller:
     """Fills the delta of one pair; :meth:`run` again goes on where it was ended.
 
     Args:
-        target: the pair's index, open for writing.
+        index: URI of the pair's index.
+        target: that index, open for writing.
         source: folder of the active pair, all of whose writes the target is to have.
         order: held by every write to the target.
     """
 
-    def __init__(self, target: LiveIndex, source: str, order: threading.Lock) -> None:
-        self._target, self._order = target, order
+    def __init__(self, index: str, target: LiveIndex, source: str, order: threading.Lock) -> None:
+        self.index, self._target, self._order = index, target, order
         self._source = versions.log_folder(source, 0)
         self._passages = target.layout.passages
         # Later records come with the writer's own writes.
@@ -220,34 +220,29 @@ class PairFiller:
         """Leave documents alone that are written to the target by others, who hold the lock."""
         self._known.update(doc_ids)
 
-    async def run(self, encoder: Handle, index: str) -> None:
+    async def run(self, encoder: Handle) -> None:
         """Encode and write what the target lacks.
 
-        Args:
-            encoder: the DocumentEncoder.
-            index: of the target, whose rows alone are wanted.
-
-        Raises:
-            ConfigError: a record of the log has no whole documents, or is gone.
+        ConfigError where a record of the log has no whole documents, or is gone.
         """
         left = await asyncio.to_thread(self._last_writes)
         total, start = len(left), time.monotonic()
         said, filled = start, 0
-        log.info("%d documents that were written before are to be encoded for index %s", total, index)
+        log.info("%d documents that were written before are to be encoded for index %s", total, self.index)
         batches = self._batches(left)
         while (batch := await asyncio.to_thread(next, batches, None)) is not None:
             documents, deleted = batch
-            rows = (await encoder.encode.remote(documents, index))[index] if documents else None
-            await asyncio.to_thread(self._write, rows, deleted)
+            encoded = await encoder.encode.remote(documents, self.index) if documents else {}
+            await asyncio.to_thread(self._write, encoded.get(self.index), deleted)
             filled += len(documents) + len(deleted)
             if (now := time.monotonic()) - said > PROGRESS_S:
                 rate = filled / (now - start)
                 log.info(
                     "index %s: %d of %d documents filled, %.1f/s, ETA %.0f s",
-                    *(index, filled, total, rate, (total - filled) / rate),
+                    *(self.index, filled, total, rate, (total - filled) / rate),
                 )
                 said = now
-        log.info("index %s has every write: %d documents filled", index, filled)
+        log.info("index %s has every write: %d documents filled", self.index, filled)
 
     def _last_writes(self) -> dict[str, int]:
         """For each document that was written or deleted, and is not known, the last record that names it."""

@@ -20,7 +20,7 @@ from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.service import Service
-from scalingnote.serve.writer import PairFiller, Writer
+from scalingnote.serve.writer import Writer
 from scalingnote.serve.writes import DocumentEncoder
 from scalingnote.storage.artifact import open_artifact
 from two_models import WIDTH, compare, indexed_run, restored
@@ -309,5 +309,5 @@ def test_a_write_that_misses_a_new_pair_is_encoded_again(running, run_dir, both,
     monkeypatch.setattr(DocumentEncoder, "encode", encode_before)
     running.write(early="bakoli")
     assert next(calls) == 2
-    assert isinstance(running.writer._fillers[uris(both)[1]], PairFiller)
+    assert running.writer._filler.index == uris(both)[1]
     assert running.vectors(uris(both)[1], early="bakoli")

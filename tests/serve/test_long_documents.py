@@ -355,8 +355,8 @@ def test_whole_documents_are_kept_and_filled_into_another_delta(built, flow, tmp
             asked.extend(row["doc_id"] for row in documents)
             return {only: rows_of(built, flow, documents)}
 
-    filler = PairFiller(after, str(before.folder), threading.Lock())
-    asyncio.run(filler.run(LocalHandle(Encoder()), uri))
+    filler = PairFiller(uri, after, str(before.folder), threading.Lock())
+    asyncio.run(filler.run(LocalHandle(Encoder())))
     assert sorted(asked) == ["d1", "new"]
     (old,), (new,) = before.snapshots(), after.snapshots()
     texts = [sorted(each.documents(np.flatnonzero(each.alive))["doc_id"].to_pylist()) for each in (old, new)]
