@@ -26,14 +26,8 @@ def free_port() -> int:
 
 def found(index: str, query_tower: str, **knobs: Any) -> artifacts.ServedArtifacts:
     """An index and a query tower, to be served at a free port."""
-    knobs = {
-        "port": free_port(),
-        "deadline_s": 20,
-        "shards_per_searcher": 1,
-        "cpus_per_replica": 0.1,
-        **knobs,
-    }
-    args = {"index": index, "query_tower": query_tower, "serve": knobs}
+    common = {"port": free_port(), "deadline_s": 20, "shards_per_searcher": 1, "cpus_per_replica": 0.1}
+    args = {"index": index, "query_tower": query_tower, "serve": common | knobs}
     served = artifacts.find(AppArgs.model_validate(args))
     assert isinstance(served, artifacts.ServedArtifacts)
     return served

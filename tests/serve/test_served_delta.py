@@ -49,10 +49,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def url(cluster: None, index: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    tower, folder = (
-        table(f"{tmp_path_factory.mktemp('student')}/student"),
-        str(tmp_path_factory.mktemp("live")),
-    )
+    tower = table(f"{tmp_path_factory.mktemp('student')}/student")
+    folder = str(tmp_path_factory.mktemp("live"))
     replicas = {"searcher": {"num_replicas": 2}, "encoder": {"num_replicas": 0}}
     made = found(index.uri, tower.uri, deployments=replicas)
     served = replace(
