@@ -138,6 +138,7 @@ def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
     )
 
 
+AUTO = {"min_replicas": 2, "max_replicas": 6, "target_ongoing_requests": 20}
 REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (AppArgs, {}, "either run_dir, or index and query_tower"),
     (AppArgs, {"index": "somewhere"}, "either run_dir, or index and query_tower"),
@@ -154,6 +155,20 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         "folding a delta trains nothing",
     ),
 ]
+MISPLACED: list[tuple[str, dict[str, Any], str]] = [
+    ("searcher", {"autoscaling_config": AUTO}, "autoscaling_config: a searcher holds its shards"),
+    ("writer", {"autoscaling_config": AUTO}, "writer.autoscaling_config: one writer holds the claim"),
+    ("writer", {"num_replicas": 2}, "writer.num_replicas: one writer holds the claim"),
+    ("writer", {"max_surge_percent": 100}, "writer.max_surge_percent: .*the old one ends first"),
+    (
+        "gateway",
+        {"num_replicas": 2, "autoscaling_config": AUTO},
+        "num_replicas or autoscaling_config, not both",
+    ),
+    ("gateway", {"autoscaling_config": AUTO | {"min_replicas": 7}}, "min_replicas 7 exceeds max_replicas 6"),
+    ("gateway", {"autoscaling_config": {"max_replicas": 2}}, "target_ongoing_requests"),
+]
+REFUSED += [(ServeConfig, {"deployments": {part: placed}}, reason) for part, placed, reason in MISPLACED]
 
 
 @pytest.mark.parametrize(("model", "values", "message"), REFUSED)

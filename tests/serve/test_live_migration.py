@@ -23,27 +23,23 @@ from scalingnote.serve.service import Service
 from scalingnote.serve.writer import Writer
 from scalingnote.serve.writes import DocumentEncoder
 from scalingnote.storage.artifact import open_artifact
-from two_models import WIDTH, compare, indexed_run, restored
+from two_models import WIDTH, restored
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose other model is built and compared; nothing is written yet."""
-    run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
-    config = pipeline.load_run(str(run_dir))
-    live = LiveServe(folder=str(run_dir / "live"), delta=True, keep_documents=True)
-    config = config.model_copy(update={"serve": config.serve.model_copy(update={"live": live})})
-    pipeline.make_current(config)
-    compare(run_dir, other)
-    return run_dir
-
-
 @pytest.fixture
 def run_dir(compared: Path) -> Iterator[str]:
-    """That run; what a test writes to it goes when it ends."""
+    """A run that takes writes, whose other model is compared; what a test writes to it goes when it ends."""
+    live = LiveServe(folder=str(compared / "live"), delta=True, keep_documents=True)
     with restored(compared, without="live") as kept:
+        found = migration.read(kept)
+        for name in ("before", "after"):
+            config = getattr(found, name)
+            taking_writes = config.serve.model_copy(update={"live": live})
+            found = found.model_copy(update={name: config.model_copy(update={"serve": taking_writes})})
+        migration._write(found)
+        pipeline.make_current(found.before)
         yield kept
 
 

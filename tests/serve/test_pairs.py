@@ -31,17 +31,9 @@ from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.tower_versions import TowerVersions
 from scalingnote.storage.artifact import open_artifact
-from two_models import WIDTH, compare, indexed_run, restored
+from two_models import WIDTH, restored
 
 QUERIES = ["bakoli menura", "tavezo", "silime ko", "zoranu batako", "me nu ra"]
-
-
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose other model is built and compared, and not served yet."""
-    run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
-    compare(run_dir, other)
-    return run_dir
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import yaml
 from gateway_here import Client, service
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
-from test_app import ROOT, deployed
+from test_app import AUTO, ROOT, deployed
 
-from scalingnote.core.config import validate
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode.query_encoder import QueryCache
 from scalingnote.run.service_config import AppArgs, ServeConfig
@@ -112,35 +111,6 @@ def test_other_limits_in_a_file_are_no_other_application_for_serve(schema: Serve
 
 
 # --- numbers of replicas -----------------------------------------------------------------------------------
-
-
-AUTO = {"min_replicas": 2, "max_replicas": 6, "target_ongoing_requests": 20}
-
-
-@pytest.mark.parametrize(
-    ("deployments", "message"),
-    [
-        (
-            {"searcher": {"autoscaling_config": AUTO}},
-            "searcher.autoscaling_config: a searcher holds its shards",
-        ),
-        ({"writer": {"autoscaling_config": AUTO}}, "writer.autoscaling_config: one writer holds the claim"),
-        ({"writer": {"num_replicas": 2}}, "writer.num_replicas: one writer holds the claim"),
-        ({"writer": {"max_surge_percent": 100}}, "writer.max_surge_percent: .*the old one ends first"),
-        (
-            {"gateway": {"num_replicas": 2, "autoscaling_config": AUTO}},
-            "deployments.gateway: give num_replicas or autoscaling_config, not both",
-        ),
-        (
-            {"gateway": {"autoscaling_config": AUTO | {"min_replicas": 7}}},
-            "min_replicas 7 exceeds max_replicas 6",
-        ),
-        ({"gateway": {"autoscaling_config": {"max_replicas": 2}}}, "target_ongoing_requests"),
-    ],
-)
-def test_parts_that_cannot_have_more_replicas_at_any_time_say_why(deployments: Any, message: str):
-    with pytest.raises(ConfigError, match=message):
-        validate(ServeConfig, {"deployments": deployments}, source="serve")
 
 
 def test_serve_gets_the_limits_between_which_it_adds_replicas(index: Artifact, query_tower: Artifact):

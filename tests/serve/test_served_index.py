@@ -20,18 +20,13 @@ import pytest
 import replicas_here
 from google.rpc import status_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from pair import DIM, built, student
+from pair import DIM, built
 from replicas_here import PAUSE_S, TRIES, free_port, hits, kill, processes
 
 import listeners
-from scalingnote.cli import main as cli
-from scalingnote.core.errors import ConfigError
 from scalingnote.encode.encoder import Encoder
-from scalingnote.run import pipeline
-from scalingnote.run.config import RunConfig
-from scalingnote.run.service_config import AppArgs
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import app, artifacts, launch
+from scalingnote.serve import app, launch
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
 from scalingnote.serve.grpc.servicer import DETAILS
@@ -296,26 +291,3 @@ def test_a_signal_ends_the_server_and_its_processes(server, url):
     assert server.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
-
-
-def test_the_shell_finds_the_same(
-    index: Artifact,
-    query_tower: Artifact,
-    expected: Expected,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    config = RunConfig.model_validate({"dataset": {"name": "python_docs"}})
-    monkeypatch.setattr(pipeline, "load_run", lambda run_dir: config)
-    monkeypatch.setattr(pipeline, "locate", lambda _, kind: {"index": index, "student": query_tower}[kind])
-    assert cli.main(["search", QUERY, "-k", "5"]) == 0
-    output = capsys.readouterr().out
-    places = [output.index(f"  Title {doc_id[1:]}\n") for doc_id in expected(index)]
-    assert places == sorted(places)
-    assert output.splitlines()[-1].startswith("5 results; by embeddings; load ")
-
-
-def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_path: Path) -> None:
-    other = student(f"{tmp_path}/student", dim=DIM // 2)
-    with pytest.raises(ConfigError, match="dim 16, the query tower of 8"):
-        artifacts.find(AppArgs(index=index.uri, query_tower=other.uri))

@@ -57,7 +57,7 @@ def test_a_version_that_does_not_fit_is_not_activated(tmp_path):
     assert catalog.read()[0].name == "a"
 
 
-A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
+A, B, C = map(version, "abc")
 
 
 @pytest.fixture
