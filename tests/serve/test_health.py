@@ -15,7 +15,6 @@ from scalingnote.index.config import LiveConfig
 from scalingnote.search.query_path import Query
 from scalingnote.serve import app, worker_thread
 from scalingnote.serve.catalog import Catalog, Version
-from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
 from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.live_catalog import LiveCatalog, LivePair
@@ -199,7 +198,7 @@ def test_a_gateway_is_as_well_as_what_it_runs_itself(
     searcher: IndexSearcher, encoder: ArmEncoder, monkeypatch
 ):
     gateway = app._Ingress.__new__(app._Ingress)
-    gateway._own_parts = [LocalHandle(encoder), LocalHandle(searcher)]
+    gateway._own_parts = [encoder, searcher]
     asyncio.run(gateway.check_health())
     (held,) = searcher._held.values()
     monkeypatch.setattr(held, "find", lambda *_, **__: 1 / 0)
