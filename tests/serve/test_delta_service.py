@@ -195,7 +195,7 @@ def test_a_fold_and_a_rollback_change_no_answer_and_a_restart_replays_the_log(
     second.close()
 
 
-def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index: Artifact, tmp_path: Path) -> None:
+def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index, tmp_path):
     catalog = LiveCatalog(str(tmp_path), LivePair(index.uri), delta=True)
 
     def groups(**live: Any) -> tuple[range, ...]:

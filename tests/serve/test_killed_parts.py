@@ -84,9 +84,7 @@ def test_without_keys_only_this_machine_is_answered(url):
     assert ("ray::ProxyActor", "OPEN", "closed") in answers
 
 
-def test_replicas_that_would_not_fit_are_refused(
-    cluster: None, index: Artifact, query_tower: Artifact
-) -> None:
+def test_replicas_that_would_not_fit_are_refused(cluster, index, query_tower):
     served = found(
         index.uri, query_tower.uri, cpus_per_replica=50, deployments={"searcher": {"num_replicas": 1}}
     )

@@ -101,7 +101,7 @@ def indexes(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
     return [built(tmp_path_factory.mktemp(f"index{seed}"), corpus_seed=seed) for seed in (0, 1)]
 
 
-def test_both_pairs_have_every_acknowledged_write(indexes: list[Artifact], tmp_path: Path):
+def test_both_pairs_have_every_acknowledged_write(indexes, tmp_path):
     uris, rng = [index.uri for index in indexes], random.Random(4)
     allowed: dict[str, list[str | None]] = defaultdict(lambda: [None])
     catalog = LiveCatalog(str(tmp_path), LivePair(uris[0]), delta=True)

@@ -49,7 +49,7 @@ def files(index: Artifact, shard: int) -> tuple[int, int]:
     return sum(parts[name].bytes for name in vectors), sum(parts[name].bytes for name in others)
 
 
-def test_rays_own_options_reach_ray_by_their_own_names(args: dict[str, Any]):
+def test_rays_own_options_reach_ray_by_their_own_names(args):
     config = {
         "searcher": {
             "num_cpus": 2,
@@ -95,7 +95,7 @@ def test_deployments_can_be_set_in_the_shell():
             load(AppArgs, (), ["model=m", f"serve.deployments.{wrong}"])
 
 
-def test_a_searcher_reserves_memory_for_each_version(args: dict[str, Any], index: Artifact):
+def test_a_searcher_reserves_memory_for_each_version(args, index):
     def memory(shard: int, **knobs: Any) -> int:
         deployed = searchers(served(args, **APART | knobs))
         return int((deployed[shard].ray_actor_options or {}).get("memory", 0))
@@ -124,12 +124,12 @@ def reported(found: ServedArtifacts, *nodes: Any) -> str:
     return "\n".join(placement.problems(app.bind(found), nodes))
 
 
-def test_what_fits_is_no_problem(args: dict[str, Any]):
+def test_what_fits_is_no_problem(args):
     found = served(args, **APART, deployments={"searcher": {"max_replicas_per_node": 1, "memory": 3 * GIB}})
     assert reported(found, node(4, 8), node(4, 8)) == ""
 
 
-def test_memory_that_no_node_has_is_named(args: dict[str, Any]):
+def test_memory_that_no_node_has_is_named(args):
     found = served(args, **APART, deployments={"searcher": {"memory": 9 * GIB}})
     reason = reported(
         found, node(4, 8), node(4, 8), node(0, 2), {"Alive": False, "Resources": {"memory": 1e15}}
@@ -144,7 +144,7 @@ def test_memory_that_no_node_has_is_named(args: dict[str, Any]):
     )
 
 
-def test_resources_and_labels_that_no_node_has_are_named(args: dict[str, Any]):
+def test_resources_and_labels_that_no_node_has_are_named(args):
     found = served(args, **APART, deployments={"searcher": {"resources": {"nvme": 1}}})
     assert "IndexSearcher-000 asks for 1 nvme, no node has any" in reported(found, node(4, 8))
     assert reported(found, node(4, 8, nvme=4.0)) == ""
@@ -158,13 +158,13 @@ def test_resources_and_labels_that_no_node_has_are_named(args: dict[str, Any]):
     assert "no node has them" in reported(found, node(4, 8, {"market": "spot"}))
 
 
-def test_replicas_that_are_to_be_apart_need_as_many_nodes(args: dict[str, Any]):
+def test_replicas_that_are_to_be_apart_need_as_many_nodes(args):
     found = served(args, **APART, deployments={"searcher": {"max_replicas_per_node": 1}})
     reason = "IndexSearcher-000 has 2 replicas, at most 1 a node, and 1 nodes that fit"
     assert reason in reported(found, node(4, 8), node(0, 8))
 
 
-def test_the_sum_of_all_reservations_is_checked(args: dict[str, Any]):
+def test_the_sum_of_all_reservations_is_checked(args):
     assert "the replicas reserve 6 CPUs, the cluster has 2 CPUs: lower serve.cpus_per_replica" in reported(
         served(args, **APART, cpus_per_replica=1), node(2, 8)
     )

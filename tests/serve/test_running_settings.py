@@ -16,7 +16,6 @@ from scalingnote.run.service_config import AppArgs, ServeConfig
 from scalingnote.serve import api, app, artifacts, placement
 from scalingnote.serve.access import Admission
 from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings, with_changes
-from scalingnote.storage.artifact import Artifact
 
 GIVEN = ServeConfig(deadline_s=9, limits={"max_k": 7, "rate": 5.0}, canary=0.5)
 
@@ -37,9 +36,7 @@ def test_what_is_named_changes_and_the_rest_is_the_applications():
         ("gateway", {"limits": 3}, "user_config of the gateway: .*limits"),
     ],
 )
-def test_a_mistake_ends_a_replica_that_starts_and_changes_none_that_runs(
-    part: Any, user_config: dict[str, Any], message: str
-):
+def test_a_mistake_ends_a_replica_that_starts_and_changes_none_that_runs(part, user_config, message):
     with pytest.raises(ConfigError, match=message):
         RunningSettings(GIVEN, part).take(user_config)
     running = RunningSettings(GIVEN, part)
@@ -50,7 +47,7 @@ def test_a_mistake_ends_a_replica_that_starts_and_changes_none_that_runs(
     assert not running.refused
 
 
-def test_a_gateway_answers_by_the_latest_settings(index: Artifact, query_tower: Artifact):
+def test_a_gateway_answers_by_the_latest_settings(index, query_tower):
     made = service(index, query_tower, GIVEN)
     admission = Admission(GIVEN.limits)
     client = Client(api.build(made, GIVEN, admission=admission))
@@ -95,7 +92,7 @@ def files() -> list[Any]:
 
 
 @pytest.mark.parametrize("schema", files(), ids=lambda schema: schema.applications[0].args["run_dir"])
-def test_other_limits_in_a_file_are_no_other_application_for_serve(schema: ServeDeploySchema):
+def test_other_limits_in_a_file_are_no_other_application_for_serve(schema):
     (application,) = schema.applications
     config = AppArgs.model_validate(application.args).serve
     version = get_app_code_version(application)
@@ -113,7 +110,7 @@ def test_other_limits_in_a_file_are_no_other_application_for_serve(schema: Serve
 # --- numbers of replicas -----------------------------------------------------------------------------------
 
 
-def test_serve_gets_the_limits_between_which_it_adds_replicas(index: Artifact, query_tower: Artifact):
+def test_serve_gets_the_limits_between_which_it_adds_replicas(index, query_tower):
     knobs = {
         "gateway": {"autoscaling_config": AUTO},
         "encoder": {"autoscaling_config": AUTO | {"upscale_delay_s": 5}},
@@ -136,7 +133,7 @@ def test_serve_gets_the_limits_between_which_it_adds_replicas(index: Artifact, q
     assert "the replicas reserve 0.6 CPUs" in placement.problems(application, nodes)[0]
 
 
-def test_gateways_that_may_become_many_do_not_hold_the_index(index: Artifact, query_tower: Artifact):
+def test_gateways_that_may_become_many_do_not_hold_the_index(index, query_tower):
     args = {"index": index.uri, "query_tower": query_tower.uri}
     for gateway, searches in (({}, True), ({"autoscaling_config": AUTO | {"min_replicas": 1}}, False)):
         found = artifacts.find(

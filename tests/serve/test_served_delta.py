@@ -89,7 +89,7 @@ def best(truth: Mapping[str, np.ndarray], query: np.ndarray, k: int) -> list[str
     return sorted(scores, key=lambda name: -scores[name])[:k]
 
 
-def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url: str, index: Artifact) -> None:
+def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url, index):
     searcher = Searcher.open(index.uri)
     truth = {f"d{n}": searcher.vector(f"d{n}") for n in range(len(searcher))}
     stop, twice, failed = threading.Event(), [], []
@@ -127,7 +127,7 @@ def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url: str, 
     assert (twice, failed) == ([], [])
 
 
-def test_killed_searchers_come_back_with_what_was_written(url: str) -> None:
+def test_killed_searchers_come_back_with_what_was_written(url):
     vector = NEW[399] * -1
     until_acknowledged(url, "/documents", documents=[{"doc_id": "d3", "topic": "", "content": "399"}])
     wanted = shown(url, vector, 20), shown(url, NEW[399], 20)

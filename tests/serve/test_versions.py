@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
@@ -77,7 +76,7 @@ def held_after(seconds: float, holding: IndexSearcher, clock: list[float]) -> li
     return sorted(holding._held)
 
 
-def test_old_versions_are_released_after_a_while(tmp_path: Path, clock: list[float]):
+def test_old_versions_are_released_after_a_while(tmp_path, clock):
     catalog = Catalog(A, str(tmp_path), kept=2)
     holding = IndexSearcher(catalog)
     for version in (B, C):
@@ -94,14 +93,14 @@ def test_old_versions_are_released_after_a_while(tmp_path: Path, clock: list[flo
     assert held_after(2 * RELEASE_AFTER_S, holding, clock) == ["a", "c"]
 
 
-def test_a_version_is_held_until_all_have_opened_it(tmp_path: Path, clock: list[float]):
+def test_a_version_is_held_until_all_have_opened_it(tmp_path, clock):
     holding = IndexSearcher(Catalog(A, str(tmp_path)))
     asyncio.run(holding.load(B))
     assert held_after(0.9 * OPEN_TIMEOUT_S, holding, clock) == ["a", "b"]
     assert held_after(0.2 * OPEN_TIMEOUT_S, holding, clock) == ["a"]  # it was refused
 
 
-def test_an_old_version_is_better_than_none(tmp_path: Path, clock: list[float]):
+def test_an_old_version_is_better_than_none(tmp_path, clock):
     catalog = Catalog(A, str(tmp_path), kept=1)
     holding = IndexSearcher(catalog)
     catalog.activate(B)
@@ -110,9 +109,7 @@ def test_an_old_version_is_better_than_none(tmp_path: Path, clock: list[float]):
     assert sorted(holding._held) == ["b"]
 
 
-def test_a_version_is_released_before_the_next_is_opened(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_version_is_released_before_the_next_is_opened(tmp_path, clock, monkeypatch):
     catalog = Catalog(A, str(tmp_path), kept=2)
     holding = IndexSearcher(catalog)
     asyncio.run(holding.load(B))
