@@ -128,7 +128,10 @@ class LiveCatalog:
         folder, number = self.place(self.pair(version).name)
         # Of a large index the searchers have just read all files, each its own.
         live_versions.activate(folder, number, checked=self.delta)
-        self._change(lambda pairs: tuple(sorted(pairs, key=lambda each: self.pair_folder(each) != folder)))
+        if self.delta:
+            self._change(
+                lambda pairs: tuple(sorted(pairs, key=lambda each: self.pair_folder(each) != folder))
+            )
         return self.read()
 
     def pair(self, version: Version) -> Version:
