@@ -15,15 +15,16 @@ from scalingnote.encode.query_encoder import QueryCache
 from scalingnote.run.service_config import AppArgs, ServeConfig
 from scalingnote.serve import api, app, artifacts, placement
 from scalingnote.serve.access import Admission
-from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings, with_changes
+from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings
 
 GIVEN = ServeConfig(deadline_s=9, limits={"max_k": 7, "rate": 5.0}, canary=0.5)
 
 
 def test_what_is_named_changes_and_the_rest_is_the_applications():
-    now = with_changes(GIVEN, {"limits": {"rate": 6}, "deadline_s": 1}, "gateway")
+    running = RunningSettings(GIVEN, "gateway")
+    now = running.take({"limits": {"rate": 6}, "deadline_s": 1})
     assert (now.limits.max_k, now.limits.rate, now.deadline_s, now.canary) == (7, 6, 1, 0.5)
-    assert with_changes(GIVEN, {}, "gateway") == GIVEN
+    assert running.take({}) == GIVEN
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_a_gateway_answers_by_the_latest_settings(index, query_tower):
     admission = Admission(GIVEN.limits)
     client = Client(api.build(made, GIVEN, admission=admission))
     assert client.search(query="bakoli", k=5).status_code == 200
-    now = with_changes(GIVEN, {"limits": {"max_k": 2, "max_body_bytes": 1024}}, "gateway")
+    now = RunningSettings(GIVEN, "gateway").take({"limits": {"max_k": 2, "max_body_bytes": 1024}})
     admission.limits = now.limits
     made.take_settings(now, refused="")
     assert client.search(query="bakoli", k=5).status_code == 422
@@ -98,7 +99,7 @@ def test_other_limits_in_a_file_are_no_other_application_for_serve(schema):
     version = get_app_code_version(application)
     for each in application.deployments:
         part = "gateway" if each.name == "Gateway" else "encoder"
-        with_changes(config, each.user_config, part)
+        RunningSettings(config, part).take(each.user_config)
         # What Serve lets running replicas have: anything else is a new version of their code.
         assert {*each.user_config} <= {*RUNNING_SETTINGS[part]}
         each.user_config = dict.fromkeys(RUNNING_SETTINGS[part])
