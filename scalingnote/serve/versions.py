@@ -231,7 +231,8 @@ class Deltas:
         query = replace(query, record=moment.record)
         if not len(moment):
             return await groups(query, left_s)
-        own = gather_in_time([self._batcher((moment, query))], deadline_s=left_s)
+        # A copy: the thread keeps what it computes in it, while the query is pickled for the groups.
+        own = gather_in_time([self._batcher((moment, replace(query)))], deadline_s=left_s)
         of_groups, (of_delta,) = await asyncio.gather(groups(query, left_s), own)
         if isinstance(of_groups, Refused):
             return of_groups

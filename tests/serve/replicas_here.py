@@ -42,14 +42,15 @@ def running(served: artifacts.ServedArtifacts) -> Iterator[str]:
 
 
 def post(url: str, headers: Mapping[str, str] = NO_HEADERS, **body: Any) -> tuple[int, Any]:
-    """Status and answer; 0 where the connection broke."""
+    """Status and answer; 0 where the connection broke. Serve's own proxy refuses by a text."""
     sent = {"content-type": "application/json", **headers}
     request = urllib.request.Request(url, json.dumps(body).encode(), sent)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as refused:
-        return refused.code, json.load(refused)
+        text = refused.read().decode()
+        return refused.code, json.loads(text) if text.startswith("{") else text
     except OSError:
         return 0, None
 

@@ -17,6 +17,7 @@ from scalingnote.index.live import wal
 from scalingnote.index.shard import SHARD_DOCUMENTS
 from scalingnote.run.ingest import IndexRows
 from scalingnote.run.service_config import LiveServe, ServeConfig
+from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import api
 from scalingnote.serve.artifacts import ServedArtifacts
@@ -27,6 +28,7 @@ from scalingnote.serve.fan_out import Aggregator
 from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.service import Service
+from scalingnote.serve.towers import Refused
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
@@ -228,6 +230,22 @@ def test_a_delta_that_does_not_answer_is_named(served, truth, monkeypatch):
         assert (health["status"], health["silent"]) == ("degraded", ["delta"])
     client.wait(deltas.refresh())
     assert client("GET", "/healthz").json()["status"] == "ok"
+
+
+def test_a_query_that_is_pickled_is_not_changed_meanwhile(served, truth):
+    client, _, service = served
+    write(client, truth, {"d0": 0})
+    asked = []
+
+    async def groups(query: Query, _: float) -> Refused:
+        before = {**vars(query)}
+        await asyncio.sleep(0.2)  # the delta is searched
+        asked.append(vars(query) == before)
+        return Refused("none")
+
+    query = Query(NEW[:1], version="0")
+    client.wait(service.versions.deltas.search(query, 60.0, groups))
+    assert asked == [True]
 
 
 def test_a_document_without_a_readable_store_has_its_id(served, truth, monkeypatch):
