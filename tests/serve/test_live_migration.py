@@ -1,6 +1,6 @@
 """A change of the model while documents are written: both pairs get every write, either can answer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,12 @@ def both(run_dir: str) -> tuple[RunConfig, RunConfig]:
     return found.before, found.after
 
 
+def rows_of(texts: Mapping[str, str]) -> list[dict[str, str]]:
+    return [
+        {"doc_id": i, "title": f"title {i}", "topic": "new", "content": text} for i, text in texts.items()
+    ]
+
+
 class Running:
     """The service of a run in this process: gateway, document encoder, writer."""
 
@@ -80,10 +86,7 @@ class Running:
         self.client.wait(self.service.versions.follow())
 
     def write(self, **texts: str) -> None:
-        rows = [
-            {"doc_id": i, "title": f"title {i}", "topic": "new", "content": text} for i, text in texts.items()
-        ]
-        answer = self.client("POST", "/documents", json={"documents": rows})
+        answer = self.client("POST", "/documents", json={"documents": rows_of(texts)})
         assert (answer.status_code, answer.json()["rejected"]) == (200, [])
 
     def delete(self, *doc_ids: str) -> None:
@@ -102,11 +105,8 @@ class Running:
 
     def vectors(self, index: str, **texts: str) -> bool:
         """Whether the delta of an index has the vectors that its own model gives documents."""
-        rows = [
-            {"doc_id": i, "title": f"title {i}", "topic": "new", "content": text} for i, text in texts.items()
-        ]
-        encoded = self.client.wait(self.encoder.encode(rows, index))[index].vectors
-        (live,) = (each for uri, each in self.writer._indexes.items() if uri == index)
+        encoded = self.client.wait(self.encoder.encode(rows_of(texts), index))[index].vectors
+        live = self.writer._indexes[index]
         return all(np.allclose(live.vector(i), row, atol=2e-3) for i, row in zip(texts, encoded, strict=True))
 
     def close(self) -> None:
