@@ -33,11 +33,12 @@ from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve import api
 from scalingnote.serve.app import GC_THRESHOLD
+from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.fan_out import Aggregator, FanOut, Packed, pack, read_queries, sizes
 from scalingnote.serve.service import Service
-from scalingnote.serve.versions import Catalog, Version, VersionContent, Versions
+from scalingnote.serve.versions import VersionContent, Versions
 
 # Groups, and how many an aggregator calls: 16 with and without aggregators show whether these pay.
 CASES = ((1, 16), (8, 16), (16, 16), (16, 8), (48, 16))

@@ -56,7 +56,7 @@ from scalingnote.run.service_config import LiveServe, ServeConfig
 from scalingnote.search.query_path import QueryPath
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import cut_over
-from scalingnote.serve.live_pairs import MARK_CHARACTERS
+from scalingnote.serve.live_catalog import MARK_CHARACTERS
 from scalingnote.storage.artifact import Artifact
 
 # 408, 500: a replica died with the request; 502, 503: no replica took it; 0: the connection broke.

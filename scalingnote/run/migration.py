@@ -168,54 +168,38 @@ def plan(migration: Migration) -> ReportTable:
     embeddings = pipeline.locate(migration.before, "embeddings")
     documents = embeddings.counts["documents"]
     tokens = int(embeddings.manifest.info.get("encoding", {}).get("tokens", 0))
-    shapes = [_document_shape(config) for config in (migration.before, migration.after)]
-    seconds = _seconds(missing, before, shapes, tokens=tokens / max(documents, 1))
-    size = _bytes(missing, before, shapes)
+    old, new = (_document_shape(config) for config in (migration.before, migration.after))
+    slower = wider = None  # how many times; None: the work of a model is not known
+    if old is not None and new is not None:
+        each = tokens / max(documents, 1)
+        slower = flops.forward(new, tokens=each) / max(flops.forward(old, tokens=each), 1.0)
+        wider = new.hidden / old.hidden
+    seconds = _seconds(missing, before, slower)
+    built = [before[name] for name in ("encode", "index") if name in missing and name in before]
+    size = sum(part.bytes for artifact in built for part in artifact.manifest.parts.values())
     rows = [
         ["documents", f"{documents:,}"],
         ["tokens of them, as the old model reads them", f"{tokens:,}" if tokens else "not known"],
         ["stages that are there", ", ".join(name for name in wanted if name in after) or "none"],
         ["stages to run", ", ".join(missing) or "none"],
         ["time on the same machines, about", "not known" if seconds is None else _duration(seconds)],
-        ["new files, about", "not known" if size is None else f"{size / 1e6:,.1f} MB"],
+        ["new files, about", "not known" if wider is None else f"{size * wider / 1e6:,.1f} MB"],
     ]
     return ReportTable(["migration", f"to {model_name(migration.after)}"], rows)
 
 
-def _seconds(
-    missing: Sequence[str],
-    before: dict[str, Artifact],
-    shapes: Sequence[flops.Shape | None],
-    *,
-    tokens: float,
-) -> float | None:
+def _seconds(missing: Sequence[str], before: dict[str, Artifact], slower: float | None) -> float | None:
     """Seconds of the stages that are missing; None if one of them is new, or the work of a model not known.
 
     `adopt`, which copies a model, counts as far as the run had it.
     """
     if any(name not in before and name != "adopt" for name in missing):
         return None
-    encodes = [name for name in missing if name in ENCODING_STAGES]
-    old, new = shapes
-    if encodes and (old is None or new is None):
-        return None
-    ratio = 1.0
-    if old is not None and new is not None:
-        ratio = flops.forward(new, tokens=tokens) / max(flops.forward(old, tokens=tokens), 1.0)
     took = {name: float(before[name].manifest.info["seconds"]) for name in missing if name in before}
-    return sum((seconds * (ratio if name in encodes else 1.0) for name, seconds in took.items()), 0.0)
-
-
-def _bytes(
-    missing: Sequence[str], before: dict[str, Artifact], shapes: Sequence[flops.Shape | None]
-) -> float | None:
-    """Bytes of the embeddings and the index; None where the width of a model is not known."""
-    old, new = shapes
-    if old is None or new is None:
+    encoding = sum(seconds for name, seconds in took.items() if name in ENCODING_STAGES)
+    if encoding and slower is None:
         return None
-    built = [before[name] for name in missing if name in before and name in ("encode", "index")]
-    size = sum(part.bytes for artifact in built for part in artifact.manifest.parts.values())
-    return size * new.hidden / old.hidden
+    return sum(took.values()) - encoding + encoding * (slower or 0.0)
 
 
 def _document_shape(config: RunConfig) -> flops.Shape | None:

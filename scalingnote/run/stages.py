@@ -173,9 +173,7 @@ CROSS_ENCODE = replace(
 ENDPOINT_TEACHER = replace(
     TEACHER, reads=("pseudo_queries",), job="encode.endpoint:run_queries", section="endpoint"
 )
-ENDPOINT_ENCODE = replace(
-    ENCODE, reads=("dataset",), job="encode.endpoint:run_documents", section="endpoint"
-)
+ENDPOINT_ENCODE = replace(ENCODE, reads=("dataset",), job="encode.endpoint:run_documents", section="endpoint")
 VECTORS_TEACHER = replace(TEACHER, reads=(), job="datasets.vector_job:run", section="vectors")
 NAMES = tuple(stage.name for stage in RUN_STAGES)
 

@@ -314,46 +314,30 @@ class AccessMiddleware:
         record = RequestRecord(request_id(headers.get(b"x-request-id", b"")))
         scope.setdefault("state", {})["record"] = record
         id_header = () if self._in_serve else ((b"x-request-id", record.request_id.encode()),)
-        asked = scope
+        asked, received_bytes = scope, 0
         if scope["method"] == "HEAD":
             asked, send = {**scope, "method": "GET"}, _without_body(send)
-        too_large: RefusedError | None = None
-        refusal_sent, received_bytes = False, 0
 
         async def receive_limited() -> Message:  # a chunked body does not announce its length
-            nonlocal too_large, received_bytes
+            nonlocal received_bytes
             message = await receive()
             received_bytes += len(message.get("body", b""))
-            try:
-                self._admission.check_size(received_bytes)
-            except RefusedError as refused:
-                too_large = refused
-                return {"type": "http.disconnect"}
+            self._admission.check_size(received_bytes)
             return message
 
         async def send_answer(message: Message) -> None:
             nonlocal status
-            if too_large and not refusal_sent:  # in place of the API's answer to half a body
-                await refuse(too_large)
-            elif not too_large:
-                if message["type"] == "http.response.start":
-                    status = message["status"]
-                    message["headers"] = [*message.get("headers", ()), *id_header]
-                await send(message)
-
-        async def refuse(refused: RefusedError) -> None:
-            nonlocal status, refusal_sent
-            refusal_sent, response = True, refusal_response(refused, scope)
-            status = response.status_code
-            response.raw_headers.extend(id_header)
-            await response(scope, receive, send)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *id_header]
+            await send(message)
 
         with self._admission.count_request():
             try:
                 self._admit(scope, headers)
                 await self._app(asked, receive_limited, send_answer)
             except RefusedError as refused:
-                await refuse(refused)
+                await refusal_response(refused, scope)(scope, receive, send_answer)
             except asyncio.CancelledError:
                 status = status or CLIENT_CLOSED_REQUEST
                 raise

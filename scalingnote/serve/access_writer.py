@@ -8,13 +8,16 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.core.log import get_logger
 
+FLUSH_S = 1.0  # between two writes
+MAX_FILE_BYTES = 64 << 20
+MAX_WAITING = 100_000  # records in memory; more are dropped and counted if a disk does not keep up
 log = get_logger("access")
 
 
@@ -26,25 +29,12 @@ class AccessWriter:
     and synced.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        replica: str,
-        *,
-        flush_s: float = 1.0,
-        max_bytes: int = 64 << 20,
-        max_waiting: int = 100_000,
-        clock_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
+    def __init__(self, folder: str | Path, replica: str) -> None:
         """Open the file and start the thread.
 
         Args:
             folder: of the files; created if missing.
             replica: name of the writer, unique within the folder.
-            flush_s: seconds between writes.
-            max_bytes: of a file.
-            max_waiting: records in memory; more are dropped and counted if a disk does not keep up.
-            clock_ns: for names of full files.
 
         Raises:
             ConfigError: another running process writes the file.
@@ -52,14 +42,13 @@ class AccessWriter:
         self.dropped = 0  # records that were never written
         name = re.sub(r"[^A-Za-z0-9_-]", "_", replica)
         self._stem = Path(folder).absolute() / f"access-{name}"
-        self._max_bytes, self._max_waiting, self._clock = max_bytes, max_waiting, clock_ns
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._unwritten: list[bytes] = []  # lines that a disk refused
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._stem.parent.mkdir(parents=True, exist_ok=True)
         self._open()
-        self._thread = threading.Thread(target=self._run, args=(flush_s,), name="access-log", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -70,7 +59,7 @@ class AccessWriter:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Queue a record, which the caller must not change afterwards. Never waits or raises."""
-        if len(self._waiting) >= self._max_waiting or self._stop.is_set():
+        if len(self._waiting) >= MAX_WAITING or self._stop.is_set():
             self.dropped += 1
         else:
             self._waiting.append(record)
@@ -85,8 +74,8 @@ class AccessWriter:
             except OSError as error:  # such as a full disk: the next flush tries again
                 if not self._unwritten:
                     log.warning("%s takes no lines (%s): they are kept and tried again", self.path, error)
-            self.dropped += max(len(lines) - self._max_waiting, 0)
-            self._unwritten = lines[: self._max_waiting]
+            self.dropped += max(len(lines) - MAX_WAITING, 0)
+            self._unwritten = lines[:MAX_WAITING]
 
     def close(self) -> None:
         """Flush and stop; closing again does nothing."""
@@ -101,8 +90,8 @@ class AccessWriter:
         os.close(self._file)
         atexit.unregister(self.close)
 
-    def _run(self, flush_s: float) -> None:
-        while not self._stop.wait(flush_s):
+    def _run(self) -> None:
+        while not self._stop.wait(FLUSH_S):
             self.flush()
 
     def _line(self, record: Mapping[str, Any]) -> bytes:
@@ -120,7 +109,7 @@ class AccessWriter:
         written = False
         while lines:
             stop, size = 0, self._size
-            while stop < len(lines) and (size == 0 or size + len(lines[stop]) <= self._max_bytes):
+            while stop < len(lines) and (size == 0 or size + len(lines[stop]) <= MAX_FILE_BYTES):
                 size += len(lines[stop])
                 stop += 1
             if not stop:
@@ -158,7 +147,7 @@ class AccessWriter:
 
     def _rotate(self) -> None:
         os.fsync(self._file)
-        moment = self._clock()
+        moment = time.time_ns()
         while (full := self._stem.with_name(f"{self._stem.name}.{moment}.jsonl")).exists():
             moment += 1
         self.path.rename(full)

@@ -44,6 +44,7 @@ from scalingnote.serve.access import (
     refusal_response,
     validation_refusal,
 )
+from scalingnote.serve.catalog import Version, version_named
 from scalingnote.serve.concurrency import run_periodically
 from scalingnote.serve.embeddings import (
     EmbeddingList,
@@ -62,7 +63,7 @@ from scalingnote.serve.embeddings import (
     Token,
 )
 from scalingnote.serve.service import Service
-from scalingnote.serve.versions import Version, Versions, version_named
+from scalingnote.serve.versions import Versions
 
 PAGE = Path(__file__).parent / "page"
 VERSION_POLL_INTERVAL_S = 0.5  # between two reads of the version that other gateways may have activated

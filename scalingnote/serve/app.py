@@ -20,21 +20,22 @@ from scalingnote.serve import api, placement
 from scalingnote.serve.access import Admission, read_keys
 from scalingnote.serve.access_writer import AccessWriter
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes
-from scalingnote.serve.concurrency import Handle, LocalHandle
+from scalingnote.serve.catalog import Catalog
+from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
-from scalingnote.serve.document_encoder import DocumentEncoder
 from scalingnote.serve.embeddings import EmbeddingService
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
 from scalingnote.serve.fan_out import Aggregator, is_hedged, sizes
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.index_searcher import IndexSearcher
+from scalingnote.serve.live_catalog import LiveCatalog
 from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import Metrics, RequestObserver, get_logger, scrape
-from scalingnote.serve.tower_versions import TowerPart, TowerVersions
+from scalingnote.serve.tower_versions import TowerVersions
 from scalingnote.serve.towers import DocumentTower
-from scalingnote.serve.versions import Catalog, LiveCatalog
 from scalingnote.serve.writer import Writer
+from scalingnote.serve.writes import DocumentEncoder
 
 MAX_ONGOING_REQUESTS = 1000  # of a replica: calls wait in its batcher, or the gateway's admission refuses
 MAX_UNBATCHED = 5  # of a replica without batches: the others wait in Serve's queue
@@ -54,12 +55,12 @@ class _Ingress:
 
     _service: Any  # Service, or Embeddings of a model that is served alone
 
-    def __init__(self, config: ServeConfig, deployed: Deployed) -> None:
+    def __init__(self, config: ServeConfig, loaded: Deployed) -> None:
         gc.set_threshold(GC_THRESHOLD)
         self._config, self._metrics = config, Metrics()
         self._settings = RunningSettings(config, "gateway")
-        parts = (*(arm.encoder for arm in deployed.arms), *deployed.searchers)
-        self._own_parts = [each for each in parts if isinstance(each, LocalHandle)]
+        parts = (*(arm.encoder for arm in loaded.arms), *loaded.searchers)
+        self._own_parts = [each.target for each in parts if isinstance(each, LocalHandle)]
         keys = read_keys(config.api_keys)
         self._admission = Admission(config.limits, keys, is_open=config.allow_unauthenticated)
         replica = serve.get_replica_context().replica_id.unique_id
@@ -84,12 +85,12 @@ class _Ingress:
         self._admission.limits = config.limits
         self._service.take_settings(config, refused=self._settings.refused)
         for part in self._own_parts:
-            if isinstance(part.target, ArmEncoder | TowerVersions):
-                await part.target.reconfigure({"query_cache": config.query_cache})
+            if isinstance(part, ArmEncoder | TowerVersions):
+                await part.reconfigure({"query_cache": config.query_cache})
 
     async def check_health(self) -> None:
         """Serve's question: an error where an encoder or the searcher of this process does not work."""
-        await asyncio.gather(*(part.target.check_health() for part in self._own_parts))
+        await asyncio.gather(*(part.check_health() for part in self._own_parts))
 
     def _set_gauges(self) -> None:
         self._metrics.set_in_flight(self._admission.in_flight)
@@ -101,20 +102,12 @@ class _Ingress:
 @serve.deployment
 @serve.ingress()
 class Gateway(_Ingress, Servicer):
-    """Ingress of the application, for HTTP and gRPC.
-
-    Args:
-        deployed: an arm's encoder is a handle, or the parts to load in this process; without searchers this
-            process holds all shards.
-        config: of the service.
-    """
+    """Ingress of the application, for HTTP and gRPC; its arguments are those of :func:`load_own_parts`."""
 
     def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
-        assert deployed.catalog is not None
-        searchers = deployed.searchers or [_local_searcher(deployed.catalog, config)]
-        deployed = replace(_with_encoders(deployed), searchers=searchers).read_again()
-        _Ingress.__init__(self, config, deployed)
-        service = Service(deployed.by_version(), config, on_recall=self._metrics.observe_recall)
+        loaded = load_own_parts(deployed, config)
+        _Ingress.__init__(self, config, loaded)
+        service = Service(loaded.for_gateway(), config, on_recall=self._metrics.observe_recall)
         Servicer.__init__(self, service, self._admission, self._observer)
 
 
@@ -124,28 +117,36 @@ class TowerGateway(_Ingress):
     """Ingress of a model that is served without an index; its query side, if it has one, is the only arm."""
 
     def __init__(self, deployed: Deployed, config: ServeConfig) -> None:
-        deployed = _with_encoders(deployed).read_again()
-        super().__init__(config, deployed)
-        self._service = EmbeddingService(deployed, config)
+        loaded = load_own_parts(deployed, config)
+        super().__init__(config, loaded)
+        self._service = EmbeddingService(loaded.for_gateway(), config)
 
 
-def _with_encoders(deployed: Deployed) -> Deployed:
-    """The same parts, with the encoders that this process is to load."""
-    arms = [replace(arm, encoder=_encoder(arm, deployed.catalog)) for arm in deployed.arms]
-    return replace(deployed, arms=arms)
+def load_own_parts(deployed: Deployed, config: ServeConfig) -> Deployed:
+    """The same parts, with those that this process is to load.
+
+    Args:
+        deployed: an arm's encoder is a handle, or the parts to load; of an index without searchers this
+            process holds all shards.
+        config: of the service.
+    """
+    catalog, searchers = deployed.catalog, deployed.searchers
+    if catalog is not None and not searchers:
+        searchers = [LocalHandle(IndexSearcher(catalog, **_searcher_settings(config)))]
+    arms = []
+    for arm in deployed.arms:
+        if isinstance(arm.encoder, QueryPathParts):
+            encoder, arguments = _encoder(arm, catalog)
+            arm = replace(arm, encoder=LocalHandle(encoder(*arguments)))
+        arms.append(arm)
+    return replace(deployed, arms=arms, searchers=searchers)
 
 
-def _encoder(arm: ServedArm, catalog: Catalog | LiveCatalog | None) -> Handle:
-    encoder: QueryPathParts | Handle = arm.encoder
-    if not isinstance(encoder, QueryPathParts):
-        return encoder
-    if arm.follows and catalog is not None and catalog.towers is not None:
-        return LocalHandle(TowerVersions(catalog, "query", encoder))
-    return LocalHandle(ArmEncoder(encoder))
-
-
-def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> LocalHandle:
-    return LocalHandle(IndexSearcher(catalog, **_searcher_settings(config)))
+def _encoder(
+    arm: ServedArm, catalog: Catalog | LiveCatalog | None
+) -> tuple[type[ArmEncoder | TowerVersions], tuple[Any, ...]]:
+    """The class that encodes the queries of an arm, and its arguments."""
+    return (TowerVersions, (catalog, "query", arm.encoder)) if arm.follows else (ArmEncoder, (arm.encoder,))
 
 
 def _searcher_settings(config: ServeConfig) -> dict[str, Any]:
@@ -171,18 +172,24 @@ def bind(served: ServedArtifacts | ServedTower) -> Application:
     """The application: the gateway, and deployments of the parts that it does not run itself."""
     if isinstance(served, ServedTower):
         return _bind_tower(served)
-    config, memory = served.config, 0
+    config, catalog, memory = served.config, served.catalog, 0
     if served.gateway_searches:
         memory = placement.index_memory(served.index, served.shards, config, part="gateway")
     searchers = _searchers(served)
+    documents = teacher = None
+    if served.embeds_documents:
+        documents = _replicas(TowerVersions, config, "document_tower", name="DocumentTower")
+        documents = documents.bind(catalog, "document")
+    if config.escalation is not None:
+        teacher = _replicas(TowerVersions, config, "teacher", name="QueryTeacher").bind(catalog, "teacher")
     deployed = Deployed(
-        [_arm(arm, config, served.catalog) for arm in served.arms],
-        served.catalog,
+        [_arm(arm, config, catalog) for arm in served.arms],
+        catalog,
         searchers,
         _aggregators(searchers, config),
-        documents=_tower(DocumentTower, "document", config, served.document_tower, served.catalog),
+        documents=documents,
         reranker=_reranker(config),
-        teacher=_tower(ArmEncoder, "teacher", config, served.teacher, served.catalog),
+        teacher=teacher,
         name=served.name,
         similarity=served.similarity,
     )
@@ -192,10 +199,12 @@ def bind(served: ServedArtifacts | ServedTower) -> Application:
 
 
 def _bind_tower(served: ServedTower) -> Application:
-    config = served.config
+    config, documents = served.config, None
+    if served.document is not None:
+        documents = _replicas(DocumentTower, config, "document_tower").bind(served.document)
     deployed = Deployed(
         [] if served.query is None else [_arm(served.query, config)],
-        documents=_optional(DocumentTower, config, "document_tower", served.document),
+        documents=documents,
         reranker=_reranker(config),
         name=served.name,
         similarity=served.similarity,
@@ -208,25 +217,9 @@ def _arm(arm: ServedArm, config: ServeConfig, catalog: Catalog | LiveCatalog | N
     """An arm whose queries the gateway encodes, or with a deployment that does."""
     if gateway_encodes(arm, config):
         return arm
-    name = f"QueryEncoder-{arm.name}"
-    if arm.follows:
-        encoder = _replicas(TowerVersions, config, "encoder", name=name).bind(catalog, "query", arm.encoder)
-    else:
-        encoder = _replicas(ArmEncoder, config, "encoder", name=name).bind(arm.encoder)
-    return replace(arm, encoder=encoder)
-
-
-def _tower(
-    cls: Any, part: TowerPart, config: ServeConfig, argument: Any, catalog: Catalog | LiveCatalog
-) -> Any:
-    """A deployment of a tower beside the arms: that of every version, or the only one."""
-    if argument is None:
-        return None
-    deployment_part: ServicePart = "teacher" if part == "teacher" else "document_tower"
-    name = {"teacher": "QueryTeacher", "document": "DocumentTower"}[part]
-    if catalog.towers is not None:
-        return _replicas(TowerVersions, config, deployment_part, name=name).bind(catalog, part)
-    return _replicas(cls, config, deployment_part, name=name).bind(argument)
+    encoder, arguments = _encoder(arm, catalog)
+    deployed = _replicas(encoder, config, "encoder", name=f"QueryEncoder-{arm.name}")
+    return replace(arm, encoder=deployed.bind(*arguments))
 
 
 def _searchers(served: ServedArtifacts) -> list[Any]:
@@ -261,31 +254,20 @@ def _with_writer(deployed: Deployed, served: ServedArtifacts) -> Deployed:
     config, live, catalog = served.config, served.config.live, served.catalog
     if live is None:
         return deployed
-    assert isinstance(catalog, LiveCatalog)
-    assert served.documents is not None
-    first = replace(catalog.pairs.first, documents=served.documents)
-    pairs = replace(catalog.pairs, first=first)
     encoder = _replicas(DocumentEncoder, config, "document_encoder", ongoing=MAX_UNBATCHED)
-    encoder = encoder.bind(pairs, live.keep_documents)
+    encoder = encoder.bind(catalog, live.keep_documents)
     # One replica: it holds the claim on the logs, and the next one has to wait for it to end. With a delta it
     # does not hold the index.
     held = range(0) if live.delta else served.shards
     memory = placement.index_memory(served.index, held, config, part="writer")
-    writer = _replicas(Writer, config, "writer", memory=memory)
-    return replace(
-        deployed,
-        document_encoder=encoder,
-        writer=writer.bind(pairs, live, live.delta, encoder),
-    )
-
-
-def _optional(cls: Any, config: ServeConfig, part: ServicePart, argument: Any, **options: Any) -> Any:
-    """A deployment of a part with its only argument; None if there is no argument, and so no such part."""
-    return None if argument is None else _replicas(cls, config, part, **options).bind(argument)
+    writer = _replicas(Writer, config, "writer", memory=memory).bind(catalog, live, encoder)
+    return replace(deployed, document_encoder=encoder, writer=writer)
 
 
 def _reranker(config: ServeConfig) -> Any:
-    return _optional(Reranker, config, "reranker", config.rerank, ongoing=MAX_UNBATCHED)
+    if config.rerank is None:
+        return None
+    return _replicas(Reranker, config, "reranker", ongoing=MAX_UNBATCHED).bind(config.rerank)
 
 
 def _replicas(

@@ -6,23 +6,23 @@ from pathlib import Path
 
 from scalingnote.core.errors import ArtifactError, ConfigError
 from scalingnote.core.model_files import local_folder
-from scalingnote.encode import exports, query_encoder
+from scalingnote.encode import query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.index.live import versions as live_versions
 from scalingnote.index.shard import open_layout
 from scalingnote.models.published_model import Similarity, similarity_of
 from scalingnote.run import pipeline
 from scalingnote.run.config import RunConfig
-from scalingnote.run.service_config import AppArgs, ServeConfig, merge_sections
+from scalingnote.run.service_config import AppArgs, LiveServe, ServeConfig, merge_sections
 from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
+from scalingnote.serve.catalog import Catalog, PairedTowers, Version, location_of, towers_of
 from scalingnote.serve.deployed import ServedArm
 from scalingnote.serve.encoders import QueryPathParts
-from scalingnote.serve.live_pairs import DocumentPathParts
-from scalingnote.serve.pairs import PairedTowers, location_of, towers_of
+from scalingnote.serve.live_catalog import DocumentPathParts, LiveCatalog, LivePair
+from scalingnote.serve.tower_versions import query_path
 from scalingnote.serve.towers import Location
-from scalingnote.serve.versions import Catalog, LiveCatalog, Version
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 TOWER_KINDS = ("query_encoder", "student", "dual_encoder")
@@ -37,11 +37,9 @@ class ServedArtifacts:
     arms: tuple[ServedArm, ...]  # with the parts of their query paths, not handles
     catalog: Catalog | LiveCatalog
     config: ServeConfig
-    documents: DocumentPathParts | None = None  # of a live index
+    embeds_documents: bool = False  # for clients of embeddings, by the document towers of the versions
     address: str | None = None  # of the Ray cluster
     name: str = "scalingnote"  # of the model, for clients of embeddings
-    document_tower: Location | None = None  # for the same
-    teacher: QueryPathParts | None = None  # where there is escalation
 
     @property
     def shards(self) -> range:
@@ -94,57 +92,40 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
         ConfigError: settings and artifacts do not fit together.
         ArtifactError: there is no finished artifact of the kind.
     """
+    config = args.serve
     if args.model is not None:
-        return _served_tower(args.model, args.serve)
-    if args.run_dir is None:
-        assert args.index is not None  # validated by AppArgs
-        assert args.query_tower is not None
-        if args.serve.live is not None:
-            raise ConfigError(
-                "serve.live needs a run_dir: new documents are encoded by the towers and networks of the run"
-            )
-        index, tower = open_artifact(args.index, kind="index"), tower_at(args.query_tower)
-        document_tower = None
-        if args.document_tower is not None and args.serve.deployment("document_tower").replicas:
-            document_tower = location_of(tower_at(args.document_tower))
-        towers = PairedTowers(location_of(tower), document=document_tower)
-        served = _serve_index(index, tower, QueryPathParts(location_of(tower)), args.serve, towers)
-        return replace(_with_teacher(served, None), document_tower=document_tower)
-    return of_run(pipeline.load_run(args.run_dir), args.serve)
+        return _served_tower(args.model, config)
+    if args.run_dir is not None:
+        return of_run(pipeline.load_run(args.run_dir), config)
+    assert args.index is not None  # validated by AppArgs
+    assert args.query_tower is not None
+    if config.live is not None:
+        raise ConfigError(
+            "serve.live needs a run_dir: new documents are encoded by the towers and networks of the run"
+        )
+    index, tower = open_artifact(args.index, kind="index"), tower_at(args.query_tower)
+    document = None
+    if args.document_tower is not None and config.deployment("document_tower").replicas:
+        document = location_of(tower_at(args.document_tower))
+    served = _serve_index(index, PairedTowers(location_of(tower), document=document), config, None)
+    return replace(served, embeds_documents=document is not None)
 
 
 def of_run(run: RunConfig, serve: ServeConfig) -> ServedArtifacts:
     """Open the artifacts of a run, as :func:`find`; what `serve` sets wins over the run's own section."""
     config = merge_sections(run.run_dir, run.serve, serve)
     index = pipeline.locate(run, "index")
-    tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
-    parts = QueryPathParts(location_of(tower), features=config.features)
-    if (terms := pipeline.query_terms(run)) is not None:
-        parts = replace(parts, sparse=location_of(terms))
-    embeddings = pipeline.locate(run, "embeddings")
-    if embeddings.names("query_fusion/"):
-        planner = location_of(pipeline.locate(run, "planner"))
-        parts = replace(parts, fusion=location_of(embeddings), planner=planner)
     towers = towers_of(index)
     assert towers is not None  # of a run's index, which was built for the run's query tower
-    exported = exports.find(tower, config.query_form, run.run_dir)
-    served = _serve_index(index, exported, parts, config, towers)
-    with_documents = config.deployment("document_tower").replicas
+    embeds_documents = bool(config.deployment("document_tower").replicas)
+    if embeds_documents:
+        pipeline.document_tower(run)  # an error where there is none
     return replace(
-        _with_teacher(served, run),
-        documents=None if config.live is None else _document_path(run, index),
+        _serve_index(index, towers, config, run),
+        embeds_documents=embeds_documents,
         address=run.address,
         name=Path(run.run_dir).name,
-        document_tower=location_of(pipeline.document_tower(run)) if with_documents else None,
     )
-
-
-def _with_teacher(served: ServedArtifacts, run: RunConfig | None) -> ServedArtifacts:
-    """The same artifacts with the teacher that uncertain queries escalate to: one of the first version."""
-    teacher, catalog = _teacher(served, run), served.catalog
-    if teacher is not None and catalog.towers is not None:
-        catalog = catalog.with_towers(replace(catalog.towers, teacher=teacher.tower))
-    return replace(served, catalog=catalog, teacher=teacher)
 
 
 def _served_tower(model: str, config: ServeConfig) -> ServedTower:
@@ -185,54 +166,70 @@ def _model_name(model: str, folder: Path) -> str:
 
 
 def _serve_index(
-    index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig, towers: PairedTowers
+    index: Artifact, towers: PairedTowers, config: ServeConfig, run: RunConfig | None
 ) -> ServedArtifacts:
     read_keys(config.api_keys)  # an unreadable file is an error before anything is started
-    version = replace(Version.of(index.uri), towers=towers)
+    version = Version.of(index.uri)
     _check_database(version, config)
+    towers = replace(towers, teacher=_teacher(config, run, version.dim) or towers.teacher)
+    settings = QueryPathParts(
+        towers.query, form=config.query_form, cache=config.query_cache, features=config.features
+    )
     arms: list[ServedArm] = []
     pinned: list[Version] = []
     for arm in config.split.arms:
-        arm_tower = tower if arm.query_tower is None else tower_at(arm.query_tower)
-        dim = arm_tower.read_json("query/tower.json")["dim"]
+        path = query_path(towers, settings, personal=arm.personalised)
+        if arm.query_tower is not None:
+            path = replace(path, tower=location_of(tower_at(arm.query_tower)))
         arm_version = version if arm.index is None else Version.of(arm.index)
+        if arm.index is not None:
+            pinned.append(arm_version)
+        uri, kind = path.tower
+        tower = open_artifact(uri, kind=kind)
+        dim = tower.read_json("query/tower.json")["dim"]
         if dim != arm_version.dim:
             raise ConfigError(
                 f"the index has embeddings of dim {arm_version.dim}, the query tower of {dim}: not a pair"
             )
-        path = replace(parts, tower=location_of(arm_tower), form=config.query_form, cache=config.query_cache)
-        path = path if arm.personalised else replace(path, fusion=None)
-        pinned_name = None
-        if arm.index is not None:
-            pinned_name = arm_version.name
-            pinned.append(arm_version)
-        form = _form(arm_tower.directory("query"), config.query_form)
-        by_version = config.live is None or config.live.delta
-        follows = by_version and arm.query_tower is None and arm.index is None
+        form, pinned_name = _form(tower.directory("query"), config.query_form), arm.index and arm_version.name
+        follows = arm.query_tower is None and arm.index is None
         arms.append(ServedArm(arm.name, path, form, path.fusion is not None, pinned_name, follows))
     own = tuple(arm.name for arm in config.split.arms if arm.query_tower and not arm.index)
     if config.live is None:
+        version = replace(version, towers=towers)
         catalog: Catalog | LiveCatalog = Catalog(
             version, config.state, config.versions_kept, tuple(pinned), own
         )
-    elif pinned:
-        raise ConfigError("serve.live has the writes of one index: no arm may name another index")
     else:
-        if "://" in config.live.folder:
-            raise ConfigError(f"serve.live.folder is {config.live.folder}: its logs are files, name a folder")
-        folder = os.path.abspath(config.live.folder)
-        if live_versions.register_exists(
-            folder
-        ):  # one of the other kind is an error before anything is started
-            live_versions.current(folder, delta=config.live.delta)
-        known = towers if config.live.delta else None
-        catalog = LiveCatalog(folder, index.uri, version.dim, config.live.delta, known, own)
+        if pinned:
+            raise ConfigError("serve.live has the writes of one index: no arm may name another index")
+        assert run is not None
+        catalog = _live_catalog(index, towers, config.live, run, own)
     return ServedArtifacts(index, tuple(arms), catalog, config)
 
 
-def _teacher(served: ServedArtifacts, run: RunConfig | None) -> QueryPathParts | None:
-    """The query side of the teacher that uncertain queries escalate to."""
-    escalation = served.config.escalation
+def _live_catalog(
+    index: Artifact, towers: PairedTowers, live: LiveServe, run: RunConfig, own: tuple[str, ...]
+) -> LiveCatalog:
+    if "://" in live.folder:
+        raise ConfigError(f"serve.live.folder is {live.folder}: its logs are files, name a folder")
+    folder = os.path.abspath(live.folder)
+    if live_versions.register_exists(folder):
+        live_versions.current(folder, delta=live.delta)  # an error where the folder is of the other kind
+    documents = DocumentPathParts(  # that encode new documents as the run encoded its own
+        towers=location_of(pipeline.document_tower(run)),
+        semantic_ids=location_of(pipeline.locate(run, "semantic_ids")),
+        embeddings=location_of(pipeline.locate(run, "embeddings")),
+        dataset=location_of(pipeline.locate(run, "dataset")),
+        snippet_chars=int(index.manifest.config["snippet_chars"]),
+        bm25_terms=None if run.bm25 is None else location_of(pipeline.locate(run, "bm25_terms")),
+    )
+    return LiveCatalog(folder, LivePair(index.uri, documents, towers), live.delta, own)
+
+
+def _teacher(config: ServeConfig, run: RunConfig | None, dim: int) -> Location | None:
+    """The teacher that uncertain queries escalate to, if any; its embeddings are to be of the index's dim."""
+    escalation = config.escalation
     if escalation is None:
         return None
     if escalation.teacher is not None:
@@ -243,10 +240,10 @@ def _teacher(served: ServedArtifacts, run: RunConfig | None) -> QueryPathParts |
         raise ConfigError(
             "serve.escalation needs a run_dir, or the URI of a tower in serve.escalation.teacher"
         )
-    dim, wanted = tower.read_json("query/tower.json")["dim"], Version.of(served.index.uri).dim
-    if dim != wanted:
-        raise ConfigError(f"serve.escalation: the index has embeddings of dim {wanted}, the teacher of {dim}")
-    return QueryPathParts(location_of(tower))
+    own = tower.read_json("query/tower.json")["dim"]
+    if own != dim:
+        raise ConfigError(f"serve.escalation: the index has embeddings of dim {dim}, the teacher of {own}")
+    return location_of(tower)
 
 
 def _check_database(version: Version, config: ServeConfig) -> None:
@@ -256,18 +253,6 @@ def _check_database(version: Version, config: ServeConfig) -> None:
         name = search.collection_of(version.name)
         found = DatabaseSearcher.open(version.uri, search, collection=name, timeout_s=config.deadline_s)
         found.close()  # of a local path the replica is the only user
-
-
-def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:
-    """The parts that encode new documents as the run encoded its own."""
-    return DocumentPathParts(
-        towers=location_of(pipeline.document_tower(run)),
-        semantic_ids=location_of(pipeline.locate(run, "semantic_ids")),
-        embeddings=location_of(pipeline.locate(run, "embeddings")),
-        dataset=location_of(pipeline.locate(run, "dataset")),
-        snippet_chars=int(index.manifest.config["snippet_chars"]),
-        bm25_terms=None if run.bm25 is None else location_of(pipeline.locate(run, "bm25_terms")),
-    )
 
 
 def gateway_encodes(arm: ServedArm, config: ServeConfig) -> bool:

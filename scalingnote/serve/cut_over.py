@@ -11,7 +11,7 @@ With `serve.live` the new pair takes writes before that, beside the old one, and
 until it is finished: so either can answer.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scalingnote.core.errors import ConfigError
 from scalingnote.index.live import versions as live_versions
@@ -23,8 +23,8 @@ from scalingnote.run.migration import Migration
 from scalingnote.run.service_config import ServeConfig, merge_sections
 from scalingnote.serve import artifacts
 from scalingnote.serve.artifacts import ServedArtifacts
-from scalingnote.serve.live_pairs import LivePair
-from scalingnote.serve.versions import LiveCatalog, Version
+from scalingnote.serve.catalog import Version
+from scalingnote.serve.live_catalog import LiveCatalog
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def require_kept_writes(migration: Migration) -> None:
     """ConfigError where documents were written to a live run that the new model cannot encode again."""
     catalog = artifacts.of_run(migration.before, ServeConfig()).catalog
     if isinstance(catalog, LiveCatalog):
-        log = live_versions.log_folder(catalog.pairs.folder(catalog.pairs.read()[0]), 0)
+        log = live_versions.log_folder(catalog.pair_folder(catalog.pairs()[0]), 0)
         for _ in kept_writes(log):
             pass
 
@@ -87,14 +87,14 @@ def add_writes(migration: Migration) -> None:
     old, new = (artifacts.of_run(each, ServeConfig()) for each in (migration.before, migration.after))
     _require_same_shards(old, new)
     assert isinstance(old.catalog, LiveCatalog)
-    first, added = (LivePair(each.index.uri, each.documents, each.catalog.towers) for each in (old, new))
-    replace(old.catalog.pairs, first=first).add(added)
+    assert isinstance(new.catalog, LiveCatalog)
+    old.catalog.add(new.catalog.first)
 
 
 def finish(run_dir: str, serve: ServeConfig) -> tuple[str, ...]:
     """Write to the pair that answers alone; folders of the others, which stay. ConfigError without any."""
     catalog = artifacts.of_run(pipeline.load_run(run_dir), serve).catalog
-    ended = catalog.pairs.end_others() if isinstance(catalog, LiveCatalog) else ()
+    ended = catalog.end_others() if isinstance(catalog, LiveCatalog) else ()
     if not ended:
         raise ConfigError(f"one model alone is written to in {run_dir}: there is nothing to finish")
     return ended
@@ -115,10 +115,7 @@ def _change(migration: Migration, to: RunConfig, serve: ServeConfig) -> ChangedV
     catalog = old.catalog
     assert catalog.state is not None  # of a run's service, by default its folder `serve`
     active = catalog.read()[0]
-    if isinstance(catalog, LiveCatalog):
-        version = catalog.version_of(new.index.uri)
-    else:
-        version = Version.with_towers(new.index.uri)
+    version = catalog.version_of(new.index.uri)
     _require_same_shards(old, new)
     if active.name != version.name:
         catalog.activate(version)

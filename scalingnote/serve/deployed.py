@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scalingnote.models.published_model import Similarity
+from scalingnote.serve.catalog import Catalog
 from scalingnote.serve.concurrency import Handle, VersionHandle, for_reading
-from scalingnote.serve.versions import Catalog, LiveCatalog
+from scalingnote.serve.live_catalog import LiveCatalog
 
 
 @dataclass(frozen=True)
@@ -51,32 +52,28 @@ class Deployed:
     name: str = "scalingnote"
     similarity: Similarity = "cosine"
 
-    def read_again(self) -> "Deployed":
-        """The same parts; what reads is asked once more where a replica died, the writer never is."""
+    def for_gateway(self) -> "Deployed":
+        """The same parts; what reads is asked once more where a replica died, the writer never is.
 
-        def optional(handle: Handle | None) -> Handle | None:
-            return None if handle is None else for_reading(handle)
+        Those that hold the towers of every version are called for one of them.
+        """
+        of_versions = self.catalog is not None
+
+        def read(handle: Handle | None, *, of_versions: bool = False) -> Any:
+            if handle is None:
+                return None
+            return VersionHandle(for_reading(handle)) if of_versions else for_reading(handle)
 
         return replace(
             self,
-            arms=[replace(arm, encoder=for_reading(arm.encoder)) for arm in self.arms],
+            arms=[replace(arm, encoder=read(arm.encoder, of_versions=arm.follows)) for arm in self.arms],
             searchers=[for_reading(each) for each in self.searchers],
             aggregators=[for_reading(each) for each in self.aggregators],
-            documents=optional(self.documents),
-            reranker=optional(self.reranker),
-            teacher=optional(self.teacher),
-            document_encoder=optional(self.document_encoder),
+            documents=read(self.documents, of_versions=of_versions),
+            reranker=read(self.reranker),
+            teacher=read(self.teacher, of_versions=of_versions),
+            document_encoder=read(self.document_encoder),
         )
-
-    def by_version(self) -> "Deployed":
-        """The same parts; those that hold the towers of every version are called for one of them."""
-        follows = self.catalog is not None and self.catalog.towers is not None
-        arms = [replace(arm, encoder=VersionHandle(arm.encoder)) if arm.follows else arm for arm in self.arms]
-        if not follows:
-            return replace(self, arms=arms)
-        documents = None if self.documents is None else VersionHandle(self.documents)
-        teacher = None if self.teacher is None else VersionHandle(self.teacher)
-        return replace(self, arms=arms, documents=documents, teacher=teacher)
 
     def towers(self) -> dict[str, Handle]:
         """The parts that hold the towers of every version, by the names that ``/healthz`` gives them."""

@@ -28,10 +28,10 @@ from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
 from scalingnote.serve.concurrency import Handle, LocalHandle, for_reading, gather_in_time
-from scalingnote.serve.delta import Answer, Deltas
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
+from scalingnote.serve.versions import Answer, Deltas
 
 MAX_CALLS = 2  # in flight to one target: further queries wait, and share the next call
 MAX_CALL_QUERIES = 64  # of one call

@@ -26,21 +26,15 @@ from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.live_searcher import LiveSearcher, OverriddenSearcher
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, Searcher, candidate_places
+from scalingnote.serve.catalog import Catalog, Version, version_named
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
-from scalingnote.serve.delta import LIVE_REFRESH_S
 from scalingnote.serve.document_stores import READ_ERRORS, REOPEN_AFTER_S
 from scalingnote.serve.fan_out import Packed, pack, read_queries
+from scalingnote.serve.live_catalog import LiveCatalog
 from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
-from scalingnote.serve.versions import (
-    OPEN_TIMEOUT_S,
-    Catalog,
-    LiveCatalog,
-    Version,
-    VersionContent,
-    version_named,
-)
+from scalingnote.serve.versions import LIVE_REFRESH_S, OPEN_TIMEOUT_S, VersionContent
 from scalingnote.storage import filesystem as fs
 
 # Larger searches leave the event loop: MAX_SEARCHED searches of these sizes take about 5 ms.
@@ -298,11 +292,11 @@ class IndexSearcher:
             )
         elif isinstance(self._catalog, LiveCatalog) and self._catalog.delta:
             opened = OverriddenSearcher.open(version.uri, shards=self._shards, mapped=self._mapped)
-            folder, number = self._catalog.pairs.place(version.name)
+            folder, number = self._catalog.place(version.name)
             found = versions.kept_version(folder, number)
             opened.follow(versions.log_folder(folder, 0), after=found.included[0])
         elif isinstance(self._catalog, LiveCatalog):
-            live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
+            live = LiveIndex(self._catalog.folder, self._catalog.first.index, follow=True)
             opened = LiveSearcher(live)
         else:
             opened = Searcher.open(version.uri, shards=self._shards, mapped=self._mapped)

@@ -88,23 +88,16 @@ def _port(config: ServeConfig, running: HTTPOptions | None) -> int:
 
 
 def start(served: Served, application: Application) -> str:
-    """Start the application on the connected cluster; returns its URL once it answers."""
+    """Start the application behind proxies of HTTP and gRPC; returns its URL once it answers."""
     if problems := placement.problems(application, ray.nodes()):
         raise ConfigError("\n".join(problems))
-    return launch(application, served.config)
-
-
-def launch(application: Application, config: ServeConfig) -> str:
-    """Run an application behind proxies of HTTP and gRPC; returns its URL once it answers."""
+    config = served.config
     # The gateway keeps its own deadlines: only a request that never reached it exceeds this.
     timeout_s = max(config.deadline_s, ENCODING_DEADLINE_S) + 2
     http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=timeout_s)
     grpc = None
-    if config.grpc_port is not None:
-        register = [REGISTER]
-        grpc = gRPCOptions(
-            port=config.grpc_port, grpc_servicer_functions=register, request_timeout_s=timeout_s
-        )
+    if (port := config.grpc_port) is not None:
+        grpc = gRPCOptions(port=port, grpc_servicer_functions=[REGISTER], request_timeout_s=timeout_s)
     deadline = time.monotonic() + PROXY_TIMEOUT_S
     _until_it_answers(
         lambda: serve.start(http_options=http, grpc_options=grpc, proxy_location="HeadOnly"), deadline

@@ -28,25 +28,23 @@ Needs = dict[str, float]  # amounts by the name at nodes
 def options(config: ServeConfig, part: ServicePart, *, memory: int = 0) -> dict[str, Any]:
     """Options of a deployment by the settings of the part; `memory` in bytes applies if these have none."""
     placed = config.deployment(part)
+    actor: dict[str, Any] = {
+        "num_gpus": placed.num_gpus,
+        "memory": memory if placed.memory is None else placed.memory,
+        "resources": dict(placed.resources),
+        "label_selector": dict(placed.label_selector),
+    }
     cpus = config.cpus_per_replica if placed.num_cpus is None else placed.num_cpus
-    actor: dict[str, Any] = {"num_cpus": cpus}
-    if placed.num_gpus:
-        actor["num_gpus"] = placed.num_gpus
-    if size := memory if placed.memory is None else placed.memory:
-        actor["memory"] = size
-    for name in ("resources", "label_selector"):
-        if held := getattr(placed, name):
-            actor[name] = dict(held)
-    found: dict[str, Any] = {"ray_actor_options": actor}
+    found: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": cpus} | {name: value for name, value in actor.items() if value},
+        "max_surge_percent": placed.max_surge_percent,
+        "max_replicas_per_node": placed.max_replicas_per_node,
+    }
     if placed.autoscaling_config is None:
         found["num_replicas"] = config.replicas(part)
     else:
         found["autoscaling_config"] = placed.autoscaling_config.model_dump()
-    if placed.max_surge_percent:
-        found["max_surge_percent"] = placed.max_surge_percent
-    if placed.max_replicas_per_node is not None:
-        found["max_replicas_per_node"] = placed.max_replicas_per_node
-    return found
+    return {name: value for name, value in found.items() if value}
 
 
 def index_memory(index: Artifact, shards: Sequence[int], config: ServeConfig, *, part: ServicePart) -> int:

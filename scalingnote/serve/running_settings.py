@@ -41,13 +41,13 @@ class RunningSettings:
         self.refused = ""
 
     def take(self, user_config: Mapping[str, Any]) -> ServeConfig:
-        """The settings with those of a `user_config`, from now on.
+        """The settings with those of a `user_config`, from now on; of a section, those that differ suffice.
 
         A replica that starts refuses an invalid one by a ConfigError. One that runs goes on as before: Serve
         would end it, and with it the service, for a typing error.
         """
         try:
-            self._now, self.refused = with_changes(self._given, user_config, self._part), ""
+            self._now, self.refused = self._changed(user_config), ""
         except ConfigError as error:
             if self._now is None:
                 raise
@@ -55,20 +55,12 @@ class RunningSettings:
             log.error("the settings stay as they are: %s", error)
         return self._now
 
-
-def with_changes(config: ServeConfig, user_config: Mapping[str, Any], part: ServicePart) -> ServeConfig:
-    """The settings of an application with some in their place; ConfigError for those that cannot be.
-
-    Args:
-        config: of the application.
-        user_config: some of RUNNING_SETTINGS; of a section, those that differ suffice.
-        part: whose they are.
-    """
-    names = RUNNING_SETTINGS[part]
-    if others := [name for name in user_config if name not in names]:
-        raise ConfigError(
-            f"user_config of the {part}: {others[0]} cannot change while it runs, only {', '.join(names)}; "
-            "set it in the application's args, and replicas start anew"
-        )
-    values = merge(config.model_dump(exclude_unset=True), dict(user_config))
-    return validate(ServeConfig, values, source=f"user_config of the {part}")
+    def _changed(self, user_config: Mapping[str, Any]) -> ServeConfig:
+        names = RUNNING_SETTINGS[self._part]
+        if others := [name for name in user_config if name not in names]:
+            raise ConfigError(
+                f"user_config of the {self._part}: {others[0]} cannot change while it runs, only "
+                f"{', '.join(names)}; set it in the application's args, and replicas start anew"
+            )
+        values = merge(self._given.model_dump(exclude_unset=True), dict(user_config))
+        return validate(ServeConfig, values, source=f"user_config of the {self._part}")

@@ -48,7 +48,7 @@ from scalingnote.serve.messages import SearchRequest, SimilarRequest
 from scalingnote.serve.telemetry import RequestRecord, get_logger, secret
 from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import Versions
-from scalingnote.serve.writer import DocumentWrites
+from scalingnote.serve.writes import DocumentWrites
 from scalingnote.storage.schema import passage_id
 
 CANARY_DEADLINE_S = 30.0  # an exact search is slow

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from scalingnote.encode import exports
 from scalingnote.run.service_config import ServeConfig
+from scalingnote.serve.catalog import Catalog, PairedTowers, Version, location_of, run_of, version_named
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.index_searcher import RELEASE_AFTER_S
-from scalingnote.serve.pairs import PairedTowers, location_of, run_of
+from scalingnote.serve.live_catalog import LiveCatalog
 from scalingnote.serve.running_settings import RunningSettings
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import DocumentTower, Location, Refused, TextTower
-from scalingnote.serve.versions import Catalog, LiveCatalog, Version, version_named
 from scalingnote.storage.artifact import open_artifact
 
 TowerPart = Literal["query", "teacher", "document"]
@@ -47,7 +47,8 @@ class TowerVersions:
         self._releasing: asyncio.Task[None] | None = None
         self._named_at: dict[str, float] = {}  # version -> of its latest call, in time.monotonic()
         self._opened: dict[QueryPathParts | Location, TextTower] = {}
-        self._held: dict[str, TextTower | None] = {}  # by the name of the version; None: it has none
+        # What was opened for a version, by its name; None: it has no such tower.
+        self._held: dict[str, QueryPathParts | Location | None] = {}
         for version in catalog.read():
             self._hold(version)
 
@@ -89,17 +90,17 @@ class TowerVersions:
     async def ping(self) -> bool:
         """Whether the tower of the active version answers."""
         active = (await asyncio.to_thread(self._catalog.read))[0].name
-        tower = self._held.get(active)
-        return tower is None or await tower.ping()
+        chosen = self._held.get(active)
+        return chosen is None or await self._opened[chosen].ping()
 
     async def _release(self, version: Version) -> None:
         needed = await asyncio.to_thread(self._catalog.names_to_keep, version)
         since = time.monotonic() - RELEASE_AFTER_S
         self._named_at = {name: at for name, at in self._named_at.items() if at > since}
         kept = needed | self._named_at.keys()
-        self._held = {name: tower for name, tower in self._held.items() if name in kept}
-        used = {id(tower) for tower in self._held.values()}
-        self._opened = {chosen: tower for chosen, tower in self._opened.items() if id(tower) in used}
+        self._held = {name: chosen for name, chosen in self._held.items() if name in kept}
+        used = {*self._held.values()}
+        self._opened = {chosen: tower for chosen, tower in self._opened.items() if chosen in used}
 
     async def _release_later(self, version: Version) -> None:
         await asyncio.sleep(2 * RELEASE_AFTER_S)
@@ -110,7 +111,8 @@ class TowerVersions:
         self._named_at[name] = time.monotonic()
         if name not in self._held:
             await self.load(version_named(await asyncio.to_thread(self._catalog.read), name))
-        return self._held[name]
+        chosen = self._held[name]
+        return None if chosen is None else self._opened[chosen]
 
     def _hold(self, version: Version) -> None:
         if version.towers is None:  # of an arm that names its index, and has an encoder of its own
@@ -122,7 +124,7 @@ class TowerVersions:
                 ArmEncoder(chosen) if isinstance(chosen, QueryPathParts) else DocumentTower(chosen)
             )
             self._resize_cache(self._opened[chosen])
-        self._held[version.name] = None if chosen is None else self._opened[chosen]
+        self._held[version.name] = chosen
 
     def _resize_cache(self, tower: TextTower) -> None:
         if isinstance(tower, ArmEncoder):
@@ -135,19 +137,24 @@ class TowerVersions:
         if self._part == "teacher":
             return None if towers.teacher is None else QueryPathParts(towers.teacher)
         assert self._settings is not None
-        personal = self._settings.fusion is not None
-        return replace(
-            self._settings,
-            tower=_in_form(towers.query, self._settings),
-            sparse=towers.sparse,
-            fusion=towers.fusion if personal else None,
-            planner=towers.planner if personal else None,
-        )
+        return query_path(towers, self._settings, personal=self._settings.fusion is not None)
 
 
-def _in_form(tower: Location, settings: QueryPathParts) -> Location:
-    """Where a query tower lies in the form that is served: what was exported of it, or itself."""
-    uri, kind = tower
-    if kind == exports.KIND:
-        return tower
-    return location_of(exports.find(open_artifact(uri, kind=kind), settings.form, run_of(uri)))
+def query_path(towers: PairedTowers, settings: QueryPathParts, *, personal: bool) -> QueryPathParts:
+    """The query path of some towers, of the query tower in the form that is served: exported, or itself.
+
+    Args:
+        towers: of an index.
+        settings: of the path; the artifacts in it are replaced.
+        personal: whether queries are fused with features of their user, where the towers can do that.
+    """
+    uri, kind = towers.query
+    if kind != exports.KIND:
+        uri, kind = location_of(exports.find(open_artifact(uri, kind=kind), settings.form, run_of(uri)))
+    return replace(
+        settings,
+        tower=(uri, kind),
+        sparse=towers.sparse,
+        fusion=towers.fusion if personal else None,
+        planner=towers.planner if personal else None,
+    )

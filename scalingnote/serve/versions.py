@@ -1,273 +1,46 @@
-"""Index versions: which are served, and how the service changes from one to another without a failed request.
+"""A gateway's view of the index versions, and how it changes from one to another without a failed request.
 
-    catalog ─► open on every searcher ─► described ─► active
+    catalog ─► open on every searcher and encoder ─► described ─► active
 
-A :class:`Catalog` (or :class:`LiveCatalog`) remembers the active version and those kept for rolling back, for
-all processes. :class:`Versions` is the state of one gateway. A request takes the active version when it
-arrives and keeps it, so the change is one assignment: no request sees two versions.
+A request takes the active version when it arrives and keeps it, so the change is one assignment: no request
+sees two versions. Of a version with writes beside it (`serve.live.delta`) a gateway holds the delta:
+
+    writer ─► log ─┬─► gateway: the delta of each served version ─► candidates as of record n ┐
+                   └─► searchers: the rows that it overrides ─────► candidates as of record n ┴► one ranking
+
+A search takes the newest record n that its gateway has read and names it to the searchers, which answer as of
+n (:mod:`scalingnote.search.live_searcher`). So all parts of an answer are of one moment. A gateway reads the
+log ten times a second, and at once when a write through it was acknowledged.
 """
 
 import asyncio
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from types import MappingProxyType
-from typing import Any
 
 import pyarrow as pa
 
-from scalingnote.core.errors import ConfigError, SearchError
-from scalingnote.index.live import versions as live_versions
+from scalingnote.core.errors import ConfigError
+from scalingnote.index.live import versions
 from scalingnote.index.shard import IndexLayout
-from scalingnote.serve.access import conflict
-from scalingnote.serve.concurrency import Handle, broadcast
-from scalingnote.serve.delta import Deltas
+from scalingnote.search.live_searcher import Delta
+from scalingnote.search.query_path import Query
+from scalingnote.search.searcher import Candidates, concatenate
+from scalingnote.serve.access import conflict, unavailable
+from scalingnote.serve.catalog import Catalog, Version
+from scalingnote.serve.concurrency import Handle, ThreadBatcher, broadcast, gather_in_time, run_periodically
 from scalingnote.serve.document_stores import DocumentStores
-from scalingnote.serve.live_pairs import LivePair, LivePairs, dim_of
-from scalingnote.serve.pairs import PairedTowers, towers_of
+from scalingnote.serve.live_catalog import LiveCatalog
+from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import open_artifact
+from scalingnote.serve.towers import Refused
 
-CATALOG_FILE = "serving.json"
 OPEN_TIMEOUT_S = 600.0  # for all searchers to open a version; the catalog does not list it before
+LIVE_REFRESH_S = 0.1  # between two reads of the writes to a live index
+Answer = Candidates | Refused
 log = get_logger()
-
-
-@dataclass(frozen=True)
-class Version:
-    """An index artifact, named by the beginning of its digest; of a live index, by its number."""
-
-    name: str
-    uri: str
-    documents: int
-    dim: int
-    created: str
-    towers: PairedTowers | None = None  # None: those of the version that is active before
-
-    @classmethod
-    def parse(cls, values: dict[str, Any]) -> "Version":
-        """A version that a catalog's file lists; one of an earlier release without its towers."""
-        towers = values.get("towers")
-        return cls(**values | {"towers": towers and PairedTowers.parse(towers)})
-
-    @classmethod
-    def with_towers(cls, uri: str, active: PairedTowers | None = None) -> "Version":
-        """The version at a URI and its :func:`~scalingnote.serve.pairs.towers_of`, beside those `active`.
-
-        ArtifactError when there is no index, or one of its towers is missing.
-        """
-        return replace(cls.of(uri), towers=towers_of(open_artifact(uri, kind="index"), active))
-
-    @classmethod
-    def of(cls, uri: str) -> "Version":
-        """The version at a URI; ArtifactError when there is no index."""
-        index = open_artifact(uri, kind="index")
-        layout = index.read_json("index.json")
-        created = str(index.manifest.info["created"])
-        return cls(index.digest[:12], index.uri, layout["documents"], layout["dim"], created)
-
-
-def version_named(versions: Sequence[Version], name: str) -> Version:
-    """The version of this name; SearchError when there is none."""
-    for version in versions:
-        if version.name == name:
-            return version
-    kept = ", ".join(version.name for version in versions)
-    raise SearchError(f"no version {name!r}: kept are {kept}; to serve another index, send its uri")
-
-
-# --- catalogs ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Catalog:
-    """``{state}/serving.json``: the active version and those kept, newest first; read by every process.
-
-    The file is replaced as a whole, so a reader never sees a mixture. No index is opened here.
-    """
-
-    first: Version  # served as long as there is no file
-    state: str | None = None  # folder or URI; None: no other version can be activated
-    kept: int = 2
-    pinned: tuple[Version, ...] = ()  # of arms that name an index: served whichever version is active
-    own_towers: tuple[str, ...] = ()  # arms with a query tower of their own, which search the active index
-
-    @property
-    def towers(self) -> PairedTowers | None:
-        """The towers of the first version; None: versions do not name theirs."""
-        return self.first.towers
-
-    def with_towers(self, towers: PairedTowers) -> "Catalog":
-        """The same catalog with these towers of its first version."""
-        return replace(self, first=replace(self.first, towers=towers))
-
-    def read(self) -> tuple[Version, ...]:
-        """The versions that are served now, the active one first."""
-        activated = self._read_activated()
-        names = {version.name for version in activated}
-        return *activated, *(each for each in self.pinned if each.name not in names)
-
-    def activate(self, version: Version) -> tuple[Version, ...]:
-        """Make a version the active one, and keep up to `kept` versions, those active most recently.
-
-        ConfigError without a `state`, or when the version is not :meth:`pair`.
-        """
-        if self.state is None:
-            raise ConfigError("no index can be activated: set serve.state to a folder that all nodes reach")
-        content = {"versions": [asdict(each) for each in self._after(self.pair(version))]}
-        fs.write_bytes(fs.join(self.state, CATALOG_FILE), json.dumps(content, indent=1).encode())
-        return self.read()
-
-    def pair(self, version: Version) -> Version:
-        """The version with its towers: its own, or those of the active one where its index names none.
-
-        ConfigError if towers and index have different dimensions, or an arm would search the index of another
-        model.
-        """
-        active = self.read()[0]
-        if version.towers is None:
-            version = replace(version, towers=active.towers)
-        if version.towers == active.towers and version.dim != active.dim:
-            raise ConfigError(
-                f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
-                f"{active.dim}: not a pair"
-            )
-        if version.towers != active.towers:
-            _require_no_own_towers(version, self.own_towers)
-        return version
-
-    def names_to_keep(self, version: Version) -> set[str]:
-        """Names of the versions to hold while this one is opened: the served ones it will not displace."""
-        return {each.name for each in (self.read()[0], *self._after(version), *self.pinned)}
-
-    def _after(self, version: Version) -> tuple[Version, ...]:
-        """The versions that are kept once this one is active."""
-        others = (each for each in self._read_activated() if each.name != version.name)
-        return (version, *others)[: self.kept]
-
-    def previous(self) -> Version:
-        """The version to roll back to; SearchError when none is kept."""
-        activated = self._read_activated()
-        if len(activated) < 2:
-            raise SearchError("no earlier version is kept: there is nothing to roll back to")
-        return activated[1]
-
-    def _read_activated(self) -> tuple[Version, ...]:
-        if self.state is None or not fs.exists(path := fs.join(self.state, CATALOG_FILE)):
-            return (self.first,)
-        content: dict[str, Any] = json.loads(fs.read_bytes(path))
-        listed = (Version.parse(version) for version in content["versions"])
-        return tuple(replace(each, towers=each.towers or self.first.towers) for each in listed)
-
-
-@dataclass(frozen=True)
-class LiveCatalog:
-    """The versions of a live index, from its own registers. They are named by their numbers.
-
-    With a delta there may be two pairs of an index and its towers, each with a register: those that are
-    filled are listed, and any of their versions may become the active one.
-    """
-
-    folder: str
-    index: str  # URI of the index that it started from
-    dim: int
-    delta: bool = False  # whether writes lie beside the versions, which are then held as those of a Catalog
-    towers: PairedTowers | None = None  # of that index; None: versions do not name theirs
-    own_towers: tuple[str, ...] = ()  # arms with a query tower of their own, which search the active index
-
-    @property
-    def state(self) -> str:
-        """The folder that remembers the active version."""
-        return self.folder
-
-    def with_towers(self, towers: PairedTowers) -> "LiveCatalog":
-        """The same catalog with these towers of the index that it started from."""
-        return replace(self, towers=towers)
-
-    @property
-    def pairs(self) -> LivePairs:
-        """The pairs in the folder."""
-        return LivePairs(self.folder, LivePair(self.index, towers=self.towers))
-
-    def read(self) -> tuple[Version, ...]:
-        """The versions that are kept, the current one of the active pair first."""
-        if not self.delta:
-            return self._versions(self.pairs.first)
-        return tuple(version for pair in self.pairs.read() if pair.filled for version in self._versions(pair))
-
-    def _versions(self, pair: LivePair) -> tuple[Version, ...]:
-        folder = self.pairs.folder(pair)
-        if not live_versions.register_exists(folder):
-            live_versions.current(folder, pair.index, delta=self.delta)  # creates the registry
-        listed = sorted(live_versions.listing(folder), key=lambda v: (not v.current, -v.number))
-        dim = self.dim if pair.index == self.index else dim_of(pair.index)
-        towers = None if self.towers is None else pair.named_towers()
-        return tuple(
-            Version(pair.version_name(v.number), v.uri, v.documents, dim, v.created, towers) for v in listed
-        )
-
-    def version_of(self, index: str) -> Version:
-        """The current version of an index's pair; ConfigError where it lacks writes, or there is none."""
-        pair = {each.index: each for each in self.pairs.read()}.get(index)
-        if pair is None:
-            raise ConfigError(
-                f"{self.folder} takes no writes for {index}: `scalingnote migrate --to MODEL` adds a model "
-                "where serve.live.keep_documents is set, and --finish ends the other one"
-            )
-        if not pair.filled:
-            raise ConfigError(
-                f"the delta of {index} does not have every write yet: the writer of the running service "
-                "encodes them, and its log says how many are left; try again when it has done so"
-            )
-        return self._versions(pair)[0]
-
-    def activate(self, version: Version) -> tuple[Version, ...]:
-        """Make a kept version the current one; each of them has every write.
-
-        ConfigError where an arm would search the index of another model.
-        """
-        served = self.read()
-        kept = {each.name: each for each in served}.get(version.name)
-        if kept is None or kept.uri != version.uri:
-            raise SearchError(
-                f"{version.uri} is no version of this live index, which changes only to versions that its "
-                "compaction wrote, or whose writes `scalingnote migrate` has prepared: to serve another "
-                "index, start an application of it with a live folder of its own"
-            )
-        if kept.towers != served[0].towers:
-            _require_no_own_towers(kept, self.own_towers)
-        folder, number = self.pairs.place(kept.name) if self.delta else (self.folder, int(kept.name))
-        # Of a large index the searchers have just read all files, each its own.
-        live_versions.activate(folder, number, checked=self.delta)
-        if self.delta:
-            self.pairs.activate(folder)
-        return self.read()
-
-    def names_to_keep(self, version: Version) -> set[str]:
-        """Names of the versions to hold while this one is opened."""
-        return {version.name, *(each.name for each in self.read())}
-
-    def previous(self) -> Version:
-        """The newest version that is not current; SearchError when none is kept."""
-        others = self.read()[1:]
-        if not others:
-            raise SearchError("no other version is kept: there is nothing to roll back to")
-        return others[0]
-
-
-def _require_no_own_towers(version: Version, arms: Sequence[str]) -> None:
-    """ConfigError where arms would search the index of another model than their towers'."""
-    if arms:
-        raise ConfigError(
-            f"index {version.name} is of another model than the query towers of the arms "
-            f"{', '.join(arms)} of serve.split: end the experiment first"
-        )
-
-
-# --- a gateway's view -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -314,7 +87,7 @@ class Versions:
         self.documents = DocumentStores(searchers)
         self.deltas: Deltas | None = None
         if isinstance(catalog, LiveCatalog) and catalog.delta:
-            self.deltas = Deltas(catalog.pairs, group=len(self._searchers))
+            self.deltas = Deltas(catalog, group=len(self._searchers))
 
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""
@@ -363,8 +136,7 @@ class Versions:
 
     async def _change_to(self, version: Version) -> None:
         async with self._changing:
-            if isinstance(self.catalog, Catalog):
-                version = await asyncio.to_thread(self.catalog.pair, version)
+            version = await asyncio.to_thread(self.catalog.pair, version)
             if await self._open(version):
                 await self.documents.open(version.name, version.uri)
             self._serve(await asyncio.to_thread(self.catalog.activate, version))
@@ -402,3 +174,74 @@ class Versions:
         if self.deltas is not None:
             await self.deltas.open(version.name)
         return content.documents_apart
+
+
+# --- deltas -----------------------------------------------------------------------------------------------
+
+
+class Deltas:
+    """The deltas of the versions that a gateway serves; those of one model follow one log.
+
+    Args:
+        catalog: of the versions.
+        group: number that an answer without the delta names as missing: the one after the groups of shards.
+    """
+
+    def __init__(self, catalog: LiveCatalog, *, group: int) -> None:
+        self._catalog, self._group = catalog, group
+        self._deltas: dict[str, Delta] = {}  # by the name of the version
+        self._batcher: ThreadBatcher[SearchCall, Answer] = ThreadBatcher(search_batch, max_batch=MAX_SEARCHED)
+        self._following: asyncio.Task[None] | None = None
+        self.is_readable = True  # whether the last read of the log succeeded
+
+    async def open(self, name: str) -> None:
+        """Open the delta of a version, and follow the log from now on."""
+        if name not in self._deltas:
+            self._deltas[name] = await asyncio.to_thread(self._open, name)
+        if self._following is None:
+            self._following = asyncio.create_task(
+                run_periodically(self.refresh, interval_s=LIVE_REFRESH_S, name="reading the log of the delta")
+            )
+
+    def keep(self, names: set[str]) -> None:
+        """Release the deltas of all other versions."""
+        self._deltas = {name: delta for name, delta in self._deltas.items() if name in names}
+
+    async def refresh(self) -> None:
+        """Read what was acknowledged by now."""
+        try:
+            for delta in [*self._deltas.values()]:
+                await asyncio.to_thread(delta.refresh)
+        except Exception:
+            self.is_readable = False
+            raise
+        self.is_readable = True
+
+    def of(self, name: str) -> Delta:
+        """The delta of a version; RefusedError (503) where it is no longer kept."""
+        if name not in self._deltas:
+            raise unavailable(f"version {name} of the index is no longer kept: try again")
+        return self._deltas[name]
+
+    async def search(
+        self, query: Query, left_s: float, groups: Callable[[Query, float], Awaitable[Answer]]
+    ) -> Answer:
+        """The candidates of the groups of shards and of the delta, all as of one record of the log."""
+        moment = self.of(query.version).now()
+        query = replace(query, record=moment.record)
+        if not len(moment):
+            return await groups(query, left_s)
+        # A copy: the thread keeps what it computes in it, while the query is pickled for the groups.
+        own = gather_in_time([self._batcher((moment, replace(query)))], deadline_s=left_s)
+        of_groups, (of_delta,) = await asyncio.gather(groups(query, left_s), own)
+        if isinstance(of_groups, Refused):
+            return of_groups
+        if isinstance(of_delta, Refused):
+            return of_delta
+        if of_delta is None:
+            return concatenate([of_groups], missing=[self._group])
+        return concatenate([of_groups, of_delta])
+
+    def _open(self, name: str) -> Delta:
+        folder, number = self._catalog.place(name)
+        return Delta(folder, versions.kept_version(folder, number), name=name)

@@ -1,36 +1,38 @@
-"""Writes of documents: encoders turn them into index rows, one writer process makes the rows durable.
+"""The one process that writes to a live index, and has another model's index take the same writes.
 
-    documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (one process) ─► log ─► acknowledged
-                                                                   searchers follow the log ◄─┘
+    rows of each pair, by its index ─► Writer ─► log of each pair ─► acknowledged
+    log of the active pair ─► last write of each document ─► DocumentEncoder ─► log of an added pair
 
-:class:`DocumentWrites` is the gateway's side, the other two are deployments, the first in
-:mod:`scalingnote.serve.document_encoder`. While there are two pairs of a
-model and its index (:mod:`scalingnote.serve.live_pairs`), both take each write.
+Since a pair was added, the writer gives it each write as it comes. What was written before is encoded again
+and written to its delta by :class:`PairFiller`. Writes that came since are later, so a document that the
+pair's log names is left alone: its log also says what was filled before a kill.
 """
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import ValidationError
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from scalingnote.index.config import LiveConfig
+from scalingnote.index.live import versions, wal
 from scalingnote.index.live.live_index import LiveIndex
+from scalingnote.index.live.writes import Delete, kept_writes, overridden
 from scalingnote.run.ingest import IndexRows
-from scalingnote.run.service_config import ENCODING_DEADLINE_S
-from scalingnote.serve import messages
-from scalingnote.serve.access import conflict, unavailable
-from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, for_reading, gather_in_time
-from scalingnote.serve.deployed import Deployed
-from scalingnote.serve.live_pairs import LivePairs
-from scalingnote.serve.pair_filler import PairFiller, document_id, rows_without, write_beside, write_rows
+from scalingnote.serve.concurrency import Handle, for_reading
+from scalingnote.serve.live_catalog import LiveCatalog
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.versions import Versions
 from scalingnote.serve.worker_thread import WorkerThread
+from scalingnote.storage.schema import document_of
 
 FILL_AGAIN_S = 5.0  # after an error
+BATCH_DOCUMENTS = 64  # encoded at a time to fill a pair, beside the documents of requests
+PROGRESS_S = 10.0  # between two log lines
 Outcome = tuple[int, list[dict[str, str]]]  # documents written, and rejected rows
 log = get_logger()
 
@@ -38,27 +40,23 @@ log = get_logger()
 class Writer:
     """The one process that writes to a live index; the claim on the logs refuses a second one.
 
-    Where the folder has two pairs, each write goes to both before it is acknowledged, and a pair that was
-    added is given what was written before (:mod:`scalingnote.serve.pair_filler`).
+    Where the folder has two pairs, each write goes to both before it is acknowledged.
 
     Args:
-        pairs: of the folder; without a delta the first one alone.
+        catalog: of the folder.
         config: of the index.
-        delta: whether what is written lies beside the index.
         encoder: the DocumentEncoder, for a pair that is added; None: none can be filled.
     """
 
-    def __init__(
-        self, pairs: LivePairs, config: LiveConfig, delta: bool = False, encoder: Handle | None = None
-    ) -> None:
-        self._pairs, self._config, self._delta = pairs, config, delta
+    def __init__(self, catalog: LiveCatalog, config: LiveConfig, encoder: Handle | None = None) -> None:
+        self._catalog, self._config = catalog, config
         self._encoder = None if encoder is None else for_reading(encoder)
         self._checks = WorkerThread("health")
         self._order = threading.Lock()  # held by a write where there are two pairs: both get one order
         self._alone = threading.Condition()
         self._running = 0  # writes, where there is one pair
         self._indexes: dict[str, LiveIndex] = {}  # by the URI of the built one, that of the active pair first
-        self._fillers: dict[str, PairFiller] = {}  # of the pairs that are not filled, by the same
+        self._filler: PairFiller | None = None  # of a second pair that is not filled
         self._filling: asyncio.Task[None] | None = None
         self._open_pairs()
 
@@ -78,14 +76,14 @@ class Writer:
         with self._turn():
             if not self._indexes.keys() <= rows.keys():
                 return ()
-            (first, *others) = self._indexes
+            (first, *second) = self._indexes
             index, own = self._indexes[first], rows[first]
             rejected, written = write_rows(index, own)
-            for uri in others:
+            for uri in second:
                 given = rows_without(rows[uri], {document_id(row["row"], index) for row in rejected})
-                filled = write_beside(self._indexes[uri], given)
-                if uri in self._fillers:
-                    self._fillers[uri].note(filled)
+                written_beside = write_beside(self._indexes[uri], given)
+                if self._filler is not None:
+                    self._filler.note(written_beside)
         return (len(own.documents["document_id"].unique()) if index.layout.passages else written), rejected
 
     async def delete(self, doc_ids: Sequence[str]) -> int:
@@ -94,14 +92,11 @@ class Writer:
 
     def _delete(self, doc_ids: Sequence[str]) -> int:
         with self._turn():
-            (first, *others) = self._indexes
-            index = self._indexes[first]
-            written = index.delete(list(doc_ids))
-            for uri in others:
-                self._indexes[uri].delete(list(doc_ids))
-                if uri in self._fillers:
-                    self._fillers[uri].note(doc_ids)
-        return len({*doc_ids}) if index.layout.passages else sum(shard.rows for shard in written.values())
+            passages = self.active.layout.passages
+            deleted = [each.delete(list(doc_ids)) for each in self._indexes.values()]
+            if self._filler is not None:
+                self._filler.note(doc_ids)
+        return len({*doc_ids}) if passages else sum(shard.rows for shard in deleted[0].values())
 
     async def compact(self) -> None:
         """Write the next version of the active index, where there were writes."""
@@ -135,22 +130,23 @@ class Writer:
         """Take note of a change of the pairs, and fill one that was added in the background."""
         if self._has_other_pairs():
             await asyncio.to_thread(self._open_in_turn)
-        if self._fillers and self._encoder is not None and (self._filling is None or self._filling.done()):
-            self._filling = asyncio.create_task(self._fill(self._encoder))
+        filler, encoder, idle = self._filler, self._encoder, self._filling is None or self._filling.done()
+        if filler is not None and encoder is not None and idle:
+            self._filling = asyncio.create_task(self._fill(filler, encoder))
 
-    async def _fill(self, encoder: Handle) -> None:
-        for uri, filler in [*self._fillers.items()]:
-            try:
-                await filler.run(encoder, uri)
-            except Exception:
-                log.exception("filling the delta of %s failed; it is tried again", uri)
-                await asyncio.sleep(FILL_AGAIN_S)
-            else:
-                self._fillers.pop(uri, None)
-                await asyncio.to_thread(self._pairs.set_filled, uri)
+    async def _fill(self, filler: "PairFiller", encoder: Handle) -> None:
+        try:
+            await filler.run(encoder)
+        except Exception:
+            log.exception("filling the delta of %s failed; it is tried again", filler.index)
+            await asyncio.sleep(FILL_AGAIN_S)
+            return
+        if self._filler is filler:
+            self._filler = None
+        await asyncio.to_thread(self._catalog.set_filled, filler.index)
 
     def _has_other_pairs(self) -> bool:
-        return self._delta and self._pairs.changed_at() != self._read_at
+        return self._catalog.pairs_changed_at() != self._read_at
 
     def _open_in_turn(self) -> None:
         with self._turn():
@@ -178,110 +174,147 @@ class Writer:
 
     def _open_pairs(self) -> None:
         """Open the indexes of all pairs that are not open, and close those of pairs that ended."""
-        read_at = self._pairs.changed_at()
-        listed = self._pairs.read() if self._delta else (self._pairs.first,)
-        opened, folders = self._indexes, {pair.index: self._pairs.folder(pair) for pair in listed}
+        read_at, listed = self._catalog.pairs_changed_at(), self._catalog.pairs()
+        opened, folders = self._indexes, {pair.index: self._catalog.pair_folder(pair) for pair in listed}
+        if self._filler is not None and self._filler.index not in folders:
+            self._filler = None
         for uri in opened.keys() - folders.keys():
-            self._fillers.pop(uri, None)
             opened[uri].close()
         self._indexes = {
             uri: opened[uri]
             if uri in opened
-            else LiveIndex(folder, uri, delta=self._delta, config=self._config)
+            else LiveIndex(folder, uri, delta=self._catalog.delta, config=self._config)
             for uri, folder in folders.items()
         }
-        for pair in listed[1:]:
-            if not pair.filled and pair.index not in self._fillers:
-                active = self._pairs.folder(listed[0])
-                self._fillers[pair.index] = PairFiller(self._indexes[pair.index], active, self._order)
+        second = listed[-1]  # or the only one, which is filled
+        if not second.filled and self._filler is None:
+            source = self._catalog.pair_folder(listed[0])
+            self._filler = PairFiller(second.index, self._indexes[second.index], source, self._order)
         self._read_at = read_at
 
 
-class DocumentWrites:
-    """Requests that write.
+# --- another pair ------------------------------------------------------------------------------------------
 
-    Searchers in this process show a write at once, others after
-    :data:`~scalingnote.serve.delta.LIVE_REFRESH_S`; with a delta, so do this gateway and all others.
+
+class PairFiller:
+    """Fills the delta of one pair; :meth:`run` again goes on where it was ended.
 
     Args:
-        deployed: without a writer the index is read only, and every write is refused.
-        versions: follow a compaction.
+        index: URI of the pair's index.
+        target: that index, open for writing.
+        source: folder of the active pair, all of whose writes the target is to have.
+        order: held by every write to the target.
     """
 
-    def __init__(self, deployed: Deployed, versions: Versions) -> None:
-        self._encoder, self._writer, self._versions = deployed.document_encoder, deployed.writer, versions
-        self._local_searchers = [each for each in deployed.searchers if isinstance(each, LocalHandle)]
+    def __init__(self, index: str, target: LiveIndex, source: str, order: threading.Lock) -> None:
+        self.index, self._target, self._order = index, target, order
+        self._source = versions.log_folder(source, 0)
+        self._passages = target.layout.passages
+        # Later records come with the writer's own writes.
+        self._until = wal.last_acknowledged(self._source)
+        own = overridden(versions.log_folder(target.folder, 0), after=0, passages=self._passages)
+        self._known = {doc_id for _, doc_ids in own for doc_id in doc_ids}
 
-    async def upsert(self, request: messages.UpsertRequest) -> messages.Written:
-        """Write documents, each in place of the one with its id; durable when it returns."""
-        writer, timer = self._require_writer(), RequestTimer(ENCODING_DEADLINE_S)
-        messages.check_batch(request.documents, "documents")
-        documents, rejected = _validate(request.documents)
-        assert self._encoder is not None  # deployed with the writer
-        acknowledged: Outcome | tuple[()] = ()
-        while not acknowledged:  # again with the rows of a pair that was added meanwhile
-            encoding = [self._encoder.encode.remote(documents)]
-            (rows,) = await gather_in_time(encoding, deadline_s=timer.left_s())
-            if rows is None:
-                raise unavailable("the documents were not encoded, nothing was written: try again")
-            acknowledged = await self._acknowledge(writer.upsert.remote(rows), timer)
-            cost = next(iter(rows.values())).cost
-        written, rejected_rows = acknowledged
-        rejected += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected_rows]
-        return messages.Written(
-            written=written,
-            rejected=rejected,
-            cut_texts=cost.cut_texts,
-            lost_tokens=cost.lost_tokens,
-        )
+    def note(self, doc_ids: Sequence[str]) -> None:
+        """Leave documents alone that are written to the target by others, who hold the lock."""
+        self._known.update(doc_ids)
 
-    async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:
-        """Delete documents; ids that are not in the index are no error. Durable when it returns."""
-        writer = self._require_writer()
-        messages.check_batch(doc_ids, "doc_ids")
-        timer = RequestTimer(ENCODING_DEADLINE_S)
-        deleted = await self._acknowledge(writer.delete.remote(doc_ids), timer)
-        return messages.Deleted(deleted=deleted)
+    async def run(self, encoder: Handle) -> None:
+        """Encode and write what the target lacks.
 
-    async def compact(self) -> None:
-        """Write the next version of a live index now, and answer from it."""
-        writer = self._require_writer()
+        ConfigError where a record of the log has no whole documents, or is gone.
+        """
+        left = await asyncio.to_thread(self._last_writes)
+        total, start = len(left), time.monotonic()
+        said, filled = start, 0
+        log.info("%d documents that were written before are to be encoded for index %s", total, self.index)
+        batches = self._batches(left)
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            documents, deleted = batch
+            encoded = await encoder.encode.remote(documents, self.index) if documents else {}
+            await asyncio.to_thread(self._write, encoded.get(self.index), deleted)
+            filled += len(documents) + len(deleted)
+            if (now := time.monotonic()) - said > PROGRESS_S:
+                rate = filled / (now - start)
+                log.info(
+                    "index %s: %d of %d documents filled, %.1f/s, ETA %.0f s",
+                    *(self.index, filled, total, rate, (total - filled) / rate),
+                )
+                said = now
+        log.info("index %s has every write: %d documents filled", self.index, filled)
 
-        async def compact_and_follow() -> None:
-            await writer.compact.remote()
-            await self._versions.follow()
+    def _last_writes(self) -> dict[str, int]:
+        """For each document that was written or deleted, and is not known, the last record that names it."""
+        named = overridden(self._source, after=0, until=self._until, passages=self._passages)
+        last = {doc_id: record for record, doc_ids in named for doc_id in doc_ids}
+        with self._order:
+            return {doc_id: record for doc_id, record in last.items() if doc_id not in self._known}
 
-        # A compaction goes on when its request is cancelled.
-        await asyncio.shield(asyncio.create_task(compact_and_follow()))
+    def _batches(self, left: dict[str, int]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
+        """Documents to encode and ids of deleted ones, each from the last record that names it."""
+        documents: list[dict[str, Any]] = []
+        deleted: list[str] = []
+        for record, write in kept_writes(self._source, until=self._until):
+            if isinstance(write, Delete):
+                ids = [*map(document_of, write.doc_ids)] if self._passages else write.doc_ids
+                deleted += [doc_id for doc_id in dict.fromkeys(ids) if left.get(doc_id) == record]
+            elif write.sources is not None:
+                sources = write.sources.to_pylist()
+                documents += [each for each in sources if left.get(each["doc_id"]) == record]
+            while len(documents) + len(deleted) >= BATCH_DOCUMENTS:
+                yield documents[:BATCH_DOCUMENTS], deleted
+                documents, deleted = documents[BATCH_DOCUMENTS:], []
+        if documents or deleted:
+            yield documents, deleted
 
-    def _require_writer(self) -> Handle:
-        if self._writer is None:
-            raise conflict("this index is read only: set serve.live to a folder for its writes")
-        return self._writer
-
-    async def _acknowledge(self, call: Any, timer: RequestTimer) -> Any:
-        """The writer's answer, once the searchers of this process have read what it wrote."""
-        (answer,) = await gather_in_time([call], deadline_s=timer.left_s())
-        if answer is None:
-            raise unavailable("not acknowledged: the write may be there or not, send it again")
-        for searcher in self._local_searchers:
-            await searcher.refresh.remote()
-        if self._versions.deltas is not None:
-            await self._versions.deltas.refresh()
-        return answer
+    def _write(self, rows: IndexRows | None, deleted: Sequence[str]) -> None:
+        with self._order:
+            if rows is not None:
+                rows = rows_without(rows, self._known)
+                self._known.update(write_beside(self._target, rows))
+            left = [doc_id for doc_id in deleted if doc_id not in self._known]
+            self._target.delete(left)
+            self._known.update(left)
 
 
-def _validate(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[messages.Rejected]]:
-    """The rows that are valid documents, and the reason for each of the others."""
-    documents, rejected = [], []
-    for number, row in enumerate(rows):
-        try:
-            documents.append(messages.Document.model_validate(row).model_dump())
-        except ValidationError as error:
-            (first, *_) = error.errors()
-            field = ".".join(map(str, first["loc"]))
-            doc_id = row.get("doc_id")
-            if not isinstance(doc_id, str) or not 0 < len(doc_id) <= 512 or not doc_id.isprintable():
-                doc_id = f"document {number}"
-            rejected.append(messages.Rejected(doc_id=doc_id, reason=f"{field}: {first['msg']}"))
-    return documents, rejected
+def write_rows(index: LiveIndex, rows: IndexRows) -> tuple[list[dict[str, str]], int]:
+    """Write rows to the index of a pair: the rejected ones, and the number of rows that are durable."""
+    written = index.upsert(rows.documents, rows.vectors, rows.sources).values()
+    rejected = [row for shard in written for row in shard.rejected]
+    return [*rows.rejected, *rejected], sum(shard.rows for shard in written)
+
+
+def write_beside(index: LiveIndex, rows: IndexRows) -> list[str]:
+    """Write rows to a pair that does not answer; the ids of the documents.
+
+    A document that is rejected here is deleted: an earlier version of it must not come back.
+    """
+    rejected, _ = write_rows(index, rows)
+    if rejected:
+        log.warning("%d rows are rejected in %s, first %s", len(rejected), index.folder, rejected[0])
+        index.delete([document_id(row["row"], index) for row in rejected])
+    assert rows.sources is not None
+    ids: list[str] = rows.sources["doc_id"].to_pylist()
+    return ids
+
+
+def document_id(row: str, index: LiveIndex) -> str:
+    """The document that a rejected row is of: itself, or in an index of passages maybe one of them."""
+    return document_of(row) if index.layout.passages and "#" in row else row
+
+
+def rows_without(rows: IndexRows, known: set[str]) -> IndexRows:
+    """Rows without those of documents that are known."""
+    if not known:
+        return rows
+    assert rows.sources is not None
+    ids = rows.documents["document_id" if "document_id" in rows.documents.column_names else "doc_id"]
+    new = np.array([doc_id not in known for doc_id in ids.to_pylist()], bool)
+    sources = rows.sources.filter(pc.invert(pc.is_in(rows.sources["doc_id"], value_set=pa.array(known))))
+    rejected = [row for row in rows.rejected if row["row"] not in known]
+    return rows._replace(
+        documents=rows.documents.filter(pa.array(new)),
+        vectors=rows.vectors[new],
+        sources=sources,
+        rejected=rejected,
+    )

@@ -101,7 +101,7 @@ def test_a_single_document_is_encoded_as_among_all_others(run):
         np.testing.assert_array_equal(codes, kmeans.encode_nearest(single, flow.codebooks))
 
 
-def test_words_weigh_as_in_the_collection(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_words_weigh_as_in_the_collection(run, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     dataset = run["embeddings"].manifest.parents["dataset"]["uri"]
     words = lexical.run(BM25Config(), dataset=dataset, output=str(tmp_path / "bm25"))
@@ -133,7 +133,7 @@ def test_texts_that_are_written_lose_the_spaces_at_their_ends():
     assert table.to_pylist() == [{"doc_id": "a", "title": "a", "topic": None, "content": "b  c"}]
 
 
-def test_a_folder_of_markdown_is_ingested(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_of_markdown_is_ingested(run, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     (tmp_path / "notes" / "deep").mkdir(parents=True)
     (tmp_path / "notes" / "one.md").write_text("# First\n\nword one")
@@ -153,7 +153,7 @@ def test_a_folder_of_markdown_is_ingested(run, tmp_path: Path, monkeypatch: pyte
         )
 
 
-def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     rows = tiny.document_rows(20)
     rows[3]["title"] = "word " * 90  # more than the model reads, less than the intake cuts off
@@ -190,7 +190,7 @@ def test_a_file_is_ingested_and_bad_rows_are_reported(run, tmp_path: Path, monke
         ingest.run(config, bad, **run, output=str(tmp_path / "bad"))
 
 
-def test_from_the_command_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_from_the_command_line(run, tmp_path, monkeypatch, capsys):
     without_ray(monkeypatch)
     found = {
         "dataset": tiny.dataset(str(tmp_path / "like"), count=8),
@@ -213,7 +213,7 @@ def test_from_the_command_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert message in capsys.readouterr().err
 
 
-def test_a_file_is_read_as_the_runs_own_was(run, tmp_path: Path):
+def test_a_file_is_read_as_the_runs_own_was(run, tmp_path):
     like = tiny.dataset(str(tmp_path / "like"), count=8)
     own = {"content": "inhalt", "title": "name"}
     new = {"docid": "7", "inhalt": "long words", "lang": "de"}

@@ -1,6 +1,7 @@
-"""One small index and query tower for all tests of serving."""
+"""One small index and query tower for all tests of serving, and a run with two models."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ with warnings.catch_warnings():
 from pair import built, student
 
 from scalingnote.storage.artifact import Artifact
+from two_models import compare, indexed_run
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +24,11 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.fixture(scope="session")
 def query_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return student(f"{tmp_path_factory.mktemp('student')}/student")
+
+
+@pytest.fixture(scope="session")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose other model is built and compared, and not served yet; a test restores what it changes."""
+    run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
+    compare(run_dir, other)
+    return run_dir

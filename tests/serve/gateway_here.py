@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 import httpx
 
 from scalingnote.run.service_config import ServeConfig
+from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.service import Service
-from scalingnote.serve.versions import Catalog, Version
 from scalingnote.storage.artifact import Artifact
 
 T = TypeVar("T")

@@ -13,11 +13,18 @@ import pytest
 from access_lines import RECORD, requests
 from scalingnote.core.errors import ConfigError
 from scalingnote.evaluate.experiment.access_log import REQUESTS
+from scalingnote.serve import access_writer
 from scalingnote.serve.access_writer import AccessWriter
 
 
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch):
+    """Writers write when a test says so."""
+    monkeypatch.setattr(access_writer, "FLUSH_S", 60.0)
+
+
 def test_a_record_is_read_as_it_was_written(tmp_path):
-    writer = AccessWriter(tmp_path, "replica#1", flush_s=60.0)
+    writer = AccessWriter(tmp_path, "replica#1")
     for number in range(5):
         writer.append(RECORD | {"request_id": f"q{number}"})
     writer.append({"time": 2.0, "request_id": "\ud800", "path": "/search", "status": 500, "new": [1]})
@@ -30,9 +37,11 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     assert rows[1] == {name: expected[name] for name in REQUESTS.names}
 
 
-def test_full_files_are_rotated_between_lines(tmp_path):
+def test_full_files_are_rotated_between_lines(tmp_path, monkeypatch):
     size = len(json.dumps(RECORD | {"request_id": "q00"}, ensure_ascii=False, separators=(",", ":")).encode())
-    writer = AccessWriter(tmp_path, "a", flush_s=60.0, max_bytes=3 * (size + 1), clock_ns=lambda: 7)
+    monkeypatch.setattr(access_writer, "MAX_FILE_BYTES", 3 * (size + 1))
+    monkeypatch.setattr(access_writer.time, "time_ns", lambda: 7)
+    writer = AccessWriter(tmp_path, "a")
     for number in range(10):
         writer.append(RECORD | {"request_id": f"q{number:02d}"})
     writer.close()
@@ -41,7 +50,8 @@ def test_full_files_are_rotated_between_lines(tmp_path):
     assert [len(requests(path)[0]) for path in files] == [3, 3, 3, 1]
     rows, rejected = requests(*files)
     assert ([row["request_id"] for row in rows], rejected) == ([f"q{i:02d}" for i in range(10)], {})
-    again = AccessWriter(tmp_path, "a", max_bytes=10, clock_ns=lambda: 10)
+    monkeypatch.setattr(access_writer, "MAX_FILE_BYTES", 10)
+    again = AccessWriter(tmp_path, "a")
     for _ in range(2):  # longer than a file: alone in one
         again.append(RECORD)
     again.close()
@@ -61,8 +71,9 @@ def test_a_name_is_taken_while_its_writer_lives(tmp_path):
 
 KILLED = """
 import sys, time
-from scalingnote.serve.access_writer import AccessWriter
-writer = AccessWriter(sys.argv[1], "a", flush_s=0.02)
+from scalingnote.serve import access_writer
+access_writer.FLUSH_S = 0.02
+writer = access_writer.AccessWriter(sys.argv[1], "a")
 number = 0
 while True:
     writer.append({"time": 1.0, "request_id": f"q{number}", "path": "/search", "status": 200})
@@ -92,7 +103,8 @@ def test_a_killed_writer_loses_only_its_last_moments(tmp_path):
 
 
 def test_a_disk_that_refuses_is_waited_for_and_bounded(tmp_path, monkeypatch, caplog):
-    writer = AccessWriter(tmp_path, "a", flush_s=60.0, max_waiting=4)
+    monkeypatch.setattr(access_writer, "MAX_WAITING", 4)
+    writer = AccessWriter(tmp_path, "a")
     writer.append(RECORD)
     writer.flush()
     real, full = os.write, True
@@ -118,7 +130,8 @@ def test_a_disk_that_refuses_is_waited_for_and_bounded(tmp_path, monkeypatch, ca
 
 
 def test_handing_over_waits_for_no_disk(tmp_path, monkeypatch):
-    writer = AccessWriter(tmp_path, "a", flush_s=0.001)
+    monkeypatch.setattr(access_writer, "FLUSH_S", 0.001)
+    writer = AccessWriter(tmp_path, "a")
     held = threading.Event()
     syncing = threading.Event()
 

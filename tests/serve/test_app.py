@@ -26,8 +26,7 @@ from scalingnote.run.service_config import (
 from scalingnote.serve import app, artifacts, launch
 from scalingnote.serve.artifacts import ServedArtifacts
 from scalingnote.serve.deployed import Deployed
-from scalingnote.serve.live_pairs import DocumentPathParts
-from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 
 ROOT = Path(app.__file__).parents[2]
 
@@ -139,6 +138,7 @@ def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
     )
 
 
+AUTO = {"min_replicas": 2, "max_replicas": 6, "target_ongoing_requests": 20}
 REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (AppArgs, {}, "either run_dir, or index and query_tower"),
     (AppArgs, {"index": "somewhere"}, "either run_dir, or index and query_tower"),
@@ -155,6 +155,20 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         "folding a delta trains nothing",
     ),
 ]
+MISPLACED: list[tuple[str, dict[str, Any], str]] = [
+    ("searcher", {"autoscaling_config": AUTO}, "autoscaling_config: a searcher holds its shards"),
+    ("writer", {"autoscaling_config": AUTO}, "writer.autoscaling_config: one writer holds the claim"),
+    ("writer", {"num_replicas": 2}, "writer.num_replicas: one writer holds the claim"),
+    ("writer", {"max_surge_percent": 100}, "writer.max_surge_percent: .*the old one ends first"),
+    (
+        "gateway",
+        {"num_replicas": 2, "autoscaling_config": AUTO},
+        "num_replicas or autoscaling_config, not both",
+    ),
+    ("gateway", {"autoscaling_config": AUTO | {"min_replicas": 7}}, "min_replicas 7 exceeds max_replicas 6"),
+    ("gateway", {"autoscaling_config": {"max_replicas": 2}}, "target_ongoing_requests"),
+]
+REFUSED += [(ServeConfig, {"deployments": {part: placed}}, reason) for part, placed, reason in MISPLACED]
 
 
 @pytest.mark.parametrize(("model", "values", "message"), REFUSED)
@@ -179,9 +193,8 @@ def test_parts_get_the_replicas_and_gpus_of_the_config(index, tmp_path):
     gpu = DeploymentConfig(num_replicas=2, num_gpus=0.5)
     settings = {"document_encoder": gpu, "reranker": gpu, "searcher": DeploymentConfig(num_replicas=1)}
     config = ServeConfig(live=LiveServe(folder=str(tmp_path)), rerank="cross", deployments=settings)
-    catalog = LiveCatalog(str(tmp_path), index.uri, 8)
-    parts = DocumentPathParts(*[("towers", "dual_encoder")] * 4, snippet_chars=9)
-    served = ServedArtifacts(index, (), catalog, config, documents=parts)
+    catalog = LiveCatalog(str(tmp_path), LivePair(index.uri))
+    served = ServedArtifacts(index, (), catalog, config)
     writing = app._with_writer(Deployed((), catalog), served)
     for each in (deployed(writing.document_encoder), deployed(app._reranker(config))):
         assert (each.num_replicas, each.ray_actor_options["num_gpus"]) == (2, 0.5)

@@ -17,6 +17,7 @@ from scalingnote.index.live import wal
 from scalingnote.index.shard import SHARD_DOCUMENTS
 from scalingnote.run.ingest import IndexRows
 from scalingnote.run.service_config import LiveServe, ServeConfig
+from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import api
 from scalingnote.serve.artifacts import ServedArtifacts
@@ -25,8 +26,9 @@ from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.fan_out import Aggregator
 from scalingnote.serve.index_searcher import IndexSearcher
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.service import Service
-from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve.towers import Refused
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
@@ -69,13 +71,13 @@ def truth(index: Artifact) -> Truth:
 def opened(
     index: Artifact, query_tower: Artifact, folder: str, *, aggregated: bool = False
 ) -> tuple[Client, Writer, Service]:
-    catalog = LiveCatalog(folder, index.uri, DIM, delta=True)
+    catalog = LiveCatalog(folder, LivePair(index.uri), delta=True)
     live = LiveServe(folder=folder, delta=True)
     config = ServeConfig(deadline_s=60, live=live)
     if aggregated:  # fewer groups than are allowed: this index has two
         config = config.model_copy(update={"groups_per_aggregator": 1})
     searchers = [LocalHandle(IndexSearcher(catalog, shards=[group], mapped=group == 1)) for group in range(2)]
-    writer = Writer(catalog.pairs, live, True)
+    writer = Writer(catalog, live)
     made = [Aggregator([searchers[group]], [group], False) for group in range(2)]
     arms = [
         ServedArm("default", LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student")))), "", False)
@@ -195,8 +197,8 @@ def test_a_fold_and_a_rollback_change_no_answer_and_a_restart_replays_the_log(
     second.close()
 
 
-def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index: Artifact, tmp_path: Path) -> None:
-    catalog = LiveCatalog(str(tmp_path), index.uri, DIM, delta=True)
+def test_the_shards_of_an_index_with_a_delta_stay_in_groups(index, tmp_path):
+    catalog = LiveCatalog(str(tmp_path), LivePair(index.uri), delta=True)
 
     def groups(**live: Any) -> tuple[range, ...]:
         config = ServeConfig(live=LiveServe(folder=str(tmp_path), **live), shards_per_searcher=1)
@@ -228,6 +230,22 @@ def test_a_delta_that_does_not_answer_is_named(served, truth, monkeypatch):
         assert (health["status"], health["silent"]) == ("degraded", ["delta"])
     client.wait(deltas.refresh())
     assert client("GET", "/healthz").json()["status"] == "ok"
+
+
+def test_a_query_that_is_pickled_is_not_changed_meanwhile(served, truth):
+    client, _, service = served
+    write(client, truth, {"d0": 0})
+    asked = []
+
+    async def groups(query: Query, _: float) -> Refused:
+        before = {**vars(query)}
+        await asyncio.sleep(0.2)  # the delta is searched
+        asked.append(vars(query) == before)
+        return Refused("none")
+
+    query = Query(NEW[:1], version="0")
+    client.wait(service.versions.deltas.search(query, 60.0, groups))
+    assert asked == [True]
 
 
 def test_a_document_without_a_readable_store_has_its_id(served, truth, monkeypatch):

@@ -21,13 +21,14 @@ from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.searcher import Candidates, Results, Searcher
 from scalingnote.serve import api, document_stores, index_searcher
 from scalingnote.serve.access import RefusedError
+from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.index_searcher import IndexSearcher
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.messages import SearchRequest, SearchResponse
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.towers import Refused
-from scalingnote.serve.versions import Catalog, LiveCatalog, Version
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 QUERY = {"query": "bakoli menura", "k": 5}
@@ -65,9 +66,7 @@ def whole(index: Artifact, query_tower: Artifact) -> list[dict[str, Any]]:
     return results
 
 
-def test_unreadable_documents_degrade_the_answer(
-    client: Client, made: Service, moved: tuple[Artifact, Path], whole: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_unreadable_documents_degrade_the_answer(client, made, moved, whole, monkeypatch):
     answer = client.search(**QUERY, explain=True).json()
     SearchResponse.model_validate(answer, extra="forbid")
     assert answer["degraded"] == ["documents_unreadable"]
@@ -93,19 +92,17 @@ def test_unreadable_documents_degrade_the_answer(
     assert client("GET", "/documents/d7").json()["title"] == "Title 7"
 
 
-def test_unreadable_documents_are_not_reranked(client: Client, made: Service):
+def test_unreadable_documents_are_not_reranked(client, made):
     class Never:
         @property
         def score(self) -> Any:
             raise AssertionError("it has no texts to score")
 
-    made._deployed = replace(made._deployed, reranker=Never())  # type: ignore[arg-type]
+    made._deployed = replace(made._deployed, reranker=Never())
     assert client.search(**QUERY, rerank=3).json()["degraded"] == ["documents_unreadable", "not_reranked"]
 
 
-def test_documents_that_fail_during_a_read_are_reopened(
-    client: Client, made: Service, moved: tuple[Artifact, Path], whole: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_documents_that_fail_during_a_read_are_reopened(client, made, moved, whole, monkeypatch):
     os.rename(moved[1], f"{moved[0].uri}/{documents_file(1)}")
     monkeypatch.setattr(document_stores, "REOPEN_AFTER_S", 0.0)
     client.wait(made.versions.follow())
@@ -122,7 +119,7 @@ def test_documents_that_fail_during_a_read_are_reopened(
     assert client.search(**QUERY, explain=True).json()["results"] == whole
 
 
-def test_results_without_readable_ids_are_left_out(client: Client, made: Service):
+def test_results_without_readable_ids_are_left_out(client, made):
     held = made.versions.documents._searchers
     made.versions.documents._searchers = held[:1]
     answer = client.search(query="bakoli menura", k=50).json()
@@ -133,18 +130,6 @@ def test_results_without_readable_ids_are_left_out(client: Client, made: Service
     with pytest.raises(RefusedError, match="neither documents nor ids") as refused:
         client.wait(made.search(SearchRequest(**QUERY), RequestRecord("r")))
     assert refused.value.status == 503
-
-
-def test_a_version_without_documents_is_not_activated(
-    index: Artifact, query_tower: Artifact, moved: tuple[Artifact, Path], tmp_path: Path
-):
-    made = service(index, query_tower, ServeConfig(deadline_s=60, state=str(tmp_path / "state")), groups=2)
-    asyncio.run(made.versions.start())
-    before = made.versions.active
-    other = type(before)("other", moved[0].uri, before.documents, before.dim, before.created)
-    with pytest.raises(ArtifactError, match=r"documents\.arrow is missing"):
-        asyncio.run(made.versions.activate(other))
-    assert made.versions.active == before
 
 
 # --- an index in a bucket: searchers read the documents of their shards ------------------------------------
@@ -170,18 +155,16 @@ def apart(served: Artifact, tower: Artifact, config: ServeConfig, patch: pytest.
     patch.setattr(document_stores, "DocumentStore", SimpleNamespace(open=never))
     patch.setattr(document_stores, "read_by_searchers", lambda *_: True)
     made = service(served, tower, config, groups=2)
-    made.versions.documents._searchers = [Away(each) for each in made._deployed.searchers]  # type: ignore[misc, arg-type]
+    made.versions.documents._searchers = [Away(each) for each in made._deployed.searchers]
     return made
 
 
 def asked(made: Service) -> list[int]:
     """How often each searcher was asked for documents."""
-    return [each.calls["documents"] for each in made.versions.documents._searchers]  # type: ignore[union-attr]
+    return [each.calls["documents"] for each in made.versions.documents._searchers]
 
 
-def test_documents_are_read_where_their_shard_is_searched(
-    index: Artifact, query_tower: Artifact, whole: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_documents_are_read_where_their_shard_is_searched(index, query_tower, whole, monkeypatch):
     made = apart(index, query_tower, ServeConfig(deadline_s=60), monkeypatch)
     client = Client(api.build(made, made._config))
     answer = client.search(**QUERY, explain=True).json()
@@ -198,9 +181,7 @@ def test_documents_are_read_where_their_shard_is_searched(
     client.close()
 
 
-def test_a_searcher_without_its_documents_costs_those_alone(
-    moved: tuple[Artifact, Path], query_tower: Artifact, whole: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_searcher_without_its_documents_costs_those_alone(moved, query_tower, whole, monkeypatch):
     monkeypatch.setattr(document_stores, "REOPEN_AFTER_S", 0.0)
     monkeypatch.setattr(index_searcher, "REOPEN_AFTER_S", 0.0)
     made = apart(moved[0], query_tower, ServeConfig(deadline_s=60), monkeypatch)
@@ -209,12 +190,12 @@ def test_a_searcher_without_its_documents_costs_those_alone(
     client.wait(made.versions.follow())
     assert client.search(**QUERY, explain=True).json()["results"] == whole
     for searcher in made._deployed.searchers:  # as those of replicas that start anew
-        for held in searcher.target._held.values():  # type: ignore[union-attr]
+        for held in searcher.target._held.values():
             vars(held).pop("store")
     broken = open_artifact(moved[0].uri, kind="index")
     monkeypatch.setattr(
         made._deployed.searchers[1].target._held[made.versions.active.name], "_artifact", broken
-    )  # type: ignore[union-attr]
+    )
     os.rename(f"{moved[0].uri}/{documents_file(1)}", moved[1])
     answer = client.search(query="bakoli menura", k=20, explain=True).json()
     assert answer["degraded"] == ["documents_unreadable"]
@@ -228,9 +209,7 @@ def test_a_searcher_without_its_documents_costs_those_alone(
     client.close()
 
 
-def test_searchers_are_asked_for_documents_that_the_delta_has_not_given(
-    index: Artifact, query_tower: Artifact, monkeypatch: pytest.MonkeyPatch
-):
+def test_searchers_are_asked_for_documents_that_the_delta_has_not_given(index, query_tower, monkeypatch):
     made = apart(index, query_tower, ServeConfig(deadline_s=60), monkeypatch)
     asyncio.run(made.versions.start())
     (found,) = Searcher.open(index.uri).find(np.ones((1, DIM), np.float32), k=3)
@@ -252,24 +231,28 @@ def test_searchers_are_asked_for_documents_that_the_delta_has_not_given(
     assert asked(made) == [int(own.shards[0] == shard) for shard in (0, 1)]
 
 
-def test_a_version_whose_searchers_lack_documents_is_not_activated(
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["gateway", "searchers"])
+def test_a_version_without_documents_is_not_activated(
     index: Artifact,
     query_tower: Artifact,
     moved: tuple[Artifact, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    elsewhere: bool,
 ):
     config = ServeConfig(deadline_s=60, state=str(tmp_path / "state"))
-    made = apart(index, query_tower, config, monkeypatch)
+    if elsewhere:
+        made = apart(index, query_tower, config, monkeypatch)
+    else:
+        made = service(index, query_tower, config, groups=2)
     asyncio.run(made.versions.start())
     before = made.versions.active
-    other = type(before)("other", moved[0].uri, before.documents, before.dim, before.created)
     with pytest.raises(ArtifactError, match=r"documents\.arrow is missing"):
-        asyncio.run(made.versions.activate(other))
+        asyncio.run(made.versions.activate(replace(before, name="other", uri=moved[0].uri)))
     assert made.versions.active == before
 
 
-def test_a_searcher_that_cannot_read_documents_tries_again_after_a_while(monkeypatch: pytest.MonkeyPatch):
+def test_a_searcher_that_cannot_read_documents_tries_again_after_a_while(monkeypatch):
     opened = IndexSearcher.__new__(IndexSearcher)
     tried = []
 
@@ -278,7 +261,7 @@ def test_a_searcher_that_cannot_read_documents_tries_again_after_a_while(monkeyp
         raise OSError("the bucket is away")
 
     opened._documents_closed_until = 0.0
-    opened._require = lambda _: asyncio.sleep(0, ("v", SimpleNamespace()))  # type: ignore[assignment, return-value]
+    opened._require = lambda _: asyncio.sleep(0, ("v", SimpleNamespace()))
     monkeypatch.setattr(index_searcher, "_documents", fail)
     for _ in range(2):
         assert isinstance(asyncio.run(opened.documents("v", [1])), Refused)
@@ -292,14 +275,12 @@ def test_a_searcher_that_cannot_read_documents_tries_again_after_a_while(monkeyp
     ("uri", "here", "apart"),
     [("s3://bucket/index", False, True), ("/srv/index", False, False), ("s3://bucket/index", True, False)],
 )
-def test_only_searchers_elsewhere_read_documents_from_a_bucket(uri: str, here: bool, apart: bool):
+def test_only_searchers_elsewhere_read_documents_from_a_bucket(uri, here, apart):
     searchers: list[Any] = [LocalHandle(object())] if here else [Away(LocalHandle(object()))]
     assert document_stores.read_by_searchers(uri, searchers) == apart
 
 
-def test_a_searcher_opens_the_documents_of_a_bucket_with_the_version(
-    index: Artifact, moved: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_searcher_opens_the_documents_of_a_bucket_with_the_version(index, moved, tmp_path, monkeypatch):
     def held(searched: Artifact, **options: Any) -> Any:
         searcher = IndexSearcher(Catalog(Version.of(searched.uri)), **options)
         (found,) = searcher._held.values()
@@ -310,5 +291,5 @@ def test_a_searcher_opens_the_documents_of_a_bucket_with_the_version(
     assert "store" not in held(index)
     assert "store" in held(index, shows_documents=True)
     assert "store" not in held(moved[0], shows_documents=True)  # which it searches all the same
-    live = LiveCatalog(str(tmp_path / "live"), index.uri, DIM)  # whose searches have documents
+    live = LiveCatalog(str(tmp_path / "live"), LivePair(index.uri))  # whose searches have documents
     assert len(IndexSearcher(live, shows_documents=True)._held) == 1

@@ -6,9 +6,7 @@ its listeners are examined from the network.
 
 import json
 import os
-import socket
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,22 +15,20 @@ from typing import Any
 import psutil
 import pytest
 from pair import built, table
-from ray import serve
+from replicas_here import PAUSE_S, TRIES, found, hits, kill, post, running
 
 import listeners
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.index.shard import documents_file
-from scalingnote.run.service_config import AppArgs, ServeConfig
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import app, artifacts, launch
+from scalingnote.serve import app, launch
 from scalingnote.storage.artifact import Artifact
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
 QUERY, K = "bakoli menura", 5
 SHARDS = 3
 ABOVE = [1, 2]  # groups of the aggregator that is killed; the other one has the first
-TRIES, PAUSE_S = 600, 0.1
 
 
 @pytest.fixture(scope="module")
@@ -54,36 +50,15 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.fixture(scope="module")
 def url(cluster: None, index: Artifact, query_tower: Artifact, teacher: Artifact) -> Iterator[str]:
     """Three groups below two aggregators, and a teacher for every query."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    knobs = {
-        "port": port,
-        "deadline_s": 20,
-        "shards_per_searcher": 1,
-        "deployments": {"searcher": {"num_replicas": 1}, "encoder": {"num_replicas": 0}},
-        "cpus_per_replica": 0.1,
-        "groups_per_aggregator": 2,
-        "escalation": {"teacher": teacher.uri, "share": 1.0, "deadline_ms": 500},
-    }
-    served = artifacts.find(
-        AppArgs.model_validate({"index": index.uri, "query_tower": query_tower.uri, "serve": knobs})
-    )
-    yield launch.start(served, app.bind(served))
-    serve.delete(launch.APPLICATION_NAME)
-    serve.shutdown()
+    deployments = {"searcher": {"num_replicas": 1}, "encoder": {"num_replicas": 0}}
+    escalation = {"teacher": teacher.uri, "share": 1.0, "deadline_ms": 500}
+    knobs = {"deployments": deployments, "groups_per_aggregator": 2, "escalation": escalation}
+    with running(found(index.uri, query_tower.uri, **knobs)) as started:
+        yield started
 
 
 def search(url: str, **options: Any) -> tuple[int, Any]:
-    """Status and answer; 0 where the connection broke."""
-    body = json.dumps({"query": QUERY, "k": K, "explain": True, **options}).encode()
-    request = urllib.request.Request(f"{url}/search", body, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        return refused.code, None
-    except OSError:
-        return 0, None
+    return post(f"{url}/search", query=QUERY, k=K, explain=True, **options)
 
 
 def health(url: str) -> Any:
@@ -92,24 +67,9 @@ def health(url: str) -> Any:
     return {"status": "away"}
 
 
-def kill(part: str) -> None:
-    """kill -9 the replica of a deployment."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if f":{part}" in "".join(process.cmdline()):
-                found.append(process)
-    (replica,) = found
-    replica.kill()
-
-
 def best(index: Artifact, tower: Artifact, shards: list[int]) -> list[str]:
     embedding = QueryEncoder(tower.directory("query")).encode_queries([QUERY])
     return [hit.doc_id for hit in Searcher.open(index.uri, shards=shards).search(embedding, k=K)[0]]
-
-
-def found(answer: Any) -> list[str]:
-    return [hit["doc_id"] for hit in answer["results"]]
 
 
 def test_without_keys_only_this_machine_is_answered(url):
@@ -124,12 +84,10 @@ def test_without_keys_only_this_machine_is_answered(url):
     assert ("ray::ProxyActor", "OPEN", "closed") in answers
 
 
-def test_replicas_that_would_not_fit_are_refused(
-    cluster: None, index: Artifact, query_tower: Artifact
-) -> None:
-    apart = {"searcher": {"num_replicas": 1}}
-    config = ServeConfig(cpus_per_replica=50, deployments=apart, shards_per_searcher=1)
-    served = artifacts.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
+def test_replicas_that_would_not_fit_are_refused(cluster, index, query_tower):
+    served = found(
+        index.uri, query_tower.uri, cpus_per_replica=50, deployments={"searcher": {"num_replicas": 1}}
+    )
     with pytest.raises(
         ConfigError, match=r"Gateway asks for 50 CPUs a replica, no node has that; .* \d+ CPUs"
     ):
@@ -147,7 +105,7 @@ def test_a_killed_aggregator_costs_the_groups_that_are_named(url, index, query_t
             held = [group for group in range(SHARDS) if group not in missing]
             assert missing in ([], ABOVE)
             assert answer["shards_answered"] == len(held)
-            assert found(answer) == best(index, towers[answer["escalated"]], held)
+            assert hits(answer) == best(index, towers[answer["escalated"]], held)
             partial += bool(missing)
         else:
             assert status == 503  # the other aggregator was slow, too
@@ -167,7 +125,7 @@ def test_a_killed_teacher_leaves_the_students_answer(url, index, query_tower, te
     for _ in range(TRIES):
         status, answer = search(url)
         assert status == 200
-        assert found(answer) == (by_teacher if answer["escalated"] else by_student)
+        assert hits(answer) == (by_teacher if answer["escalated"] else by_student)
         assert bool(answer["degraded"]) != answer["escalated"]
         if answer["escalated"] and reasons:
             break
@@ -194,14 +152,14 @@ def test_a_gateway_without_documents_answers_by_ids(url, index, teacher):
                 break
             time.sleep(PAUSE_S)
         assert answer["degraded"] == ["documents_unreadable"]
-        assert found(answer) == wanted
+        assert hits(answer) == wanted
         assert {hit["title"] for hit in answer["results"]} == {""}
         assert health(url)["silent"] == ["documents"]
     finally:
         os.rename(f"{file}.away", file)
     for _ in range(TRIES):
         status, answer = search(url)
-        assert (status, found(answer)) == (200, wanted)
+        assert (status, hits(answer)) == (200, wanted)
         if not answer["degraded"]:
             break
         time.sleep(PAUSE_S)

@@ -13,7 +13,7 @@ import pytest
 from pair import DIM, built
 
 from scalingnote.search.live_searcher import SearcherWithDelta
-from scalingnote.serve.live_pairs import LivePair, LivePairs
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
@@ -29,7 +29,7 @@ from scalingnote.index.config import LiveConfig
 from scalingnote.index.shard import SHARD_DOCUMENTS
 from scalingnote.run.ingest import IndexRows
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.live_pairs import LivePair, LivePairs
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.writer import Writer
 
 folder, *indexes = sys.argv[1:]
@@ -49,15 +49,15 @@ class Encoder:
         return found if only is None else {only: found[only]}
 
 async def main():
-    encoder, pairs = Encoder(), LivePairs(folder, LivePair(indexes[0]))
-    writer = Writer(pairs, LiveConfig(keep_documents=True, compact_at=0.05), True, LocalHandle(encoder))
+    encoder, catalog = Encoder(), LiveCatalog(folder, LivePair(indexes[0]), delta=True)
+    writer = Writer(catalog, LiveConfig(keep_documents=True, compact_at=0.05), LocalHandle(encoder))
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         kind, given = json.loads(line)
         if kind == "delete":
             await writer.delete(given)
         elif kind == "add":
-            pairs.add(LivePair(indexes[1]))
+            catalog.add(LivePair(indexes[1]))
         else:
             rows = [{"doc_id": doc_id, "content": text} for doc_id, text in given.items()]
             while not await writer.upsert(await encoder.encode(rows)):
@@ -101,10 +101,11 @@ def indexes(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
     return [built(tmp_path_factory.mktemp(f"index{seed}"), corpus_seed=seed) for seed in (0, 1)]
 
 
-def test_both_pairs_have_every_acknowledged_write(indexes: list[Artifact], tmp_path: Path):
+def test_both_pairs_have_every_acknowledged_write(indexes, tmp_path):
     uris, rng = [index.uri for index in indexes], random.Random(4)
     allowed: dict[str, list[str | None]] = defaultdict(lambda: [None])
-    pairs, numbers = LivePairs(str(tmp_path), LivePair(uris[0])), iter(range(1000))
+    catalog = LiveCatalog(str(tmp_path), LivePair(uris[0]), delta=True)
+    numbers = iter(range(1000))
     np.save(tmp_path / "vectors.npy", NEW)
     for round_number in range(ROUNDS):
         child = Child(tmp_path, uris)
@@ -129,14 +130,14 @@ def test_both_pairs_have_every_acknowledged_write(indexes: list[Artifact], tmp_p
             time.sleep(rng.random() * 0.04)
             child.kill()
     for _ in range(200):
-        if pairs.read()[-1].filled:
+        if catalog.pairs()[-1].filled:
             break
         assert child.do("upsert", {})
         time.sleep(0.05)
     child.kill()
-    assert [pair.filled for pair in pairs.read()] == [True, True]
-    for sign, pair in zip((1, -1), pairs.read(), strict=True):
-        live = SearcherWithDelta.over(pairs.folder(pair))
+    assert [pair.filled for pair in catalog.pairs()] == [True, True]
+    for sign, pair in zip((1, -1), catalog.pairs(), strict=True):
+        live = SearcherWithDelta.over(catalog.pair_folder(pair))
         live.refresh()
         for doc_id, texts in allowed.items():
             document = live.get(doc_id)

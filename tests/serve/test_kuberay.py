@@ -55,17 +55,6 @@ def test_kuberay_knows_every_field(name):
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-def test_a_typo_in_a_manifest_is_found():
-    for name, old in (
-        ("cluster", "idleTimeoutSeconds"),
-        ("job-run", "entrypointNumCpus"),
-        ("service", "upgradeStrategy"),
-    ):
-        text = (FOLDER / f"{name}.yaml").read_text()
-        (fault,) = kuberay_schemas.faults(yaml.safe_load(text.replace(f"{old}:", f"{old}s:", 1)))
-        assert f"'{old}s' was unexpected" in fault
-
-
 @every_manifest
 def test_pods_are_those_that_ray_expects(name):
     cluster = cluster_of(name)

@@ -1,7 +1,6 @@
 """A change of the model while documents are written: both pairs get every write, either can answer."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,34 +18,28 @@ from scalingnote.run.service_config import AppArgs, LiveServe, ServeConfig
 from scalingnote.serve import api, app, artifacts, cut_over
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed
-from scalingnote.serve.document_encoder import DocumentEncoder
-from scalingnote.serve.live_pairs import LivePair, LivePairs
-from scalingnote.serve.pair_filler import PairFiller
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.service import Service
-from scalingnote.serve.versions import LiveCatalog
 from scalingnote.serve.writer import Writer
+from scalingnote.serve.writes import DocumentEncoder
 from scalingnote.storage.artifact import open_artifact
-from two_models import WIDTH, compare, indexed_run, restored
+from two_models import WIDTH, restored
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose other model is built and compared; nothing is written yet."""
-    run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
-    config = pipeline.load_run(str(run_dir))
-    live = LiveServe(folder=str(run_dir / "live"), delta=True, keep_documents=True)
-    config = config.model_copy(update={"serve": config.serve.model_copy(update={"live": live})})
-    pipeline.make_current(config)
-    compare(run_dir, other)
-    return run_dir
-
-
 @pytest.fixture
 def run_dir(compared: Path) -> Iterator[str]:
-    """That run; what a test writes to it goes when it ends."""
+    """A run that takes writes, whose other model is compared; what a test writes to it goes when it ends."""
+    live = LiveServe(folder=str(compared / "live"), delta=True, keep_documents=True)
     with restored(compared, without="live") as kept:
+        found = migration.read(kept)
+        for name in ("before", "after"):
+            config = getattr(found, name)
+            taking_writes = config.serve.model_copy(update={"live": live})
+            found = found.model_copy(update={name: config.model_copy(update={"serve": taking_writes})})
+        migration._write(found)
+        pipeline.make_current(found.before)
         yield kept
 
 
@@ -54,6 +47,12 @@ def run_dir(compared: Path) -> Iterator[str]:
 def both(run_dir: str) -> tuple[RunConfig, RunConfig]:
     found = migration.read(run_dir)
     return found.before, found.after
+
+
+def rows_of(texts: Mapping[str, str]) -> list[dict[str, str]]:
+    return [
+        {"doc_id": i, "title": f"title {i}", "topic": "new", "content": text} for i, text in texts.items()
+    ]
 
 
 class Running:
@@ -65,17 +64,11 @@ class Running:
         assert isinstance(served.catalog, LiveCatalog)
         assert served.config.live is not None
         self.catalog = served.catalog
-        pairs = replace(
-            self.catalog.pairs, first=replace(self.catalog.pairs.first, documents=served.documents)
-        )
-        self.encoder = DocumentEncoder(pairs, True)
+        self.encoder = DocumentEncoder(self.catalog, True)
         handle = LocalHandle(self.encoder)
-        self.writer = Writer(pairs, served.config.live, True, handle)
+        self.writer = Writer(self.catalog, served.config.live, handle)
         parts = Deployed(served.arms, self.catalog, document_encoder=handle, writer=LocalHandle(self.writer))
-        searchers = [app._local_searcher(self.catalog, served.config)]
-        self.service = Service(
-            replace(app._with_encoders(parts), searchers=searchers).by_version(), served.config
-        )
+        self.service = Service(app.load_own_parts(parts, served.config).for_gateway(), served.config)
         self.client = Client(api.build(self.service, served.config))
 
     def fill(self) -> None:
@@ -93,10 +86,7 @@ class Running:
         self.client.wait(self.service.versions.follow())
 
     def write(self, **texts: str) -> None:
-        rows = [
-            {"doc_id": i, "title": f"title {i}", "topic": "new", "content": text} for i, text in texts.items()
-        ]
-        answer = self.client("POST", "/documents", json={"documents": rows})
+        answer = self.client("POST", "/documents", json={"documents": rows_of(texts)})
         assert (answer.status_code, answer.json()["rejected"]) == (200, [])
 
     def delete(self, *doc_ids: str) -> None:
@@ -115,11 +105,8 @@ class Running:
 
     def vectors(self, index: str, **texts: str) -> bool:
         """Whether the delta of an index has the vectors that its own model gives documents."""
-        rows = [
-            {"doc_id": i, "title": f"title {i}", "topic": "new", "content": text} for i, text in texts.items()
-        ]
-        encoded = self.client.wait(self.encoder.encode(rows, index))[index].vectors
-        (live,) = (each for uri, each in self.writer._indexes.items() if uri == index)
+        encoded = self.client.wait(self.encoder.encode(rows_of(texts), index))[index].vectors
+        live = self.writer._indexes[index]
         return all(np.allclose(live.vector(i), row, atol=2e-3) for i, row in zip(texts, encoded, strict=True))
 
     def close(self) -> None:
@@ -157,7 +144,7 @@ def test_both_models_get_every_write_and_either_answers(running, run_dir, both, 
     assert f"before: 0, {old}" in capsys.readouterr().out
     assert running.found() == ("0", wanted)
     running.change()
-    name = f"{running.catalog.pairs.read()[0].mark}-0"
+    name = f"{running.catalog.pairs()[0].mark}-0"
     assert running.found() == (name, wanted)
     texts = {"early": "bakoli", "twice": "second", "meanwhile": "menura", ids[0]: "another text"}
     assert running.documents([*texts, ids[1]]) == texts
@@ -180,7 +167,7 @@ def test_a_version_of_the_new_model_folds_and_starts_again(running, run_dir, bot
     cut_over.cut_over(run_dir, ServeConfig())
     running.change()
     assert running.client("POST", "/admin/index/compact").status_code == 200
-    mark = running.catalog.pairs.read()[0].mark
+    mark = running.catalog.pairs()[0].mark
     version, found = running.found()
     assert version == f"{mark}-1"
     assert main(["migrate", "--run", run_dir, "--finish"]) == 0
@@ -198,13 +185,13 @@ def test_a_version_of_the_new_model_folds_and_starts_again(running, run_dir, bot
         # To the first model again, and to the other one again: neither has what it was given before it ended.
         for model, text in ((both[0], "changed"), (both[1], "changed again")):
             again.write(early=text)
-            index, config = pipeline.locate(model, "index").uri, artifacts.of_run(model, ServeConfig())
-            again.catalog.pairs.add(LivePair(index, config.documents, config.catalog.towers))
+            index = pipeline.locate(model, "index").uri
+            again.catalog.add(artifacts.of_run(model, ServeConfig()).catalog.first)
             again.fill()
             again.client.wait(again.service.versions.activate(again.catalog.version_of(index)))
             assert again.documents(["early"]) == {"early": text}
             assert again.found()[1] == sorted([*found, "late"])
-            assert len(again.catalog.pairs.end_others()) == 1
+            assert len(again.catalog.end_others()) == 1
     finally:
         again.close()
 
@@ -230,14 +217,14 @@ def test_filling_goes_on_where_it_ended(running, run_dir, both, monkeypatch):
     running.fill()
     first = len(encoded)
     assert 0 < first < 149
-    assert not running.catalog.pairs.read()[1].filled
+    assert not running.catalog.pairs()[1].filled
     left[:] = [1]
     running.writer.close()
     again = Running(run_dir)  # as after a kill
     try:
         again.fill()
         assert sorted(encoded) == sorted(texts.keys() - {"w4"})  # none twice
-        assert again.catalog.pairs.read()[1].filled
+        assert again.catalog.pairs()[1].filled
         wanted = texts | {"w3": "changed"}
         del wanted["w4"]
         assert again.vectors(uris(both)[1], **{i: wanted[i] for i in ("w0", "w3", "w149")})
@@ -282,28 +269,28 @@ def test_documents_that_were_not_kept_are_refused_before_anything_is_built(run_d
 
 def test_pairs_are_added_once_and_the_active_one_stays(run_dir, both, tmp_path):
     old, new = uris(both)
-    pairs, old_mark = LivePairs(str(tmp_path), LivePair(old)), open_artifact(old, kind="index").digest[:8]
-    pairs.add(LivePair(new))
-    pairs.set_filled(new)
-    pairs.add(LivePair(new))  # again: it stays filled
-    assert [(each.index, each.filled) for each in pairs.read()] == [(old, True), (new, True)]
-    catalog = LiveCatalog(str(tmp_path), old, 32, delta=True)
+    catalog = LiveCatalog(str(tmp_path), LivePair(old), delta=True)
+    old_mark = open_artifact(old, kind="index").digest[:8]
+    catalog.add(LivePair(new))
+    catalog.set_filled(new)
+    catalog.add(LivePair(new))  # again: it stays filled
+    assert [(each.index, each.filled) for each in catalog.pairs()] == [(old, True), (new, True)]
     active = catalog.activate(catalog.version_of(new))[0]  # also where both have the same towers
     assert (active.uri, active.dim) == (new, WIDTH)
-    assert [each.index for each in pairs.read()] == [new, old]
-    assert pairs.place("0") == (str(tmp_path), 0)
-    mark = pairs.read()[0].mark
-    assert pairs.place(f"{mark}-7") == (f"{tmp_path}/pairs/{mark}", 7)
+    assert [each.index for each in catalog.pairs()] == [new, old]
+    assert catalog.place("0") == (str(tmp_path), 0)
+    mark = catalog.pairs()[0].mark
+    assert catalog.place(f"{mark}-7") == (f"{tmp_path}/pairs/{mark}", 7)
     assert live_versions.read_register(f"{tmp_path}/pairs/{mark}").delta
-    assert pairs.end_others() == (str(tmp_path),)
-    pairs.add(LivePair(old))
-    assert pairs.read()[1].mark.endswith(".2")
-    assert pairs.end_others() == (f"{tmp_path}/pairs/{old_mark}.2",)
-    pairs.add(LivePair(old))  # its earlier folder lacks what was written meanwhile
-    assert pairs.read()[1].mark.endswith(".3")
-    pairs.end_others()
+    assert catalog.end_others() == (str(tmp_path),)
+    catalog.add(LivePair(old))
+    assert catalog.pairs()[1].mark.endswith(".2")
+    assert catalog.end_others() == (f"{tmp_path}/pairs/{old_mark}.2",)
+    catalog.add(LivePair(old))  # its earlier folder lacks what was written meanwhile
+    assert catalog.pairs()[1].mark.endswith(".3")
+    catalog.end_others()
     with pytest.raises(ConfigError, match="another model took its place"):
-        pairs.place("0")
+        catalog.place("0")
 
 
 def test_a_write_that_misses_a_new_pair_is_encoded_again(running, run_dir, both, monkeypatch):
@@ -318,5 +305,5 @@ def test_a_write_that_misses_a_new_pair_is_encoded_again(running, run_dir, both,
     monkeypatch.setattr(DocumentEncoder, "encode", encode_before)
     running.write(early="bakoli")
     assert next(calls) == 2
-    assert isinstance(running.writer._fillers[uris(both)[1]], PairFiller)
+    assert running.writer._filler.index == uris(both)[1]
     assert running.vectors(uris(both)[1], early="bakoli")

@@ -35,16 +35,15 @@ from scalingnote.search.query_path import Query, QueryPath
 from scalingnote.search.searcher import DEFAULT_JOINING, Searcher, rank, with_documents
 from scalingnote.serve import messages
 from scalingnote.serve.access import RefusedError
+from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.index_searcher import IndexSearcher
-from scalingnote.serve.live_pairs import LivePair, LivePairs
-from scalingnote.serve.pair_filler import PairFiller
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
-from scalingnote.serve.versions import Catalog, LiveCatalog, Version
-from scalingnote.serve.writer import Writer
+from scalingnote.serve.writer import PairFiller, Writer
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import PASSAGE, document_of
 from tiny_run import run_here, write_lines
@@ -281,11 +280,11 @@ def test_a_service_answers_with_documents(built, query_path):
 def test_a_service_with_a_delta_shows_whole_documents(built, flow, query_path, tmp_path):
     """Of an updated document no passage of before is found, in whichever group of shards it lies."""
     folder, uri = str(tmp_path / "live"), built["index"].uri
-    catalog = LiveCatalog(folder, uri, Version.of(uri).dim, delta=True)
+    catalog = LiveCatalog(folder, LivePair(uri), delta=True)
     searchers = [LocalHandle(IndexSearcher(catalog, shards=shards)) for shards in ((0, 1), (2,))]
     tower = QueryPathParts((built["dual_encoder"].uri, "dual_encoder"))
     arms = [ServedArm("default", LocalHandle(ArmEncoder(tower)), "torch", False)]
-    writer = Writer(catalog.pairs, LiveConfig(), True)
+    writer = Writer(catalog, LiveConfig())
     texts = {row["doc_id"]: row["content"] for row in documents()}
     shorter = {f"d{n}": f"Nothing but number {n}." for n in range(0, 12, 2)}
     rows = [{"doc_id": i, "title": "", "topic": "new", "content": text} for i, text in shorter.items()]
@@ -321,7 +320,7 @@ def test_the_writer_counts_documents(built, flow, tmp_path):
     rows = [{"doc_id": f"new{n}", "title": "", "topic": "odd", "content": content_of(n)} for n in range(2)]
     ready = rows_of(built, flow, rows)
     uri = built["index"].uri
-    writer = Writer(LivePairs(str(tmp_path / "live"), LivePair(uri)), LiveConfig())
+    writer = Writer(LiveCatalog(str(tmp_path / "live"), LivePair(uri)), LiveConfig())
     assert asyncio.run(writer.upsert({uri: ready})) == (2, [])
     assert asyncio.run(writer.delete(["new0", "new1", "d0"])) == 3
     assert len(writer.active._passages(["new0", "new1", "d0", "d1"])) > 4
@@ -355,8 +354,8 @@ def test_whole_documents_are_kept_and_filled_into_another_delta(built, flow, tmp
             asked.extend(row["doc_id"] for row in documents)
             return {only: rows_of(built, flow, documents)}
 
-    filler = PairFiller(after, str(before.folder), threading.Lock())
-    asyncio.run(filler.run(LocalHandle(Encoder()), uri))
+    filler = PairFiller(uri, after, str(before.folder), threading.Lock())
+    asyncio.run(filler.run(LocalHandle(Encoder())))
     assert sorted(asked) == ["d1", "new"]
     (old,), (new,) = before.snapshots(), after.snapshots()
     texts = [sorted(each.documents(np.flatnonzero(each.alive))["doc_id"].to_pylist()) for each in (old, new)]

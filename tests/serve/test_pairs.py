@@ -21,7 +21,8 @@ from scalingnote.run import migration, pipeline
 from scalingnote.run.config import RunConfig
 from scalingnote.run.service_config import AppArgs, ServeConfig
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import api, app, artifacts, cut_over, pairs, tower_versions
+from scalingnote.serve import api, app, artifacts, cut_over, tower_versions
+from scalingnote.serve.catalog import CATALOG_FILE, Catalog, PairedTowers, Version, towers_of
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.encoders import ArmEncoder
@@ -29,19 +30,10 @@ from scalingnote.serve.messages import SearchRequest
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.serve.tower_versions import TowerVersions
-from scalingnote.serve.versions import CATALOG_FILE, Catalog, Version
 from scalingnote.storage.artifact import open_artifact
-from two_models import WIDTH, compare, indexed_run, restored
+from two_models import WIDTH, restored
 
 QUERIES = ["bakoli menura", "tavezo", "silime ko", "zoranu batako", "me nu ra"]
-
-
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose other model is built and compared, and not served yet."""
-    run_dir, other = indexed_run(tmp_path_factory.mktemp("compared"))
-    compare(run_dir, other)
-    return run_dir
 
 
 @pytest.fixture
@@ -61,11 +53,9 @@ def service(run_dir: str, **knobs: Any) -> Service:
     """A gateway's service, as the application makes it, all of it in this process."""
     served = artifacts.find(AppArgs(run_dir=run_dir, serve=ServeConfig.model_validate(knobs)))
     parts = Deployed(served.arms, served.catalog, name=served.name, similarity=served.similarity)
-    searchers = [app._local_searcher(served.catalog, served.config)]
-    parts = replace(app._with_encoders(parts), searchers=searchers)
-    if served.document_tower is not None:
+    if served.embeds_documents:
         parts = replace(parts, documents=LocalHandle(TowerVersions(served.catalog, "document")))
-    return Service(parts.by_version(), served.config)
+    return Service(app.load_own_parts(parts, served.config).for_gateway(), served.config)
 
 
 def ask(served: Service, query: str) -> Any:
@@ -241,7 +231,7 @@ def test_an_index_names_its_towers_wherever_the_run_lies(both, tmp_path):
     before = both[0]
     index, tower = pipeline.locate(before, "index"), pipeline.locate(before, "dual_encoder")
     place = (tower.uri, "dual_encoder")
-    assert pairs.towers_of(index) == pairs.PairedTowers(place, document=place)
+    assert towers_of(index) == PairedTowers(place, document=place)
 
     shutil.copytree(before.run_dir, tmp_path / "moved")
     moved = open_artifact(str(tmp_path / "moved" / "index" / index.uri.rsplit("/", 1)[1]), kind="index")
@@ -250,19 +240,19 @@ def test_an_index_names_its_towers_wherever_the_run_lies(both, tmp_path):
         for kind, parent in index.manifest.parents.items()
     }
     moved = replace(moved, manifest=replace(moved.manifest, parents=parents))
-    found = pairs.towers_of(moved)
+    found = towers_of(moved)
     assert found is not None
     assert found.query[0] == str(tmp_path / "moved" / "adopt" / tower.uri.rsplit("/", 1)[1])
     shutil.rmtree(tmp_path / "moved" / "adopt")
     with pytest.raises(
         ArtifactError, match=r"made of the dual_encoder .*neither at /gone/adopt/.* nor at .*moved"
     ):
-        pairs.towers_of(moved)
+        towers_of(moved)
     # The service has this tower already, and not that of the other model.
-    assert pairs.towers_of(moved, pairs.PairedTowers(place)) == pairs.PairedTowers(place)
+    assert towers_of(moved, PairedTowers(place)) == PairedTowers(place)
     elsewhere = pipeline.locate(both[1], "dual_encoder")
     with pytest.raises(ArtifactError, match="made of the dual_encoder"):
-        pairs.towers_of(moved, pairs.PairedTowers((elsewhere.uri, "dual_encoder")))
+        towers_of(moved, PairedTowers((elsewhere.uri, "dual_encoder")))
 
 
 def test_a_student_has_a_teacher_and_terms_have_their_own_place(both, tmp_path, query_tower):
@@ -274,17 +264,17 @@ def test_a_student_has_a_teacher_and_terms_have_their_own_place(both, tmp_path, 
         kept = {"embeddings": index.manifest.parents["embeddings"]}
         return replace(index, manifest=replace(index.manifest, parents=kept | own))
 
-    found = pairs.towers_of(named(student=query_tower))
-    assert found == pairs.PairedTowers(
+    found = towers_of(named(student=query_tower))
+    assert found == PairedTowers(
         (query_tower.uri, "student"),
         teacher=(dual_encoder.uri, "dual_encoder"),
         document=(dual_encoder.uri, "dual_encoder"),
     )
-    assert pairs.towers_of(named()) is None  # an index that was built without a tower
+    assert towers_of(named()) is None  # an index that was built without a tower
 
 
 def test_a_catalog_of_an_earlier_release_has_the_towers_of_its_application(tmp_path):
-    towers = pairs.PairedTowers(("runs/tower", "student"), teacher=("runs/teacher", "dual_encoder"))
+    towers = PairedTowers(("runs/tower", "student"), teacher=("runs/teacher", "dual_encoder"))
     first = Version("a", "runs/a", 10, 8, "", towers)
     (tmp_path / CATALOG_FILE).write_text(
         json.dumps({"versions": [{"name": "b", "uri": "runs/b", "documents": 10, "dim": 8, "created": ""}]})
@@ -292,16 +282,16 @@ def test_a_catalog_of_an_earlier_release_has_the_towers_of_its_application(tmp_p
     catalog = Catalog(first, str(tmp_path))
     assert catalog.read()[0].towers == towers
     assert catalog.activate(Version("c", "runs/c", 10, 8, ""))[0].towers == towers
-    other = Version("d", "runs/d", 10, 4, "", pairs.PairedTowers(("runs/other", "student")))
+    other = Version("d", "runs/d", 10, 4, "", PairedTowers(("runs/other", "student")))
     assert catalog.activate(other)[0] == other  # of another width, with its own tower
     assert Catalog(first, str(tmp_path)).read() == (other, replace(first, name="c", uri="runs/c"))
 
 
 def test_an_arm_with_a_tower_of_its_own_holds_the_model(tmp_path):
-    first = Version("a", "runs/a", 10, 8, "", pairs.PairedTowers(("runs/tower", "student")))
+    first = Version("a", "runs/a", 10, 8, "", PairedTowers(("runs/tower", "student")))
     catalog = Catalog(first, str(tmp_path), own_towers=("treated",))
     assert catalog.activate(replace(first, name="b"))[0].name == "b"
-    other = replace(first, name="c", towers=pairs.PairedTowers(("runs/other", "student")))
+    other = replace(first, name="c", towers=PairedTowers(("runs/other", "student")))
     with pytest.raises(ConfigError, match="of another model than the query towers of the arms treated"):
         catalog.activate(other)
     assert catalog.read()[0].name == "b"

@@ -8,24 +8,23 @@ import yaml
 from gateway_here import Client, service
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
-from test_app import ROOT, deployed
+from test_app import AUTO, ROOT, deployed
 
-from scalingnote.core.config import validate
 from scalingnote.core.errors import ConfigError
 from scalingnote.encode.query_encoder import QueryCache
 from scalingnote.run.service_config import AppArgs, ServeConfig
 from scalingnote.serve import api, app, artifacts, placement
 from scalingnote.serve.access import Admission
-from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings, with_changes
-from scalingnote.storage.artifact import Artifact
+from scalingnote.serve.running_settings import RUNNING_SETTINGS, RunningSettings
 
 GIVEN = ServeConfig(deadline_s=9, limits={"max_k": 7, "rate": 5.0}, canary=0.5)
 
 
 def test_what_is_named_changes_and_the_rest_is_the_applications():
-    now = with_changes(GIVEN, {"limits": {"rate": 6}, "deadline_s": 1}, "gateway")
+    running = RunningSettings(GIVEN, "gateway")
+    now = running.take({"limits": {"rate": 6}, "deadline_s": 1})
     assert (now.limits.max_k, now.limits.rate, now.deadline_s, now.canary) == (7, 6, 1, 0.5)
-    assert with_changes(GIVEN, {}, "gateway") == GIVEN
+    assert running.take({}) == GIVEN
 
 
 @pytest.mark.parametrize(
@@ -38,9 +37,7 @@ def test_what_is_named_changes_and_the_rest_is_the_applications():
         ("gateway", {"limits": 3}, "user_config of the gateway: .*limits"),
     ],
 )
-def test_a_mistake_ends_a_replica_that_starts_and_changes_none_that_runs(
-    part: Any, user_config: dict[str, Any], message: str
-):
+def test_a_mistake_ends_a_replica_that_starts_and_changes_none_that_runs(part, user_config, message):
     with pytest.raises(ConfigError, match=message):
         RunningSettings(GIVEN, part).take(user_config)
     running = RunningSettings(GIVEN, part)
@@ -51,12 +48,12 @@ def test_a_mistake_ends_a_replica_that_starts_and_changes_none_that_runs(
     assert not running.refused
 
 
-def test_a_gateway_answers_by_the_latest_settings(index: Artifact, query_tower: Artifact):
+def test_a_gateway_answers_by_the_latest_settings(index, query_tower):
     made = service(index, query_tower, GIVEN)
     admission = Admission(GIVEN.limits)
     client = Client(api.build(made, GIVEN, admission=admission))
     assert client.search(query="bakoli", k=5).status_code == 200
-    now = with_changes(GIVEN, {"limits": {"max_k": 2, "max_body_bytes": 1024}}, "gateway")
+    now = RunningSettings(GIVEN, "gateway").take({"limits": {"max_k": 2, "max_body_bytes": 1024}})
     admission.limits = now.limits
     made.take_settings(now, refused="")
     assert client.search(query="bakoli", k=5).status_code == 422
@@ -96,13 +93,13 @@ def files() -> list[Any]:
 
 
 @pytest.mark.parametrize("schema", files(), ids=lambda schema: schema.applications[0].args["run_dir"])
-def test_other_limits_in_a_file_are_no_other_application_for_serve(schema: ServeDeploySchema):
+def test_other_limits_in_a_file_are_no_other_application_for_serve(schema):
     (application,) = schema.applications
     config = AppArgs.model_validate(application.args).serve
     version = get_app_code_version(application)
     for each in application.deployments:
         part = "gateway" if each.name == "Gateway" else "encoder"
-        with_changes(config, each.user_config, part)
+        RunningSettings(config, part).take(each.user_config)
         # What Serve lets running replicas have: anything else is a new version of their code.
         assert {*each.user_config} <= {*RUNNING_SETTINGS[part]}
         each.user_config = dict.fromkeys(RUNNING_SETTINGS[part])
@@ -114,36 +111,7 @@ def test_other_limits_in_a_file_are_no_other_application_for_serve(schema: Serve
 # --- numbers of replicas -----------------------------------------------------------------------------------
 
 
-AUTO = {"min_replicas": 2, "max_replicas": 6, "target_ongoing_requests": 20}
-
-
-@pytest.mark.parametrize(
-    ("deployments", "message"),
-    [
-        (
-            {"searcher": {"autoscaling_config": AUTO}},
-            "searcher.autoscaling_config: a searcher holds its shards",
-        ),
-        ({"writer": {"autoscaling_config": AUTO}}, "writer.autoscaling_config: one writer holds the claim"),
-        ({"writer": {"num_replicas": 2}}, "writer.num_replicas: one writer holds the claim"),
-        ({"writer": {"max_surge_percent": 100}}, "writer.max_surge_percent: .*the old one ends first"),
-        (
-            {"gateway": {"num_replicas": 2, "autoscaling_config": AUTO}},
-            "deployments.gateway: give num_replicas or autoscaling_config, not both",
-        ),
-        (
-            {"gateway": {"autoscaling_config": AUTO | {"min_replicas": 7}}},
-            "min_replicas 7 exceeds max_replicas 6",
-        ),
-        ({"gateway": {"autoscaling_config": {"max_replicas": 2}}}, "target_ongoing_requests"),
-    ],
-)
-def test_parts_that_cannot_have_more_replicas_at_any_time_say_why(deployments: Any, message: str):
-    with pytest.raises(ConfigError, match=message):
-        validate(ServeConfig, {"deployments": deployments}, source="serve")
-
-
-def test_serve_gets_the_limits_between_which_it_adds_replicas(index: Artifact, query_tower: Artifact):
+def test_serve_gets_the_limits_between_which_it_adds_replicas(index, query_tower):
     knobs = {
         "gateway": {"autoscaling_config": AUTO},
         "encoder": {"autoscaling_config": AUTO | {"upscale_delay_s": 5}},
@@ -166,7 +134,7 @@ def test_serve_gets_the_limits_between_which_it_adds_replicas(index: Artifact, q
     assert "the replicas reserve 0.6 CPUs" in placement.problems(application, nodes)[0]
 
 
-def test_gateways_that_may_become_many_do_not_hold_the_index(index: Artifact, query_tower: Artifact):
+def test_gateways_that_may_become_many_do_not_hold_the_index(index, query_tower):
     args = {"index": index.uri, "query_tower": query_tower.uri}
     for gateway, searches in (({}, True), ({"autoscaling_config": AUTO | {"min_replicas": 1}}, False)):
         found = artifacts.find(

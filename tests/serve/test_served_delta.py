@@ -1,36 +1,28 @@
 """A real service with a delta: two groups of searchers in replicas, and a writer that is killed."""
 
-import json
-import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pytest
 from pair import DIM, built, table
-from ray import serve
+from replicas_here import PAUSE_S, TRIES, found, hits, kill, post, running
 
 from scalingnote.index.shard import SHARD_DOCUMENTS
 from scalingnote.run.ingest import IndexRows
-from scalingnote.run.service_config import AppArgs, LiveServe
+from scalingnote.run.service_config import LiveServe
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import app, artifacts, launch
-from scalingnote.serve.live_pairs import DocumentPathParts, LivePairs
-from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve import app
+from scalingnote.serve.live_catalog import LiveCatalog, LivePair
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
 NEW = vectors(400, DIM, seed=5)
-TRIES, PAUSE_S = 600, 0.1
 
 
 def numbered_texts() -> Any:
@@ -38,8 +30,8 @@ def numbered_texts() -> Any:
     known, schema = NEW, SHARD_DOCUMENTS
 
     class NumberedTexts:
-        def __init__(self, pairs: LivePairs, _: bool) -> None:
-            self._index = pairs.first.index
+        def __init__(self, catalog: LiveCatalog, _: bool) -> None:
+            self._index = catalog.first.index
 
         async def encode(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, IndexRows]:
             texts = {name: [row["content"] for row in documents] for name in schema.names[1:]}
@@ -58,57 +50,19 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.fixture(scope="module")
 def url(cluster: None, index: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     tower = table(f"{tmp_path_factory.mktemp('student')}/student")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    knobs = {
-        "port": port,
-        "deadline_s": 20,
-        "shards_per_searcher": 1,
-        "deployments": {"searcher": {"num_replicas": 2}, "encoder": {"num_replicas": 0}},
-        "cpus_per_replica": 0.1,
-    }
-    found = artifacts.find(
-        AppArgs.model_validate({"index": index.uri, "query_tower": tower.uri, "serve": knobs})
-    )
-    assert isinstance(found, artifacts.ServedArtifacts)
     folder = str(tmp_path_factory.mktemp("live"))
+    replicas = {"searcher": {"num_replicas": 2}, "encoder": {"num_replicas": 0}}
+    made = found(index.uri, tower.uri, deployments=replicas)
     served = replace(
-        found,
-        catalog=LiveCatalog(folder, index.uri, DIM, delta=True),
-        config=found.config.model_copy(update={"live": LiveServe(folder=folder, delta=True)}),
-        documents=DocumentPathParts(*[("", "")] * 4, 0),
+        made,
+        catalog=LiveCatalog(folder, LivePair(index.uri), delta=True),
+        config=made.config.model_copy(update={"live": LiveServe(folder=folder, delta=True)}),
     )
     assert len(served.groups) == 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "DocumentEncoder", numbered_texts())
-        application = app.bind(served)
-    yield launch.start(served, application)
-    serve.delete(launch.APPLICATION_NAME)
-    serve.shutdown()
-
-
-def post(url: str, **body: Any) -> tuple[int, Any]:
-    """Status and answer; 0 where the connection broke."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        return refused.code, None
-    except OSError:
-        return 0, None
-
-
-def kill(part: str) -> list[int]:
-    """kill -9 the replicas of a deployment; their processes."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if f":{part}" in "".join(process.cmdline()):
-                found.append(process)
-    for process in found:
-        process.kill()
-    return [process.pid for process in found]
+        with running(served) as started:
+            yield started
 
 
 def until_acknowledged(url: str, path: str, **body: Any) -> None:
@@ -125,7 +79,7 @@ def shown(url: str, query: np.ndarray, k: int) -> list[str]:
     for _ in range(TRIES):
         status, answer = post(f"{url}/search", vector=query.tolist(), k=k)
         if status == 200 and answer["shards_answered"] == 2 and not answer["missing_groups"]:
-            return [hit["doc_id"] for hit in answer["results"]]
+            return hits(answer)
         time.sleep(PAUSE_S)
     raise AssertionError("no complete answer")
 
@@ -135,7 +89,7 @@ def best(truth: Mapping[str, np.ndarray], query: np.ndarray, k: int) -> list[str
     return sorted(scores, key=lambda name: -scores[name])[:k]
 
 
-def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url: str, index: Artifact) -> None:
+def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url, index):
     searcher = Searcher.open(index.uri)
     truth = {f"d{n}": searcher.vector(f"d{n}") for n in range(len(searcher))}
     stop, twice, failed = threading.Event(), [], []
@@ -147,7 +101,7 @@ def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url: str, 
             if status != 200:
                 failed.append(status)
                 continue
-            names = [hit["doc_id"] for hit in answer["results"]]
+            names = hits(answer)
             twice.extend(name for name in set(names) if names.count(name) > 1)
 
     reader = threading.Thread(target=search)
@@ -173,7 +127,7 @@ def test_a_killed_writer_loses_and_doubles_nothing_and_searches_go_on(url: str, 
     assert (twice, failed) == ([], [])
 
 
-def test_killed_searchers_come_back_with_what_was_written(url: str) -> None:
+def test_killed_searchers_come_back_with_what_was_written(url):
     vector = NEW[399] * -1
     until_acknowledged(url, "/documents", documents=[{"doc_id": "d3", "topic": "", "content": "399"}])
     wanted = shown(url, vector, 20), shown(url, NEW[399], 20)

@@ -3,12 +3,10 @@
 import gzip
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,19 +17,16 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import replicas_here
 from google.rpc import status_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from pair import DIM, built, student
+from pair import DIM, built
+from replicas_here import PAUSE_S, TRIES, free_port, hits, kill, processes
 
 import listeners
-from scalingnote.cli import main as cli
-from scalingnote.core.errors import ConfigError
 from scalingnote.encode.encoder import Encoder
-from scalingnote.run import pipeline
-from scalingnote.run.config import RunConfig
-from scalingnote.run.service_config import AppArgs
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import app, artifacts, launch
+from scalingnote.serve import app, launch
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
 from scalingnote.serve.grpc.servicer import DETAILS
@@ -59,8 +54,7 @@ def expected(query_tower: Artifact) -> Expected:
 
 @pytest.fixture(scope="module")
 def grpc_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture(scope="module")
@@ -157,24 +151,13 @@ def url(server: psutil.Popen) -> str:
     return next(line for line in server.stdout if line.startswith("http://")).split()[0]
 
 
-def post(url: str, **body: Any) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json", **BEARER}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        return refused.code, json.load(refused)
-
-
-def found(answer: dict[str, Any]) -> list[str]:
-    return [hit["doc_id"] for hit in answer["results"]]
+def post(url: str, **body: Any) -> tuple[int, Any]:
+    return replicas_here.post(url, BEARER, **body)
 
 
 def test_what_is_served_is_what_is_searched(url, index, expected):
     status, answer = post(f"{url}/search", query=QUERY, k=5)
-    assert (status, found(answer)) == (200, expected(index))
+    assert (status, hits(answer)) == (200, expected(index))
     assert (answer["shards"], answer["shards_answered"]) == (2, 2)
     status, answer = post(f"{url}/v1/embeddings", model="scalingnote", input=[QUERY])
     assert (status, len(answer["data"][0]["embedding"])) == (200, DIM)
@@ -257,7 +240,7 @@ def test_a_swap_fails_no_request_and_mixes_no_versions(url, index, other_index, 
     def ask() -> None:
         while not stop.is_set():
             status, answer = post(f"{url}/search", query=QUERY, k=5)
-            right = status == 200 and found(answer) == wanted[answer["index_version"]]
+            right = status == 200 and hits(answer) == wanted[answer["index_version"]]
             seen[answer["index_version"] if right else f"{status} {answer}"] += 1
 
     load = [threading.Thread(target=ask) for _ in range(3)]
@@ -287,19 +270,17 @@ def test_an_index_that_does_not_fit_is_not_activated(url, index, tmp_path):
 
 
 def test_a_killed_searcher_costs_its_shards_and_comes_back(url, server, index, expected):
-    (replica,) = [p for p in server.children(recursive=True) if "IndexSearcher-001" in "".join(p.cmdline())]
-    replica.kill()
-    for _ in range(600):
+    assert len(kill("IndexSearcher-001", of=server)) == 1
+    for _ in range(TRIES):
         status, answer = post(f"{url}/search", query=QUERY, k=5)
         assert status == 200
         if answer["shards_answered"] == 1:
-            assert all(int(doc_id.removeprefix("d")) < 210 for doc_id in found(answer))
+            assert all(int(doc_id.removeprefix("d")) < 210 for doc_id in hits(answer))
         else:
-            assert found(answer) == expected(index)
-        revived = [p for p in server.children(recursive=True) if "IndexSearcher-001" in "".join(p.cmdline())]
-        if revived and answer["shards_answered"] == 2:
+            assert hits(answer) == expected(index)
+        if processes("IndexSearcher-001", server) and answer["shards_answered"] == 2:
             break
-        time.sleep(0.1)
+        time.sleep(PAUSE_S)
     assert answer["shards_answered"] == 2
 
 
@@ -310,26 +291,3 @@ def test_a_signal_ends_the_server_and_its_processes(server, url):
     assert server.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
-
-
-def test_the_shell_finds_the_same(
-    index: Artifact,
-    query_tower: Artifact,
-    expected: Expected,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    config = RunConfig.model_validate({"dataset": {"name": "python_docs"}})
-    monkeypatch.setattr(pipeline, "load_run", lambda run_dir: config)
-    monkeypatch.setattr(pipeline, "locate", lambda _, kind: {"index": index, "student": query_tower}[kind])
-    assert cli.main(["search", QUERY, "-k", "5"]) == 0
-    output = capsys.readouterr().out
-    places = [output.index(f"  Title {doc_id[1:]}\n") for doc_id in expected(index)]
-    assert places == sorted(places)
-    assert output.splitlines()[-1].startswith("5 results; by embeddings; load ")
-
-
-def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_path: Path) -> None:
-    other = student(f"{tmp_path}/student", dim=DIM // 2)
-    with pytest.raises(ConfigError, match="dim 16, the query tower of 8"):
-        artifacts.find(AppArgs(index=index.uri, query_tower=other.uri))

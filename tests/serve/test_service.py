@@ -18,12 +18,13 @@ from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve.access import RefusedError
+from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import RequestObserver, RequestRecord
-from scalingnote.serve.versions import Catalog, Version, VersionContent, Versions
+from scalingnote.serve.versions import VersionContent, Versions
 
 # What the query asks the fakes to do; it travels in the embedding, as the query itself would.
 BEHAVIOURS = ["all well", "one slow", "one dead", "all dead", "encoder slow", "encoder dead"]

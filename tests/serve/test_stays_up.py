@@ -25,9 +25,9 @@ from starlette.requests import Request
 
 from scalingnote.core import ray_internals
 from scalingnote.serve import launch
+from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import REPLICA_LOST, for_reading
 from scalingnote.serve.index_searcher import IndexSearcher
-from scalingnote.serve.versions import Catalog, Version
 from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage.artifact import Artifact
 

@@ -26,7 +26,6 @@ from scalingnote.serve.deployed import ServedArm
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts
 from scalingnote.serve.escalation import MAX_SILENT
 from scalingnote.serve.messages import SearchRequest, SearchResponse
-from scalingnote.serve.pairs import PairedTowers
 from scalingnote.serve.telemetry import RequestRecord
 from scalingnote.storage.artifact import Artifact
 
@@ -255,16 +254,12 @@ def test_the_teacher_of_a_run_encoded_its_documents(
     run = RunConfig.model_validate({"dataset": {"name": "python_docs"}})
     built = {"index": index, "student": query_tower, "dual_encoder": teacher}
     monkeypatch.setattr(pipeline, "locate", lambda _, kind: built[kind])
-    place = (query_tower.uri, "student")
     config = ServeConfig(escalation=Escalation())
-    served = artifacts._serve_index(index, query_tower, QueryPathParts(place), config, PairedTowers(place))
-    found = artifacts._teacher(served, run)
-    assert found is not None
-    assert found.tower == (teacher.uri, "student")
+    assert artifacts._teacher(config, run, DIM) == (teacher.uri, "student")
     with pytest.raises(ConfigError, match="no student that searches its teacher's documents"):
-        artifacts._teacher(served, run.model_copy(update={"distill": None}))
+        artifacts._teacher(config, run.model_copy(update={"distill": None}), DIM)
     with pytest.raises(ConfigError, match=r"needs a run_dir, or the URI of a tower in serve\.escalation"):
-        artifacts._teacher(served, None)
+        artifacts._teacher(config, None, DIM)
 
 
 def test_a_teacher_of_another_space_is_refused(index: Artifact, query_tower: Artifact, tmp_path: Path):

@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
 from scalingnote.core.errors import ConfigError, SearchError
 from scalingnote.serve import index_searcher
+from scalingnote.serve.catalog import CATALOG_FILE, Catalog, Version, version_named
 from scalingnote.serve.index_searcher import RELEASE_AFTER_S, IndexSearcher
-from scalingnote.serve.versions import CATALOG_FILE, OPEN_TIMEOUT_S, Catalog, Version, version_named
+from scalingnote.serve.versions import OPEN_TIMEOUT_S
 
 
 def version(name: str, dim: int = 8) -> Version:
@@ -56,7 +56,7 @@ def test_a_version_that_does_not_fit_is_not_activated(tmp_path):
     assert catalog.read()[0].name == "a"
 
 
-A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
+A, B, C = map(version, "abc")
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def held_after(seconds: float, holding: IndexSearcher, clock: list[float]) -> li
     return sorted(holding._held)
 
 
-def test_old_versions_are_released_after_a_while(tmp_path: Path, clock: list[float]):
+def test_old_versions_are_released_after_a_while(tmp_path, clock):
     catalog = Catalog(A, str(tmp_path), kept=2)
     holding = IndexSearcher(catalog)
     for version in (B, C):
@@ -93,14 +93,14 @@ def test_old_versions_are_released_after_a_while(tmp_path: Path, clock: list[flo
     assert held_after(2 * RELEASE_AFTER_S, holding, clock) == ["a", "c"]
 
 
-def test_a_version_is_held_until_all_have_opened_it(tmp_path: Path, clock: list[float]):
+def test_a_version_is_held_until_all_have_opened_it(tmp_path, clock):
     holding = IndexSearcher(Catalog(A, str(tmp_path)))
     asyncio.run(holding.load(B))
     assert held_after(0.9 * OPEN_TIMEOUT_S, holding, clock) == ["a", "b"]
     assert held_after(0.2 * OPEN_TIMEOUT_S, holding, clock) == ["a"]  # it was refused
 
 
-def test_an_old_version_is_better_than_none(tmp_path: Path, clock: list[float]):
+def test_an_old_version_is_better_than_none(tmp_path, clock):
     catalog = Catalog(A, str(tmp_path), kept=1)
     holding = IndexSearcher(catalog)
     catalog.activate(B)
@@ -109,9 +109,7 @@ def test_an_old_version_is_better_than_none(tmp_path: Path, clock: list[float]):
     assert sorted(holding._held) == ["b"]
 
 
-def test_a_version_is_released_before_the_next_is_opened(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_version_is_released_before_the_next_is_opened(tmp_path, clock, monkeypatch):
     catalog = Catalog(A, str(tmp_path), kept=2)
     holding = IndexSearcher(catalog)
     asyncio.run(holding.load(B))
