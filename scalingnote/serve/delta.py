@@ -15,16 +15,15 @@ from dataclasses import replace
 from scalingnote.index.live import versions
 from scalingnote.search.delta import Delta
 from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import Candidates, concatenate
+from scalingnote.search.searcher import concatenate
 from scalingnote.serve.access import unavailable
-from scalingnote.serve.concurrency import ThreadBatcher, gather_in_time, run_periodically
+from scalingnote.serve.concurrency import Batcher, WorkerThread, gather_in_time, run_periodically
+from scalingnote.serve.fan_out import MAX_SEARCHED, Answer, SearchCall, search_batch
 from scalingnote.serve.live_pairs import LivePairs
-from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 
 LIVE_REFRESH_S = 0.1  # between two reads of the writes to a live index
-Answer = Candidates | Refused
 log = get_logger()
 
 
@@ -39,7 +38,9 @@ class Deltas:
     def __init__(self, pairs: LivePairs, *, group: int) -> None:
         self._pairs, self._group = pairs, group
         self._deltas: dict[str, Delta] = {}  # by the name of the version
-        self._batcher: ThreadBatcher[SearchCall, Answer] = ThreadBatcher(search_batch, max_batch=MAX_SEARCHED)
+        self._batcher: Batcher[SearchCall, Answer] = Batcher(
+            search_batch, max_batch=MAX_SEARCHED, thread=WorkerThread("delta")
+        )
         self._following: asyncio.Task[None] | None = None
         self.is_readable = True  # whether the last read of the log succeeded
 

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 
 from scalingnote.datasets.passages import PassageSplitter
 from scalingnote.run.ingest import DocumentFlow, IndexRows, index_rows
+from scalingnote.serve.concurrency import WorkerThread
 from scalingnote.serve.live_pairs import DocumentPathParts, LivePair, LivePairs
 from scalingnote.serve.towers import HEALTH_TEXT, require_finite
-from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact
 

@@ -19,7 +19,7 @@ from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Personal, Query, QueryPath
-from scalingnote.serve.concurrency import ThreadBatcher
+from scalingnote.serve.concurrency import Batcher, WorkerThread
 from scalingnote.serve.running_settings import RunningSettings
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import (
@@ -33,7 +33,6 @@ from scalingnote.serve.towers import (
     require_finite,
     too_long,
 )
-from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage.artifact import Artifact, open_artifact
 from scalingnote.triplets.planner import planner
 
@@ -84,11 +83,12 @@ class ArmEncoder(TextTower):
         self.form = self._path.encoder.form
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
-        self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
         tower = self._path.encoder
         encoder = TextEncoder(tower.encode_queries, tower.encode_ids, tower.max_tokens)
-        thread = None if self._batcher is None else self._batcher.thread
-        super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop, thread=thread)
+        super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop)
+        self._batcher: Batcher[tuple[str, str | None], Query] | None = None
+        if not in_loop:
+            self._batcher = Batcher(self._encode_batch, max_batch=MAX_ENCODED, thread=self._thread)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's hook: take the settings that may change while this runs."""
@@ -109,7 +109,7 @@ class ArmEncoder(TextTower):
         if self._batcher is None:
             return self._path(queries)
         pairs = [(query, user_id) for query in queries]
-        return await self._batcher.run_between_batches(lambda: self._encode_batch(pairs))
+        return await self._thread.run(lambda: self._encode_batch(pairs))
 
     async def terms(
         self, queries: Sequence[str], *, truncate: bool = True, keeps: Side | None = None

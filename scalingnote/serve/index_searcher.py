@@ -6,6 +6,7 @@ opens it, if it is not open yet.
 """
 
 import asyncio
+import pickle
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,12 +27,11 @@ from scalingnote.search.config import SearchConfig
 from scalingnote.search.delta import OverriddenSearcher
 from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import Candidates, Searcher, candidate_places
-from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
+from scalingnote.search.searcher import Searcher, candidate_places
+from scalingnote.serve.concurrency import Batcher, WorkerThread, gather_in_time, run_periodically
 from scalingnote.serve.delta import LIVE_REFRESH_S
 from scalingnote.serve.document_stores import READ_ERRORS, REOPEN_AFTER_S
-from scalingnote.serve.fan_out import Packed, pack, read_queries
-from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
+from scalingnote.serve.fan_out import MAX_SEARCHED, Answer, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import (
@@ -82,12 +82,11 @@ class IndexSearcher:
         self._shows_documents, self._documents_closed_until = shows_documents, 0.0  # of time.monotonic()
         self._search, self._timeout_s = search, timeout_s
         self._opening = asyncio.Lock()
-        self._in_thread: ThreadBatcher[SearchCall, Candidates | Refused] = ThreadBatcher(
-            self._search_batch, max_batch=MAX_SEARCHED
+        self._thread = WorkerThread("searches")
+        self._in_thread: Batcher[SearchCall, Answer] = Batcher(
+            self._search_batch, max_batch=MAX_SEARCHED, thread=self._thread
         )
-        self._in_loop: LoopBatcher[SearchCall, Candidates | Refused] = LoopBatcher(
-            self._search_batch, max_batch=MAX_SEARCHED
-        )
+        self._in_loop: Batcher[SearchCall, Answer] = Batcher(self._search_batch, max_batch=MAX_SEARCHED)
         self._background: asyncio.Task[None] | None = None
         self._exact_searches = 0  # that run
         served = catalog.read()
@@ -97,7 +96,7 @@ class IndexSearcher:
         self._held_until = dict.fromkeys(self._held, time.monotonic() + OPEN_TIMEOUT_S)
         self._last_active = {served[0].name: time.monotonic()}
 
-    async def search(self, query: Query) -> Candidates | Refused:
+    async def search(self, query: Query) -> Answer:
         """The best candidates of the shards held here; of a live index, of its current version."""
         name, searcher = await self._require(query.version)
         query = query if query.version == name else replace(query, version=name)
@@ -108,10 +107,10 @@ class IndexSearcher:
         batcher = self._in_loop if self._is_short(searcher, query) else self._in_thread
         return await batcher((searcher, query))
 
-    async def search_many(self, pickled: bytes, left_s: float) -> Packed:
-        """The candidates of each of the pickled queries, as far as they are found in `left_s` seconds."""
-        calls = [self.search(query) for query in read_queries(pickled)]
-        return pack(await gather_in_time(calls, deadline_s=left_s))
+    async def search_many(self, pickled: bytes, left_s: float) -> bytes:
+        """The candidates of each of the pickled queries, pickled; None for one that takes over `left_s`."""
+        calls = [self.search(query) for query in pickle.loads(pickled)]
+        return pickle.dumps(await gather_in_time(calls, deadline_s=left_s))
 
     def _is_short(self, searcher: SearchBackend, query: Query) -> bool:
         """Whether a search takes less than a millisecond for sure: vectors only, all in memory."""
@@ -124,7 +123,7 @@ class IndexSearcher:
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
         """The document with this id, as a list of one or none."""
         _, searcher = await self._require(version)
-        document = await self._in_thread.run_between_batches(lambda: searcher.get(doc_id))
+        document = await self._thread.run(lambda: searcher.get(doc_id))
         return [] if document is None else [document]
 
     async def open_documents(self, version: str) -> None:
@@ -151,13 +150,13 @@ class IndexSearcher:
     async def columns(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of those candidates that are held here: where documents cannot be read."""
         _, searcher = await self._require(version)
-        return await self._in_thread.run_between_batches(lambda: searcher.columns(ids))
+        return await self._thread.run(lambda: searcher.columns(ids))
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
         """The vector of the document with this id: one row, or none."""
         _, searcher = await self._require(version)
         try:
-            vector = await self._in_thread.run_between_batches(lambda: searcher.vector(doc_id))
+            vector = await self._thread.run(lambda: searcher.vector(doc_id))
         except (SearchError, DatabaseError) as error:
             return Refused(str(error), temporary=isinstance(error, DatabaseError))
         return np.empty((0, searcher.dim), np.float32) if vector is None else vector[np.newaxis]
@@ -239,7 +238,7 @@ class IndexSearcher:
         """
         if not self._exact_searches:
             held = [*self._held.values()]
-            await self._in_thread.thread.check(partial(_probe, held))
+            await self._thread.check(partial(_probe, held))
 
     async def ping(self, version: str) -> int:
         """The number of shards held of a version, or of another one while it is not open.
@@ -249,7 +248,7 @@ class IndexSearcher:
         searcher = self._held.get(version, next(iter(self._held.values())))
         if isinstance(searcher, DatabaseSearcher):
             try:
-                await self._in_thread.run_between_batches(searcher.answers)
+                await self._thread.run(searcher.answers)
             except DatabaseError as error:
                 log.warning("the health check failed: %s", error)
                 return 0
@@ -319,7 +318,7 @@ class IndexSearcher:
                 log.exception("the documents of version %s cannot be read here", version.name)
         return opened
 
-    def _search_batch(self, batch: Sequence[SearchCall]) -> list[Candidates | Refused | Exception]:
+    def _search_batch(self, batch: Sequence[SearchCall]) -> list[Answer | Exception]:
         exact = any(query.exact for _, query in batch)
         self._exact_searches += exact
         try:

@@ -17,7 +17,7 @@ from scalingnote.core.errors import ConfigError, DataError
 from scalingnote.models import published_model
 from scalingnote.models.prompt import add_flagged_tokens, without_limits
 from scalingnote.models.published_model import Role
-from scalingnote.serve.worker_thread import WorkerThread
+from scalingnote.serve.concurrency import WorkerThread
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 
@@ -82,8 +82,7 @@ class TextTower:
         folder: of the tower.
         role: which texts it reads.
         encoder: of the tower.
-        inline: few texts are encoded in the event loop.
-        thread: for all others; None: one of its own.
+        inline: few texts are encoded in the event loop, not in the thread of all others.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class TextTower:
         encoder: TextEncoder,
         *,
         inline: bool = False,
-        thread: WorkerThread | None = None,
     ) -> None:
         self._tokenizer = tokenizer_of(folder, role)
         if isinstance(self._tokenizer.decoder, decoders.WordPiece):  # its own joins "do not" to "don't"
@@ -103,7 +101,7 @@ class TextTower:
             token for token, facts in added if facts.special and "unk" not in facts.content.lower()
         }
         self._encoder, self._inline = encoder, inline
-        self._thread = thread or WorkerThread("texts")
+        self._thread = WorkerThread("texts")
 
     async def embed(
         self, texts: Sequence[str], *, truncate: bool = True, keeps: Side | None = None

@@ -22,13 +22,19 @@ from scalingnote.run.ingest import IndexRows
 from scalingnote.run.service_config import ENCODING_DEADLINE_S
 from scalingnote.serve import messages
 from scalingnote.serve.access import conflict, unavailable
-from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, for_reading, gather_in_time
+from scalingnote.serve.concurrency import (
+    Handle,
+    LocalHandle,
+    RequestTimer,
+    WorkerThread,
+    for_reading,
+    gather_in_time,
+)
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.live_pairs import LivePairs
 from scalingnote.serve.pair_filler import PairFiller, document_id, rows_without, write_beside, write_rows
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.versions import Versions
-from scalingnote.serve.worker_thread import WorkerThread
 
 FILL_AGAIN_S = 5.0  # after an error
 Outcome = tuple[int, list[dict[str, str]]]  # documents written, and rejected rows

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from scalingnote.serve import concurrency
-from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time
+from scalingnote.serve.concurrency import Batcher, WorkerThread, gather_in_time
 
 
 def test_calls_during_a_batch_form_the_next_one():
@@ -22,7 +22,7 @@ def test_calls_during_a_batch_form_the_next_one():
         return [10 * each for each in batch]
 
     async def crowd():
-        batcher = ThreadBatcher(work, max_batch=3)
+        batcher = Batcher(work, max_batch=3, thread=WorkerThread("work"))
         first = asyncio.create_task(batcher(0))
         await asyncio.to_thread(begun.wait, 10)
         others = [asyncio.create_task(batcher(number)) for number in range(1, 6)]
@@ -46,7 +46,7 @@ def test_a_cancelled_call_is_left_out_of_its_batch():
         return list(batch)
 
     async def impatient():
-        batcher = ThreadBatcher(work, max_batch=8)
+        batcher = Batcher(work, max_batch=8, thread=WorkerThread("work"))
         first = asyncio.create_task(batcher(0))
         await asyncio.to_thread(begun.wait, 10)
         with pytest.raises(TimeoutError):
@@ -62,8 +62,8 @@ def test_a_cancelled_call_is_left_out_of_its_batch():
 
 def test_other_work_takes_its_turn_between_batches():
     async def main():
-        batcher = ThreadBatcher(lambda batch: list(batch), max_batch=8)
-        return await asyncio.gather(batcher(1), batcher.run_between_batches(lambda: "between"), batcher(2))
+        batcher = Batcher(list, max_batch=8, thread=WorkerThread("work"))
+        return await asyncio.gather(batcher(1), batcher.thread.run(lambda: "between"), batcher(2))
 
     assert asyncio.run(main()) == [1, "between", 2]
 
@@ -77,7 +77,7 @@ def test_a_loop_batcher_works_in_the_event_loop():
         return [ValueError(each) if each == 3 else 10 * each for each in batch]
 
     async def crowd():
-        at_once = LoopBatcher(work, max_batch=3)
+        at_once = Batcher(work, max_batch=3)
         gone = asyncio.create_task(at_once(9))
         tasks = [asyncio.create_task(at_once(number)) for number in range(5)]
         await asyncio.sleep(0)
@@ -93,15 +93,15 @@ def test_a_loop_batcher_works_in_the_event_loop():
     assert max(map(len, batches)) <= 3
 
 
-@pytest.mark.parametrize("batcher", [ThreadBatcher, LoopBatcher])
-def test_an_error_of_one_call_or_of_the_whole_batch(batcher):
+@pytest.mark.parametrize("thread", [None, WorkerThread("work")])
+def test_an_error_of_one_call_or_of_the_whole_batch(thread):
     def work(batch):
         if "all" in batch:
             raise OSError("the disk is gone")
         return [ValueError(each) if each == "bad" else each for each in batch]
 
     async def call(*values):
-        each = batcher(work, max_batch=8)
+        each = Batcher(work, max_batch=8, thread=thread)
         return await asyncio.gather(*map(each, values), return_exceptions=True)
 
     first, good, bad = asyncio.run(call("x", "good", "bad"))
@@ -132,8 +132,8 @@ def test_a_slow_or_failing_call_costs_the_others_nothing():
             await asyncio.gather(answer(6), fail())
         return await answer(6)
 
-    double = LoopBatcher(lambda values: [2 * value for value in values], max_batch=8)
-    fail_all = LoopBatcher(lambda values: [OSError("the disk is gone") for _ in values], max_batch=8)
+    double = Batcher(lambda values: [2 * value for value in values], max_batch=8)
+    fail_all = Batcher(lambda values: [OSError("the disk is gone") for _ in values], max_batch=8)
     stuck = [answer(n, after_s=600) for n in range(50)]  # ten seconds, were the deadlines added up
     calls = [answer(1, after_s=0.05), answer(2), fail(), answer(4), answer_at_once(), answer_late()]
     calls += [double(4), fail_all(0), *stuck]

@@ -1,7 +1,7 @@
 """The fan-out before groups that are slow, dead or many: shared calls, second calls, partial answers."""
 
 import asyncio
-import json
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,11 +21,8 @@ from scalingnote.serve.fan_out import (
     Answer,
     FanOut,
     Hedge,
-    Packed,
     best_by_embedding,
     is_hedged,
-    pack,
-    read_queries,
     sizes,
 )
 from scalingnote.serve.towers import Refused
@@ -61,11 +58,11 @@ class Replica:
 
     def remote(self, pickled: bytes, left_s: float) -> Any:
         assert left_s > 0
-        queries: list[Query] = read_queries(pickled)
+        queries: list[Query] = pickle.loads(pickled)
         self.calls.append(len(queries))
         return self._answer(queries, self._behave(len(self.calls)))
 
-    async def _answer(self, queries: Sequence[Query], seconds: float) -> Packed:
+    async def _answer(self, queries: Sequence[Query], seconds: float) -> bytes:
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
@@ -77,7 +74,7 @@ class Replica:
             raise
         finally:
             self.in_flight -= 1
-        return pack([self.answer(each) for each in queries])
+        return pickle.dumps([self.answer(each) for each in queries])
 
     def answer(self, sent: Query) -> Answer:
         return of_group(self._group, sent)
@@ -133,9 +130,7 @@ def test_a_tree_finds_what_direct_calls_find():
         assert deep.searched == flat.searched == GROUPS
         assert deep.missing == flat.missing == ()
         together = best_by_embedding(deep, k=10)
-        assert [json.loads(row)["doc_id"] for row in together.documents] == [
-            str(each) for each in together.ids
-        ]
+        assert [row["doc_id"] for row in together.documents] == [str(each) for each in together.ids]
 
 
 def test_candidates_with_terms_go_up_whole():

@@ -13,13 +13,12 @@ from pair import table
 from scalingnote.core.errors import ArtifactError, DatabaseError, SearchError
 from scalingnote.index.config import LiveConfig
 from scalingnote.search.query_path import Query
-from scalingnote.serve import app, worker_thread
-from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve import app, concurrency
+from scalingnote.serve.concurrency import LocalHandle, WorkerThread
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
 from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.live_pairs import LivePair, LivePairs
 from scalingnote.serve.versions import Catalog, Version
-from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import Artifact
 
@@ -29,7 +28,7 @@ SHORT_S = 0.05  # a limit for calls that never end
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """What a thread waits for that hangs; it is released in the end."""
-    monkeypatch.setattr(worker_thread, "PROBE_WAIT_S", 2 * SHORT_S)
+    monkeypatch.setattr(concurrency, "PROBE_WAIT_S", 2 * SHORT_S)
     event = threading.Event()
     yield event
     event.set()
@@ -90,7 +89,7 @@ def test_a_searcher_searches_every_version_that_it_holds(searcher: IndexSearcher
 
     monkeypatch.setattr(held, "find", count)
     asyncio.run(searcher.check_health())
-    assert calls == [("batches_0", (1, held.dim))]
+    assert calls == [("searches_0", (1, held.dim))]
 
 
 def test_a_searcher_that_finds_nothing_any_more_or_hangs_is_ill(
@@ -105,7 +104,7 @@ def test_a_searcher_that_finds_nothing_any_more_or_hangs_is_ill(
     with pytest.raises(SearchError, match="gone"):
         asyncio.run(searcher.check_health())
     monkeypatch.setattr(held, "find", lambda *_, **__: hanging.wait())
-    searcher._in_thread.thread = WorkerThread("searches", limit_s=SHORT_S)
+    searcher._thread = WorkerThread("searches", limit_s=SHORT_S)
     with pytest.raises(TimeoutError, match="hangs"):
         asyncio.run(searcher.check_health())
 
@@ -122,7 +121,7 @@ def test_a_database_that_is_away_is_no_fault_of_its_searcher(searcher: IndexSear
 
 def test_an_exact_search_may_take_long(searcher: IndexSearcher, hanging: threading.Event, monkeypatch):
     (held,) = searcher._held.values()
-    searcher._in_thread.thread = WorkerThread("searches", limit_s=0.0)
+    searcher._thread = WorkerThread("searches", limit_s=0.0)
     running = threading.Event()
 
     def scan(*_: Any, **__: Any) -> list[Any]:

@@ -25,10 +25,9 @@ from starlette.requests import Request
 
 from scalingnote.core import ray_internals
 from scalingnote.serve import launch
-from scalingnote.serve.concurrency import REPLICA_LOST, for_reading
+from scalingnote.serve.concurrency import REPLICA_LOST, WorkerThread, for_reading
 from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.versions import Catalog, Version
-from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage.artifact import Artifact
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
@@ -211,8 +210,8 @@ def test_what_a_replica_took_before_it_died_is_read_from_another_one(
 def test_a_searcher_whose_thread_hangs_is_replaced(served: tuple[str, Deploy], index: Artifact):
     class Hanging(IndexSearcher):
         async def hang(self) -> None:
-            self._in_thread.thread = WorkerThread("searches", limit_s=0.5)
-            self._in_thread.thread.submit(threading.Event().wait)
+            self._thread = WorkerThread("searches", limit_s=0.5)
+            self._thread.submit(threading.Event().wait)
 
         async def process(self) -> int:
             return os.getpid()
