@@ -117,14 +117,13 @@ class TextTower:
         rows: Sequence[Any] = texts
         inline = self._inline and len(texts) <= MAX_INLINE_TEXTS
         lengths = self._lengths(texts) if inline else await asyncio.to_thread(self._lengths, texts)
-        if refused := self._too_long(lengths, truncate):
+        if not truncate and (refused := too_long(lengths, self._encoder.max_tokens)):
             return refused
         if keeps is not None and max(lengths) > self._encoder.max_tokens:
             encode, rows = await asyncio.to_thread(self._keep, texts, keeps)
         if inline:
             return Embedded.of(_vectors(encode, rows), lengths, self._encoder.max_tokens)
-        found = await self._in_parts(encode, rows)
-        return found if isinstance(found, Refused) else Embedded.of(found, lengths, self._encoder.max_tokens)
+        return await self._in_parts(encode, rows, lengths)
 
     async def embed_ids(self, rows: Sequence[Sequence[int]]) -> Embedded | Refused:
         """Embeddings of texts given by their token ids; refused where they are of another tokenizer."""
@@ -137,13 +136,10 @@ class TextTower:
         for number, (row, again) in enumerate(zip(rows, made, strict=True)):
             if not _tokenizes_to(row, again.ids):
                 return Refused(f"this model's tokenizer makes the ids of text {number} of no text. {OWN_IDS}")
-        by_ids = self._encoder.encode_ids
-        found = await (
-            self._in_parts(self._encoder.encode, texts) if by_ids is None else self._in_parts(by_ids, rows)
-        )
-        if isinstance(found, Refused):
-            return found
-        return Embedded.of(found, [*map(len, rows)], self._encoder.max_tokens)
+        by_ids, lengths = self._encoder.encode_ids, [*map(len, rows)]
+        if by_ids is None:
+            return await self._in_parts(self._encoder.encode, texts, lengths)
+        return await self._in_parts(by_ids, rows, lengths)
 
     async def tokenize(self, texts: Sequence[str], *, special: bool) -> list[list[dict[str, Any]]]:
         """The tokens of each text, with and without special ones, as TEI's ``/tokenize`` gives them."""
@@ -169,8 +165,9 @@ class TextTower:
         return self._encoder.encode(texts)
 
     async def _in_parts(
-        self, encode: Callable[[Any], ndarray], texts: Sequence[Any]
-    ) -> Float32[ndarray, "texts dim"] | Refused:
+        self, encode: Callable[[Any], ndarray], texts: Sequence[Any], lengths: Sequence[int]
+    ) -> Embedded | Refused:
+        """Embeddings by the thread; refused where a text is no text."""
         try:
             parts = [
                 await self._thread.run(partial(_vectors, encode, texts[first : first + TEXTS_PER_TURN]))
@@ -178,7 +175,7 @@ class TextTower:
             ]
         except DataError as error:
             return Refused(str(error))
-        return np.concatenate(parts)
+        return Embedded.of(np.concatenate(parts), lengths, self._encoder.max_tokens)
 
     def _lengths(self, texts: Sequence[str]) -> list[int]:
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -188,11 +185,10 @@ class TextTower:
         self, texts: Sequence[str], keeps: Side
     ) -> tuple[Callable[[Any], ndarray], list[list[int]] | list[str]]:
         """An encoder, and what it reads of each text: token ids, or a piece where the tower takes no ids."""
+        by_ids = self._encoder.encode_ids
         made = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        if self._encoder.encode_ids is not None:
-            return self._encoder.encode_ids, [
-                _side(each.ids, self._encoder.max_tokens, keeps) for each in made
-            ]
+        if by_ids is not None:
+            return by_ids, [_side(each.ids, self._encoder.max_tokens, keeps) for each in made]
         pairs = zip(texts, made, strict=True)
         return self._encoder.encode, [self._piece(text, each.offsets, keeps) for text, each in pairs]
 
@@ -210,9 +206,6 @@ class TextTower:
             if self._lengths([piece])[0] <= most:
                 return piece
         return ""
-
-    def _too_long(self, lengths: Sequence[int], truncate: bool) -> Refused | None:
-        return None if truncate else too_long(lengths, self._encoder.max_tokens)
 
     def _bare(self, row: Sequence[int]) -> list[int]:
         """A row without special tokens at its ends."""

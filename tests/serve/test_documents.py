@@ -135,18 +135,6 @@ def test_results_without_readable_ids_are_left_out(client: Client, made: Service
     assert refused.value.status == 503
 
 
-def test_a_version_without_documents_is_not_activated(
-    index: Artifact, query_tower: Artifact, moved: tuple[Artifact, Path], tmp_path: Path
-):
-    made = service(index, query_tower, ServeConfig(deadline_s=60, state=str(tmp_path / "state")), groups=2)
-    asyncio.run(made.versions.start())
-    before = made.versions.active
-    other = type(before)("other", moved[0].uri, before.documents, before.dim, before.created)
-    with pytest.raises(ArtifactError, match=r"documents\.arrow is missing"):
-        asyncio.run(made.versions.activate(other))
-    assert made.versions.active == before
-
-
 # --- an index in a bucket: searchers read the documents of their shards ------------------------------------
 
 
@@ -252,20 +240,25 @@ def test_searchers_are_asked_for_documents_that_the_delta_has_not_given(
     assert asked(made) == [int(own.shards[0] == shard) for shard in (0, 1)]
 
 
-def test_a_version_whose_searchers_lack_documents_is_not_activated(
+@pytest.mark.parametrize("by_searchers", [False, True])
+def test_a_version_without_documents_is_not_activated(
     index: Artifact,
     query_tower: Artifact,
     moved: tuple[Artifact, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    by_searchers: bool,
 ):
     config = ServeConfig(deadline_s=60, state=str(tmp_path / "state"))
-    made = apart(index, query_tower, config, monkeypatch)
+    made = (
+        apart(index, query_tower, config, monkeypatch)
+        if by_searchers
+        else service(index, query_tower, config, groups=2)
+    )
     asyncio.run(made.versions.start())
     before = made.versions.active
-    other = type(before)("other", moved[0].uri, before.documents, before.dim, before.created)
     with pytest.raises(ArtifactError, match=r"documents\.arrow is missing"):
-        asyncio.run(made.versions.activate(other))
+        asyncio.run(made.versions.activate(replace(before, name="other", uri=moved[0].uri)))
     assert made.versions.active == before
 
 
