@@ -98,8 +98,9 @@ class IndexSearcher:
 
     async def search(self, query: Query) -> Answer:
         """The best candidates of the shards held here; of a live index, of its current version."""
-        name, searcher = await self._require(query.version)
-        query = query if query.version == name else replace(query, version=name)
+        searcher = await self._require(query.version)
+        if query.version != searcher.version:
+            query = replace(query, version=searcher.version)
         if query.record is not None and isinstance(searcher, OverriddenSearcher):
             if searcher.record < query.record:
                 await asyncio.to_thread(searcher.refresh)
@@ -122,13 +123,13 @@ class IndexSearcher:
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
         """The document with this id, as a list of one or none."""
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
         document = await self._thread.run(lambda: searcher.get(doc_id))
         return [] if document is None else [document]
 
     async def open_documents(self, version: str) -> None:
         """Open the documents of the shards held here; one of READ_ERRORS where they cannot be read."""
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
         await asyncio.to_thread(lambda: searcher.store)
         self._documents_closed_until = 0.0
 
@@ -137,7 +138,7 @@ class IndexSearcher:
 
         After an error they are opened again, a few seconds later.
         """
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
         if time.monotonic() >= self._documents_closed_until:
             try:
                 return await asyncio.to_thread(_documents, searcher, ids)
@@ -149,12 +150,12 @@ class IndexSearcher:
 
     async def columns(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of those candidates that are held here: where documents cannot be read."""
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
         return await self._thread.run(lambda: searcher.columns(ids))
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
         """The vector of the document with this id: one row, or none."""
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
         try:
             vector = await self._thread.run(lambda: searcher.vector(doc_id))
         except (SearchError, DatabaseError) as error:
@@ -163,7 +164,7 @@ class IndexSearcher:
 
     async def describe(self, version: str) -> VersionContent:
         """The content of the shards held here."""
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
 
         def content() -> VersionContent:
             documents = searcher.documents()
@@ -199,16 +200,13 @@ class IndexSearcher:
             self._held_until[version.name] = time.monotonic() + OPEN_TIMEOUT_S
 
     async def refresh(self) -> None:
-        """Read what was written to a live index, and change to its current version."""
+        """Read what was written to a live index or a delta; of a live index change to its current version."""
         if self._live:
             active = (await asyncio.to_thread(self._catalog.read))[0]
             if active.name not in self._held:
                 await self.load(active)
-            (searcher,) = self._held.values()
-            assert isinstance(searcher, LiveSearcher)
-            await asyncio.to_thread(searcher.refresh)
         for searcher in [*self._held.values()]:
-            if isinstance(searcher, OverriddenSearcher):
+            if isinstance(searcher, LiveSearcher | OverriddenSearcher):
                 await asyncio.to_thread(searcher.refresh)
 
     async def release_old_versions(self) -> None:
@@ -259,33 +257,26 @@ class IndexSearcher:
         """Whether the writes are in the index that is held, not in a delta beside it."""
         return isinstance(self._catalog, LiveCatalog) and not self._catalog.delta
 
-    async def _require(self, name: str) -> tuple[str, SearchBackend]:
-        """The version to search, opened if need be, and its name."""
+    async def _require(self, name: str) -> SearchBackend:
+        """The searcher of a version, opened if need be; of a live index that of the current version."""
         if self._background is None:  # the constructor runs before there is an event loop
             self._background = asyncio.create_task(self._follow_catalog())
         if self._live:
-            (name,) = self._held
-        elif name not in self._held:
+            (searcher,) = self._held.values()
+            return searcher
+        if name not in self._held:
             # It goes on if its request ends: the next one would begin again.
             await asyncio.shield(asyncio.create_task(self.load(version_named(self._catalog.read(), name))))
-        return name, self._held[name]
+        return self._held[name]
 
     async def _follow_catalog(self) -> None:
         tasks = []
         if isinstance(self._catalog, LiveCatalog):
-            tasks.append(
-                run_periodically(
-                    self.refresh, interval_s=LIVE_REFRESH_S, name="refreshing from the live index"
-                )
-            )
+            name = "refreshing from the live index"
+            tasks.append(run_periodically(self.refresh, interval_s=LIVE_REFRESH_S, name=name))
         if not self._live:
-            tasks.append(
-                run_periodically(
-                    self.release_old_versions,
-                    interval_s=RELEASE_POLL_INTERVAL_S,
-                    name="reading which versions are kept",
-                )
-            )
+            name, interval_s = "reading which versions are kept", RELEASE_POLL_INTERVAL_S
+            tasks.append(run_periodically(self.release_old_versions, interval_s=interval_s, name=name))
         await asyncio.gather(*tasks)
 
     def _open(self, version: Version) -> SearchBackend:
