@@ -33,7 +33,7 @@ from scalingnote.serve.towers import (
     require_finite,
     too_long,
 )
-from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.storage.artifact import open_artifact
 from scalingnote.triplets.planner import planner
 
 MAX_ENCODED = 8  # queries encoded together: in larger batches the first ones wait longer than the batch saves
@@ -58,15 +58,13 @@ class QueryPathParts:
         encoder = query_encoder.QueryEncoder(tower, self.form, cache=self.cache)
         terms, personal = None, None
         if self.sparse is not None:
-            terms = SparseQuery.load(_open(self.sparse).directory("sparse_query"))
+            terms = SparseQuery.load(folder_of(self.sparse, "sparse_query"))
         if self.fusion is not None:
             from scalingnote.fuse.fusion import QueryFusion  # imports torch, which lookup towers save
 
-            personal = Personal(
-                QueryFusion.load(_open(self.fusion).directory("query_fusion")),
-                open_store(StoreConfig(url=self.features)),
-                None if self.planner is None else planner.load(_open(self.planner)),
-            )
+            plan = self.planner and planner.load(open_artifact(self.planner[0], kind=self.planner[1]))
+            fusion = QueryFusion.load(folder_of(self.fusion, "query_fusion"))
+            personal = Personal(fusion, open_store(StoreConfig(url=self.features)), plan)
         return QueryPath(encoder, terms, personal)
 
 
@@ -195,8 +193,3 @@ class Reranker:
 
     def _scores(self, pairs: Sequence[tuple[str, str]], **options: Any) -> ndarray:
         return np.asarray(self._model.predict(pairs, show_progress_bar=False, **options))
-
-
-def _open(location: Location) -> Artifact:
-    uri, kind = location
-    return open_artifact(uri, kind=kind)

@@ -294,10 +294,10 @@ def _is_table_for_both(folder: Path) -> bool:
     return modules[0].name in published_model.TABLES
 
 
-def folder_of(location: Location, role: Role) -> Path:
-    """The local folder of one side of an artifact, or the folder itself where it is none."""
+def folder_of(location: Location, part: str) -> Path:
+    """The local folder of a part of an artifact, such as one side, or the folder itself where it is none."""
     uri, kind = location
-    return Path(uri) if kind == FOLDER else open_artifact(uri, kind=kind).directory(role)
+    return Path(uri) if kind == FOLDER else open_artifact(uri, kind=kind).directory(part)
 
 
 def sides(folder: Path) -> dict[Role, Path]:

@@ -1,13 +1,9 @@
 """A real service whose settings change and whose searcher dies while requests are answered: none is lost."""
 
-import json
 import os
 import signal
-import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,6 +17,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
+from real_server import call, free_port
 from starlette.requests import Request
 
 from scalingnote.core import ray_internals
@@ -48,8 +45,7 @@ Deploy = Callable[[dict[str, Any]], None]
 @pytest.fixture(scope="module")
 def served(cluster: None, index: Artifact, query_tower: Artifact) -> Iterator[tuple[str, Deploy]]:
     """The URL of two gateways before two searchers, and `serve deploy` of its file with other settings."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     two, knobs = {"num_replicas": 2}, {"deadline_s": 60, "limits": {"burst": 7}}
     knobs |= {"port": port, "deployments": {"gateway": two, "searcher": two, "encoder": {"num_replicas": 0}}}
@@ -70,19 +66,6 @@ def served(cluster: None, index: Artifact, query_tower: Artifact) -> Iterator[tu
     yield url, deploy
     serve.delete(launch.APPLICATION_NAME)
     serve.shutdown()
-
-
-def call(url: str, path: str, **body: Any) -> tuple[int, Any]:
-    """Status and answer; 0 where the connection broke."""
-    sent = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url + path, sent, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        return refused.code, None
-    except OSError:
-        return 0, None
 
 
 def search(url: str, k: int) -> tuple[int, Any]:
