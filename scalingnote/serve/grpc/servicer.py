@@ -91,7 +91,7 @@ def _rpc(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., A
                     if self._on_done is not None:
                         self._on_done(path, record, status, time.perf_counter() - started)
             grpc_context.set_trailing_metadata(trailing)
-            return response
+            return response  # type: ignore[no-any-return]  # protobuf
 
         method.__doc__, method.__name__ = handler.__doc__, handler.__name__
         return method
