@@ -139,17 +139,11 @@ class Service:
             "not_reranked": depth and len(results) and not reranked,
         }
         hits = _hits(results, request.k, explain=request.explain, reranked=reranked)
-        record.answer = answer = _answer(
-            record,
-            arm,
-            layout,
-            results,
-            hits,
-            timer,
-            personalised=query.personalised,
-            escalated=query is not student,
-            degraded=[reason for reason, applies in lacks.items() if applies],
-        )
+        record.answer = answer = _answer(record, arm, layout, results, hits, timer) | {
+            "personalised": query.personalised,
+            "escalated": query is not student,
+            "degraded": [reason for reason, applies in lacks.items() if applies],
+        }
         return answer
 
     def _index(
@@ -194,8 +188,8 @@ class Service:
         results, readable = await self._documents(query, candidates, wanted, DEFAULT_JOINING, layout, timer)
         others = [hit for hit in _hits(results, wanted) if hit["doc_id"] != request.doc_id]
         timer.end("search")
-        degraded = [] if readable else ["documents_unreadable"]
-        return _answer(record, arm, layout, results, others[: request.k], timer, degraded=degraded)
+        answer = _answer(record, arm, layout, results, others[: request.k], timer)
+        return answer if readable else answer | {"degraded": ["documents_unreadable"]}
 
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
         """Answer ``POST /encode``: unit embeddings of queries."""
@@ -482,12 +476,8 @@ def _answer(
     results: Results,
     hits: list[dict[str, Any]],
     timer: RequestTimer,
-    *,
-    personalised: bool = False,
-    escalated: bool = False,
-    degraded: list[str],
 ) -> dict[str, Any]:
-    """A SearchResponse, as a dict: pydantic would validate every hit of a model."""
+    """A SearchResponse, neither personal nor degraded. A dict: pydantic would validate every hit of a model."""
     return {
         "request_id": record.request_id,
         "results": hits,
@@ -496,9 +486,9 @@ def _answer(
         "shards": layout.shards,
         "shards_answered": results.best.searched,
         "missing_groups": list(results.best.missing),
-        "personalised": personalised,
-        "escalated": escalated,
-        "degraded": degraded,
+        "personalised": False,
+        "escalated": False,
+        "degraded": [],
         "timings_ms": timer.timings_ms(),
     }
 
