@@ -477,7 +477,7 @@ def _answer(
     hits: list[dict[str, Any]],
     timer: RequestTimer,
 ) -> dict[str, Any]:
-    """A SearchResponse, neither personal nor degraded. A dict: pydantic would validate every hit of a model."""
+    """A SearchResponse, not personal or degraded. A dict: pydantic would validate every hit of a model."""
     return {
         "request_id": record.request_id,
         "results": hits,
