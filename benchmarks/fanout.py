@@ -15,6 +15,7 @@ slow one is the one that is meant to be.
 import asyncio
 import gc
 import json
+import pickle
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,7 +37,7 @@ from scalingnote.serve.app import GC_THRESHOLD
 from scalingnote.serve.catalog import Catalog, Version
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.deployed import Deployed, ServedArm
-from scalingnote.serve.fan_out import Aggregator, FanOut, Packed, pack, read_queries, sizes
+from scalingnote.serve.fan_out import Aggregator, FanOut, sizes
 from scalingnote.serve.service import Service
 from scalingnote.serve.versions import VersionContent, Versions
 
@@ -58,7 +59,7 @@ class Searchers:
     def __init__(self, seconds: list[float], slow: int | None = None, seed: int = 0) -> None:
         self._seconds, self._slow, self._rng = seconds, slow, np.random.default_rng(seed)
 
-    async def search_many(self, group: int, pickled: bytes) -> Packed:
+    async def search_many(self, group: int, pickled: bytes) -> bytes:
         """Ten documents of a group for each query."""
         await asyncio.sleep(self._rng.choice(self._seconds) * (SLOW if group == self._slow else 1))
         ids = group * K + np.arange(K)
@@ -67,10 +68,10 @@ class Searchers:
             for each in ids
         ]
         scores, shards = (ids * 7919 % 1000).astype(np.float32), np.full(K, group)
-        return pack(
+        return pickle.dumps(
             [
                 Candidates(ids, shards, scores, None, rows, searched=1, version="v")
-                for _ in read_queries(pickled)
+                for _ in pickle.loads(pickled)
             ]
         )
 
@@ -81,7 +82,7 @@ class Aggregators:
     def __init__(self, searchers: Any, shared: Sequence[Sequence[int]]) -> None:
         self._all = [Aggregator([_Remote(searchers, g) for g in own], own, False) for own in shared]  # type: ignore[misc]
 
-    async def search_many(self, number: int, pickled: bytes, left_s: float) -> Packed:
+    async def search_many(self, number: int, pickled: bytes, left_s: float) -> bytes:
         """The answers of one of them."""
         return await self._all[number].search_many(pickled, left_s)
 
@@ -108,7 +109,7 @@ class _Replicas:
         self._rng = np.random.default_rng(group)
         self.search_many = self
 
-    async def remote(self, pickled: bytes, _: float) -> Packed:
+    async def remote(self, pickled: bytes, _: float) -> bytes:
         first = int(self._rng.integers(2))
         chosen = min((first, 1 - first), key=lambda number: self._in_flight[number])
         self._in_flight[chosen] += 1

@@ -201,12 +201,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """The response to a request whose answer failed."""
     headers: Mapping[str, str] = {}
     match error:
-        case RequestValidationError():
-            problems = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # without "body"
-            error = validation_refusal(problems)
-            if problems[0]["type"] == "json_invalid":
-                (position,), reason = problems[0]["loc"], problems[0]["ctx"]["error"]
-                error = invalid(f"the body is no JSON: {reason} (character {position})")
+        case RequestValidationError():  # of a path: bodies are validated above
+            error = validation_refusal([{**each, "loc": each["loc"][1:]} for each in error.errors()])
         case HTTPException():
             headers = error.headers or {}
             if error.status_code == 405:

@@ -1,8 +1,7 @@
-"""Asynchronous calls of the service: batches, deadlines, replicas or local objects, periodic tasks.
+"""Asynchronous calls of the service: threads, batches, deadlines, replicas or local objects, periodic tasks.
 
-ThreadBatcher      batches calls and works in a thread, so that the event loop stays free
-LoopBatcher        batches calls and works in the event loop: for work that is shorter than waking a
-                   thread, which then would wait for the interpreter's lock at every step
+WorkerThread       does work that would hold the event loop, and says whether it hangs
+Batcher            batches calls, and works in a thread or in the event loop
 gather_in_time     several calls at once, without those that fail or exceed the deadline
 LocalHandle        calls an object of this process the way a Ray Serve deployment is called
 ReadHandle         calls a deployment for reading: a call whose replica died is made once more
@@ -13,7 +12,7 @@ import asyncio
 import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -22,127 +21,156 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from scalingnote.run.service_config import ENCODING_DEADLINE_S
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.worker_thread import WorkerThread
 
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 T = TypeVar("T")
+PROBE_WAIT_S = 5.0  # of a thread's check, for its probe
 # What a call raises whose replica died before it answered: Ray, and Serve where it had chosen the replica.
 REPLICA_LOST = (RayActorError, ReplicaUnavailableError)
 log = get_logger()
 
 
-# --- batches ----------------------------------------------------------------------------------------------
+# --- threads and batches ----------------------------------------------------------------------------------
 
 
-class ThreadBatcher(Generic[Input, Output]):
-    """Batches the calls of one event loop: those that arrive during a batch form the next one.
+class WorkerThread:
+    """A thread for work that would hold an event loop: it does one call after the other.
 
-    A single call never waits for others, and concurrent calls share one pass.
+    Ray Serve replaces a replica that fails three checks in a row (`check_health` of the deployments). A check
+    that only asks the event loop passes for ever, also where the thread of a search hangs on a file whose
+    server is gone. So a check does the replica's own work, a search or an encoding, in the thread that does
+    it for requests. Under load it adds nothing: a thread that works is well, unless one call takes longer
+    than any does.
 
     Args:
-        work: for each input of a batch its output, or the error to raise for that call alone.
-        max_batch: inputs of a batch.
-
-    Attributes:
-        thread: that works.
+        name: of the thread, for messages.
+        limit_s: seconds after which a call counts as hanging: its request has no answer any more.
     """
 
-    def __init__(
-        self, work: Callable[[Sequence[Input]], Sequence[Output | Exception]], *, max_batch: int
-    ) -> None:
-        self._work, self._max_batch = work, max_batch
-        self._waiting: list[tuple[Input, asyncio.Future[Output]]] = []
-        self.thread = WorkerThread("batches")
-        self._busy = False
+    def __init__(self, name: str, *, limit_s: float = ENCODING_DEADLINE_S) -> None:
+        self._name, self._limit_s = name, limit_s
+        self._executor = ThreadPoolExecutor(1, name)
+        self._started: float | None = None  # of the call that runs, in time.monotonic()
 
-    async def __call__(self, value: Input) -> Output:
-        """The output for one input."""
-        result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        self._waiting.append((value, result))
-        if not self._busy:
-            self._start_batch(result.get_loop())
-        return await result
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have work done after what was submitted before."""
+        return self._executor.submit(self._do, work)
 
-    async def run_between_batches(self, work: Callable[[], T]) -> T:
-        """Run other work in the same thread, between two batches."""
-        return await self.thread.run(work)
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of work that is submitted."""
+        return await asyncio.wrap_future(self.submit(work))
 
-    def _start_batch(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting = [(value, result) for value, result in self._waiting if not result.done()]  # not cancelled
-        batch, self._waiting = waiting[: self._max_batch], waiting[self._max_batch :]
-        self._busy = bool(batch)
-        if batch:
-            done = self.thread.submit(partial(self._work, [value for value, _ in batch]))
-            done.add_done_callback(
-                lambda done: loop.call_soon_threadsafe(self._finish_batch, loop, [r for _, r in batch], done)
+    async def check(self, probe: Callable[[], object]) -> None:
+        """Have the thread do a probe if it is idle: its errors; TimeoutError where a call exceeds the limit.
+
+        It returns soon in any case, because Serve waits half a minute: a probe that is not done then is a
+        call as any other, for the next check.
+        """
+        if self._started is None:
+            probed = asyncio.wrap_future(self.submit(probe))
+            if (await asyncio.wait([probed], timeout=PROBE_WAIT_S))[0]:
+                probed.result()
+                return
+            probed.cancel()  # where it has not begun
+        started = self._started
+        if started is not None and (seconds := time.monotonic() - started) > self._limit_s:
+            raise TimeoutError(
+                f"the thread {self._name!r} has not ended one call in {seconds:.0f} s: it hangs"
             )
 
-    def _finish_batch(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        results: Sequence[asyncio.Future[Output]],
-        done: Future[Sequence[Output | Exception]],
-    ) -> None:
-        failed = done.exception()
-        _set_results(results, [failed] * len(results) if failed is not None else done.result())
-        self._start_batch(loop)
+    def _do(self, work: Callable[[], T]) -> T:
+        self._started = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._started = None
 
 
 class LoopFuture(asyncio.Future[Any]):
     """Filled by the event loop itself, in its next turns: the last that a call waits for."""
 
 
-class LoopBatcher(Generic[Input, Output]):
-    """Batches the calls of two turns of the event loop; a single call waits for one idle turn.
+class Batcher(Generic[Input, Output]):
+    """Batches the calls of one event loop: those that arrive during a batch form the next one.
 
-    Under load, two turns collect twice as many calls as one; a batch of eight searches takes two thirds of
-    the time of two batches of four.
+    In a thread, a single call waits for no other one. Without a thread the event loop itself works: for work
+    that is shorter than waking a thread, which then would wait for the interpreter's lock at every step. A
+    batch then has the calls of two turns of the loop: under load twice as many as those of one, and a batch
+    of eight searches takes two thirds of the time of two batches of four.
 
     Args:
         work: for each input of a batch its output, or the error to raise for that call alone.
         max_batch: inputs of a batch.
+        thread: that works; None: the event loop.
     """
 
     def __init__(
-        self, work: Callable[[Sequence[Input]], Sequence[Output | Exception]], *, max_batch: int
+        self,
+        work: Callable[[Sequence[Input]], Sequence[Output | Exception]],
+        *,
+        max_batch: int,
+        thread: WorkerThread | None = None,
     ) -> None:
-        self._work, self._max_batch = work, max_batch
+        self._work, self._max_batch, self.thread = work, max_batch, thread
         self._waiting: list[tuple[Input, asyncio.Future[Output]]] = []
+        self._busy = False
 
     async def __call__(self, value: Input) -> Output:
         """The output for one input."""
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[Output] = LoopFuture(loop=loop)
+        result: asyncio.Future[Output] = (
+            LoopFuture(loop=loop) if self.thread is None else loop.create_future()
+        )
         self._waiting.append((value, result))
-        if len(self._waiting) == 1:  # scheduled twice: after the rest of this turn, and after the next
-            loop.call_soon(loop.call_soon, self._run_batch, loop)
+        if not self._busy:
+            self._busy = True
+            if self.thread is None:
+                loop.call_soon(loop.call_soon, self._start_batch, loop)  # after this turn, and the next one
+            else:
+                self._start_batch(loop)
         return await result
 
-    def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting = [(value, result) for value, result in self._waiting if not result.done()]
+    def _start_batch(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting = [(value, result) for value, result in self._waiting if not result.done()]  # not cancelled
         batch, self._waiting = waiting[: self._max_batch], waiting[self._max_batch :]
+        self._busy = bool(batch)
+        if not batch:
+            return
+        results = [result for _, result in batch]
+        work = partial(self._work, [value for value, _ in batch])
+        if self.thread is None:
+            self._end_batch(loop, results, work)
+        else:
+            self.thread.submit(work).add_done_callback(
+                lambda done: loop.call_soon_threadsafe(self._end_batch, loop, results, done.result)
+            )
+
+    def _end_batch(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        results: Sequence[asyncio.Future[Output]],
+        outcome: Callable[[], Sequence[Output | Exception]],
+    ) -> None:
         outputs: Sequence[Output | Exception]
         try:
-            outputs = self._work([value for value, _ in batch])
+            outputs = outcome()
         except Exception as error:
-            outputs = [error] * len(batch)
-        _set_results([result for _, result in batch], outputs)
-        if self._waiting:  # other tasks get a turn between two batches
-            loop.call_soon(self._run_batch, loop)
-
-
-def _set_results(
-    results: Sequence[asyncio.Future[Output]], outputs: Sequence[Output | BaseException]
-) -> None:
-    for result, output in zip(results, outputs, strict=True):
-        if result.done():  # the caller was cancelled
-            continue
-        if isinstance(output, BaseException):
-            result.set_exception(output)
-        else:
-            result.set_result(output)
+            outputs = [error] * len(results)
+        for result, output in zip(results, outputs, strict=True):
+            if result.done():  # the caller was cancelled
+                continue
+            if isinstance(output, Exception):
+                result.set_exception(output)
+            else:
+                result.set_result(output)
+        self._busy = bool(self._waiting)
+        if self._busy and self.thread is None:
+            loop.call_soon(self._start_batch, loop)  # other tasks get a turn between two batches
+        elif self._busy:
+            self._start_batch(loop)
 
 
 # --- calls of replicas ------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic_core import from_json
 
 from scalingnote.core.errors import ScalingNoteError
 from scalingnote.index.shard import SHARD_DOCUMENTS, DocumentStore
@@ -115,8 +114,7 @@ class DocumentStores:
         """
         version = results.best.version
         if results.is_read:
-            rows = results.documents
-            return results.with_documents([from_json(r) if isinstance(r, bytes) else r for r in rows]), True
+            return results, True
         if version not in self._uris:
             raise unavailable(f"version {version} of the index is no longer kept: try again")
         ids, given = results.best.ids.tolist(), results.documents or [None] * len(results)

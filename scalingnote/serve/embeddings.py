@@ -36,7 +36,7 @@ MAX_TOKENS = 8192  # ids of one text in a request
 MAX_TEXTS = 2048  # of one request
 MAX_TEXT_CHARS = 32_768  # of a text to embed: towers read its first tokens
 InputType = Literal["query", "document", "passage", "search_query", "search_document"]
-Direction = Literal["Left", "Right", "left", "right"]
+Direction = Literal["Left", "Right", "left", "right"]  # TEI and its clients write either case
 PROMPT_ROLES: dict[str, Role] = {
     "query": "query",
     "search_query": "query",
@@ -44,8 +44,6 @@ PROMPT_ROLES: dict[str, Role] = {
     "passage": "document",
     "search_document": "document",
 }
-# The side of a long text that is read, by the side where it is cut. TEI and its clients write either case.
-TRUNCATION_SIDES: dict[str, Side] = {"Left": "right", "left": "right", "Right": "left", "right": "left"}
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 TextInput = StrictStr | Annotated[list[StrictStr], Field(min_length=1)]
 
@@ -147,8 +145,13 @@ class Truncation(Body):
         None, description="Left: its end is read; Right: its beginning; null: as the model was trained"
     )
 
-
-AS_TRAINED = Truncation()
+    def options(self) -> dict[str, Any]:
+        """The arguments of a tower's methods for it: whether texts are cut, and the side that is read."""
+        sides: dict[str | None, Side] = {"Left": "right", "left": "right", "Right": "left", "right": "left"}
+        return {
+            "truncate": self.truncate is not False,
+            "keeps": sides.get(self.truncation_direction),
+        }
 
 
 class TeiSparseRequest(TeiRequest, Truncation):
@@ -247,12 +250,12 @@ class EmbeddingService:
         self._own_similarity, self._config, self._created = deployed.similarity, config, int(time.time())
         self._versions = versions
         self.name, self._documents, self._reranker = deployed.name, deployed.documents, deployed.reranker
-        self._queries: dict[str, Handle] = {arm.name: arm.encoder for arm in deployed.arms}
+        self._queries = [arm.encoder for arm in deployed.arms]
         self._dim, self._refused_settings = 0, ""
         self._models: dict[str, tuple[Handle | None, Role | None]] = {}
-        first = next(iter(self._queries.values()), None)
-        # A name of the model wins over one of an arm.
-        for model, encoder in {**self._queries, self.name: first}.items():
+        encoders: dict[str, Handle | None] = {arm.name: arm.encoder for arm in deployed.arms}
+        encoders[self.name] = self._queries[0] if self._queries else None  # wins over an arm of its name
+        for model, encoder in encoders.items():
             self._models |= {model: (encoder, None), f"{model}-query": (encoder, "query")}
         self._models[f"{self.name}-document"] = (self._documents, "document")
 
@@ -329,7 +332,7 @@ class EmbeddingService:
         if PROMPT_ROLES[request.prompt_name or "query"] == "document" or not self._queries:
             raise conflict("terms are served of queries alone: those of documents are in the index")
         tower = self._side(self.name, "query")
-        found = await self._answer(tower.terms.remote(texts, **_truncation(request)), conflict)
+        found = await self._answer(tower.terms.remote(texts, **request.options()), conflict)
         return [[{"index": term, "value": value} for term, value in zip(*row, strict=True)] for row in found]
 
     async def rerank(self, request: TeiRerankRequest) -> list[dict[str, Any]]:
@@ -339,12 +342,12 @@ class EmbeddingService:
         if len(request.texts) > MAX_RERANKED:
             raise invalid(f"{len(request.texts)} texts: up to {MAX_RERANKED} are re-ranked", "texts")
         (query,), texts = self._check([request.query], "query"), self._check(request.texts, "texts")
-        call = self._reranker.logits.remote(query, texts, **_truncation(request))
+        call = self._reranker.logits.remote(query, texts, **request.options())
         logits = np.asarray(await self._answer(call, invalid, field="texts"))
         scores = logits if request.raw_scores else 1 / (1 + np.exp(-logits))
         order = np.argsort(-scores, kind="stable").tolist()
-        shown = {n: {"text": texts[n]} if request.return_text else {} for n in order}
-        return [{"index": n, "score": float(scores[n]), **shown[n]} for n in order]
+        ranks = [{"index": n, "score": float(scores[n])} for n in order]
+        return [rank | {"text": texts[rank["index"]]} for rank in ranks] if request.return_text else ranks
 
     async def similarity(self, request: TeiSimilarityRequest) -> list[float]:
         """Answer ``POST /similarity``: cosines, or inner products, of one text and others."""
@@ -386,10 +389,8 @@ class EmbeddingService:
 
     async def health(self) -> messages.Health:
         """Answer ``GET /healthz`` of a model that is served alone: whether its towers answer."""
-        towers = [*self._queries.values(), *([] if self._documents is None else [self._documents])]
-        answers = await gather_in_time(
-            [tower.ping.remote() for tower in towers], deadline_s=self._config.deadline_s
-        )
+        calls = [tower.ping.remote() for tower in (*self._queries, self._documents) if tower is not None]
+        answers = await gather_in_time(calls, deadline_s=self._config.deadline_s)
         silent = ["user_config"] * bool(self._refused_settings)
         status = "ok" if all(answers) and not silent else "degraded" if any(answers) else "down"
         return messages.Health(
@@ -437,11 +438,12 @@ class EmbeddingService:
         return texts
 
     def _check_count(self, texts: int, field: str) -> None:
-        if texts > (most := MAX_TEXTS):
-            raise invalid(f"{texts} texts: send up to {most}", field)
+        if texts > MAX_TEXTS:
+            raise invalid(f"{texts} texts: send up to {MAX_TEXTS}", field)
 
-    async def _embed(self, tower: Handle, texts: list[str], asked: Truncation = AS_TRAINED) -> Embedded:
-        found: Embedded = await self._answer(tower.embed.remote(texts, **_truncation(asked)), invalid)
+    async def _embed(self, tower: Handle, texts: list[str], asked: Truncation | None = None) -> Embedded:
+        options = (asked or Truncation()).options()
+        found: Embedded = await self._answer(tower.embed.remote(texts, **options), invalid)
         return found
 
     async def _answer(self, call: Awaitable[Any], refused: Any, *, field: str = "inputs") -> Any:
@@ -454,15 +456,6 @@ class EmbeddingService:
                 raise RefusedError(413, answer.reason, field, code="too_long")
             raise refused(answer.reason)
         return answer
-
-
-def _truncation(asked: Truncation) -> dict[str, Any]:
-    """The arguments of a tower's methods for it."""
-    direction = asked.truncation_direction
-    return {
-        "truncate": asked.truncate is not False,
-        "keeps": None if direction is None else TRUNCATION_SIDES[direction],
-    }
 
 
 def _cut(

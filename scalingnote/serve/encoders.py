@@ -19,7 +19,7 @@ from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run.service_config import ServeConfig
 from scalingnote.search.query_path import Personal, Query, QueryPath
-from scalingnote.serve.concurrency import ThreadBatcher
+from scalingnote.serve.concurrency import Batcher, WorkerThread
 from scalingnote.serve.running_settings import RunningSettings
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import (
@@ -33,8 +33,7 @@ from scalingnote.serve.towers import (
     require_finite,
     too_long,
 )
-from scalingnote.serve.worker_thread import WorkerThread
-from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.storage.artifact import open_artifact
 from scalingnote.triplets.planner import planner
 
 MAX_ENCODED = 8  # queries encoded together: in larger batches the first ones wait longer than the batch saves
@@ -59,15 +58,13 @@ class QueryPathParts:
         encoder = query_encoder.QueryEncoder(tower, self.form, cache=self.cache)
         terms, personal = None, None
         if self.sparse is not None:
-            terms = SparseQuery.load(_open(self.sparse).directory("sparse_query"))
+            terms = SparseQuery.load(folder_of(self.sparse, "sparse_query"))
         if self.fusion is not None:
             from scalingnote.fuse.fusion import QueryFusion  # imports torch, which lookup towers save
 
-            personal = Personal(
-                QueryFusion.load(_open(self.fusion).directory("query_fusion")),
-                open_store(StoreConfig(url=self.features)),
-                None if self.planner is None else planner.load(_open(self.planner)),
-            )
+            plan = self.planner and planner.load(open_artifact(self.planner[0], kind=self.planner[1]))
+            fusion = QueryFusion.load(folder_of(self.fusion, "query_fusion"))
+            personal = Personal(fusion, open_store(StoreConfig(url=self.features)), plan)
         return QueryPath(encoder, terms, personal)
 
 
@@ -84,11 +81,12 @@ class ArmEncoder(TextTower):
         self.form = self._path.encoder.form
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
-        self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
         tower = self._path.encoder
         encoder = TextEncoder(tower.encode_queries, tower.encode_ids, tower.max_tokens)
-        thread = None if self._batcher is None else self._batcher.thread
-        super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop, thread=thread)
+        super().__init__(folder_of(parts.tower, "query"), "query", encoder, inline=in_loop)
+        self._batcher: Batcher[tuple[str, str | None], Query] | None = None
+        if not in_loop:
+            self._batcher = Batcher(self._encode_batch, max_batch=MAX_ENCODED, thread=self._thread)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's hook: take the settings that may change while this runs."""
@@ -109,7 +107,7 @@ class ArmEncoder(TextTower):
         if self._batcher is None:
             return self._path(queries)
         pairs = [(query, user_id) for query in queries]
-        return await self._batcher.run_between_batches(lambda: self._encode_batch(pairs))
+        return await self._thread.run(lambda: self._encode_batch(pairs))
 
     async def terms(
         self, queries: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
@@ -195,8 +193,3 @@ class Reranker:
 
     def _scores(self, pairs: Sequence[tuple[str, str]], **options: Any) -> ndarray:
         return np.asarray(self._model.predict(pairs, show_progress_bar=False, **options))
-
-
-def _open(location: Location) -> Artifact:
-    uri, kind = location
-    return open_artifact(uri, kind=kind)

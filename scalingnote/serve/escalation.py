@@ -18,7 +18,7 @@ from scalingnote.run.service_config import Escalation
 from scalingnote.search.query_path import DoubtWindow, Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve.concurrency import Handle, RequestTimer, at
-from scalingnote.serve.fan_out import FanOut
+from scalingnote.serve.fan_out import Find
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 
@@ -50,7 +50,7 @@ class Teacher:
         self._max_waiting = max(1, int(SHARE_OF_REQUESTS * in_flight))
 
     async def search(
-        self, text: str, query: Query, found: Candidates, fan_out: FanOut, timer: RequestTimer
+        self, text: str, query: Query, found: Candidates, find: Find, timer: RequestTimer
     ) -> tuple[Query, Candidates, str]:
         """The teacher's query and what it finds where the student is uncertain, else those of the student.
 
@@ -60,7 +60,7 @@ class Teacher:
             text: of the query.
             query: with the student's embedding.
             found: by it.
-            fan_out: searches again.
+            find: searches again.
             timer: of the request.
         """
         if not self._window.is_uncertain(found.dense):
@@ -69,7 +69,7 @@ class Teacher:
         if isinstance(embedding, str):
             return query, found, embedding
         second = replace(query, embedding=embedding)
-        answer = await fan_out.search(second, timer.left_s())
+        answer = await find(second, timer.left_s())
         if isinstance(answer, Refused) or len(answer.missing) > len(found.missing):
             return query, found, "teacher_late"
         return second, answer, ""

@@ -7,31 +7,30 @@ calls, and queries that wait for the same target share one call. A call that tak
 others is repeated (hedged): Ray Serve gives it to the replica with the fewest calls, which is not the slow
 one (Dean and Barroso, "The Tail at Scale", 2013). A call whose replica died is repeated in any case
 (ReadHandle). The answer names the groups that did not answer in time.
+
+Queries and answers travel as lists that are pickled here: Ray's own pickler, for functions and classes too,
+takes twice as long. A searcher answers the queries of a call by :func:`search_batch`.
 """
 
 import asyncio
 import math
 import pickle
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
-from numpy import ndarray
-from pydantic_core import to_json
 
+from scalingnote.core.errors import DatabaseError, SearchError
+from scalingnote.models.sparse_query import SparseRows
 from scalingnote.run.service_config import ServeConfig
+from scalingnote.search.backend import SearchBackend
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
 from scalingnote.serve.concurrency import Handle, LocalHandle, for_reading, gather_in_time
-from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
-from scalingnote.serve.versions import Answer, Deltas
 
 MAX_CALLS = 2  # in flight to one target: further queries wait, and share the next call
 MAX_CALL_QUERIES = 64  # of one call
@@ -39,7 +38,11 @@ MEASURED_CALLS = 200  # latest calls of a target, whose 95th percentile counts
 MIN_HEDGE_CALLS = 20  # calls of a target before its percentile counts
 MIN_HEDGE_S = 0.001  # an earlier second call costs more than it saves
 HEDGED_SHARE = 0.2  # of calls at most: a fleet that is slow as a whole gets little more load
+MAX_SEARCHED = 32  # queries scanned together
 AGGREGATOR_SHARE = 0.9  # of the time left, so that an aggregator's partial answer is still in time
+Answer = Candidates | Refused
+Find = Callable[[Query, float], Awaitable[Answer]]  # a query and the seconds left; see FanOut.search
+SearchCall = tuple[SearchBackend, Query]  # the searcher of the version, looked up when the call arrives
 log = get_logger()
 
 
@@ -149,7 +152,7 @@ class Target:
         answers: Sequence[Answer | None] = [None] * len(batch)
         try:
             async with asyncio.timeout(left_s):
-                answers = unpack(await self._answer([pending.query for pending in batch], left_s))
+                answers = pickle.loads(await self._send_hedged([each.query for each in batch], left_s))
             if self._hedge is not None:
                 self._hedge.observe(self._number, loop.time() - started)
         except TimeoutError:
@@ -159,7 +162,7 @@ class Target:
         for pending, answer in zip(batch, answers, strict=True):
             pending.put(self._number, answer)
 
-    async def _answer(self, queries: list[Query], left_s: float) -> "Packed":
+    async def _send_hedged(self, queries: list[Query], left_s: float) -> bytes:
         """The answers of the first call, or of a second one that is faster."""
         hedge = self._hedge
         delay_s = None if hedge is None else hedge.delay_s()
@@ -180,53 +183,38 @@ class Target:
             for call in calls:
                 call.cancel()
 
-    async def _send(self, queries: list[Query], left_s: float) -> "Packed":
-        answers: Packed = await self.handle.search_many.remote(write_queries(queries), left_s)
-        return answers
+    async def _send(self, queries: list[Query], left_s: float) -> bytes:
+        pickled: bytes = await self.handle.search_many.remote(pickle.dumps(queries), left_s)
+        return pickled
 
 
 class FanOut:
     """Searches every group of shards.
 
-    :meth:`of` makes that of an application.
-
     Args:
         targets: handles of searchers or of aggregators: all in this process, or all in others.
         groups: the numbers of the groups of each target.
         hedged: whether slow calls are repeated.
-        deltas: searched with the groups, of an index with a delta.
     """
 
     def __init__(
-        self,
-        targets: Sequence[Handle],
-        groups: Sequence[Sequence[int]],
-        *,
-        hedged: bool = False,
-        deltas: Deltas | None = None,
+        self, targets: Sequence[Handle], groups: Sequence[Sequence[int]], *, hedged: bool = False
     ) -> None:
-        self._deltas = deltas
         hedge = Hedge() if hedged else None
         pairs = zip(targets, groups, strict=True)
         self._targets = [Target(number, handle, own, hedge) for number, (handle, own) in enumerate(pairs)]
         self._is_local = all(isinstance(handle, LocalHandle) for handle in targets)
 
     @classmethod
-    def of(cls, deployed: Deployed, config: ServeConfig, deltas: Deltas | None = None) -> "FanOut":
-        """The fan-out of a gateway: over its aggregators, or over its searchers."""
-        searchers, hedged = len(deployed.searchers), is_hedged(config)
-        if deployed.aggregators:
-            return cls(deployed.aggregators, sizes(searchers, config), hedged=hedged, deltas=deltas)
-        groups = [[number] for number in range(searchers)]
-        return cls(deployed.searchers, groups, hedged=hedged, deltas=deltas)
+    def of(cls, searchers: Sequence[Handle], aggregators: Sequence[Handle], config: ServeConfig) -> "FanOut":
+        """The fan-out of a gateway: over its aggregators, or over its searchers where it has none."""
+        groups: Sequence[Sequence[int]] = sizes(len(searchers), config)
+        if not aggregators:
+            groups = [[number] for number in range(len(searchers))]
+        return cls(aggregators or searchers, groups, hedged=is_hedged(config))
 
     async def search(self, query: Query, left_s: float) -> Answer:
-        """The candidates of all groups, and of a delta, that answer within `left_s` seconds."""
-        if self._deltas is None:
-            return await self._search_groups(query, left_s)
-        return await self._deltas.search(query, left_s, self._search_groups)
-
-    async def _search_groups(self, query: Query, left_s: float) -> Answer:
+        """The candidates of all groups that answer within `left_s` seconds."""
         answers = await (self._local if self._is_local else self._remote)(query, left_s)
         candidates: list[Candidates] = []
         missing: list[int] = []
@@ -269,10 +257,10 @@ class Aggregator:
         reading = [for_reading(searcher) for searcher in searchers]
         self._fan_out = FanOut(reading, [[group] for group in groups], hedged=hedged)
 
-    async def search_many(self, pickled: bytes, left_s: float) -> "Packed":
-        """The candidates of each of the pickled queries that the groups find in the time left."""
-        queries, own_s = read_queries(pickled), AGGREGATOR_SHARE * left_s
-        return pack(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
+    async def search_many(self, pickled: bytes, left_s: float) -> bytes:
+        """The candidates of each of the pickled queries that the groups find in the time left, pickled."""
+        queries, own_s = pickle.loads(pickled), AGGREGATOR_SHARE * left_s
+        return pickle.dumps(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
 
     async def ping(self) -> bool:
         """Answers while the event loop runs."""
@@ -292,71 +280,48 @@ def best_by_embedding(candidates: Candidates, *, k: int) -> Candidates:
     return candidates.take(np.lexsort((candidates.ids, -candidates.dense))[:k].tolist())
 
 
-# --- queries and answers between processes -----------------------------------------------------------------
+# --- the searcher's side -----------------------------------------------------------------------------------
 
 
-def write_queries(queries: Sequence[Query]) -> bytes:
-    """The queries of a call, pickled: Ray's pickler, for functions and classes too, takes twice as long."""
-    return pickle.dumps(queries)
+def search_batch(batch: Sequence[SearchCall]) -> list[Answer | Exception]:
+    """Answers in the order of the batch; searches with equal batch keys are done together."""
+    groups: dict[object, list[int]] = {}
+    for number, (_, query) in enumerate(batch):
+        groups.setdefault(query.batch_key, []).append(number)
+    answers: dict[int, Answer | Exception] = {}
+    for numbers in groups.values():
+        searcher = batch[numbers[0]][0]
+        answers |= zip(numbers, _search_group(searcher, [batch[n][1] for n in numbers]), strict=True)
+    return [answers[number] for number in range(len(batch))]
 
 
-def read_queries(pickled: bytes) -> Sequence[Query]:
-    """The queries of a call from a gateway or an aggregator of the same application."""
-    queries: Sequence[Query] = pickle.loads(pickled)
-    return queries
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The answers of a call in one buffer: reading a thousand small objects takes longer than the search."""
-
-    queries: int
-    parts: list[tuple[int, int, int, str, bool, tuple[int, ...]]]  # query, then see pack
-    ids: Int[ndarray, " candidates"]
-    shards: Int[ndarray, " candidates"]
-    scores: Float[ndarray, "two candidates"]  # dense and sparse
-    documents: list[bytes]  # as JSON, which is parsed of the best alone
-    refused: dict[int, Refused]  # by query
-
-
-def pack(answers: Sequence[Answer | None]) -> Packed:
-    """Pack the answers to the queries of a call; None if a query has none."""
-    found = [(n, answer) for n, answer in enumerate(answers) if isinstance(answer, Candidates)]
-    each = [answer for _, answer in found]
-    sparse = [np.zeros(len(one), np.float32) if one.sparse is None else one.sparse for one in each]
-    nothing = np.empty(0, np.float32)
-    return Packed(
-        len(answers),
-        [(n, len(one), one.searched, one.version, one.sparse is not None, one.missing) for n, one in found],
-        np.concatenate([np.empty(0, np.int64), *(one.ids for one in each)]),
-        np.concatenate([np.empty(0, np.int64), *(one.shards for one in each)]),
-        np.stack(
-            [np.concatenate([nothing, *(one.dense for one in each)]), np.concatenate([nothing, *sparse])]
-        ),
-        [_json(row) for one in each for row in one.documents],
-        {n: answer for n, answer in enumerate(answers) if isinstance(answer, Refused)},
-    )
-
-
-def _json(document: Mapping[str, Any] | bytes) -> bytes:
-    return document if isinstance(document, bytes) else to_json(document)
-
-
-def unpack(answers: Packed) -> list[Answer | None]:
-    """The answers that :func:`pack` was given."""
-    found: list[Answer | None] = [answers.refused.get(query) for query in range(answers.queries)]
-    end = 0
-    for query, size, searched, version, is_hybrid, missing in answers.parts:
-        own, end = slice(end, end + size), end + size
-        dense, sparse = answers.scores[:, own]
-        found[query] = Candidates(
-            answers.ids[own],
-            answers.shards[own],
-            dense,
-            sparse if is_hybrid else None,
-            answers.documents[own],
-            searched,
-            version,
-            missing,
+def _search_group(searcher: SearchBackend, queries: Sequence[Query]) -> Sequence[Answer | Exception]:
+    first = queries[0]
+    try:
+        return searcher.find(
+            np.concatenate([query.embedding for query in queries]),
+            _stack([query.terms for query in queries if query.terms is not None]),
+            k=first.k,
+            nprobe=first.nprobe,
+            where=first.where,
+            exact=first.exact,
         )
-    return found
+    except SearchError as error:
+        if len(queries) > 1:  # one of them may be the reason: the others are answered by themselves
+            return [answer for query in queries for answer in _search_group(searcher, [query])]
+        return [Refused(str(error))]
+    except DatabaseError as error:
+        return [Refused(str(error), temporary=True)] * len(queries)
+    except Exception as error:
+        return [error] * len(queries)
+
+
+def _stack(rows: Sequence[SparseRows]) -> SparseRows | None:
+    """The only rows of some sparse matrices as one; None for no matrix."""
+    if len(rows) <= 1:
+        return rows[0] if rows else None
+    return SparseRows(
+        np.cumsum([0, *(len(each.terms) for each in rows)]),
+        np.concatenate([each.terms for each in rows]),
+        np.concatenate([each.values for each in rows]),
+    )

@@ -6,6 +6,7 @@ opens it, if it is not open yet.
 """
 
 import asyncio
+import pickle
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -25,13 +26,12 @@ from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.search.backend import DatabaseSearcher, SearchBackend
 from scalingnote.search.live_searcher import LiveSearcher, OverriddenSearcher
 from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import Candidates, Searcher, candidate_places
+from scalingnote.search.searcher import Searcher, candidate_places
 from scalingnote.serve.catalog import Catalog, Version, version_named
-from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
+from scalingnote.serve.concurrency import Batcher, WorkerThread, gather_in_time, run_periodically
 from scalingnote.serve.document_stores import READ_ERRORS, REOPEN_AFTER_S
-from scalingnote.serve.fan_out import Packed, pack, read_queries
+from scalingnote.serve.fan_out import MAX_SEARCHED, Answer, SearchCall, search_batch
 from scalingnote.serve.live_catalog import LiveCatalog
-from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import LIVE_REFRESH_S, OPEN_TIMEOUT_S, VersionContent
@@ -75,12 +75,11 @@ class IndexSearcher:
         self._shows_documents, self._documents_closed_until = shows_documents, 0.0  # of time.monotonic()
         self._search, self._timeout_s = search, timeout_s
         self._opening = asyncio.Lock()
-        self._in_thread: ThreadBatcher[SearchCall, Candidates | Refused] = ThreadBatcher(
-            self._search_batch, max_batch=MAX_SEARCHED
+        self._thread = WorkerThread("searches")
+        self._in_thread: Batcher[SearchCall, Answer] = Batcher(
+            self._search_batch, max_batch=MAX_SEARCHED, thread=self._thread
         )
-        self._in_loop: LoopBatcher[SearchCall, Candidates | Refused] = LoopBatcher(
-            self._search_batch, max_batch=MAX_SEARCHED
-        )
+        self._in_loop: Batcher[SearchCall, Answer] = Batcher(self._search_batch, max_batch=MAX_SEARCHED)
         self._background: asyncio.Task[None] | None = None
         self._exact_searches = 0  # that run
         served = catalog.read()
@@ -90,10 +89,11 @@ class IndexSearcher:
         self._held_until = dict.fromkeys(self._held, time.monotonic() + OPEN_TIMEOUT_S)
         self._last_active = {served[0].name: time.monotonic()}
 
-    async def search(self, query: Query) -> Candidates | Refused:
+    async def search(self, query: Query) -> Answer:
         """The best candidates of the shards held here; of a live index, of its current version."""
-        name, searcher = await self._require(query.version)
-        query = query if query.version == name else replace(query, version=name)
+        searcher = await self._require(query.version)
+        if query.version != searcher.version:
+            query = replace(query, version=searcher.version)
         if query.record is not None and isinstance(searcher, OverriddenSearcher):
             if searcher.record < query.record:
                 await asyncio.to_thread(searcher.refresh)
@@ -101,10 +101,10 @@ class IndexSearcher:
         batcher = self._in_loop if self._is_short(searcher, query) else self._in_thread
         return await batcher((searcher, query))
 
-    async def search_many(self, pickled: bytes, left_s: float) -> Packed:
-        """The candidates of each of the pickled queries, as far as they are found in `left_s` seconds."""
-        calls = [self.search(query) for query in read_queries(pickled)]
-        return pack(await gather_in_time(calls, deadline_s=left_s))
+    async def search_many(self, pickled: bytes, left_s: float) -> bytes:
+        """The candidates of each of the pickled queries, pickled; None for one that takes over `left_s`."""
+        calls = [self.search(query) for query in pickle.loads(pickled)]
+        return pickle.dumps(await gather_in_time(calls, deadline_s=left_s))
 
     def _is_short(self, searcher: SearchBackend, query: Query) -> bool:
         """Whether a search takes less than a millisecond for sure: vectors only, all in memory."""
@@ -116,13 +116,13 @@ class IndexSearcher:
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
         """The document with this id, as a list of one or none."""
-        _, searcher = await self._require(version)
-        document = await self._in_thread.run_between_batches(lambda: searcher.get(doc_id))
+        searcher = await self._require(version)
+        document = await self._thread.run(lambda: searcher.get(doc_id))
         return [] if document is None else [document]
 
     async def open_documents(self, version: str) -> None:
         """Open the documents of the shards held here; one of READ_ERRORS where they cannot be read."""
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
         await asyncio.to_thread(lambda: searcher.store)
         self._documents_closed_until = 0.0
 
@@ -131,7 +131,7 @@ class IndexSearcher:
 
         After an error they are opened again, a few seconds later.
         """
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
         if time.monotonic() >= self._documents_closed_until:
             try:
                 return await asyncio.to_thread(_documents, searcher, ids)
@@ -143,21 +143,21 @@ class IndexSearcher:
 
     async def columns(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Id and filter columns of those candidates that are held here: where documents cannot be read."""
-        _, searcher = await self._require(version)
-        return await self._in_thread.run_between_batches(lambda: searcher.columns(ids))
+        searcher = await self._require(version)
+        return await self._thread.run(lambda: searcher.columns(ids))
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
         """The vector of the document with this id: one row, or none."""
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
         try:
-            vector = await self._in_thread.run_between_batches(lambda: searcher.vector(doc_id))
+            vector = await self._thread.run(lambda: searcher.vector(doc_id))
         except (SearchError, DatabaseError) as error:
             return Refused(str(error), temporary=isinstance(error, DatabaseError))
         return np.empty((0, searcher.dim), np.float32) if vector is None else vector[np.newaxis]
 
     async def describe(self, version: str) -> VersionContent:
         """The content of the shards held here."""
-        _, searcher = await self._require(version)
+        searcher = await self._require(version)
 
         def content() -> VersionContent:
             documents = searcher.documents()
@@ -193,16 +193,13 @@ class IndexSearcher:
             self._held_until[version.name] = time.monotonic() + OPEN_TIMEOUT_S
 
     async def refresh(self) -> None:
-        """Read what was written to a live index, and change to its current version."""
+        """Read what was written to a live index or a delta; of a live index change to its current version."""
         if self._live:
             active = (await asyncio.to_thread(self._catalog.read))[0]
             if active.name not in self._held:
                 await self.load(active)
-            (searcher,) = self._held.values()
-            assert isinstance(searcher, LiveSearcher)
-            await asyncio.to_thread(searcher.refresh)
         for searcher in [*self._held.values()]:
-            if isinstance(searcher, OverriddenSearcher):
+            if isinstance(searcher, LiveSearcher | OverriddenSearcher):
                 await asyncio.to_thread(searcher.refresh)
 
     async def release_old_versions(self) -> None:
@@ -232,7 +229,7 @@ class IndexSearcher:
         """
         if not self._exact_searches:
             held = [*self._held.values()]
-            await self._in_thread.thread.check(partial(_probe, held))
+            await self._thread.check(partial(_probe, held))
 
     async def ping(self, version: str) -> int:
         """The number of shards held of a version, or of another one while it is not open.
@@ -242,7 +239,7 @@ class IndexSearcher:
         searcher = self._held.get(version, next(iter(self._held.values())))
         if isinstance(searcher, DatabaseSearcher):
             try:
-                await self._in_thread.run_between_batches(searcher.answers)
+                await self._thread.run(searcher.answers)
             except DatabaseError as error:
                 log.warning("the health check failed: %s", error)
                 return 0
@@ -253,33 +250,26 @@ class IndexSearcher:
         """Whether the writes are in the index that is held, not in a delta beside it."""
         return isinstance(self._catalog, LiveCatalog) and not self._catalog.delta
 
-    async def _require(self, name: str) -> tuple[str, SearchBackend]:
-        """The version to search, opened if need be, and its name."""
+    async def _require(self, name: str) -> SearchBackend:
+        """The searcher of a version, opened if need be; of a live index that of the current version."""
         if self._background is None:  # the constructor runs before there is an event loop
             self._background = asyncio.create_task(self._follow_catalog())
         if self._live:
-            (name,) = self._held
-        elif name not in self._held:
+            (searcher,) = self._held.values()
+            return searcher
+        if name not in self._held:
             # It goes on if its request ends: the next one would begin again.
             await asyncio.shield(asyncio.create_task(self.load(version_named(self._catalog.read(), name))))
-        return name, self._held[name]
+        return self._held[name]
 
     async def _follow_catalog(self) -> None:
         tasks = []
         if isinstance(self._catalog, LiveCatalog):
-            tasks.append(
-                run_periodically(
-                    self.refresh, interval_s=LIVE_REFRESH_S, name="refreshing from the live index"
-                )
-            )
+            name = "refreshing from the live index"
+            tasks.append(run_periodically(self.refresh, interval_s=LIVE_REFRESH_S, name=name))
         if not self._live:
-            tasks.append(
-                run_periodically(
-                    self.release_old_versions,
-                    interval_s=RELEASE_POLL_INTERVAL_S,
-                    name="reading which versions are kept",
-                )
-            )
+            name, interval_s = "reading which versions are kept", RELEASE_POLL_INTERVAL_S
+            tasks.append(run_periodically(self.release_old_versions, interval_s=interval_s, name=name))
         await asyncio.gather(*tasks)
 
     def _open(self, version: Version) -> SearchBackend:
@@ -312,7 +302,7 @@ class IndexSearcher:
                 log.exception("the documents of version %s cannot be read here", version.name)
         return opened
 
-    def _search_batch(self, batch: Sequence[SearchCall]) -> list[Candidates | Refused | Exception]:
+    def _search_batch(self, batch: Sequence[SearchCall]) -> list[Answer | Exception]:
         exact = any(query.exact for _, query in batch)
         self._exact_searches += exact
         try:

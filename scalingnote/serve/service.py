@@ -13,6 +13,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from scalingnote.index import filters
 from scalingnote.index.hybrid import Joining
 from scalingnote.index.shard import IndexLayout
 from scalingnote.run.service_config import ServeConfig
+from scalingnote.search.live_searcher import Delta
 from scalingnote.search.query_path import COMPARED, Query
 from scalingnote.search.searcher import (
     DEFAULT_JOINING,
@@ -43,7 +45,7 @@ from scalingnote.serve.concurrency import RequestTimer, at, gather_in_time
 from scalingnote.serve.deployed import Deployed, ServedArm
 from scalingnote.serve.embeddings import EmbeddingService
 from scalingnote.serve.escalation import Teacher
-from scalingnote.serve.fan_out import FanOut
+from scalingnote.serve.fan_out import FanOut, Find
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
 from scalingnote.serve.telemetry import RequestRecord, get_logger, secret
 from scalingnote.serve.towers import Refused
@@ -73,14 +75,15 @@ class Service:
         self._deployed, self._config, self._on_recall = deployed, config, on_recall
         self._arms = {arm.name: arm for arm in deployed.arms}
         self.versions = Versions(deployed.catalog, deployed.searchers, deployed.towers())
-        self._fan_out = FanOut.of(deployed, config, self.versions.deltas)
-        teacher, escalation = deployed.teacher, config.escalation
+        self._find: Find = FanOut.of(deployed.searchers, deployed.aggregators, config).search
+        if self.versions.deltas is not None:
+            self._find = partial(self.versions.deltas.search, groups=self._find)
         self._teacher: Teacher | None = None
-        if teacher and escalation:
-            self._teacher = Teacher(teacher, escalation, in_flight=config.limits.in_flight)
+        if deployed.teacher and config.escalation:
+            self._teacher = Teacher(deployed.teacher, config.escalation, in_flight=config.limits.in_flight)
         self.embeddings = EmbeddingService(deployed, config, self.versions)
         self.writes = DocumentWrites(deployed, self.versions)
-        self._canaries: set[asyncio.Task[None]] = set()
+        self._canary: asyncio.Task[None] | None = None  # the latest
         self._secret, self._refused_settings = secret(), ""
 
     def take_settings(self, config: ServeConfig, *, refused: str) -> None:
@@ -128,24 +131,22 @@ class Service:
         timer.end("search")
         query, late = student, ""
         if teacher is not None:
-            query, candidates, late = await teacher.search(text, student, candidates, self._fan_out, timer)
+            query, candidates, late = await teacher.search(text, student, candidates, self._find, timer)
             timer.end("escalate")
-        results, readable = await self._documents(
-            query, candidates, k=wanted, joining=joining, layout=layout, timer=timer, canary=True
-        )
+        self._start_canary(query, candidates, layout)
+        results, readable = await self._documents(query, candidates, wanted, joining, layout, timer)
         timer.end("search")
         reranked: list[float] = []
         if depth and readable:
             results, reranked = await self._rerank(request, results, timer)
             timer.end("rerank")
-        hits = _hits(results, request.k, explain=request.explain, reranked=reranked)
         lacks = {
             late: bool(late),
             "documents_unreadable": not readable,
             "not_reranked": depth and len(results) and not reranked,
         }
-        record.answer = answer = {
-            **_answer(record, arm, layout, results, hits, timer),
+        hits = _hits(results, request.k, explain=request.explain, reranked=reranked)
+        record.answer = answer = _answer(record, arm, layout, results, hits, timer) | {
             "personalised": query.personalised,
             "escalated": query is not student,
             "degraded": [reason for reason, applies in lacks.items() if applies],
@@ -179,13 +180,6 @@ class Service:
         user_id = request.user_id if arm.personalised else None
         return await _in_time(at(arm.encoder, version).encode.remote(text, user_id), timer)
 
-    def _draw_arm(self, request: SearchRequest, record: RequestRecord) -> str:
-        """The arm that the traffic split gives to a request."""
-        split = self._config.split
-        if len(split.arms) == 1:
-            return split.arms[0].name
-        return arm_of(unit_of(request.user_id, record.request_id, secret=self._secret), split).name
-
     async def similar(self, request: SimilarRequest, record: RequestRecord) -> dict[str, Any]:
         """Answer ``POST /similar``: the documents nearest to one of the index, without that one.
 
@@ -193,39 +187,15 @@ class Service:
         """
         arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
         version, layout, where = self._index(request, arm)
-        row, wanted = _row_of(request.doc_id, layout), request.k + 1
-        vector = await self._vector(version, row, request.doc_id, timer)
+        vector, wanted = await self._vector(version, layout, request.doc_id, timer), request.k + 1
         timer.end("encode")
         query = Query(vector, k=first_depth(wanted, layout), where=where, version=version)
         candidates = await self._candidates(query, timer)
-        results, readable = await self._documents(
-            query, candidates, k=wanted, joining=DEFAULT_JOINING, layout=layout, timer=timer
-        )
+        results, readable = await self._documents(query, candidates, wanted, DEFAULT_JOINING, layout, timer)
         others = [hit for hit in _hits(results, wanted) if hit["doc_id"] != request.doc_id]
         timer.end("search")
-        return {
-            **_answer(record, arm, layout, results, others[: request.k], timer),
-            "personalised": False,
-            "escalated": False,
-            "degraded": [] if readable else ["documents_unreadable"],
-        }
-
-    async def _vector(
-        self, version: str, row: str, doc_id: str, timer: RequestTimer
-    ) -> Float[ndarray, "one dim"]:
-        """The vector of a document's row, from the delta if it has the document; 404 where there is none."""
-        deltas = self.versions.deltas
-        if deltas is None or not deltas.of(version).overrides(doc_id):
-            calls = [each.vector.remote(version, row) for each in self._deployed.searchers]
-            found: ndarray = await _from_one(calls, doc_id, timer)
-            return found
-        try:
-            vector = deltas.of(version).vector(row)
-        except SearchError as error:
-            raise invalid(str(error)) from None
-        if vector is None:
-            raise not_found(f"no document {doc_id!r}")
-        return vector[np.newaxis]
+        answer = _answer(record, arm, layout, results, others[: request.k], timer)
+        return answer if readable else answer | {"degraded": ["documents_unreadable"]}
 
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
         """Answer ``POST /encode``: unit embeddings of queries."""
@@ -238,30 +208,12 @@ class Service:
         embeddings = [query.embedding[0].tolist() for query in encoded]
         return {"embeddings": embeddings, "dim": len(embeddings[0]), "arm": arm.name}
 
-    async def document(self, doc_id: str) -> dict[str, Any]:
-        """A document as the index shows it; 404 when it has none of this id."""
-        version = self.versions.active.name
-        layout = self.versions.content(version).layout
-        row, deltas = _row_of(doc_id, layout), self.versions.deltas
-        if deltas is not None and (delta := deltas.of(version)).overrides(doc_id):
-            stored = delta.get(row)
-            if stored is None:
-                raise not_found(f"no document {doc_id!r}")
-        elif (store := self.versions.documents.store(version)) is not None:
-            stored = await asyncio.to_thread(store.get, row)
-            if stored is None:
-                raise not_found(f"no document {doc_id!r}")
-        else:
-            calls = [searcher.document.remote(version, row) for searcher in self._deployed.searchers]
-            (stored,) = await _from_one(calls, doc_id, self._timer(None))
-        return as_document(stored) if layout.passages else dict(stored)
-
     async def _candidates(self, query: Query, timer: RequestTimer) -> Candidates:
         """The candidates of the groups that are in time.
 
         503 when no group is in time, 422 when one refuses the query.
         """
-        found = await self._fan_out.search(query, timer.left_s())
+        found = await self._find(query, timer.left_s())
         if isinstance(found, Refused):
             raise _refusal(found)
         if not found.searched:
@@ -275,12 +227,10 @@ class Service:
         self,
         query: Query,
         candidates: Candidates,
-        *,
         k: int,
         joining: Joining,
         layout: IndexLayout,
         timer: RequestTimer,
-        canary: bool = False,
     ) -> tuple[Results, bool]:
         """The k best documents of a query with what is stored of them, and whether that could be read.
 
@@ -289,16 +239,14 @@ class Service:
         while True:
             best = rank(candidates, k=query.k, joining=joining, layout=layout)
             results, readable = await self.versions.documents.read(best, timer.left_s())
-            if canary:
-                self._start_canary(query, results)
             if not layout.passages:
                 return results, readable
             found = best_per_document(results)
             depth = next_depth(found, len(best), k=k, depth=query.k)
             more: Candidates | Refused | None = None
             if depth is not None and timer.left_s() > 0:
-                query, canary = replace(query, k=depth), False
-                more = await self._fan_out.search(query, timer.left_s())
+                query = replace(query, k=depth)
+                more = await self._find(query, timer.left_s())
             if not isinstance(more, Candidates) or not more.searched:  # in time: the documents found so far
                 return found.take(range(min(k, len(found)))), readable
             candidates = more
@@ -323,27 +271,67 @@ class Service:
 
     # --- canaries -------------------------------------------------------------------------------------
 
-    def _start_canary(self, query: Query, results: Results) -> None:
+    def _start_canary(self, query: Query, found: Candidates, layout: IndexLayout) -> None:
         """Measure the recall of some answers by an exact search, while the answer is sent."""
         if self._on_recall is None or query.terms is not None or random.random() >= self._config.canary:
             return
-        if self._canaries:  # one at a time: exact searches take processor time from the others
+        if self._canary is None or self._canary.done():  # exact searches take processor time from the others
+            self._canary = asyncio.create_task(self._run_canary(query, found, layout, self._on_recall))
+
+    async def _run_canary(
+        self, query: Query, found: Candidates, layout: IndexLayout, on_recall: Callable[[float], None]
+    ) -> None:
+        try:
+            exact = await self._candidates(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
+        except Exception as error:
+            log.warning("a canary search failed: %s", error)
             return
-        task = asyncio.create_task(self._run_canary(query, results, self._on_recall))
-        self._canaries.add(task)
-        task.add_done_callback(self._end_canary)
+        wanted, given = (
+            rank(each, k=query.k, joining=DEFAULT_JOINING, layout=layout).best for each in (exact, found)
+        )
+        if wanted.version == given.version and len(wanted):
+            on_recall(float(np.isin(wanted.ids, given.ids).mean()))
 
-    async def _run_canary(self, query: Query, results: Results, on_recall: Callable[[float], None]) -> None:
-        exact = await self._candidates(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
-        layout = self.versions.content(query.version).layout
-        best = rank(exact, k=query.k, joining=DEFAULT_JOINING, layout=layout).best
-        if best.version == results.best.version and len(best):
-            on_recall(float(np.isin(best.ids, results.best.ids).mean()))
+    # --- single documents -----------------------------------------------------------------------------
 
-    def _end_canary(self, task: asyncio.Task[None]) -> None:
-        self._canaries.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.warning("a canary search failed: %s", task.exception())
+    async def document(self, doc_id: str) -> dict[str, Any]:
+        """A document as the index shows it; 404 when it has none of this id."""
+        version = self.versions.active.name
+        layout = self.versions.content(version).layout
+        row = _row_of(doc_id, layout)
+        if (delta := self._delta_with(doc_id, version)) is not None:
+            stored = delta.get(row)
+        elif (store := self.versions.documents.store(version)) is not None:
+            stored = await asyncio.to_thread(store.get, row)
+        else:
+            calls = [searcher.document.remote(version, row) for searcher in self._deployed.searchers]
+            (stored,) = await _from_one(calls, doc_id, self._timer(None))
+        if stored is None:
+            raise _missing(doc_id)
+        return as_document(stored) if layout.passages else dict(stored)
+
+    async def _vector(
+        self, version: str, layout: IndexLayout, doc_id: str, timer: RequestTimer
+    ) -> Float[ndarray, "one dim"]:
+        """The vector of a document, of passages that of the first one; 404 where there is none."""
+        row, delta = _row_of(doc_id, layout), self._delta_with(doc_id, version)
+        if delta is None:
+            calls = [each.vector.remote(version, row) for each in self._deployed.searchers]
+            found: ndarray = await _from_one(calls, doc_id, timer)
+            return found
+        try:
+            vector = delta.vector(row)
+        except SearchError as error:
+            raise invalid(str(error)) from None
+        if vector is None:
+            raise _missing(doc_id)
+        return vector[np.newaxis]
+
+    def _delta_with(self, doc_id: str, version: str) -> Delta | None:
+        """The delta of a version, where the document was written or deleted since."""
+        deltas = self.versions.deltas
+        delta = None if deltas is None else deltas.of(version)
+        return delta if delta is not None and delta.overrides(doc_id) else None
 
     # --- state ----------------------------------------------------------------------------------------
 
@@ -413,6 +401,13 @@ class Service:
 
     # --- arms and deadlines -------------------------------------------------------
 
+    def _draw_arm(self, request: SearchRequest, record: RequestRecord) -> str:
+        """The arm that the traffic split gives to a request."""
+        split = self._config.split
+        if len(split.arms) == 1:
+            return split.arms[0].name
+        return arm_of(unit_of(request.user_id, record.request_id, secret=self._secret), split).name
+
     def _arm(self, name: str | None) -> ServedArm:
         if name is None:
             return self._deployed.arms[0]
@@ -449,7 +444,11 @@ async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: Request
             return answer
     if any(answer is None for answer in answers):
         raise unavailable(f"the shard that may have document {doc_id!r} does not answer: try again")
-    raise not_found(f"no document {doc_id!r}")
+    raise _missing(doc_id)
+
+
+def _missing(doc_id: str) -> RefusedError:
+    return not_found(f"no document {doc_id!r}")
 
 
 def _hits(
@@ -484,7 +483,7 @@ def _answer(
     hits: list[dict[str, Any]],
     timer: RequestTimer,
 ) -> dict[str, Any]:
-    """The fields that every answer has. A dict, because pydantic would validate every hit of a model."""
+    """A SearchResponse, not personal or degraded. A dict: pydantic would validate every hit of a model."""
     return {
         "request_id": record.request_id,
         "results": hits,
@@ -493,6 +492,9 @@ def _answer(
         "shards": layout.shards,
         "shards_answered": results.best.searched,
         "missing_groups": list(results.best.missing),
+        "personalised": False,
+        "escalated": False,
+        "degraded": [],
         "timings_ms": timer.timings_ms(),
     }
 

@@ -18,7 +18,7 @@ from scalingnote.core.model_files import read_json
 from scalingnote.models import published_model
 from scalingnote.models.prompt import add_flagged_tokens, without_limits
 from scalingnote.models.published_model import Role
-from scalingnote.serve.worker_thread import WorkerThread
+from scalingnote.serve.concurrency import WorkerThread
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.storage.schema import INDEXED_VIEW
 
@@ -83,8 +83,7 @@ class TextTower:
         folder: of the tower.
         role: which texts it reads.
         encoder: of the tower.
-        inline: few texts are encoded in the event loop.
-        thread: for all others; None: one of its own.
+        inline: few texts are encoded in the event loop, not in the thread of all others.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class TextTower:
         encoder: TextEncoder,
         *,
         inline: bool = False,
-        thread: WorkerThread | None = None,
     ) -> None:
         self._tokenizer = tokenizer_of(folder, role)
         if isinstance(self._tokenizer.decoder, decoders.WordPiece):  # its own joins "do not" to "don't"
@@ -104,7 +102,7 @@ class TextTower:
             token for token, facts in added if facts.special and "unk" not in facts.content.lower()
         }
         self._encoder, self._inline = encoder, inline
-        self._thread = thread or WorkerThread("texts")
+        self._thread = WorkerThread("texts")
 
     async def embed(
         self, texts: Sequence[str], *, truncate: bool = True, keeps: Side | None = None
@@ -120,14 +118,13 @@ class TextTower:
         rows: Sequence[Any] = texts
         inline = self._inline and len(texts) <= MAX_INLINE_TEXTS
         lengths = self._lengths(texts) if inline else await asyncio.to_thread(self._lengths, texts)
-        if refused := self._too_long(lengths, truncate):
+        if not truncate and (refused := too_long(lengths, self._encoder.max_tokens)):
             return refused
         if keeps is not None and max(lengths) > self._encoder.max_tokens:
             encode, rows = await asyncio.to_thread(self._keep, texts, keeps)
         if inline:
             return Embedded.of(_vectors(encode, rows), lengths, self._encoder.max_tokens)
-        found = await self._in_parts(encode, rows)
-        return found if isinstance(found, Refused) else Embedded.of(found, lengths, self._encoder.max_tokens)
+        return await self._in_parts(encode, rows, lengths)
 
     async def embed_ids(self, rows: Sequence[Sequence[int]]) -> Embedded | Refused:
         """Embeddings of texts given by their token ids; refused where they are of another tokenizer."""
@@ -140,13 +137,10 @@ class TextTower:
         for number, (row, again) in enumerate(zip(rows, made, strict=True)):
             if not _tokenizes_to(row, again.ids):
                 return Refused(f"this model's tokenizer makes the ids of text {number} of no text. {OWN_IDS}")
-        by_ids = self._encoder.encode_ids
-        found = await (
-            self._in_parts(self._encoder.encode, texts) if by_ids is None else self._in_parts(by_ids, rows)
-        )
-        if isinstance(found, Refused):
-            return found
-        return Embedded.of(found, [*map(len, rows)], self._encoder.max_tokens)
+        by_ids, lengths = self._encoder.encode_ids, [*map(len, rows)]
+        if by_ids is None:
+            return await self._in_parts(self._encoder.encode, texts, lengths)
+        return await self._in_parts(by_ids, rows, lengths)
 
     async def tokenize(self, texts: Sequence[str], *, special: bool) -> list[list[dict[str, Any]]]:
         """The tokens of each text, with and without special ones, as TEI's ``/tokenize`` gives them."""
@@ -172,8 +166,9 @@ class TextTower:
         return self._encoder.encode(texts)
 
     async def _in_parts(
-        self, encode: Callable[[Any], ndarray], texts: Sequence[Any]
-    ) -> Float32[ndarray, "texts dim"] | Refused:
+        self, encode: Callable[[Any], ndarray], texts: Sequence[Any], lengths: Sequence[int]
+    ) -> Embedded | Refused:
+        """Embeddings by the thread; refused where a text is no text."""
         try:
             parts = [
                 await self._thread.run(partial(_vectors, encode, texts[first : first + TEXTS_PER_TURN]))
@@ -181,7 +176,7 @@ class TextTower:
             ]
         except DataError as error:
             return Refused(str(error))
-        return np.concatenate(parts)
+        return Embedded.of(np.concatenate(parts), lengths, self._encoder.max_tokens)
 
     def _lengths(self, texts: Sequence[str]) -> list[int]:
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -191,11 +186,10 @@ class TextTower:
         self, texts: Sequence[str], keeps: Side
     ) -> tuple[Callable[[Any], ndarray], list[list[int]] | list[str]]:
         """An encoder, and what it reads of each text: token ids, or a piece where the tower takes no ids."""
+        by_ids = self._encoder.encode_ids
         made = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        if self._encoder.encode_ids is not None:
-            return self._encoder.encode_ids, [
-                _side(each.ids, self._encoder.max_tokens, keeps) for each in made
-            ]
+        if by_ids is not None:
+            return by_ids, [_side(each.ids, self._encoder.max_tokens, keeps) for each in made]
         pairs = zip(texts, made, strict=True)
         return self._encoder.encode, [self._piece(text, each.offsets, keeps) for text, each in pairs]
 
@@ -213,9 +207,6 @@ class TextTower:
             if self._lengths([piece])[0] <= most:
                 return piece
         return ""
-
-    def _too_long(self, lengths: Sequence[int], truncate: bool) -> Refused | None:
-        return None if truncate else too_long(lengths, self._encoder.max_tokens)
 
     def _bare(self, row: Sequence[int]) -> list[int]:
         """A row without special tokens at its ends."""
@@ -304,10 +295,10 @@ def _is_table_for_both(folder: Path) -> bool:
     return modules[0].name in published_model.TABLES
 
 
-def folder_of(location: Location, role: Role) -> Path:
-    """The local folder of one side of an artifact, or the folder itself where it is none."""
+def folder_of(location: Location, part: str) -> Path:
+    """The local folder of a part of an artifact, such as one side, or the folder itself where it is none."""
     uri, kind = location
-    return Path(uri) if kind == FOLDER else open_artifact(uri, kind=kind).directory(role)
+    return Path(uri) if kind == FOLDER else open_artifact(uri, kind=kind).directory(part)
 
 
 def sides(folder: Path) -> dict[Role, Path]:

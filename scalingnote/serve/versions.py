@@ -27,19 +27,25 @@ from scalingnote.index.live import versions
 from scalingnote.index.shard import IndexLayout
 from scalingnote.search.live_searcher import Delta
 from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import Candidates, concatenate
+from scalingnote.search.searcher import concatenate
 from scalingnote.serve.access import conflict, unavailable
 from scalingnote.serve.catalog import Catalog, Version
-from scalingnote.serve.concurrency import Handle, ThreadBatcher, broadcast, gather_in_time, run_periodically
+from scalingnote.serve.concurrency import (
+    Batcher,
+    Handle,
+    WorkerThread,
+    broadcast,
+    gather_in_time,
+    run_periodically,
+)
 from scalingnote.serve.document_stores import DocumentStores
+from scalingnote.serve.fan_out import MAX_SEARCHED, Answer, SearchCall, search_batch
 from scalingnote.serve.live_catalog import LiveCatalog
-from scalingnote.serve.search_batches import MAX_SEARCHED, SearchCall, search_batch
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 
 OPEN_TIMEOUT_S = 600.0  # for all searchers to open a version; the catalog does not list it before
 LIVE_REFRESH_S = 0.1  # between two reads of the writes to a live index
-Answer = Candidates | Refused
 log = get_logger()
 
 
@@ -190,7 +196,9 @@ class Deltas:
     def __init__(self, catalog: LiveCatalog, *, group: int) -> None:
         self._catalog, self._group = catalog, group
         self._deltas: dict[str, Delta] = {}  # by the name of the version
-        self._batcher: ThreadBatcher[SearchCall, Answer] = ThreadBatcher(search_batch, max_batch=MAX_SEARCHED)
+        self._batcher: Batcher[SearchCall, Answer] = Batcher(
+            search_batch, max_batch=MAX_SEARCHED, thread=WorkerThread("delta")
+        )
         self._following: asyncio.Task[None] | None = None
         self.is_readable = True  # whether the last read of the log succeeded
 

@@ -24,10 +24,9 @@ from scalingnote.index.live import versions, wal
 from scalingnote.index.live.live_index import LiveIndex
 from scalingnote.index.live.writes import Delete, kept_writes, overridden
 from scalingnote.run.ingest import IndexRows
-from scalingnote.serve.concurrency import Handle, for_reading
+from scalingnote.serve.concurrency import Handle, WorkerThread, for_reading
 from scalingnote.serve.live_catalog import LiveCatalog
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage.schema import document_of
 
 FILL_AGAIN_S = 5.0  # after an error

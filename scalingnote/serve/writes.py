@@ -21,12 +21,11 @@ from scalingnote.run.ingest import DocumentFlow, IndexRows, index_rows
 from scalingnote.run.service_config import ENCODING_DEADLINE_S
 from scalingnote.serve import messages
 from scalingnote.serve.access import conflict, unavailable
-from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, gather_in_time
+from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, WorkerThread, gather_in_time
 from scalingnote.serve.deployed import Deployed
 from scalingnote.serve.live_catalog import DocumentPathParts, LiveCatalog
 from scalingnote.serve.towers import HEALTH_TEXT, require_finite
 from scalingnote.serve.versions import Versions
-from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.serve.writer import Outcome
 from scalingnote.storage.artifact import open_artifact
 

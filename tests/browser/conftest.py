@@ -1,9 +1,16 @@
 """One browser, page and server for each file of tests, as good as new for each test."""
 
 import shutil
+import warnings
 from collections.abc import Iterator
 
 import pytest
+
+with warnings.catch_warnings():
+    # Ray declares fields in a way that pydantic deprecates, and warnings are errors here.
+    warnings.simplefilter("ignore")
+    import ray.serve  # noqa: F401
+
 from page_corpus import DOCUMENTS
 from playwright.sync_api import Page, expect, sync_playwright
 from served_page import Served, Switches, running
@@ -48,7 +55,7 @@ def window(server: Served) -> Iterator[Page]:
 @pytest.fixture
 def served(server: Served) -> Served:
     """The server, doing everything right."""
-    server.app.switches = Switches()
+    server.switches = Switches()
     return server
 
 

@@ -1,37 +1,33 @@
-"""The page and its API on a free port, over a small index, with switches for what may go wrong."""
+"""The real API and its page on a free port, over a small index, with switches for what may go wrong."""
 
 import asyncio
+import json
 import socket
 import threading
-import time
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import uvicorn
-from small_index import SmallIndex
-from starlette.applications import Starlette
+from small_index import SmallIndex, TowerFunction
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import scalingnote.serve
-from scalingnote.core.errors import SearchError
-from scalingnote.search.searcher import SearchHit
+from scalingnote.index import filters
+from scalingnote.run.service_config import Limits, ServeConfig
+from scalingnote.search.query_path import Query
+from scalingnote.search.searcher import Candidates, Searcher, candidate_places
+from scalingnote.serve import api
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.deployed import Deployed, ServedArm
+from scalingnote.serve.service import Service
+from scalingnote.serve.versions import Catalog, Version, VersionContent
 
-PAGE = Path(scalingnote.serve.__file__).parent / "page"
-# Everything the page is made of comes from its own server, and no text becomes markup.
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
-)
-MAX_QUERY_CHARS, MAX_K, FEW_VALUES = 200, 40, 50
-INDEX_VERSION = "3f0c9a1be27d"
+MAX_QUERY_CHARS = 200
+NOT_SERVED = ("dense_weight", "rerank", "user_id")  # what /info may offer by a switch
 
 
 @dataclass
@@ -58,171 +54,106 @@ class Switches:
     slow: dict[str, float] = field(default_factory=dict)  # query, or /info -> seconds
     silent_shards: int = 0
     api_key: str | None = None
-    arms: tuple[str, ...] = ("words", "trigrams")
     info: dict[str, Any] = field(default_factory=dict)  # laid over what /info says
     requests: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
 class Served:
-    """A server that runs: where, and its switches."""
+    """A server that runs: where, its index, and its switches."""
 
-    url: str
-    app: "App"
-
-    @property
-    def switches(self) -> Switches:
-        return self.app.switches
-
-
-class App:
-    """The routes."""
-
-    def __init__(self, index: SmallIndex) -> None:
-        self.index, self.switches = index, Switches()
-        self.asgi = Starlette(
-            routes=[
-                Route("/", self.page),
-                Mount("/page", StaticFiles(directory=PAGE)),
-                Route("/info", self.info),
-                Route("/search", self.search, methods=["POST"]),
-                Route("/similar", self.similar, methods=["POST"]),
-                Route("/documents/{doc_id:path}", self.document),
-            ]
+    def __init__(self, index: SmallIndex, port: int) -> None:
+        self.index, self.switches, self.url = index, Switches(), f"http://127.0.0.1:{port}"
+        version = Version("3f0c9a1be27d", "nowhere", len(index.searcher), index.searcher.dim, "")
+        arms = [ServedArm(n, LocalHandle(Encoder(t)), n, False) for n, t in index.towers.items()]
+        groups = [LocalHandle(Group(self, number)) for number in range(len(index.shards))]
+        config = ServeConfig(
+            deadline_s=60,
+            limits=Limits(max_k=40, max_query_chars=MAX_QUERY_CHARS),
+            split={"arms": [{"name": arm.name, "share": arm is arms[0]} for arm in arms]},
+            allow_unauthenticated=True,
         )
+        self.service = Service(Deployed(arms, Catalog(version), groups), config)
+        described = self.service.info
+        self.service.info = lambda: described().model_dump() | self.switches.info  # type: ignore[method-assign, assignment, return-value]
+        self.asgi = api.build(self.service, config)
+        self.asgi.entry = self.switched(self.asgi.entry)  # type: ignore[attr-defined]
 
-    def page(self, _: Request) -> Response:
-        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
+    def switched(self, app: ASGIApp) -> ASGIApp:
+        """The application behind the switches."""
 
-    def info(self, request: Request) -> Response:
-        time.sleep(self.switches.slow.get("/info", 0.0))
-        if refused := self._refused(request):
-            return refused.response()
-        searcher, fields = self.index.searcher, self.index.searcher.fields
-        kinds = {f.name: _kind(f.type) for f in fields}
-        facets = {name: self._facet(name) for name, kind in kinds.items() if kind == "text"}
-        found = {
-            "name": "ScalingNote",
-            "version": "0.1.0",
-            "documents": len(searcher),
-            "dim": searcher.dim,
-            "index_version": INDEX_VERSION,
-            "shards": len(searcher.shards),
-            "arms": [{"name": n, "tower": n, "personalised": False} for n in self.switches.arms],
-            "fields": kinds,
-            "facets": {name: values for name, values in facets.items() if values},
-            "sparse": False,
-            "rerank": False,
-            "live": False,
-            "max_k": MAX_K,
-            "max_query_chars": MAX_QUERY_CHARS,
-        }
-        return JSONResponse(found | self.switches.info)
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            path, switches = scope.get("path"), self.switches
+            if path not in ("/info", "/search", "/similar"):
+                await app(scope, receive, send)
+                return
+            request = Request(scope, receive)
+            body = json.loads(await request.body() or "{}")
+            await asyncio.sleep(switches.slow.get(body.get("query", path), 0.0))
+            answering = app
+            if switches.api_key and request.headers.get("authorization") != f"Bearer {switches.api_key}":
+                answering = Failing(401, "unauthorized", "this key is not known here: ask for one").response()
+            elif "query" in body and switches.failures:
+                answering = switches.failures.popleft().response()
+            if body:
+                switches.requests.append(body)
+            sent = json.dumps({name: value for name, value in body.items() if name not in NOT_SERVED})
 
-    async def search(self, request: Request) -> Response:
-        body = await request.json()
-        self.switches.requests.append(body)
-        if refused := self._refused(request):
-            return refused.response()
-        if "query" in body:
-            await asyncio.sleep(self.switches.slow.get(body["query"], 0.0))
-            if self.switches.failures:
-                return self.switches.failures.popleft().response()
-            if len(body["query"]) > MAX_QUERY_CHARS:
-                message = f"query has {len(body['query'])} characters: send up to {MAX_QUERY_CHARS}"
-                return Failing(422, "invalid", message, "query").response()
-        arm = body.get("arm") or self.switches.arms[0]
-        if arm not in self.switches.arms:
-            return Failing(422, "invalid", f"no arm is called {arm!r}", "arm").response()
-        start = time.perf_counter()
-        tower = self.index.towers[arm]
-        embedding = np.array(body["vector"], np.float32) if "vector" in body else tower(body["query"])
-        encoded = time.perf_counter()
-        return self._answer(body, arm, embedding, encode=1000 * (encoded - start))
+            async def receive_again() -> Message:
+                return {"type": "http.request", "body": sent.encode()}
 
-    async def similar(self, request: Request) -> Response:
-        body = await request.json()
-        self.switches.requests.append(body)
-        document = self.index.searcher.get(body["doc_id"])
-        if document is None:
-            return _absent(body["doc_id"])
-        text = f"{document['title']} {document['snippet']}"
-        both = np.sum([tower(text) for tower in self.index.towers.values()], axis=0)
-        return self._answer(body, self.switches.arms[0], both, left_out=body["doc_id"])
+            await answering(scope, receive_again, send)
 
-    def document(self, request: Request) -> Response:
-        wanted = request.path_params["doc_id"]
-        found = self.index.searcher.get(wanted)
-        return _absent(wanted) if found is None else JSONResponse(found)
-
-    def _answer(
-        self,
-        body: Mapping[str, Any],
-        arm: str,
-        embedding: np.ndarray,
-        *,
-        encode: float = 0.0,
-        left_out: str | None = None,
-    ) -> Response:
-        searcher, start = self.index.searcher, time.perf_counter()
-        k = body.get("k", 10)
-        try:
-            found = searcher.search(embedding[None], k=k + 1, where=body.get("filter"))[0]
-        except SearchError as error:
-            return Failing(422, "invalid", str(error), "filter").response()
-        answering = len(searcher.shards) - self.switches.silent_shards
-        kept = [hit for hit in found if hit.doc_id != left_out and hit.shard < answering][:k]
-        search = 1000 * (time.perf_counter() - start)
-        return JSONResponse(
-            {
-                "request_id": "r-17",
-                "results": [self._result(hit) for hit in kept],
-                "arm": arm,
-                "index_version": INDEX_VERSION,
-                "personalised": False,
-                "shards": len(searcher.shards),
-                "shards_answered": answering,
-                "timings_ms": {"encode": encode, "search": search, "rerank": 0.0, "total": encode + search},
-            }
-        )
-
-    def _result(self, hit: SearchHit) -> dict[str, Any]:
-        explain = {"dense": hit.score, "sparse": None, "rerank": None, "shard": hit.shard}
-        return {**hit.document, "score": hit.score, "explain": explain}
-
-    def _refused(self, request: Request) -> Failing | None:
-        key = self.switches.api_key
-        if key is None or request.headers.get("authorization") == f"Bearer {key}":
-            return None
-        return Failing(401, "unauthorized", "this key is not known here: ask for one")
-
-    def _facet(self, name: str) -> list[dict[str, Any]]:
-        counts = Counter(value for table in self.index.documents for value in table[name].to_pylist())
-        return [{"value": value, "count": count} for value, count in counts.most_common(FEW_VALUES)]
+        return answer
 
 
-def _absent(doc_id: str) -> Response:
-    return Failing(404, "not_found", f"no document {doc_id!r} in this index").response()
+class Encoder:
+    """A query tower, as a gateway calls it."""
+
+    def __init__(self, tower: TowerFunction) -> None:
+        self._tower = tower
+
+    async def encode(self, query: str, user_id: str | None) -> Query:
+        return Query(self._tower(query)[None])
 
 
-def _kind(kind: Any) -> str:
-    return {"string": "text", "bool": "boolean"}.get(str(kind), "number")
+class Group:
+    """A searcher of one shard, as a gateway calls it; some shards may be silent."""
+
+    def __init__(self, served: Served, number: int) -> None:
+        self._served, self._number = served, number
+        self._searcher: Searcher = served.index.shards[number]
+
+    async def search(self, query: Query) -> Candidates:
+        if self._number >= len(self._served.index.shards) - self._served.switches.silent_shards:
+            raise OSError("the shard is gone")
+        (found,) = self._searcher.find(query.embedding, k=query.k, where=query.where)
+        places = candidate_places(found.ids.tolist())
+        read = [self._searcher.store.read(*place) for place in places]
+        return replace(found, documents=read, version=query.version)
+
+    async def describe(self, version: str) -> VersionContent:
+        own, documents = self._searcher, self._searcher.documents()
+        facets = filters.facets(documents, own.fields, most=50)
+        return VersionContent(own.layout, 1, len(own), own.fields, facets)
+
+    async def vector(self, version: str, doc_id: str) -> Any:
+        found = self._searcher.vector(doc_id)
+        return [] if found is None else found[None]
+
+    async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
+        found = self._searcher.get(doc_id)
+        return [] if found is None else [found]
 
 
 @contextmanager
 def running(index: SmallIndex) -> Iterator[Served]:
     """A server in a thread of its own."""
-    app = App(index)
-    listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app.asgi, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", app)
-    finally:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        served = Served(index, listening.getsockname()[1])
+        config = uvicorn.Config(served.asgi, log_level="error", ws="none", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        yield served  # what connects before it is up waits
         server.should_exit = True
         thread.join(timeout=10)
-        listening.close()

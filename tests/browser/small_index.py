@@ -23,6 +23,7 @@ from scalingnote.search.searcher import Searcher
 from scalingnote.storage.arrow import l2_normalize
 
 Features = Callable[[str], Iterator[str]]
+TowerFunction = Callable[[str], np.ndarray]  # text to an embedding of the index's dimension
 WORD = re.compile(r"[^\W\u4e00-\u9fff]+|[\u4e00-\u9fff]")  # a Chinese character is a word
 
 
@@ -38,11 +39,11 @@ def trigrams(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class SmallIndex:
-    """A searcher, the documents of its shards, and the query towers that may ask it."""
+    """A searcher, one of each shard alone, and the query towers that may ask them."""
 
     searcher: Searcher
-    documents: Sequence[pa.Table]
-    towers: Mapping[str, Callable[[str], np.ndarray]]  # name -> text to an embedding of the index's dim
+    shards: Sequence[Searcher]
+    towers: Mapping[str, TowerFunction]  # by their names
 
 
 def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: int, shards: int) -> SmallIndex:
@@ -56,12 +57,11 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
     }
     shared = families.train(matrix, Flat(), nlist=1, seed=0)
     bounds = [len(rows) * number // shards for number in range(shards + 1)]
-    tables, opened = [], []
+    opened = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
         lists = ivf.empty(shared)
         ivf.add(lists, matrix[start:stop])
-        tables.append(_table(rows[start:stop], fields))
-        opened.append(shard.Shard(number, lists, tables[-1]))
+        opened.append(shard.Shard(number, lists, _table(rows[start:stop], fields)))
     layout = shard.IndexLayout(
         dim=2 * width,
         documents=len(rows),
@@ -74,9 +74,9 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
         recall=None,
         filters=("topic", *fields),
     )
-    searcher = Searcher(layout, opened)
+    searcher = Searcher(layout, opened, mapped=True)
     searcher.search(matrix[:1], k=1)  # compiles: on a slow machine for longer than a page is waited for
-    return SmallIndex(searcher, tables, towers)
+    return SmallIndex(searcher, [Searcher(layout, [each], mapped=True) for each in opened], towers)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> pa.Table:

@@ -235,7 +235,6 @@ def test_a_partial_answer_says_so(page: Page, served: Served) -> None:
 
 
 def test_one_column_may_fail(page: Page, served: Served) -> None:
-    served.switches.arms = ("words", "trigrams")
     page.route(
         "**/search",
         lambda route: (
@@ -252,8 +251,8 @@ def test_one_column_may_fail(page: Page, served: Served) -> None:
 
 
 def test_what_a_server_does_not_offer_is_not_there(page: Page, served: Served) -> None:
-    served.switches.arms = ("words",)
-    served.switches.info = {"fields": {}, "facets": {}}
+    arms = [{"name": "words", "tower": "words", "personalised": False}]
+    served.switches.info = {"arms": arms, "fields": {}, "facets": {}}
     page.goto("/?q=stars&compare=words&compare=trigrams")
     found(page)
     for name in ("Filters", "Compare"):

@@ -21,7 +21,7 @@ def titles(within: Page | Locator) -> list[str]:
 
 def best(served: Served, query: str, *, tower: str = "words", k: int = 10, where: Any = None) -> list[str]:
     """Titles as the searcher itself finds them."""
-    index = served.app.index
+    index = served.index
     hits = index.searcher.search(index.towers[tower](query)[None], k=k, where=where)[0]
     return [hit.document["title"] for hit in hits]
 
@@ -151,7 +151,6 @@ def test_two_query_towers_side_by_side(page: Page, served: Served) -> None:
 
 def ways(served: Served) -> None:
     """One tower, a table, over documents that have terms: as `scalingnote serve` has it by default."""
-    served.switches.arms = ("words",)
     arm = {"name": "words", "tower": "lookup", "personalised": False}
     served.switches.info = {"arms": [arm], "sparse": True}
 

@@ -78,17 +78,6 @@ def test_a_pipeline_is_written_and_read_with_the_name_of_its_key(number, monkeyp
     assert type(made).from_dict(made.to_dict()).to_dict() == made.to_dict()
 
 
-def test_a_component_within_another_is_written_too():
-    from haystack import Pipeline
-    from haystack.components.retrievers import MultiQueryTextRetriever
-
-    pipeline = Pipeline()
-    pipeline.add_component("many", MultiQueryTextRetriever(retriever=haystack_components(None)[2]))
-    again = Pipeline.loads(pipeline.dumps(), allowed_modules=["scalingnote.*"])
-    retriever = again.get_component("many").retriever
-    assert (retriever.url, retriever.top_k, retriever.api_key) == (URL, 3, None)
-
-
 def test_a_key_given_as_a_token_is_not_written():
     from haystack.utils import Secret
 
@@ -233,26 +222,6 @@ def test_langchain_gets_the_key_from_its_secrets(number, monkeypatch):
     again = load(text, made, secrets_map={VARIABLE: KEY})
     assert dumps(again) == text
     assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
-
-
-def test_a_chain_of_langchain_is_written_with_the_retriever():
-    from langchain_core.load import dumps, loads
-    from langchain_core.runnables import RunnableParallel, RunnableSequence
-
-    from scalingnote.integrations.langchain import ScalingNoteRetriever
-
-    retriever = langchain_classes()[1]
-    text = dumps(RunnableParallel(found=retriever))
-    assert KEY not in text
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = loads(
-            text,
-            allowed_objects=[RunnableParallel, RunnableSequence, ScalingNoteRetriever],
-            valid_namespaces=["scalingnote"],
-            secrets_map={VARIABLE: KEY},
-        )
-    assert again.steps__["found"] == retriever
 
 
 def test_copies_with_other_arguments_call_the_other_server(calls):

@@ -44,6 +44,15 @@ class Client:
         self._loop.close()
 
 
+class Reranker:
+    """A cross-encoder that prefers short texts."""
+
+    async def logits(self, query: str, texts: list[str], **_: Any) -> list[float]:
+        return [float(len(query) - len(text)) for text in texts]
+
+    score = logits
+
+
 def service(
     index: Artifact,
     query_tower: Artifact,

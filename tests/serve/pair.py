@@ -44,12 +44,19 @@ def table(uri: str, *, seed: int = 0) -> Artifact:
     return _saved(uri, lookup.build(LookupConfig(), dim=DIM, tokenizer_json=_learnt(), seed=seed))
 
 
+def document_tower(uri: str) -> Artifact:
+    made = dual_encoder.build_tower(
+        tiny.document_tower(), role="document", dim=DIM, tokenizer_json=_learnt(), seed=3
+    )
+    return _saved(uri, made, kind="dual_encoder", side="document")
+
+
 def _learnt() -> str:
     texts = [row["content"] for row in tiny.document_rows()]
     return train_tokenizer(texts, vocabulary=tiny.CAUSAL.vocabulary)
 
 
-def _saved(uri: str, made: Any) -> Artifact:
-    draft = Draft(uri, kind="student", config=tiny.Nothing(), parents={})
-    made.save(Path(draft.path("query")))
+def _saved(uri: str, made: Any, *, kind: str = "student", side: str = "query") -> Artifact:
+    draft = Draft(uri, kind=kind, config=tiny.Nothing(), parents={})
+    made.save(Path(draft.path(side)))
     return draft.commit(counts={})

@@ -1,17 +1,14 @@
 """A service of an index in a bucket: each searcher maps the documents of its shards, a gateway none."""
 
-import json
 import logging
-import socket
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from pair import table
 from ray import serve
+from real_server import call, free_port
 
 from scalingnote.index.shard import DocumentStore, documents_file
 from scalingnote.run.service_config import AppArgs
@@ -45,10 +42,8 @@ def url(
     for file in Path(index.uri).rglob("*"):
         if file.is_file():
             fs.write_bytes(f"{bucket}/index/{file.relative_to(index.uri)}", file.read_bytes())
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     knobs = {
-        "port": port,
+        "port": free_port(),
         "deadline_s": 60,
         "shards_per_searcher": 1,
         "deployments": {"searcher": {"num_replicas": 1}, "encoder": {"num_replicas": 0}},
@@ -73,20 +68,13 @@ def mapped_documents() -> dict[str, set[int]]:
     return found
 
 
-def call(url: str, path: str, **body: Any) -> Any:
-    sent = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url + path, sent, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
-
-
 def test_answers_have_the_documents_that_their_searchers_hold(url: str, index: Artifact):
-    answer = call(url, "/search", query="bakoli menura", k=20, explain=True)
+    _, answer = call(url, "/search", query="bakoli menura", k=20, explain=True)
     assert (answer["degraded"], len(answer["results"])) == ([], 20)
     assert {hit["explain"]["shard"] for hit in answer["results"]} == {0, 1}
     store = DocumentStore.open(index)
     for hit in answer["results"]:
         assert {name: hit[name] for name in TEXTS} == {name: store.get(hit["doc_id"])[name] for name in TEXTS}
-    assert call(url, "/documents/d7") == store.get("d7")
-    assert call(url, "/healthz")["status"] == "ok"
+    assert call(url, "/documents/d7") == (200, store.get("d7"))
+    assert call(url, "/healthz")[1]["status"] == "ok"
     assert mapped_documents() == {"Gateway": set(), "IndexSearcher-000": {0}, "IndexSearcher-001": {1}}

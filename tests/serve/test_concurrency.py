@@ -8,7 +8,7 @@ import time
 import pytest
 
 from scalingnote.serve import concurrency
-from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time
+from scalingnote.serve.concurrency import Batcher, WorkerThread, gather_in_time
 
 
 def test_calls_during_a_batch_form_the_next_one():
@@ -22,50 +22,18 @@ def test_calls_during_a_batch_form_the_next_one():
         return [10 * each for each in batch]
 
     async def crowd():
-        batcher = ThreadBatcher(work, max_batch=3)
+        batcher = Batcher(work, max_batch=3, thread=WorkerThread("work"))
         first = asyncio.create_task(batcher(0))
         await asyncio.to_thread(begun.wait, 10)
+        gone = asyncio.create_task(batcher(9))
         others = [asyncio.create_task(batcher(number)) for number in range(1, 6)]
         await asyncio.sleep(0)
-        assert len(batcher._waiting) == 5
+        gone.cancel()  # it is left out of its batch
         go_on.set()
         return await asyncio.gather(first, *others)
 
     assert asyncio.run(crowd()) == [0, 10, 20, 30, 40, 50]
     assert batches == [[0], [1, 2, 3], [4, 5]]
-
-
-def test_a_cancelled_call_is_left_out_of_its_batch():
-    seen: list[int] = []
-    begun, go_on = threading.Event(), threading.Event()
-
-    def work(batch):
-        seen.extend(batch)
-        begun.set()
-        go_on.wait(10)
-        return list(batch)
-
-    async def impatient():
-        batcher = ThreadBatcher(work, max_batch=8)
-        first = asyncio.create_task(batcher(0))
-        await asyncio.to_thread(begun.wait, 10)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(batcher(1), 0.01)
-        last = asyncio.create_task(batcher(2))
-        await asyncio.sleep(0)
-        go_on.set()
-        return await asyncio.gather(first, last)
-
-    assert asyncio.run(impatient()) == [0, 2]
-    assert seen == [0, 2]
-
-
-def test_other_work_takes_its_turn_between_batches():
-    async def main():
-        batcher = ThreadBatcher(lambda batch: list(batch), max_batch=8)
-        return await asyncio.gather(batcher(1), batcher.run_between_batches(lambda: "between"), batcher(2))
-
-    assert asyncio.run(main()) == [1, "between", 2]
 
 
 def test_a_loop_batcher_works_in_the_event_loop():
@@ -77,7 +45,7 @@ def test_a_loop_batcher_works_in_the_event_loop():
         return [ValueError(each) if each == 3 else 10 * each for each in batch]
 
     async def crowd():
-        at_once = LoopBatcher(work, max_batch=3)
+        at_once = Batcher(work, max_batch=3)
         gone = asyncio.create_task(at_once(9))
         tasks = [asyncio.create_task(at_once(number)) for number in range(5)]
         await asyncio.sleep(0)
@@ -93,15 +61,15 @@ def test_a_loop_batcher_works_in_the_event_loop():
     assert max(map(len, batches)) <= 3
 
 
-@pytest.mark.parametrize("batcher", [ThreadBatcher, LoopBatcher])
-def test_an_error_of_one_call_or_of_the_whole_batch(batcher):
+@pytest.mark.parametrize("thread", [None, WorkerThread("work")])
+def test_an_error_of_one_call_or_of_the_whole_batch(thread):
     def work(batch):
         if "all" in batch:
             raise OSError("the disk is gone")
         return [ValueError(each) if each == "bad" else each for each in batch]
 
     async def call(*values):
-        each = batcher(work, max_batch=8)
+        each = Batcher(work, max_batch=8, thread=thread)
         return await asyncio.gather(*map(each, values), return_exceptions=True)
 
     first, good, bad = asyncio.run(call("x", "good", "bad"))
@@ -132,8 +100,8 @@ def test_a_slow_or_failing_call_costs_the_others_nothing():
             await asyncio.gather(answer(6), fail())
         return await answer(6)
 
-    double = LoopBatcher(lambda values: [2 * value for value in values], max_batch=8)
-    fail_all = LoopBatcher(lambda values: [OSError("the disk is gone") for _ in values], max_batch=8)
+    double = Batcher(lambda values: [2 * value for value in values], max_batch=8)
+    fail_all = Batcher(lambda values: [OSError("the disk is gone") for _ in values], max_batch=8)
     stuck = [answer(n, after_s=600) for n in range(50)]  # ten seconds, were the deadlines added up
     calls = [answer(1, after_s=0.05), answer(2), fail(), answer(4), answer_at_once(), answer_late()]
     calls += [double(4), fail_all(0), *stuck]

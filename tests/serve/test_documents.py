@@ -261,7 +261,7 @@ def test_a_searcher_that_cannot_read_documents_tries_again_after_a_while(monkeyp
         raise OSError("the bucket is away")
 
     opened._documents_closed_until = 0.0
-    opened._require = lambda _: asyncio.sleep(0, ("v", SimpleNamespace()))
+    opened._require = lambda _: asyncio.sleep(0, SimpleNamespace())  # type: ignore[assignment, return-value]
     monkeypatch.setattr(index_searcher, "_documents", fail)
     for _ in range(2):
         assert isinstance(asyncio.run(opened.documents("v", [1])), Refused)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gateway_here import Client
+from gateway_here import Client, Reranker
 from numpy import ndarray
 from sentence_transformers import SentenceTransformer
 from torch import nn
@@ -59,13 +59,6 @@ def router(path: Path) -> Path:
     made.save(path / "query")
     write_router(path / "query", path / "document", path / NAME)
     return path / NAME
-
-
-class Reranker:
-    """Prefers short texts."""
-
-    async def logits(self, query: str, texts: list[str], **_: Any) -> list[float]:
-        return [float(len(query) - len(text)) for text in texts]
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from pair import table
 from scalingnote.core.errors import ArtifactError, DatabaseError, SearchError
 from scalingnote.index.config import LiveConfig
 from scalingnote.search.query_path import Query
-from scalingnote.serve import app, worker_thread
+from scalingnote.serve import app, concurrency
 from scalingnote.serve.catalog import Catalog, Version
+from scalingnote.serve.concurrency import WorkerThread
 from scalingnote.serve.encoders import ArmEncoder, QueryPathParts, Reranker
 from scalingnote.serve.index_searcher import IndexSearcher
 from scalingnote.serve.live_catalog import LiveCatalog, LivePair
-from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.serve.writer import Writer
 from scalingnote.storage.artifact import Artifact
 
@@ -27,7 +27,7 @@ SHORT_S = 0.05  # a limit for calls that never end
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """What a thread waits for that hangs; it is released in the end."""
-    monkeypatch.setattr(worker_thread, "PROBE_WAIT_S", 2 * SHORT_S)
+    monkeypatch.setattr(concurrency, "PROBE_WAIT_S", 2 * SHORT_S)
     event = threading.Event()
     yield event
     event.set()
@@ -77,7 +77,23 @@ def test_a_thread_with_much_work_is_well_and_gets_no_more(hanging):
     assert probed
 
 
-def test_a_searcher_that_finds_nothing_any_more_or_hangs_is_ill(searcher, hanging, monkeypatch):
+def test_a_searcher_searches_every_version_that_it_holds(searcher: IndexSearcher, monkeypatch):
+    (held,) = searcher._held.values()
+    calls: list[tuple[str, Any]] = []
+    find = held.find
+
+    def count(embeddings: np.ndarray, *given: Any, **options: Any) -> Any:
+        calls.append((threading.current_thread().name, embeddings.shape))
+        return find(embeddings, *given, **options)
+
+    monkeypatch.setattr(held, "find", count)
+    asyncio.run(searcher.check_health())
+    assert calls == [("searches_0", (1, held.dim))]
+
+
+def test_a_searcher_that_finds_nothing_any_more_or_hangs_is_ill(
+    searcher: IndexSearcher, hanging: threading.Event, monkeypatch
+):
     (held,) = searcher._held.values()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -87,7 +103,7 @@ def test_a_searcher_that_finds_nothing_any_more_or_hangs_is_ill(searcher, hangin
     with pytest.raises(SearchError, match="gone"):
         asyncio.run(searcher.check_health())
     monkeypatch.setattr(held, "find", lambda *_, **__: hanging.wait())
-    searcher._in_thread.thread = WorkerThread("searches", limit_s=SHORT_S)
+    searcher._thread = WorkerThread("searches", limit_s=SHORT_S)
     with pytest.raises(TimeoutError, match="hangs"):
         asyncio.run(searcher.check_health())
 
@@ -104,7 +120,7 @@ def test_a_database_that_is_away_is_no_fault_of_its_searcher(searcher, monkeypat
 
 def test_an_exact_search_may_take_long(searcher, hanging, monkeypatch):
     (held,) = searcher._held.values()
-    searcher._in_thread.thread = WorkerThread("searches", limit_s=0.0)
+    searcher._thread = WorkerThread("searches", limit_s=0.0)
     running = threading.Event()
 
     def scan(*_: Any, **__: Any) -> list[Any]:

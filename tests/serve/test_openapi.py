@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import schemathesis
-from gateway_here import Client, service
+from gateway_here import Client, Reranker, service
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pair import DIM
@@ -74,16 +74,6 @@ class Writer:
 
     async def compact(self) -> None:
         return None
-
-
-class Reranker:
-    """Prefers short texts."""
-
-    async def score(self, query: str, texts: list[str]) -> list[float]:
-        return [float(-len(text)) for text in texts]
-
-    async def logits(self, query: str, texts: list[str], **_: Any) -> list[float]:
-        return await self.score(query, texts)
 
 
 @pytest.fixture(scope="module")

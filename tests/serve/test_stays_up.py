@@ -1,13 +1,9 @@
 """A real service whose settings change and whose searcher dies while requests are answered: none is lost."""
 
-import json
 import os
 import signal
-import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,14 +17,14 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ServeDeploySchema
+from real_server import call, free_port
 from starlette.requests import Request
 
 from scalingnote.core import ray_internals
 from scalingnote.serve import launch
 from scalingnote.serve.catalog import Catalog, Version
-from scalingnote.serve.concurrency import REPLICA_LOST, for_reading
+from scalingnote.serve.concurrency import REPLICA_LOST, WorkerThread, for_reading
 from scalingnote.serve.index_searcher import IndexSearcher
-from scalingnote.serve.worker_thread import WorkerThread
 from scalingnote.storage.artifact import Artifact
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # of a busy machine
@@ -49,8 +45,7 @@ Deploy = Callable[[dict[str, Any]], None]
 @pytest.fixture(scope="module")
 def served(cluster: None, index: Artifact, query_tower: Artifact) -> Iterator[tuple[str, Deploy]]:
     """The URL of two gateways before two searchers, and `serve deploy` of its file with other settings."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     two, knobs = {"num_replicas": 2}, {"deadline_s": 60, "limits": {"burst": 7}}
     knobs |= {"port": port, "deployments": {"gateway": two, "searcher": two, "encoder": {"num_replicas": 0}}}
@@ -71,19 +66,6 @@ def served(cluster: None, index: Artifact, query_tower: Artifact) -> Iterator[tu
     yield url, deploy
     serve.delete(launch.APPLICATION_NAME)
     serve.shutdown()
-
-
-def call(url: str, path: str, **body: Any) -> tuple[int, Any]:
-    """Status and answer; 0 where the connection broke."""
-    sent = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url + path, sent, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        return refused.code, None
-    except OSError:
-        return 0, None
 
 
 def search(url: str, k: int) -> tuple[int, Any]:
@@ -211,8 +193,8 @@ def test_what_a_replica_took_before_it_died_is_read_from_another_one(
 def test_a_searcher_whose_thread_hangs_is_replaced(served: tuple[str, Deploy], index: Artifact):
     class Hanging(IndexSearcher):
         async def hang(self) -> None:
-            self._in_thread.thread = WorkerThread("searches", limit_s=0.5)
-            self._in_thread.thread.submit(threading.Event().wait)
+            self._thread = WorkerThread("searches", limit_s=0.5)
+            self._thread.submit(threading.Event().wait)
 
         async def process(self) -> int:
             return os.getpid()

@@ -180,16 +180,16 @@ def test_a_whole_answer_is_not_given_up_for_a_partial_one(
     config = ServeConfig(deadline_s=60, escalation=Escalation(share=1.0, deadline_ms=1000))
     made = service(index, query_tower, config, groups=2, teacher=failing)
     asyncio.run(made.versions.start())
-    search, calls = made._fan_out.search, 0
+    find, calls = made._find, 0
 
     async def lose_a_group(query: Query, left_s: float) -> Any:
         nonlocal calls
         calls += 1
-        found = await search(query, left_s)
+        found = await find(query, left_s)
         assert isinstance(found, Candidates)
         return found if calls == 1 else replace(found, searched=1, missing=(1,))
 
-    made._fan_out.search = lose_a_group  # type: ignore[method-assign]
+    made._find = lose_a_group
     answer = asyncio.run(made.search(SearchRequest(query=QUERIES[0], k=K), RequestRecord("r")))
     assert (answer["degraded"], answer["shards_answered"], answer["missing_groups"]) == (
         ["teacher_late"],

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
-from google.protobuf.struct_pb2 import Struct, Value
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
 from google.rpc import error_details_pb2, status_pb2
 from pydantic import BaseModel, ValidationError
 from ray.serve.grpc_util import RayServegRPCContext
@@ -55,7 +55,7 @@ MAX_BYTES = 1000  # clients accept about 8 KiB of metadata, which has the messag
 
 
 def _rpc(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., Awaitable[R]]], Any]:
-    """Make a gRPC method of one that takes a validated body.
+    """Make a gRPC method of one that takes a validated body: admitted, answered, and recorded.
 
     Args:
         path: of the same request over HTTP, for metrics and the access log.
@@ -66,11 +66,32 @@ def _rpc(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., A
     def decorator(handler: Callable[..., Awaitable[R]]) -> Any:
         # Without functools.wraps: Serve looks for `grpc_context` in the signature.
         async def method(self: "Servicer", request: Message, grpc_context: RayServegRPCContext) -> R:
-            async def answer(record: RequestRecord) -> R:
-                return await handler(self, validate_request(request, model), record)
-
-            response = await self._admit_and_answer(path, answer, request.ByteSize(), grpc_context)
-            return empty() if response is None else response  # type: ignore[no-any-return]  # protobuf
+            started, status = time.perf_counter(), 500
+            metadata = dict(grpc_context.invocation_metadata())
+            record = RequestRecord(request_id(_bytes(metadata, "x-request-id")))
+            trailing: list[Any] = [("x-request-id", record.request_id)]
+            response = empty()
+            with self._admission.count_request():
+                try:
+                    address, size = _address(grpc_context.peer()), request.ByteSize()
+                    self._admission.admit(_bytes(metadata, "authorization"), address, size=size)
+                    response = await handler(self, validate_request(request, model), record)
+                    status = 200
+                except Exception as error:
+                    refused = as_refused(error, record.request_id)
+                    status, record.refused = refused.status, refused.code
+                    details = status_of(refused, record.request_id)
+                    grpc_context.set_code(CODES[status])
+                    grpc_context.set_details(details.message)
+                    trailing.append((DETAILS, details.SerializeToString()))
+                except asyncio.CancelledError:
+                    status = CLIENT_CLOSED_REQUEST
+                    raise
+                finally:
+                    if self._on_done is not None:
+                        self._on_done(path, record, status, time.perf_counter() - started)
+            grpc_context.set_trailing_metadata(trailing)
+            return response  # type: ignore[no-any-return]  # protobuf
 
         method.__doc__, method.__name__ = handler.__doc__, handler.__name__
         return method
@@ -123,39 +144,6 @@ class Servicer(ScalingNoteServicer):
     async def Get(self, body: messages.GetRequest, _: RequestRecord) -> pb.IndexedDocument:  # noqa: N802
         """A document as the index shows it."""
         return pb.IndexedDocument(**_document(await self._service.document(body.doc_id)))
-
-    async def _admit_and_answer(
-        self,
-        path: str,
-        answer: Callable[[RequestRecord], Awaitable[R]],
-        size: int,
-        context: RayServegRPCContext,
-    ) -> R | None:
-        """The answer; None when the call is refused, and its context has the status."""
-        started, status = time.perf_counter(), 500
-        metadata = dict(context.invocation_metadata())
-        record = RequestRecord(request_id(_bytes(metadata, "x-request-id")))
-        trailing: list[Any] = [("x-request-id", record.request_id)]
-        response = None
-        with self._admission.count_request():
-            try:
-                self._admission.admit(_bytes(metadata, "authorization"), _address(context.peer()), size=size)
-                response, status = await answer(record), 200
-            except Exception as error:
-                refused = as_refused(error, record.request_id)
-                status, record.refused = refused.status, refused.code
-                details = status_of(refused, record.request_id)
-                context.set_code(CODES[status])
-                context.set_details(details.message)
-                trailing.append((DETAILS, details.SerializeToString()))
-            except asyncio.CancelledError:
-                status = CLIENT_CLOSED_REQUEST
-                raise
-            finally:
-                if self._on_done is not None:
-                    self._on_done(path, record, status, time.perf_counter() - started)
-        context.set_trailing_metadata(trailing)
-        return response
 
 
 def _bytes(metadata: dict[str, Any], name: str) -> bytes:
@@ -210,31 +198,23 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """A value as JSON would bring it: whole numbers are integers."""
     match value:
         case pb.Document():
             sent = _fields(value)
             return {**sent.pop("features", {}), **sent}
         case Struct():
             return {name: _plain(each) for name, each in value.fields.items()}
+        case ListValue():
+            return [_plain(each) for each in value.values]
         case Value():
-            return _of_value(value)
+            kind = value.WhichOneof("kind")
+            return None if kind in (None, "null_value") else _plain(getattr(value, kind))
+        case float() if value.is_integer() and abs(value) <= MAX_EXACT:
+            return int(value)
         case str() | bool() | int() | float():
             return value
     return [_plain(each) for each in value]
-
-
-def _of_value(value: Value) -> Any:
-    match value.WhichOneof("kind"):
-        case "null_value" | None:
-            return None
-        case "struct_value":
-            return _plain(value.struct_value)
-        case "list_value":
-            return [_of_value(each) for each in value.list_value.values]
-        case "number_value" if value.number_value.is_integer() and abs(value.number_value) <= MAX_EXACT:
-            return int(value.number_value)
-        case kind:
-            return getattr(value, kind)
 
 
 def _document(hit: Mapping[str, Any]) -> dict[str, Any]:
