@@ -115,7 +115,7 @@ def build(
     query_backbone = document_backbone = None
     may_share = share_base and not share_backbone and query_json == document_json
     if may_share and _have_one_base(query, document):
-        document_backbone, query_backbone = _shared_base(document, tokenizer_json=document_json, seed=seed)
+        query_backbone, document_backbone = _shared_base(document, tokenizer_json=document_json, seed=seed)
     # A pretrained tower draws its projection alone, which both must share to stay comparable.
     own_seed = document_seed if isinstance(document.backbone, Scratch) else None
     made = build_tower(
