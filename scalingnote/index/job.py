@@ -79,9 +79,9 @@ def run(
         ArtifactError: the parents do not belong together, or there is no embedding.
         ConfigError: the settings do not fit the corpus.
     """
-    given = {"dataset": dataset, "embeddings": embeddings, "semantic_ids": semantic_ids}
-    given |= {"student": student, "dual_encoder": dual_encoder, "bm25_terms": bm25_terms}
-    uris = {kind: uri for kind, uri in given.items() if uri is not None}
+    optional = {"student": student, "dual_encoder": dual_encoder, "bm25_terms": bm25_terms}
+    uris = {"dataset": dataset, "embeddings": embeddings, "semantic_ids": semantic_ids}
+    uris |= {kind: uri for kind, uri in optional.items() if uri is not None}
     parents = {kind: open_artifact(uri, kind=kind) for kind, uri in uris.items()}
     draft = Draft(output, kind="index", config=config, parents=parents)
     if draft.finished:
