@@ -92,24 +92,13 @@ def encode_documents(
     engines.check_installed(config)
     source, base = parents["dataset"], parents.get("base")
     counts = {} if base is None else compare_with_base(source, base, draft)
+    sizes = source.rows_of(source.names("documents/", ".parquet"))
+    rows = {embeddings_part(part): count for part, count in sizes.items()}
+    read = partial(read_documents, source=source, towers=towers, load_prompt=load_prompt)
+    read = partial(read, base=base, folder=draft.work("base"))
     load_encoder = load_encoder or engines.engine_loader(config)
-    records = write_parts(
-        partial(DocumentPartEncoder, config=config, towers=towers, load_encoder=load_encoder),
-        draft,
-        read=partial(
-            read_documents,
-            source=source,
-            towers=towers,
-            load_prompt=load_prompt,
-            base=base,
-            folder=draft.work("base"),
-        ),
-        rows={
-            embeddings_part(n): c for n, c in source.rows_of(source.names("documents/", ".parquet")).items()
-        },
-        resources=resources,
-        unit="documents",
-    )
+    encoder = partial(DocumentPartEncoder, config=config, towers=towers, load_encoder=load_encoder)
+    records = write_parts(encoder, draft, read=read, rows=rows, resources=resources, unit="documents")
     rejected = [row for record in records for row in record["rejected"] + _rejections_of_part(record, source)]
     counts |= write_rejected(draft, records, rejected)
     return draft.commit(counts=counts, encoding=totals(records), similarity=tower_similarity(towers))
@@ -222,7 +211,8 @@ class DocumentPartEncoder:
         """Embeddings of a part, with the copied ones in their rows."""
         (documents, rows, rejected), copies = part
         encoding = self._encoder.encode_with_cost(rows, top_k=self._config.top_k)
-        views, dtype = list(self._config.views), self._config.dtype
+        views: list[str] = list(self._config.views)
+        dtype = self._config.dtype
         columns = [documents["doc_id"], documents["content_hash"]]
         for view in views:
             matrix = encoding.embeddings[:, self._encoder.views.index(view)]

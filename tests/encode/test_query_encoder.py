@@ -193,7 +193,7 @@ class Counting:
         return np.array([[len(query), 0.5] for query in queries], np.float32)
 
 
-def test_a_cache_computes_what_it_does_not_hold_once_and_forgets_the_oldest():
+def test_a_cache_computes_once_and_forgets_the_oldest():
     encode = Counting()
     cache = QueryCache(encode, 3)
     np.testing.assert_array_equal(cache.encode(["a", "bb", "a"])[:, 0], [1, 2, 1])
