@@ -120,10 +120,9 @@ def word_scores(weights: BM25Weights, queries: Sequence[str]) -> SparseScores:
 
 def _word_matrix(part: PoolPart, *, weights: BM25Weights) -> Any:
     pieces = [csr_array((0, len(weights.idf)), dtype=np.float32)]
-    for found in weights.occurrences(part.texts()):
-        impacts = (weights.idf[found.words] * found.saturation).astype(np.float32)
-        shape = (found.texts, len(weights.idf))
-        pieces.append(csr_array((impacts, (found.rows, found.words)), shape=shape))
+    for found in weights.saturations(part.texts()):
+        impacts = (weights.idf[found.indices] * found.data).astype(np.float32)
+        pieces.append(csr_array((impacts, found.indices, found.indptr), shape=found.shape))
     return vstack(pieces, format="csr")
 
 
