@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from scalingnote.models.batch import collate
 from scalingnote.models.config import Scratch
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train import engine, strategies
+from scalingnote.train.data import MappedShares, Order, Store
 from scalingnote.train.engine import Engine, Objective, surrogate
-from scalingnote.train.objective import Triplets
+from scalingnote.train.objective import TripletBatches, Triplets
 
 DIM = 8
 Found = dict[str, Tensor]
@@ -54,6 +56,12 @@ def triplets(made: DualEncoder, rows: Sequence[int], *, of: int, packed: bool = 
         weights=(1 + own % 3) / 3,
         scores=scores,
     )
+
+
+def mapped_batches(store: str, order: Order, *, rank: int = 0, world: int = 1, **more: Any) -> TripletBatches:
+    """A rank's batches from a mapped store."""
+    opened = Store.open(store)
+    return TripletBatches(MappedShares(opened, order, rank, world), opened.facts, pads=(0, 0), **more)
 
 
 def gradients(module: nn.Module) -> Found:

@@ -5,6 +5,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from stages import mapped_batches
 
 import tiny
 from scalingnote.core.errors import DataError, TrainingError
@@ -15,7 +16,7 @@ from scalingnote.storage import shuffle as sliced
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.train import prepare as preparing
 from scalingnote.train.config import Batching, Losses, Schedule, TrainConfig
-from scalingnote.train.data import MappedShares, Order, Store
+from scalingnote.train.data import Order, Store
 from scalingnote.train.objective import TripletBatches
 from scalingnote.train.prepare import PreparedStore, prepare
 
@@ -82,13 +83,9 @@ def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Pre
     return store_of(tmp_path_factory.mktemp("prepared"), dataset, rows(), ANSWERS)
 
 
-def batches(
-    prepared: PreparedStore, *, rank: int = 0, world: int = 1, batching: Batching | None = None
-) -> TripletBatches:
+def batches(prepared: PreparedStore, *, batching: Batching | None = None, **rank: int) -> TripletBatches:
     order = Order(Schedule(global_batch=8, seed=2), prepared.sizes, batching)
-    store = Store.open(prepared.store)
-    shares = MappedShares(store, order, rank=rank, world=world)
-    return TripletBatches(shares, store.facts, pads=(0, 0))
+    return mapped_batches(prepared.store, order, **rank)
 
 
 def read(batch: batch.Batch) -> list[TokenRow]:

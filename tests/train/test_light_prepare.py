@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from stages import mapped_batches
 
 import light
 import tiny
@@ -16,7 +17,7 @@ from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.config import Losses, Schedule, Sparse, TrainConfig
-from scalingnote.train.data import MappedShares, Order, Store
+from scalingnote.train.data import Order, Store
 from scalingnote.train.job import build_stage_one
 from scalingnote.train.objective import TripletBatches
 from scalingnote.train.prepare import PreparedStore, prepare
@@ -46,9 +47,7 @@ def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Pre
 
 def batches(prepared: PreparedStore) -> TripletBatches:
     order = Order(Schedule(global_batch=24), prepared.sizes)
-    store = Store.open(prepared.store)
-    shares = MappedShares(store, order, rank=0, world=1)
-    return TripletBatches(shares, store.facts, pads=(0, 0), steps=STEPS)
+    return mapped_batches(prepared.store, order, steps=STEPS)
 
 
 def test_a_batch_holds_tokens_terms_and_spans(prepared: PreparedStore):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from stages import mapped_batches
 
 import tiny
 from in_process import without_ray
@@ -14,8 +15,7 @@ from scalingnote.models.config import Lora, TokenWiseConfig
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train import job
 from scalingnote.train.config import Batching, Losses, MixtureSet, Optimizer, TrainConfig
-from scalingnote.train.data import MappedShares, Order, Store
-from scalingnote.train.objective import TripletBatches
+from scalingnote.train.data import Order, Store
 from scalingnote.train.prepare import TrainingSet, prepare
 
 BATCH, SMALL = 4, 24
@@ -103,8 +103,7 @@ def test_a_batch_is_of_one_set_behind_one_of_its_instructions(prepared: Any):
     store, made = Store.open(prepared.store), order(prepared)
     numbers = [config().query.instructions_of(name) for name in config().mixture]
     assert numbers == [(1, 2), (3,)]
-    shares = MappedShares(store, made, rank=0, world=1)
-    batches = TripletBatches(shares, store.facts, pads=(0, 0), instructions=numbers, seed=1)
+    batches = mapped_batches(prepared.store, made, instructions=numbers, seed=1)
     seen: dict[int, set[int]] = {0: set(), 1: set()}
     for step in range(made.steps_per_epoch):
         of_set = set(store["train"].values("set", made.batch(step)).tolist())

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from stages import mapped_batches
 
 import ranks
 import tiny
@@ -28,7 +29,7 @@ from scalingnote.train.config import (
     TrainConfig,
     Validation,
 )
-from scalingnote.train.data import MappedShares, Order, Store, StoredFile
+from scalingnote.train.data import Order, Store, StoredFile
 from scalingnote.train.engine import rank, world_size
 from scalingnote.train.loop import TrainingLoop
 from scalingnote.train.objective import StageOne, TripletBatches, Triplets
@@ -78,13 +79,10 @@ def made(
 
 
 def batches(store: str, drawn: Order | None, *, rank: int = 0, world: int = 1) -> TripletBatches:
-    facts = Store.facts_of(store)
-    shares = (
-        MappedShares(Store.open(store), drawn, rank=rank, world=world)
-        if drawn
-        else StreamedShares(store, rank=rank, world=world)
-    )
-    return TripletBatches(shares, facts, pads=(0, 0), steps=STEPS)
+    if drawn:
+        return mapped_batches(store, drawn, rank=rank, world=world, steps=STEPS)
+    shares = StreamedShares(store, rank=rank, world=world)
+    return TripletBatches(shares, Store.facts_of(store), pads=(0, 0), steps=STEPS)
 
 
 def contents(batch: Triplets) -> list[str]:
