@@ -47,7 +47,7 @@ class RunningSettings:
         would end it, and with it the service, for a typing error.
         """
         try:
-            self._now, self.refused = self._changed(user_config), ""
+            self._now, self.refused = self._with(user_config), ""
         except ConfigError as error:
             if self._now is None:
                 raise
@@ -55,7 +55,7 @@ class RunningSettings:
             log.error("the settings stay as they are: %s", error)
         return self._now
 
-    def _changed(self, user_config: Mapping[str, Any]) -> ServeConfig:
+    def _with(self, user_config: Mapping[str, Any]) -> ServeConfig:
         names = RUNNING_SETTINGS[self._part]
         if others := [name for name in user_config if name not in names]:
             raise ConfigError(

@@ -255,6 +255,23 @@ def test_a_document_that_one_model_rejects_is_in_neither(running, run_dir, both,
     assert running.found()[1] == sorted({*ids, "b"} - {ids[0]})
 
 
+def test_an_index_that_is_live_as_a_whole_keeps_its_towers(run_dir, both):
+    live = LiveServe(folder=f"{run_dir}/live")
+    config = both[0].model_copy(update={"serve": both[0].serve.model_copy(update={"live": live})})
+    pipeline.make_current(config)
+    running = Running(run_dir)
+    try:
+        version, ids = running.found()
+        assert version == "0"
+        running.write(early="bakoli")
+        assert running.client("POST", "/admin/index/compact").status_code == 200
+        assert running.found() == ("1", sorted([*ids, "early"]))
+        towers = {each["query_tower"] for each in running.client("GET", "/admin/index").json()["versions"]}
+        assert towers == {pipeline.locate(config, "dual_encoder").uri}
+    finally:
+        running.close()
+
+
 def test_documents_that_were_not_kept_are_refused_before_anything_is_built(run_dir, both):
     folder = Path(run_dir) / "live"
     running = Running(run_dir)
