@@ -75,6 +75,11 @@ class Snapshot:
         return len(self.base_alive) + len(self.live_alive)
 
     @property
+    def alive(self) -> Bool[ndarray, " rows"]:
+        """Which rows were not deleted or replaced."""
+        return np.concatenate([self.base_alive, self.live_alive])
+
+    @property
     def term_segments(self) -> tuple[Postings, ...]:
         """Terms of all rows, in order; empty where the index holds no terms."""
         return () if self.base.postings is None else (self.base.postings, *self.postings)
