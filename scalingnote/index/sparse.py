@@ -48,9 +48,12 @@ def search(
         Scores and rows, padded with -inf and -1 where fewer documents share a term with the query.
 
     Raises:
-        SearchError: queries are malformed.
+        SearchError: queries are malformed, or `allowed` has another number of rows than the segments.
     """
     _check(queries)
+    total = sum(map(len, segments))
+    if allowed is not None and len(allowed) != total:  # compiled code would read beyond its end
+        raise SearchError(f"allowed has {len(allowed)} rows, the segments have {total} documents")
     count = len(queries.offsets) - 1
     scores, rows = np.full((count, k), -np.inf, np.float32), np.full((count, k), -1, np.int64)
     kept = np.zeros(count, np.int64)

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -128,6 +129,17 @@ def test_the_strongest_terms_are_kept(documents, k):
     assert postings.dump(made) == postings.dump(expected)
 
 
+def test_threads_share_postings():
+    rng = np.random.default_rng(0)
+    documents = [dict.fromkeys(rng.choice(VOCABULARY, 3, replace=False).tolist(), 1.0) for _ in range(200)]
+    segments = [postings.build(*columns(documents))]
+    queries = [rows_of([{int(t): 1.0} for t in rng.choice(VOCABULARY, 3)]) for _ in range(30)]
+    alone = [sparse.search(segments, query, k=5) for query in queries]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda query: sparse.search(segments, query, k=5), queries))
+    np.testing.assert_equal(together, alone)
+
+
 def drawn(count: int = 30) -> postings.Postings:
     rng = np.random.default_rng(1)
     return postings.build(
@@ -234,3 +246,8 @@ def test_queries_that_cannot_be_searched_are_refused(stop, weight, said):
         sparse.search([drawn()], queries, k=1)
     with pytest.raises(SearchError, match=said):
         sparse.scores_of([drawn()], queries, np.array([[0]]))
+
+
+def test_a_mask_of_another_length_is_refused():
+    with pytest.raises(SearchError, match="allowed has 3 rows, the segments have 30"):
+        sparse.search([drawn()], rows_of([{1: 1.0}]), k=1, allowed=np.ones(3, bool))
