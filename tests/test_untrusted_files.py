@@ -19,7 +19,8 @@ ROOT = Path(scalingnote.__file__).parents[1]
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 BETWEEN_WORKERS = {
     "scalingnote/core/ray_data.py",  # of one stage: parts and their results on their way to workers and back
-    "scalingnote/serve/fan_out.py",  # of one application: queries on their way to searchers
+    "scalingnote/serve/fan_out.py",  # of one application: queries on their way to searchers, and answers back
+    "scalingnote/serve/index_searcher.py",  # the same
 }
 NO_WEIGHTS = {"AutoTokenizer", "AutoConfig", "PreTrainedTokenizerFast"}
 CHECKED_FIRST = {"PeftModel"}  # takes no use_safetensors: see the last test

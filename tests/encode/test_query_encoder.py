@@ -38,14 +38,14 @@ QUERIES = [*(" ".join(text.split()[:4]) for text in TEXTS[:20]), "", "word " * 4
 
 def table(folder: Path, *, storage: str = "float32", features: bool = False, **knobs: object) -> LookupTower:
     """A lookup tower whose options all do something, saved."""
-    config = LookupConfig(max_length=16, **knobs)
+    config = LookupConfig(max_length=16, storage=storage, **knobs)
     start = LookupStart(feature_keys()) if features else None
     made = lookup.build(config, dim=8, tokenizer_json=LEARNT, seed=0, start=start)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for value in made.parameters():
             value.normal_(0, 0.3, generator=generator)
-    made.save(folder, storage=storage)
+    made.save(folder)
     return LookupTower.load(folder)
 
 
@@ -98,7 +98,7 @@ def test_long_queries_of_large_float16_rows_are_as_finite_in_a_batch_as_alone(si
     made = table(tmp_path, storage="float16")
     with torch.no_grad():
         made.table.copy_(size * made.table.sign())
-    made.save(tmp_path, storage="float16")
+    made.save(tmp_path)
     read = LookupEncoder(tmp_path)
     queries = ["ba " * tokens for tokens in range(1, 17)]
     alone = np.concatenate([read.encode([query]) for query in queries])

@@ -28,7 +28,7 @@ LEARNT = backbone.train_tokenizer(QUERIES, vocabulary=330)
 DIM = 8
 TRANSFORMER = tiny.query_tower(tiny.BIDIRECTIONAL)
 LOOKUP = LookupConfig(max_length=16, weighting="learned")
-CENTRED = LOOKUP.model_copy(update={"centring": 0.25})
+CENTRED = LOOKUP.model_copy(update={"centring": 0.25, "storage": "float32"})
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ def test_the_prior_of_a_table_is_in_every_text_while_it_learns(teacher: Artifact
     sums = torch.stack([made.log_weights[row.ids].detach().exp().sum() for row in rows])[:, None]
     expected = (embedded(plain) * sums + made.prior.detach()) / (sums + 1)
     torch.testing.assert_close(embedded(made), expected, atol=1e-6, rtol=1e-5)
-    made.save(tmp_path / "query", storage="float32")
+    made.save(tmp_path / "query")
     saved = dual_encoder.load_query_tower(tmp_path / "query")
     torch.testing.assert_close(embedded(saved), embedded(plain), atol=1e-5, rtol=1e-4)
 
@@ -176,11 +176,11 @@ def test_a_table_is_centred_by_the_mean_of_its_texts(
 ):
     student = CENTRED.model_copy(update=knobs.pop("student", {}))
     made, prompt = built(teacher, tmp_path, config(student=student, **knobs))
-    made.save(tmp_path / "before", storage="float32")
+    made.save(tmp_path / "before")
     before = embedded(dual_encoder.load_query_tower(tmp_path / "before"))
     made.centre(prompt.rows(QUERIES[:9]), share=0.25)
     torch.testing.assert_close(embedded(made), before - 0.25 * before.mean(0), atol=1e-5, rtol=1e-4)
-    made.save(tmp_path / "after", storage="float32")
+    made.save(tmp_path / "after")
     after = dual_encoder.load_query_tower(tmp_path / "after")
     torch.testing.assert_close(embedded(after), embedded(made), atol=1e-5, rtol=1e-4)
 
