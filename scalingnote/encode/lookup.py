@@ -189,6 +189,7 @@ def _attend(
 # --- words -------------------------------------------------------------------------------------------------
 
 MAX_CACHED_WORDS = 65_536  # and runs of words, about 15 MB; a full cache is emptied
+MAX_CACHED_PAIRS = 131_072  # of words, about 20 MB; the latest ones
 MAX_RUN_CHARACTERS = 40  # longer runs are rare and rarely repeated
 MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
 _NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
@@ -223,6 +224,7 @@ class WordTokenizer:
                 self._markers = None
         self._form = lru_cache(MAX_CACHED_WORDS)(self._normalize)
         self._seconds_after = lru_cache(MAX_CACHED_WORDS)(self._find_seconds)
+        self._joined = lru_cache(MAX_CACHED_PAIRS)(self._may_be_joined)
 
     def ids(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """Return the first `max_tokens` token ids of each text, without special tokens."""
@@ -272,18 +274,22 @@ class WordTokenizer:
     def _runs(self, text: str) -> list[str]:
         """Divide a text at the spaces that are in no new word.
 
-        A new word may begin in a word and end in the next one. The library may find none there: it takes new
-        words from the left, and only those that stand alone.
+        The library may find no new word where one may be: it takes them from the left, and only those that
+        stand alone.
         """
         words = text.split(" ")
         runs = words[:1]
         for word, following in pairwise(words):
-            seconds = self._seconds_after(word)
-            if seconds and self._form(following).startswith(seconds):
+            if self._joined(word, following):
                 runs[-1] += f" {following}"
             else:
                 runs.append(following)
         return runs
+
+    def _may_be_joined(self, word: str, following: str) -> bool:
+        """Return whether a new word may begin in a word and end in the next one."""
+        seconds = self._seconds_after(word)
+        return bool(seconds) and self._form(following).startswith(seconds)
 
     def _find_seconds(self, word: str) -> tuple[str, ...]:
         """Second words of all pairs whose first one may end a word."""
