@@ -87,7 +87,7 @@ class Candidates:
     shards: Int[ndarray, " candidates"]
     dense: Float[ndarray, " candidates"]
     sparse: Float[ndarray, " candidates"] | None  # None where the query has no terms
-    documents: Sequence[Any]  # mappings, or their JSON from another process; None, or empty: not read yet
+    documents: Sequence[Any]  # mappings; None, or empty: not read yet
     searched: int  # number of shards
     version: str = ""  # of the index, if it is served
     missing: tuple[int, ...] = ()  # numbers of the groups of shards that did not answer
@@ -117,7 +117,7 @@ class Results:
 
     best: Candidates
     scores: Sequence[float]
-    documents: Sequence[Any]  # mappings, or their JSON; None, or empty: not read yet
+    documents: Sequence[Any]  # mappings; None, or empty: not read yet
 
     def __len__(self) -> int:
         return len(self.best)
