@@ -28,6 +28,7 @@ from scalingnote.models.prompt import TokenRow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Part
 from scalingnote.train.config import Batching, Schedule
+from scalingnote.triplets.collect.association import mix_bits
 
 STORE = "store.json"
 ABSENT = -1  # in place of a document's row number, where a row has fewer negatives than others
@@ -312,18 +313,11 @@ def _feistel(
     low, high = numbers & _ones(bits // 2), numbers >> width
     for number, key in enumerate(keys):
         if number % 2:
-            high ^= _hash(low ^ key) & _ones(bits - bits // 2)
+            high ^= mix_bits(low ^ key) & _ones(bits - bits // 2)
         else:
-            low ^= _hash(high ^ key) & _ones(bits // 2)
+            low ^= mix_bits(high ^ key) & _ones(bits // 2)
     return (high << width) | low
 
 
 def _ones(bits: int) -> np.uint64:
     return np.uint64((1 << bits) - 1)
-
-
-def _hash(values: UInt64[ndarray, " values"]) -> UInt64[ndarray, " values"]:
-    """SplitMix64's finalizer (Steele, Lea and Flood, 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(values ^ (values >> np.uint64(31)))

@@ -202,7 +202,10 @@ def mutual_pairs(pairs: pa.Table) -> pa.Table:
 
 
 def mix_bits(values: UInt64[ndarray, "*shape"]) -> UInt64[ndarray, "*shape"]:
-    """A bijection of 64-bit integers that removes patterns such as equal spacing (splitmix64's finaliser)."""
+    """A bijection of 64-bit integers that removes patterns such as equal spacing: SplitMix64's finalizer.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: UInt64[ndarray, "*shape"] = values ^ (values >> np.uint64(31))
