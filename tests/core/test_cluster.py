@@ -33,7 +33,7 @@ def test_an_address_that_nobody_listens_at_is_refused_at_once(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} .*refused.*ray start"):
         cluster.connect()
-    with pytest.raises(ConfigError, match="http://head:8265 takes jobs"):
+    with pytest.raises(ConfigError, match="http://head:8265 is for jobs"):
         cluster.connect("http://head:8265")
     assert unconnected == []
 

@@ -192,7 +192,7 @@ def test_what_is_no_text_is_named(wrong, message):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("wrong", ["one text", b"bytes", None, 7])
 def test_one_value_is_no_list(wrong):
-    with pytest.raises(DataError, match="in place of a list of texts"):
+    with pytest.raises(DataError, match="is not a list of texts"):
         checked_texts(wrong)
 
 
