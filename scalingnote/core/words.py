@@ -206,7 +206,7 @@ def _piece() -> re.Pattern[str]:
 
 @cache
 def _by_category() -> dict[str, str]:
-    """Return marks and format characters as ranges by category, in 50 ms; ASCII texts do not need it."""
+    """Return marks and format characters as ranges by category; takes 50 ms, not used for ASCII texts."""
     category_ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in ("Mn", "Mc", "Me", "Cf")}
     for code in (0xAD, *range(0x300, 0x20000), *range(0xE0000, 0xE0200)):
         if (ranges := category_ranges.get(unicodedata.category(chr(code)))) is not None:
@@ -245,10 +245,10 @@ def stems(words: Iterable[str], language: Language) -> list[str]:
 
 
 def detect(texts: Iterable[Sequence[str]]) -> Language:
-    """Detect the language with the most stop words among the frequent words of texts, each a list of words.
+    """Detect the language that has the most stop words among the frequent words of texts.
 
-    The result is "none" if fewer than MIN_STOP_WORDS of the FREQUENT_WORDS most frequent words are stop words:
-    lists of products, other languages, mixtures of many languages.
+    Each text is given as its words. The result is "none" if fewer than MIN_STOP_WORDS of the FREQUENT_WORDS
+    most frequent words are stop words: lists of products, other languages, mixtures of many languages.
     """
     counts = Counter(word for words in texts for word in words)
     frequent = {word for word, _ in counts.most_common(FREQUENT_WORDS)}

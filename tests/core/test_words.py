@@ -171,7 +171,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (None, "query 1 is None of type NoneType: give a text, an empty one"),
+        (None, "query 1 is None of type NoneType: pass a text, an empty one"),
         (float("nan"), "query 1 is nan of type float"),
         (np.float64("nan"), "query 1 is .*nan.* of type float64"),
         (7, "query 1 is 7 of type int"),

@@ -104,7 +104,7 @@ def test_unfinished_work_is_resumed_only_by_the_same_settings(uri: str):
 @pytest.mark.parametrize("name", ["notes.txt", "data/part-0.parquet"])
 def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(uri: str, name: str):
     fs.write_bytes(fs.join(uri, name), b"mine")
-    with pytest.raises(ArtifactError, match=f"has files that are no .*such as {name.split('/')[0]}: choose"):
+    with pytest.raises(ArtifactError, match=f"has files that are not .*such as {name.split('/')[0]}: choose"):
         Draft(uri, kind="thing", config=Settings(), parents={})
     assert fs.read_bytes(fs.join(uri, name)) == b"mine"
     assert list(fs.list_files(uri)) == [name]

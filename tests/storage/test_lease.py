@@ -125,7 +125,7 @@ def test_who_was_taken_over_commits_nothing(uri: str):
     draft = Draft(uri, kind="thing", config=Settings(), parents={})
     draft.write_bytes("part", b"ours")
     held_by(uri)
-    with pytest.raises(ArtifactError, match=f"another process goes on with {uri}"):
+    with pytest.raises(ArtifactError, match=f"another process builds {uri}"):
         draft.commit(counts={})
     assert not Path(uri, "manifest.json").exists()
 

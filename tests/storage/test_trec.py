@@ -98,7 +98,7 @@ def test_scores_order_a_run_whatever_its_ranks_say(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ("q Q0 a 1 2 x\nq Q0 b 2 1 x\nq Q0 a 3 0 x\n", "run: document 'a' stands twice in query 'q'"),
+        ("q Q0 a 1 2 x\nq Q0 b 2 1 x\nq Q0 a 3 0 x\n", "run: document 'a' is twice in query 'q'"),
         ("q Q0 a 1 2 x\nq Q0 b 2 nan x\n", "line 2: 'nan' is not a number"),
     ],
 )
