@@ -171,8 +171,8 @@ def test_rows_that_teach_nothing_are_set_aside(tmp_path: Path, capsys: pytest.Ca
     assert "7 rows set aside: " in output
     for reason in (
         "a text that occurred before (1)",
-        "a vector of another length than 16, which the first one has (1)",
-        "a vector that is 0, or holds what is not a number (1)",
+        "a vector of another length than 16, the length of the first one (1)",
+        "a vector that is 0, or has a value that is not a finite number (1)",
         "no vector (2)",
         "no text (1)",
         "invalid JSON (1)",
@@ -188,14 +188,14 @@ def test_rows_that_teach_nothing_are_set_aside(tmp_path: Path, capsys: pytest.Ca
             {},
             "has no text with a vector; set aside: 1 x vectors: no vector",
         ),
-        ({"text": ["a"], "size": [1]}, {}, "cannot be told, there are none in 'text', 'size'"),
+        ({"text": ["a"], "size": [1]}, {}, "is not clear, there are none in 'text', 'size'"),
         ({"text": ["a"], "x": [[1.0]], "y": [[1.0]]}, {}, "there are several, 'x', 'y'"),
         ({"words": ["a"], "vector": [[1.0]]}, {}, "no column of texts by a known name"),
         ({"text": ["a"], "vector": [[1.0]]}, {"text_column": "words"}, r"has no column \['words'\]"),
         ({"text": ["a"], "vector": [[1.0]]}, {"count": 3}, "leave --count and --id-column out"),
         ({"text": ["a"], "vector": [[1.0]]}, {"student": "layers2"}, "no student 'layers2'"),
         ({"text": ["a"], "vector": [[1.0]]}, {"model": "m"}, "give one"),
-        ({"text": ["a"], "vector": [[1.0]]}, {"texts": "t.txt"}, "has texts of its own"),
+        ({"text": ["a"], "vector": [[1.0]]}, {"texts": "t.txt"}, "has its own texts"),
     ],
 )
 def test_files_that_teach_nothing_are_refused(
@@ -219,7 +219,7 @@ def test_a_matrix_must_fit_its_texts(tmp_path: Path):
     with pytest.raises(DataError, match="give the file of their texts, row by row"):
         distill()
     np.save(file, np.ones(3))
-    with pytest.raises(DataError, match="holds 3 of float64: it is to be a matrix"):
+    with pytest.raises(DataError, match="holds 3 of float64: give a matrix"):
         distill(texts=texts)
     file.write_bytes(b"")
     with pytest.raises(DataError, match=r"is no \.npy file of numbers"):

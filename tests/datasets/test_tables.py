@@ -98,7 +98,7 @@ def test_a_mapping_names_columns_of_ours_and_of_the_file(tmp_path):
     renamed = {("q" if name == "query" else name): value for name, value in IMPRESSION.items()}
     slices = planned(tmp_path, impressions=renamed, columns={"impressions": {"query": "q"}})
     assert slices[-1].columns["query"] == "q"
-    with pytest.raises(DataError, match=r"columns maps \['text'\], which are none of"):
+    with pytest.raises(DataError, match=r"columns maps \['text'\], which are not in"):
         planned(tmp_path, columns={"impressions": {"text": "query"}})
     with pytest.raises(DataError, match=r"has no column \['uid'\]"):
         planned(tmp_path, columns={"impressions": {"user_id": "uid"}})
@@ -114,7 +114,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
     documents = write_tables(tmp_path, documents=[DOCUMENT])
     (tmp_path / "i.parquet").write_bytes(b"PAR1 or so")
     (tmp_path / "i.jsonl").write_bytes(b"session_id,query\ns,q\n")
-    for name, error in (("i.parquet", "is not a Parquet file"), ("i.jsonl", "opens with no JSON object")):
+    for name, error in (
+        ("i.parquet", "is not a Parquet file"),
+        ("i.jsonl", "does not begin with a JSON object"),
+    ):
         with pytest.raises(DataError, match=error):
             slices_of(Logs(**documents, impressions={"path": str(tmp_path / name)}))
 

@@ -104,7 +104,7 @@ def test_errors_before_any_row_is_read(tmp_path):
     for path, message in cases.items():
         with pytest.raises(DataError, match=message):
             read_texts(path)
-    with pytest.raises(DataError, match="whose columns are known"):
+    with pytest.raises(DataError, match="with known columns"):
         read_texts("python_docs", {"content": "answer"})
 
 

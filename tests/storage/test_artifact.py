@@ -188,7 +188,7 @@ def test_a_long_manifest_is_read_shard_by_shard_and_not_sent(uri: str, monkeypat
     fs.delete(uri)
     build(uri, knob=2, rows=TABLE.slice(1))
     manifest._read_shard.cache_clear()
-    with pytest.raises(ArtifactError, match="deleted or built anew"):
+    with pytest.raises(ArtifactError, match="deleted or rebuilt"):
         made.names()
 
 
