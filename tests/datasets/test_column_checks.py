@@ -1,4 +1,4 @@
-"""Every bad row is set aside with its reason, and takes no good row along."""
+"""Every bad row is set aside with its reason, and good rows are kept."""
 
 import json
 from collections import Counter
@@ -44,7 +44,7 @@ GOOD = {
 
 
 def check_rows(table, rows, features=NO_FEATURES):
-    """Rows that are read one by one through the checks."""
+    """Check rows that are read one by one."""
     quarantine = Quarantine()
     form = table_format(table, features)
     tables = [
@@ -55,7 +55,7 @@ def check_rows(table, rows, features=NO_FEATURES):
 
 
 def check_json(tmp_path, table, rows):
-    """Rows through a JSON-lines file and the checks."""
+    """Write rows to a JSON-lines file and check them."""
     path = write_lines(
         tmp_path / "rows.jsonl", *(row + b"\n" if isinstance(row, bytes) else row for row in rows)
     )
@@ -65,7 +65,7 @@ def check_json(tmp_path, table, rows):
 
 
 def check_columns(table, columns, features=NO_FEATURES):
-    """Arrow columns through the checks."""
+    """Check Arrow columns."""
     quarantine = Quarantine()
     return check_table(pa.table(columns), table, features=features, quarantine=quarantine), quarantine
 
@@ -113,7 +113,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("table", "fault", "reason"), BAD)
-def test_a_bad_row_is_set_aside_with_its_reason(tmp_path, table, fault, reason):
+def test_a_bad_row_is_rejected_with_its_reason(tmp_path, table, fault, reason):
     good = GOOD[table]
     rows = [good, {**good, **fault}, good]
     kept, quarantine = check_json(tmp_path, table, rows)
@@ -122,7 +122,7 @@ def test_a_bad_row_is_set_aside_with_its_reason(tmp_path, table, fault, reason):
     assert quarantine.table()["reason"].to_pylist() == [reason]
 
 
-def test_queries_by_text_and_times_as_text(tmp_path):
+def test_queries_and_times_may_be_texts(tmp_path):
     rows = [
         IMPRESSION,
         {**IMPRESSION, "query": " \u3000 "},
@@ -145,7 +145,7 @@ def test_queries_by_text_and_times_as_text(tmp_path):
     assert dict(quarantine.rejected) == {"impressions: no query_id": 1}
 
 
-def test_unreadable_lines_are_named_and_their_neighbours_kept(tmp_path):
+def test_unreadable_lines_are_rejected_and_others_kept(tmp_path):
     deep = b"[" * 100_000
     lines = [DOCUMENT, b'{"doc_id": "\xff"}', b'{"doc_id": ', deep, b"[1]", b"", {**DOCUMENT, "doc_id": "e"}]
     kept, quarantine = check_json(tmp_path, "documents", lines)
@@ -157,18 +157,18 @@ def test_unreadable_lines_are_named_and_their_neighbours_kept(tmp_path):
     }
 
 
-def test_bytes_that_are_not_utf8_lose_their_row_only():
+def test_only_rows_with_invalid_utf8_are_rejected():
     binary = pa.array([b"fine", b"\xff\xfe", b"also \xe4\xb8\xad"] * 3)
-    # A column that promises UTF-8 and holds something else.
-    promised = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers())
-    for column in (binary, promised, binary.cast(pa.large_binary())):
+    # A column that is marked as UTF-8 and has other bytes.
+    marked_utf8 = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers())
+    for column in (binary, marked_utf8, binary.cast(pa.large_binary())):
         kept, quarantine = check_columns("documents", {"doc_id": list(range(9)), "title": column})
         assert kept["doc_id"].to_pylist() == [str(n) for n in range(9) if n % 3 != 1]
         assert dict(quarantine.rejected) == {"documents: invalid UTF-8": 3}
         assert "\\xff" in quarantine.table()["row"][0].as_py()
 
 
-def test_good_rows_come_out_typed(tmp_path):
+def test_good_rows_get_our_types(tmp_path):
     kept, quarantine = check_json(
         tmp_path, "impressions", [IMPRESSION, {**IMPRESSION, "user_id": None, "dwell_s": None}]
     )
@@ -187,7 +187,7 @@ def test_good_rows_come_out_typed(tmp_path):
     assert (second["user_id"], second["dwell_s"]) == (None, None)
 
 
-def test_documents_are_repaired(tmp_path):
+def test_documents_are_repaired_and_counted(tmp_path):
     rows = [
         {"doc_id": 7, "title": " a\x00b ", "content": "x" * 20_001},
         {"doc_id": "8", "title": "t", "content": "half \ud800 pair", "group": " "},
@@ -203,7 +203,7 @@ def test_documents_are_repaired(tmp_path):
     )
 
 
-def test_features_keep_their_type_or_are_dropped():
+def test_features_have_their_type_or_are_null():
     features = {"price": "float64", "stock": "int64", "new": "bool", "maker": "string", "absent": "string"}
     columns = {
         "doc_id": ["a", "b"],
@@ -221,7 +221,7 @@ def test_features_keep_their_type_or_are_dropped():
     assert dict(quarantine.repaired) == {"feature_price_dropped": 1, "feature_new_dropped": 1}
 
 
-def test_an_invalid_feature_loses_its_value_only():
+def test_only_invalid_values_of_features_are_dropped():
     features = column_schema({"brand": "string", "stock": "int64", "price": "float64", "image": "vector"})
     odd = [
         {"stock": 10**30},
@@ -243,7 +243,7 @@ def test_an_invalid_feature_loses_its_value_only():
     assert quarantine.repaired == {f"feature_{name}_dropped": n for name, n in faults.items()}
 
 
-def test_a_time_is_of_this_calendar():
+def test_times_are_in_the_years_1_to_9999():
     times = [1_700_000_000.5, 1_700_000_000_500.0, 1e17, 1e308, -1e12, 253_402_300_799.9]
     kept, quarantine = check_rows("impressions", [IMPRESSION | {"timestamp": time} for time in times])
     assert [time.year for time in kept["timestamp"].to_pylist()] == [2023, 9999]
@@ -266,19 +266,19 @@ def test_a_time_is_of_this_calendar():
         (pa.array(["2023-11-14 22:13:20.500000", None]).dictionary_encode(), "s"),
     ],
 )
-def test_a_time_is_the_same_however_it_is_written(column, unit):
+def test_all_forms_of_a_time_give_equal_milliseconds(column, unit):
     clock, problem = column_checks.time_column(pa.table({"t": column}), "t", unit=unit)
     assert clock.cast(pa.int64()).to_pylist() == [1_700_000_000_500, None]
     assert problem.to_pylist() == [None, "t is not a number"]
 
 
-def test_a_query_is_one_whatever_its_width_blanks_and_case():
+def test_query_ids_ignore_width_blanks_and_case():
     same = pa.array(["Two Words", " two\u3000 words\n", "ｔｗｏ\u00a0WORDS", None, "two  words"])
-    folded = query_ids(same)
-    assert folded.to_pylist() == [folded[0].as_py()] * 3 + [None] + [folded[0].as_py()]
-    # The recipe is public: BLAKE2b, 8 bytes, of the UTF-8 of the text. This value must never change.
-    assert folded[0].as_py() == "b0ce94d70c1661cc"
-    # Invisible characters and case make no other query.
+    ids = query_ids(same)
+    assert ids.to_pylist() == [ids[0].as_py()] * 3 + [None] + [ids[0].as_py()]
+    # The definition is public: BLAKE2b, 8 bytes, of the UTF-8 of the text. This value must never change.
+    assert ids[0].as_py() == "b0ce94d70c1661cc"
+    # Invisible characters and case do not make another query.
     pairs = [
         ("diabetes", "dia\u200bbetes"),
         ("nike shoes", "\ufeffni\u00adke shoes"),
@@ -291,7 +291,7 @@ def test_a_query_is_one_whatever_its_width_blanks_and_case():
     assert len(set(left)) == len(pairs)
 
 
-def test_the_quarantine_counts_all_and_keeps_the_first(tmp_path):
+def test_the_quarantine_counts_all_and_keeps_first_rows(tmp_path):
     count = KEPT_PER_REASON + 5
     rows = pa.table({"content": ["x" * 10**4] * count, "n": list(range(count))})
     total = Quarantine()
