@@ -109,7 +109,7 @@ def check_resources(resources: Resources, *, knob: str, task_cpus: int = 0) -> N
         finally:
             _request_nodes([])  # otherwise the autoscaler would keep the nodes forever
     if lack:
-        waited = f"; none came in {_nodes_wait_s:g} s (nodes_wait_s)" if _nodes_wait_s else ""
+        waited = f"; no node started in {_nodes_wait_s:g} s (nodes_wait_s)" if _nodes_wait_s else ""
         raise ConfigError(lack + waited)
 
 
