@@ -117,9 +117,11 @@ class Check:
 
     def run(self, name: str, rest: str) -> None:
         """Run one instruction; CheckError if it is wrong or fails."""
-        known = {"ARG", "FROM", "COPY", "RUN", "ENV", "WORKDIR", "USER"}
-        if name not in known:
-            raise CheckError(f"{name} is not one of {', '.join(sorted(known))}: extend this check to run it")
+        instruction_names = {"ARG", "FROM", "COPY", "RUN", "ENV", "WORKDIR", "USER"}
+        if name not in instruction_names:
+            raise CheckError(
+                f"{name} is not one of {', '.join(sorted(instruction_names))}: extend this check to run it"
+            )
         if name != "ARG" and name != "FROM" and self.stage is None:
             raise CheckError(f"{name} before FROM")
         getattr(self, f"_{name.lower()}")(rest)

@@ -48,8 +48,8 @@ HISTORIES = st.lists(
 def some_terms(seed: int) -> dict[int, float]:
     """Draw up to six terms, with impacts that are exact in float16 and rarely tie."""
     rng = np.random.default_rng(seed)
-    chosen = rng.choice(VOCABULARY, rng.integers(0, 7), replace=False).tolist()
-    return dict(zip(chosen, (rng.integers(1, 2000, len(chosen)) / 256).tolist(), strict=True))
+    term_ids = rng.choice(VOCABULARY, rng.integers(0, 7), replace=False).tolist()
+    return dict(zip(term_ids, (rng.integers(1, 2000, len(term_ids)) / 256).tolist(), strict=True))
 
 
 def first_documents(count: int) -> dict[str, Document]:
@@ -88,15 +88,15 @@ def play(
     history: Sequence[tuple[str, list[int]]], live: LiveIndex, truth: dict[str, Document], **reopened: Any
 ) -> tuple[LiveIndex, dict[str, Document]]:
     """Run a history; return the index and its documents. `reopened`: options of an index that is reopened."""
-    drawn: Iterator[tuple[int, np.ndarray]] = iter(enumerate(NEW))
+    new_vectors: Iterator[tuple[int, np.ndarray]] = iter(enumerate(NEW))
     for kind, numbers in history:
         names = [f"d{number}" for number in dict.fromkeys(numbers)]
         match kind:
             case "upsert":
-                seeds = [next(drawn) for _ in names]
-                written = {n: (v, some_terms(900 + i)) for n, (i, v) in zip(names, seeds, strict=True)}
-                write(live, written)
-                truth = truth | written
+                seeds = [next(new_vectors) for _ in names]
+                documents = {n: (v, some_terms(900 + i)) for n, (i, v) in zip(names, seeds, strict=True)}
+                write(live, documents)
+                truth = truth | documents
             case "delete":
                 live.delete(names)
                 truth = {name: document for name, document in truth.items() if name not in names}

@@ -90,7 +90,7 @@ def main() -> int:
         folder, venv = Path(name).resolve(), Path(name).resolve() / "environment"
         wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT]
         subprocess.run(wheel, check=True)
-        (built,) = folder.glob("*.whl")
+        (wheel_file,) = folder.glob("*.whl")
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         if not arguments.clean:  # packages of this interpreter are found after those of the environment
             (site,) = venv.glob("lib/python*/site-packages")
@@ -98,7 +98,7 @@ def main() -> int:
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment = {**variables, "PATH": f"{venv}/bin{os.pathsep}{variables['PATH']}"}
         extras = re.findall(r"\.(\[[\w,]+\])", install)
-        install = install.replace(f"-e '.{extras[0]}'", shlex.quote(f"{built}{extras[0]}"))
+        install = install.replace(f"-e '.{extras[0]}'", shlex.quote(f"{wheel_file}{extras[0]}"))
         install = install.replace("constraints.txt", str(ROOT / "constraints.txt"))
         write_documents(folder)
         try:

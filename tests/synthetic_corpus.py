@@ -28,16 +28,16 @@ def vectors(count: int, dim: int, *, seed: int = 0, clusters: int | None = None)
     spectrum = np.arange(1, dim + 1) ** -0.5
     centres = rng.standard_normal((clusters or max(4, count // 40), dim)) * spectrum
     popularity = 1 / np.arange(1, len(centres) + 1) ** 0.7
-    chosen = rng.choice(len(centres), count, p=popularity / popularity.sum())
-    return unit(centres[chosen] + 0.5 * rng.standard_normal((count, dim)) * spectrum)
+    cluster_numbers = rng.choice(len(centres), count, p=popularity / popularity.sum())
+    return unit(centres[cluster_numbers] + 0.5 * rng.standard_normal((count, dim)) * spectrum)
 
 
 def queries(documents: np.ndarray, count: int, *, seed: int = 1) -> np.ndarray:
     """Draw documents and perturb them."""
     rng = np.random.default_rng(seed)
-    chosen = documents[rng.choice(len(documents), count, replace=len(documents) < count)]
-    noise = rng.standard_normal(chosen.shape) * 0.4 / np.sqrt(chosen.shape[1])
-    return unit(chosen + noise)
+    chosen_documents = documents[rng.choice(len(documents), count, replace=len(documents) < count)]
+    noise = rng.standard_normal(chosen_documents.shape) * 0.4 / np.sqrt(chosen_documents.shape[1])
+    return unit(chosen_documents + noise)
 
 
 def unit(matrix: np.ndarray) -> np.ndarray:

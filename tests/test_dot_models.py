@@ -279,5 +279,5 @@ def test_both_models_of_a_pair_need_the_same_similarity(tmp_path: Path):
     config = AdoptConfig(path=str(document), query_path=str(query))
     with pytest.raises(ConfigError, match=r"by cosine and .* by dot: set adopt\.similarity"):
         adopt.run(config, output=str(tmp_path / "towers"))
-    chosen = config.model_copy(update={"similarity": "dot"})
-    assert adopt.run(chosen, output=str(tmp_path / "pair")).manifest.info["similarity"] == "dot"
+    dot_config = config.model_copy(update={"similarity": "dot"})
+    assert adopt.run(dot_config, output=str(tmp_path / "pair")).manifest.info["similarity"] == "dot"

@@ -200,9 +200,9 @@ def test_options_choose_columns(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(words) == 2
     assert "only 'nr', 'title', 'inhalt': choose the column by --text-column" in capsys.readouterr().err
     assert not (tmp_path / "out.run").exists()
-    chosen = {"text_column": "inhalt", "id_column": "nr"}
+    column_options = {"text_column": "inhalt", "id_column": "nr"}
     overrides = [*FEW, "dataset.passages=null"]
-    scalingnote.distill(model, path, to=to, count=300, overrides=overrides, **chosen)
+    scalingnote.distill(model, path, to=to, count=300, overrides=overrides, **column_options)
     (manifest,) = (tmp_path / "out.run" / "prepare").glob("*/manifest.json")
     assert json.loads(manifest.read_text())["config"]["columns"] == {"content": "inhalt", "doc_id": "nr"}
     (part,) = manifest.parent.glob("documents/*.parquet")

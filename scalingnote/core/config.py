@@ -103,8 +103,8 @@ def validate(model: type[C], values: Mapping[str, Any], *, source: str) -> C:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        known = _all_keys(model)
-        lines = [_explain(dict(item), known) for item in error.errors()]
+        known_keys = _all_keys(model)
+        lines = [_explain(dict(item), known_keys) for item in error.errors()]
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None
 
 

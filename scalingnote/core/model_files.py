@@ -52,7 +52,7 @@ def _package_folder(name: str) -> Path:
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
     if folder is None or not folder.is_dir():
         raise ConfigError(
-            f"{PACKAGE_PREFIX}{name}: no installed Python package {name!r} carries a folder `model`: pip "
+            f"{PACKAGE_PREFIX}{name}: no installed Python package {name!r} has a folder `model`: pip "
             f"install {name.replace('_', '-')}, or give a hub id or folder"
         )
     return folder

@@ -105,11 +105,11 @@ class PartQueue:
         """
         reason = reason.strip()
         # One complete traceback is enough.
-        shown = reason.splitlines()[-1] if self._errors else reason
+        description = reason.splitlines()[-1] if self._errors else reason
         self._errors[number] += 1
         self._cause = cause or self._cause
         again = self._errors[number] < (MAX_OS_ERRORS if transient else MAX_ERRORS)
-        message = f"a part failed and is tried again after the others: {self._name(number)}: {shown}"
+        message = f"a part failed and is tried again after the others: {self._name(number)}: {description}"
         self._put_back(number, reason, message, again=again)
 
     def lose(self, number: int, *, node_is_there: bool) -> None:
@@ -146,8 +146,8 @@ class PartQueue:
         """Raise PartsFailedError if parts were set aside."""
         if not self.set_aside:
             return
-        shown = islice(self.set_aside.items(), MAX_REASONS)
-        reasons = "; ".join(f"{self._name(number)}: {reason}" for number, reason in shown)
+        first_failures = islice(self.set_aside.items(), MAX_REASONS)
+        reasons = "; ".join(f"{self._name(number)}: {reason}" for number, reason in first_failures)
         failed, parts = len(self.set_aside), len(self._parts)
         which = (
             f"{failed} of {parts} parts failed at every try, all others are done"

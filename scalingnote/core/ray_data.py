@@ -116,10 +116,10 @@ def _execution_results(
         log.warning("an execution ended early: %s", reason.splitlines()[0])
     for slot, why in attempts.call("failures").items():
         log.warning("a worker is not used: %s: %s", slot, why.strip().splitlines()[-1])
-    begun, alive_nodes = attempts.call("underway"), _alive_nodes()
-    for number in sorted(missing & begun.keys()):
-        queue.lose(number, node_is_there=begun[number] in alive_nodes)
-    untried = sorted(missing - begun.keys())
+    begun_parts, alive_nodes = attempts.call("underway"), _alive_nodes()
+    for number in sorted(missing & begun_parts.keys()):
+        queue.lose(number, node_is_there=begun_parts[number] in alive_nodes)
+    untried = sorted(missing - begun_parts.keys())
     queue.left.extendleft(reversed(untried))
     if hopeless := attempts.call("hopeless"):
         queue.give_up(f"no worker could load: {hopeless}")
@@ -308,8 +308,8 @@ def _this_slot() -> tuple[str, str]:
     """
     context = ray.get_runtime_context()
     node, gpus = context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
-    whole = context.get_assigned_resources().get("GPU", 0.0) >= 1
-    place = f"GPU {','.join(gpus)}" if whole else str(context.get_actor_id())
+    has_entire_gpu = context.get_assigned_resources().get("GPU", 0.0) >= 1
+    place = f"GPU {','.join(gpus)}" if has_entire_gpu else str(context.get_actor_id())
     return f"{node[:8]} {place}", node
 
 

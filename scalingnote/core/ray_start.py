@@ -123,8 +123,8 @@ def _silent_stderr() -> Iterator[None]:
     os.dup2(null_device, 2)
     try:
         with (
-            open(stderr_copy, "w", buffering=1, encoding="utf-8", closefd=False) as shown,
-            contextlib.redirect_stderr(shown),
+            open(stderr_copy, "w", buffering=1, encoding="utf-8", closefd=False) as visible_stderr,
+            contextlib.redirect_stderr(visible_stderr),
         ):
             yield
     finally:

@@ -36,15 +36,15 @@ class ReportTable:
         """The table as Markdown that also lines up as plain text."""
         lines = [[_markdown_cell(cell) for cell in line] for line in (self.head, *self.rows)]
         widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
-        left = [number < self.text for number in range(len(widths))]
+        is_words = [number < self.text for number in range(len(widths))]
         rule = [
             f":{'-' * (w - 1)}" if words else f"{'-' * (w - 1)}:"
-            for w, words in zip(widths, left, strict=True)
+            for w, words in zip(widths, is_words, strict=True)
         ]
         aligned = [
             [
                 cell.ljust(width) if words else cell.rjust(width)
-                for cell, width, words in zip(line, widths, left, strict=True)
+                for cell, width, words in zip(line, widths, is_words, strict=True)
             ]
             for line in lines
         ]

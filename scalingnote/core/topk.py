@@ -73,11 +73,11 @@ class Best:
         """
         for start in range(0, len(documents), DOCUMENT_BLOCK):
             block = slice(start, start + DOCUMENT_BLOCK)
-            for chosen in query_blocks(len(queries)):
-                scores = queries[chosen] @ documents[block].T
+            for some_queries in query_blocks(len(queries)):
+                scores = queries[some_queries] @ documents[block].T
                 if allowed is not None:
                     scores[:, ~allowed[block]] = -np.inf
-                self.add_block(chosen, scores, ids[block])
+                self.add_block(some_queries, scores, ids[block])
 
     def add_block(
         self, queries: slice, scores: Float[ndarray, "queries docs"], ids: Int[ndarray, " docs"]
@@ -201,7 +201,7 @@ def heap_sort(scores, rows, size):
 @no_type_check
 def _merge(scores, ids, k):
     best = np.full((len(scores), k), -np.inf, scores.dtype)
-    chosen = np.full((len(scores), k), -1, np.int64)
+    best_ids = np.full((len(scores), k), -1, np.int64)
     for q in range(len(scores)):
         heap_size = 0
         for c in range(scores.shape[1]):
@@ -209,9 +209,9 @@ def _merge(scores, ids, k):
             if row < 0:
                 continue
             if heap_size < k:
-                heap_push(best[q], chosen[q], heap_size, score, row)
+                heap_push(best[q], best_ids[q], heap_size, score, row)
                 heap_size += 1
-            elif heap_size and (score > best[q, 0] or (score == best[q, 0] and row < chosen[q, 0])):
-                heap_replace(best[q], chosen[q], k, score, row)
-        heap_sort(best[q], chosen[q], heap_size)
-    return best, chosen
+            elif heap_size and (score > best[q, 0] or (score == best[q, 0] and row < best_ids[q, 0])):
+                heap_replace(best[q], best_ids[q], k, score, row)
+        heap_sort(best[q], best_ids[q], heap_size)
+    return best, best_ids

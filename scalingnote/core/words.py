@@ -190,7 +190,7 @@ def _cluster() -> re.Pattern[str]:
 def sentence_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield start and end of each sentence in characters, without spaces around it; none is empty."""
     start = 0
-    for stop, following in [*(found.span() for found in SENTENCE_END.finditer(text)), (len(text), len(text))]:
+    for stop, following in [*(match.span() for match in SENTENCE_END.finditer(text)), (len(text), len(text))]:
         sentence = text[start:stop]
         first = start + len(sentence) - len(sentence.lstrip())
         if first < stop:

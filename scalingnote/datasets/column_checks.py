@@ -266,8 +266,8 @@ def boolean_column(rows: pa.Table, name: str) -> pa.Array:
     """Convert a column to booleans: true and false, 1 and 0; null for any other value."""
     column = plain_column(rows, name)
     if pa.types.is_integer(column.type):
-        known = pc.is_in(column, value_set=pa.array([0, 1], column.type))
-        return pc.if_else(known, pc.not_equal(column, 0), None)
+        is_flag = pc.is_in(column, value_set=pa.array([0, 1], column.type))
+        return pc.if_else(is_flag, pc.not_equal(column, 0), None)
     return column.cast(pa.bool_())
 
 

@@ -190,16 +190,18 @@ def find_ids(item: tuple[int, int], *, context: PrepareContext, per_part: int) -
         numbers = repeated["slice"].to_numpy()
         scatter(repeated.select(["row"]), numbers, target=context.file("repeats"), name=f"{bucket:05d}")
         repeats.update(numbers.tolist())
-    known = ids["doc_id"].filter(pa.array(first)).combine_chunks()
+    document_ids = ids["doc_id"].filter(pa.array(first)).combine_chunks()
     # Few lookups of many ids, because each lookup hashes all known ids again.
     mentioned = rechunk(stream(context.file("named"), bucket), _IDS_PER_LOOKUP)
-    unknown_tables = [rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=known))) for rows in mentioned]
+    unknown_tables = [
+        rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=document_ids))) for rows in mentioned
+    ]
     unknown = pa.concat_tables([_NAMED.empty_table(), *unknown_tables])
     slices = unknown["slice"].to_numpy()
     scatter(unknown.select(["doc_id"]), slices, target=context.file("unknown"), name=f"{bucket:05d}")
     counts = {str(number): count for number, count in repeats.items()}
     rejected = context.store(quarantine, "ids", bucket)
-    return {"parts": parts, "repeats": counts, "documents": len(known), "quarantine": rejected}
+    return {"parts": parts, "repeats": counts, "documents": len(document_ids), "quarantine": rejected}
 
 
 def _first_documents(

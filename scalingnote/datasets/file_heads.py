@@ -136,8 +136,8 @@ def file_head(
     if file.uri.endswith(".txt") and not tabs:
         return FileHead(file.uri, file.size, {}, fields=TEXT_LINES)
     fields, header = _fields(file, chosen)
-    read = partial(delimited_lines, columns=fields, header=header)
-    return replace(_line_head(file, read), fields=fields, header=header)
+    read_lines = partial(delimited_lines, columns=fields, header=header)
+    return replace(_line_head(file, read_lines), fields=fields, header=header)
 
 
 def head_rows(piece: FileSlice, head: FileHead, columns: Sequence[str]) -> RawRows:

@@ -219,8 +219,8 @@ class Source:
 
     def parts(self, tables: Collection[str] | None = None) -> list[FileSlice]:
         """List the slices of files, of all tables or of some."""
-        chosen = (name for name in self.tables if tables is None or name in tables)
-        return [rows.part for name in chosen for rows in self.tables[name] if not isinstance(rows, list)]
+        names = (name for name in self.tables if tables is None or name in tables)
+        return [rows.part for name in names for rows in self.tables[name] if not isinstance(rows, list)]
 
 
 def rename(row: RawRow | UnreadableRow, columns: Mapping[str, str]) -> RawRow | UnreadableRow:

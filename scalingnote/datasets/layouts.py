@@ -80,18 +80,20 @@ class FileLayout:
 
     def is_like(self, other: "FileLayout") -> bool:
         """Return whether id and text have the same columns; a file without rows is like any other."""
-        same = all(self.columns.get(name) == other.columns.get(name) for name in ("doc_id", "content"))
-        return same or not (self.head.rows and other.head.rows)
+        same_columns = all(
+            self.columns.get(name) == other.columns.get(name) for name in ("doc_id", "content")
+        )
+        return same_columns or not (self.head.rows and other.head.rows)
 
     def row(self, row: RawRow) -> RawRow | UnreadableRow:
         """Rename a row of the file to our names; UnreadableRow if its columns differ from the first rows."""
-        for ours, known in (("content", TEXT_NAMES), ("doc_id", ID_NAMES)):
+        for ours, known_names in (("content", TEXT_NAMES), ("doc_id", ID_NAMES)):
             column = self.columns.get(ours)
             if column in row or (column is None and ours == "doc_id"):
                 continue
             others = {
                 name
-                for name in row.keys() & {*known} - {*self.columns.values()}
+                for name in row.keys() & {*known_names} - {*self.columns.values()}
                 if ours == "doc_id" or isinstance(row[name], str | bytes)
             }
             if others or (column is not None and row.keys() - self._usual[ours]):

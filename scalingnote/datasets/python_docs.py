@@ -292,8 +292,8 @@ def _is_documented(value: Any, roots: set[str], *, listed: bool) -> bool:
     home = getattr(value, "__module__", None)
     # A C function may have no module, or a private one: `_json` of `json`, `_io` of `io`.
     root = home.split(".")[0] if isinstance(home, str) and home != "builtins" else ""
-    known = {"", *roots} & {root, root.lstrip("_")} or (listed and root.startswith("_"))
-    return has_name and own_doc and bool(known)
+    in_packages = {"", *roots} & {root, root.lstrip("_")} or (listed and root.startswith("_"))
+    return has_name and own_doc and bool(in_packages)
 
 
 def _document(name: str, kind: str, value: Any) -> dict[str, str] | None:

@@ -148,7 +148,7 @@ def read_logs(config: Logs) -> Source:
             dwell = ["dwell_s"] if table == "impressions" and config.min_dwell_s else []
             evidence[table] = find_columns(file, table_format(table, _NO_FEATURES), [*required, *dwell])
     _name_queries(evidence)
-    tables |= {table: column_slices(found) for table, found in evidence.items()}
+    tables |= {table: column_slices(columns) for table, columns in evidence.items()}
     return Source(tables, features)
 
 
@@ -211,8 +211,8 @@ def read_beir(config: Beir) -> Source:
     """
     judged = _beir_qrels_files(config.path)
     corpus, queries = (find_files(fs.join(config.path, name)) for name in ("corpus.jsonl", "queries.jsonl"))
-    chosen = {"doc_id": "_id", "content": "text"}
-    layouts = find_layouts(corpus, chosen, names=(*_TEXT_COLUMNS, "topic"))
+    columns = {"doc_id": "_id", "content": "text"}
+    layouts = find_layouts(corpus, columns, names=(*_TEXT_COLUMNS, "topic"))
     return Source(
         {
             "documents": document_slices(layouts),
@@ -245,12 +245,12 @@ def _beir_queries(piece: FileSlice, *, judged: Mapping[str, File]) -> Iterator[R
         for split, file in judged.items()
     }
 
-    known = set().union(*ids.values())
+    judged_ids = set().union(*ids.values())
     for row in json_lines(piece):
         query = rename(row, {"query_id": "_id", "query": "text"})
         if isinstance(query, dict) and "query_id" in query:
             query_id = str(query["query_id"])
-            if query_id not in known:
+            if query_id not in judged_ids:
                 continue
             split = ("test" if query_id in ids["test"] else "train") if len(judged) == 2 else ""
             query |= {"query_id": query_id, "split": split}

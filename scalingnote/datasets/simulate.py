@@ -138,12 +138,12 @@ def draw_result_lists(
     # A cyclic window of the query's relevant documents, starting at a random one.
     offsets = rng.integers(count) + np.arange(relevant)
     pairs = start + offsets % count
-    chosen, grade = judged.doc[pairs], judged.grade[pairs]
-    chosen_valid = np.broadcast_to(np.arange(relevant), pairs.shape) < count
+    relevant_docs, grade = judged.doc[pairs], judged.grade[pairs]
+    relevant_valid = np.broadcast_to(np.arange(relevant), pairs.shape) < count
 
     # Twice as many candidates as places, because relevant and repeated ones are dropped.
     shape = (len(queries), 2 * length)
-    topic, size = topics[chosen[:, 0]][:, None], np.bincount(topics)
+    topic, size = topics[relevant_docs[:, 0]][:, None], np.bincount(topics)
     begin = (np.cumsum(size) - size)[topic]  # in `by_topic`
     same_topic = by_topic[begin + (rng.random(shape) * size[topic]).astype(np.int64)]
     others = np.where(
@@ -153,8 +153,8 @@ def draw_result_lists(
     places = np.minimum(np.searchsorted(judged.keys, keys), len(judged.keys) - 1)
     others_valid = (judged.keys[places] != keys) & ~_repeats(others)
 
-    docs = np.concatenate([chosen, others], axis=1)
-    valid = np.concatenate([chosen_valid, others_valid], axis=1)
+    docs = np.concatenate([relevant_docs, others], axis=1)
+    valid = np.concatenate([relevant_valid, others_valid], axis=1)
     grades = np.concatenate([grade, np.zeros(shape)], axis=1)
     valid &= np.cumsum(valid, axis=1) <= length
 

@@ -86,15 +86,15 @@ def _text_slices(path: str, columns: Mapping[str, str]) -> list[InputSlice]:
 
 def _checked_texts(slices: list[InputSlice], path: str, quarantine: Quarantine) -> Iterator[RawRow]:
     features = pa.schema([])
-    form, seen = table_format("documents", features), set[str]()
+    form, seen_ids = table_format("documents", features), set[str]()
     for rows in slices:
         for table in read_tables(rows, form, quarantine=quarantine):
             valid = check_table(table, "documents", features=features, quarantine=quarantine)
             for row in valid.select(["doc_id", "title", "content"]).to_pylist():
-                if row["doc_id"] in seen:
+                if row["doc_id"] in seen_ids:
                     quarantine.reject("documents", row, "duplicate doc_id")
                 else:
-                    seen.add(row["doc_id"])
+                    seen_ids.add(row["doc_id"])
                     yield row
     reasons = {
         key.removeprefix("documents: "): n
@@ -102,7 +102,9 @@ def _checked_texts(slices: list[InputSlice], path: str, quarantine: Quarantine) 
         if key.startswith("documents: ")
     }
     summary = ", ".join(f"{reason} ({n:,})" for reason, n in reasons.items())
-    if not seen:
+    if not seen_ids:
         raise DataError(f"{path} has no text: {summary or 'it has no rows'}")
     if reasons:
-        log.warning("%s: %d texts, %d rows set aside: %s", path, len(seen), sum(reasons.values()), summary)
+        log.warning(
+            "%s: %d texts, %d rows set aside: %s", path, len(seen_ids), sum(reasons.values()), summary
+        )

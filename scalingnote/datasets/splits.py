@@ -45,8 +45,8 @@ def subset(rows: Iterable[RawRow], *, size: int, seed: int, key: str) -> list[Ra
         number, row = item
         return uniform(row[key], seed=seed), number
 
-    chosen = heapq.nsmallest(size, enumerate(rows), key=order)
-    return [row for _, row in sorted(chosen, key=lambda item: item[0])]
+    numbered_rows = heapq.nsmallest(size, enumerate(rows), key=order)
+    return [row for _, row in sorted(numbered_rows, key=lambda item: item[0])]
 
 
 def held_out(
@@ -67,14 +67,14 @@ def held_out(
         pc.index_in(positives["query_id"], value_set=query_ids).to_numpy() + len(groups),
     )
     nodes = len(groups) + len(query_ids)
-    joined = coo_matrix((np.ones(len(positives), bool), edges), shape=(nodes, nodes))
-    _, component = connected_components(joined, directed=False)
+    graph = coo_matrix((np.ones(len(positives), bool), edges), shape=(nodes, nodes))
+    _, component = connected_components(graph, directed=False)
     # The lowest node identifies a component: its first group, or its query if that has no group.
     _, lowest = np.unique(component, return_index=True)
     keys = (("g:", groups), ("q:", query_ids))
     names = pa.concat_arrays([pc.binary_join_element_wise(kind, ids, "") for kind, ids in keys])
-    drawn = [uniform(name, seed=seed) < fraction for name in names.take(pa.array(lowest)).to_pylist()]
-    test: ndarray = np.array(drawn, bool)[component[len(groups) :]]
+    in_test = [uniform(name, seed=seed) < fraction for name in names.take(pa.array(lowest)).to_pylist()]
+    test: ndarray = np.array(in_test, bool)[component[len(groups) :]]
     return test
 
 
@@ -83,9 +83,9 @@ def held_out(
 
 def queries(dataset: Artifact, split: str, *, each: TaskRunner = map) -> pa.Table:
     """Read query_id and query of one split, in the order of `each`, which maps over the parts."""
-    read = partial(_queries_of_part, dataset=dataset, split=split)
+    read_part = partial(_queries_of_part, dataset=dataset, split=split)
     empty = QUERIES.empty_table().select(["query_id", "query"])
-    return pa.concat_tables([empty, *each(read, dataset.table_parts("queries"))])
+    return pa.concat_tables([empty, *each(read_part, dataset.table_parts("queries"))])
 
 
 def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
@@ -166,8 +166,8 @@ def _hold_out_part(
     of_groups = pc.is_in(_groups(table), value_set=groups, skip_nulls=True)
     by_id = pc.or_(pc.is_in(table["doc_id"], value_set=doc_ids).combine_chunks(), of_groups)
     by_text = pc.is_in(_text_hashes(table), value_set=texts, skip_nulls=True)
-    chosen = pc.or_(by_id, by_text)
-    return pa.table([table["doc_id"], pc.invert(by_id)], schema=_CHOSEN).filter(chosen)
+    is_held_out = pc.or_(by_id, by_text)
+    return pa.table([table["doc_id"], pc.invert(by_id)], schema=_CHOSEN).filter(is_held_out)
 
 
 def _text_hashes(table: pa.Table) -> pa.Array:
@@ -289,8 +289,8 @@ def split_queries(
     text = frequent["query"].take(pc.index_in(ids, value_set=frequent["query_id"].combine_chunks()))
     split = pa.array(["train"] * len(trained) + ["test"] * len(test), pa.string())
     in_test = test_clicks["query_id"].unique()
-    seen = pc.is_in(in_test, value_set=trained)
-    irrelevant = pc.invert(pc.or_(seen, pc.is_in(in_test, value_set=test)))
+    in_training = pc.is_in(in_test, value_set=trained)
+    irrelevant = pc.invert(pc.or_(in_training, pc.is_in(in_test, value_set=test)))
     logged = texts.filter(pc.greater(texts["rows"], 0))["query_id"].unique()
     outside = pc.invert(pc.is_in(logged, value_set=pa.concat_arrays([trained, in_test])))
     qrels = judged.filter(pc.is_in(judged["query_id"], value_set=test))
@@ -298,7 +298,7 @@ def split_queries(
         pa.table([ids, text, split], QUERIES).sort_by("query_id"),
         qrels.sort_by([("query_id", "ascending"), ("doc_id", "ascending")]),
         {
-            "queries of the test window that training has seen": pc.sum(seen, min_count=0).as_py(),
+            "queries of the test window that training has seen": pc.sum(in_training, min_count=0).as_py(),
             "queries of the test window without a relevant document": pc.sum(irrelevant, min_count=0).as_py(),
             "queries without an impression in either window": pc.sum(outside, min_count=0).as_py(),
         },

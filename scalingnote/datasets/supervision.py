@@ -126,13 +126,13 @@ def write_log_queries(item: tuple[int, int], *, context: PrepareContext) -> Json
     impressions = context.file("impressions")
     ids = [rows["query_id"].unique() for rows in stream(impressions, bucket, ["query_id"])]
     train_ids = pa.concat_arrays([pa.array([], pa.string()), *ids]).unique()
-    known = texts["query_id"].combine_chunks()
+    query_ids = texts["query_id"].combine_chunks()
     if config.qrels:
-        judged = _valid_pairs("qrels", bucket, known, context, quarantine)
+        judged = _valid_pairs("qrels", bucket, query_ids, context, quarantine)
     else:
         judged = splits.judge_by_clicks(test_clicks, min_clicks=config.min_clicks)
     split = splits.split_queries(train_ids, test_clicks=test_clicks, texts=texts, judged=judged)
-    scores = _valid_pairs("scores", bucket, known, context, quarantine)
+    scores = _valid_pairs("scores", bucket, query_ids, context, quarantine)
     useful = scores.filter(pc.is_in(scores["query_id"], value_set=train_ids))
     quarantine.left_out["scores of queries that are not for training"] += len(scores) - len(useful)
     quarantine.left_out.update(split.left_out)
@@ -149,9 +149,9 @@ def _valid_pairs(
 ) -> pa.Table:
     """Select the rows of known queries; of qrels and scores only the first one of each query and document."""
     rows = gather(context.file(table), bucket, schema=PAIR_SCHEMAS[table])
-    known = np.asarray(pc.is_in(rows["query_id"], value_set=query_ids))
-    quarantine.reject_where(table, "unknown query_id", rows, ~known)
-    rows = rows.filter(pa.array(known))
+    has_query = np.asarray(pc.is_in(rows["query_id"], value_set=query_ids))
+    quarantine.reject_where(table, "unknown query_id", rows, ~has_query)
+    rows = rows.filter(pa.array(has_query))
     if table == "impressions":
         return rows
     return _first_rows(rows, table, ["query_id", "doc_id"], "duplicate query and document", quarantine)
@@ -234,10 +234,11 @@ def _read_documents(
     def read(part: str) -> pa.Table:
         if not divided:
             return read_table(fs.join(context.output, part), columns)
-        stored = ["document_id" if name == "doc_id" else name for name in columns]
-        rows = read_table(fs.join(context.output, part), [*stored, "passage"])
-        whole = rows.filter(pc.equal(rows["passage"], 1)).select(stored)  # one row of each document
-        return whole.rename_columns(columns)
+        stored_columns = ["document_id" if name == "doc_id" else name for name in columns]
+        rows = read_table(fs.join(context.output, part), [*stored_columns, "passage"])
+        # One row of each document.
+        first_passages = rows.filter(pc.equal(rows["passage"], 1)).select(stored_columns)
+        return first_passages.rename_columns(columns)
 
     tables = []
     for start in range(0, len(parts), _PARTS_PER_READ):
@@ -264,8 +265,8 @@ def split_queries(item: tuple[int, SampledDataset], *, context: PrepareContext) 
             )
         ids = queries["query_id"].combine_chunks()
         test = splits.held_out(ids, positives, fraction=config.test_fraction, seed=config.seed)
-        drawn = pc.if_else(pa.array(test), "test", "train")
-        split = pc.if_else(pc.equal(queries["split"], ""), drawn, queries["split"])
+        drawn_split = pc.if_else(pa.array(test), "test", "train")
+        split = pc.if_else(pc.equal(queries["split"], ""), drawn_split, queries["split"])
         queries = pa.table([ids, split], schema=_SPLIT)
     context.send(queries, "query_id", "split", number=0, buckets=context.query_buckets)
     return len(queries)

@@ -184,9 +184,9 @@ def read_tables(rows: InputSlice, form: TableFormat, *, quarantine: Quarantine) 
     if isinstance(rows, FileColumns):
         yield from _parquet_tables(rows)
         return
-    known, remaining = rows.columns if isinstance(rows, FileRows) else None, iter(rows)
+    fixed_columns, remaining = rows.columns if isinstance(rows, FileRows) else None, iter(rows)
     while chunk := list(islice(remaining, _ROWS_PER_TABLE)):
-        present = known or set[str]().union(*(row for row in chunk if isinstance(row, dict)))
+        present = fixed_columns or set[str]().union(*(row for row in chunk if isinstance(row, dict)))
         yield _typed_table(chunk, form.of_columns(present), quarantine)
 
 

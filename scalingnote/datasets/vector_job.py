@@ -58,7 +58,9 @@ def run(config: VectorsConfig, *, output: str) -> Artifact:
                         f"{sources[0].dim:,}: use vectors of one model for both"
                     )
                 held_out = hash_of(table["query"]) < share * 2.0**64
-                split = pa.array(["validation" if held else "train" for held in held_out.tolist()])
+                split = pa.array(
+                    ["validation" if is_held_out else "train" for is_held_out in held_out.tolist()]
+                )
                 draft.write_table(
                     f"embeddings/part-{number}-{block:05d}.parquet", table.append_column("split", split)
                 )

@@ -281,8 +281,8 @@ class _Ranges(RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(self._size - self._at, 0)
-        length = left if size is None or size < 0 else min(size, left)
+        remaining = max(self._size - self._at, 0)
+        length = remaining if size is None or size < 0 else min(size, remaining)
         if not length:
             return b""
         data = b"".join(_ranges(self._uri, self._at, length))

@@ -61,13 +61,13 @@ def since(start: ProcessCounts) -> dict[str, int]:
     """Return the counts since a snapshot; peaks are over the lives of the processes active since then."""
     now = snapshot()
     active = {name: counts for name, counts in now.items() if counts[:3] != start.get(name, (0,) * 5)[:3]}
-    requests, read, written = (
+    requests, bytes_read, bytes_written = (
         sum(counts[i] - start.get(name, (0,) * 5)[i] for name, counts in active.items()) for i in range(3)
     )
     return {
         "requests": requests,
-        "bytes_read": read,
-        "bytes_written": written,
+        "bytes_read": bytes_read,
+        "bytes_written": bytes_written,
         "driver_peak_bytes": now[_PROCESS][3],
         "worker_peak_bytes": max((c[3] for name, c in active.items() if name != _PROCESS), default=0),
     }

@@ -90,11 +90,11 @@ def test_ranks_on_one_machine_connect_through_a_file(monkeypatch: pytest.MonkeyP
 
     set_variables: list[Any] = []
     monkeypatch.setattr(ray, "get", lambda results: results)
-    joined: list[tuple[Any, ...]] = []
-    config = ray_internals.ranks_on_one_machine(str(tmp_path), lambda *given: joined.append(given))
+    join_calls: list[tuple[Any, ...]] = []
+    config = ray_internals.ranks_on_one_machine(str(tmp_path), lambda *given: join_calls.append(given))
     config.backend_cls().on_start(Ranks(), config)
-    assert [given[:2] for given in joined] == [(0, 2), (1, 2)]
-    (store,) = {given[2] for given in joined}
+    assert [given[:2] for given in join_calls] == [(0, 2), (1, 2)]
+    (store,) = {given[2] for given in join_calls}
     assert os.path.dirname(store) == str(tmp_path)
     assert len(set_variables) == 1
 

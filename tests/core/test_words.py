@@ -159,8 +159,8 @@ def test_highlighting_keeps_the_text_and_marks_full_words(text: str, query: str)
     pieces = [*highlight(text, query)]
     assert "".join(piece for piece, _ in pieces) == text
     words = [piece for piece, is_word in pieces if is_word]
-    joined = [c for word in words[1:] for c in word[:1]]
-    assert not any(unicodedata.category(c)[0] == "M" for c in joined)
+    first_characters = [c for word in words[1:] for c in word[:1]]
+    assert not any(unicodedata.category(c)[0] == "M" for c in first_characters)
 
 
 @pytest.fixture

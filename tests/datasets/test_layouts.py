@@ -93,8 +93,8 @@ def test_unknown_columns_are_an_error_and_can_be_chosen(tmp_path, told, suffix):
         read_texts(path)
     assert list(read_texts(path, {"content": "inhalt"})) == [ONE | {"doc_id": "1", "title": "One"}]
     assert "ids are numbers of rows, title from 'title'; not read: 'nr', 'kopf'" in told.text
-    chosen = {"content": "inhalt", "doc_id": "nr", "title": "kopf"}
-    assert list(read_texts(path, chosen)) == [ONE | {"title": "Eins"}]
+    columns = {"content": "inhalt", "doc_id": "nr", "title": "kopf"}
+    assert list(read_texts(path, columns)) == [ONE | {"title": "Eins"}]
     assert list(read_texts(path, {"content": "title"})) == [ONE | {"doc_id": "1", "content": "One"}]
     with pytest.raises(DataError, match=r"no column \['body'\].* only 'nr'"):
         read_texts(path, {"content": "body"})
@@ -240,8 +240,8 @@ def test_other_sources_use_the_same_names(tmp_path, told):
     assert "price from 'price' (MS MARCO documents layout); not read: 'shop'" in told.text
     judged = write(tmp_path / "judged.jsonl", {"query_id": "q", "query": "x", "doc_id": "7"})
     files = {name: {"path": str(judged)} for name in ("queries", "qrels")}
-    own = Columns(documents={"path": str(path), "columns": {"content": "shop"}}, **files)
-    (row,) = sources.read(own).rows("documents")
+    mapped = Columns(documents={"path": str(path), "columns": {"content": "shop"}}, **files)
+    (row,) = sources.read(mapped).rows("documents")
     assert row == {"doc_id": 7, "title": "One", "content": "x"}
     without = write(tmp_path / "b.jsonl", {"title": "One", "text": "long words"})
     with pytest.raises(DataError, match=r"no column of ids by a known name.*--id-column"):

@@ -152,24 +152,26 @@ def twin(log, config):
 
     def pairs(table, known=None):
         """Check documents before queries: if both are unknown, the reason is the document."""
-        seen, found = set(), []
+        seen_pairs, valid_rows = set(), []
         for row in rows[table]:
             pair = row["query_id"], row["doc_id"]
             if row["doc_id"] not in documents:
                 rejected[f"{table}: unknown doc_id"] += 1
             elif known is not None and row["query_id"] not in known:
                 rejected[f"{table}: unknown query_id"] += 1
-            elif table != "impressions" and pair in seen:
+            elif table != "impressions" and pair in seen_pairs:
                 rejected[f"{table}: duplicate query and document"] += 1
             else:
-                found.append({name: value for name, value in row.items() if name not in ("query", "shown")})
-            seen.add(pair)
-        return found
+                valid_rows.append(
+                    {name: value for name, value in row.items() if name not in ("query", "shown")}
+                )
+            seen_pairs.add(pair)
+        return valid_rows
 
-    own = rows["impressions"]
+    impressions = rows["impressions"]
     # The text of a query: of all rows without a fault, also those with an unknown document.
     calls = defaultdict(Counter)
-    for row in own:
+    for row in impressions:
         calls[row["query_id"]][row["shown"]] += 1
     for row in rows["qrels"]:
         calls[row["query_id"]][row["shown"]] += 0
@@ -201,7 +203,7 @@ def twin(log, config):
     qrels = [row for row in judged if row["query_id"] in test]
     scores = pairs("scores", set(text))
     useful = [row for row in scores if row["query_id"] in trained]
-    logged = {row["query_id"] for row in own}
+    logged = {row["query_id"] for row in impressions}
     left_out += Counter(
         {
             "queries of the test window that training has seen": len(in_test & trained),
@@ -227,7 +229,7 @@ def _fault(table, row):
     """Return the fault of a row itself, or an empty string."""
     if table != "impressions":
         return "score is not a number" if row.get("score", 0) is None else ""
-    wrong = {
+    faults = {
         "doc_id longer than 256 characters": len(row["doc_id"]) > 256,
         "position is not a number": row["position"] is None,
         "position is not 1 or above": row["position"] == 0,
@@ -237,7 +239,7 @@ def _fault(table, row):
         "timestamp is not a number": row["timestamp"] is None,
         "dwell_s is not finite": row["dwell_s"] == float("inf"),
     }
-    return next((reason for reason, holds in wrong.items() if holds), "")
+    return next((reason for reason, holds in faults.items() if holds), "")
 
 
 def query_id(text):

@@ -169,8 +169,8 @@ def test_the_size_of_parts_depends_on_rows_and_bytes(rows, bytes_each, per_part)
     assert rows_per_part == per_part
     assert rows_per_part == 1 or rows_per_part * bytes_each <= documents.MAX_PART_BYTES
     assert rows / rows_per_part < 80_000 or bytes_each > 2_000
-    chosen = config.model_copy(update={"documents_per_part": 3})
-    assert documents.rows_per_part(chosen, rows=rows, text_bytes=rows * bytes_each) == 3
+    fixed_size = config.model_copy(update={"documents_per_part": 3})
+    assert documents.rows_per_part(fixed_size, rows=rows, text_bytes=rows * bytes_each) == 3
 
 
 def test_parts_of_long_texts_are_smaller(tmp_path, monkeypatch):

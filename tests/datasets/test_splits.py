@@ -22,18 +22,18 @@ def test_windows_are_half_open_and_may_be_adjacent():
     config = Logs(
         **FILES, train=("1970-01-01", "1970-01-02"), test=("1970-01-02", "1970-01-03T00:00:00+01:00")
     )
-    chosen = splits.choose_windows(config, first=0, last=72 * HOUR)
-    assert chosen == splits.SplitWindows((0, 24 * HOUR), (24 * HOUR, 47 * HOUR))
+    windows = splits.choose_windows(config, first=0, last=72 * HOUR)
+    assert windows == splits.SplitWindows((0, 24 * HOUR), (24 * HOUR, 47 * HOUR))
     times = pa.chunked_array([pa.array([-1, 0, 24 * HOUR - 1, 24 * HOUR, 47 * HOUR - 1, 47 * HOUR])])
     stamps = times.cast(pa.timestamp("ms"))
-    assert splits.in_window(stamps, chosen.train).to_pylist() == [False, True, True, False, False, False]
-    assert splits.in_window(stamps, chosen.test).to_pylist() == [False, False, False, True, True, False]
-    assert chosen.as_iso()["train"] == ["1970-01-01T00:00:00.000+00:00", "1970-01-02T00:00:00.000+00:00"]
+    assert splits.in_window(stamps, windows.train).to_pylist() == [False, True, True, False, False, False]
+    assert splits.in_window(stamps, windows.test).to_pylist() == [False, False, False, True, True, False]
+    assert windows.as_iso()["train"] == ["1970-01-01T00:00:00.000+00:00", "1970-01-02T00:00:00.000+00:00"]
 
 
 def test_without_windows_the_end_of_the_span_is_for_test():
-    chosen = splits.choose_windows(Logs(**FILES, test_fraction=0.25), first=1000, last=1999)
-    assert chosen == splits.SplitWindows((1000, 1750), (1750, 2000))
+    windows = splits.choose_windows(Logs(**FILES, test_fraction=0.25), first=1000, last=1999)
+    assert windows == splits.SplitWindows((1000, 1750), (1750, 2000))
 
 
 def test_a_log_outside_its_windows_is_an_error():

@@ -176,22 +176,24 @@ def test_every_line_is_in_one_byte_range(tmp_path_factory, lengths, step, ends):
 
 def test_a_broken_line_does_not_change_other_rows(tmp_path):
     rows = [{**IMPRESSION, "doc_id": f"d{n}", "position": n + 1, "nested": {"x": n}} for n in range(60)]
-    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    write_lines(whole, *rows)
-    text = whole.read_text().splitlines(keepends=True)
-    broken.write_text("".join([*text[:20], "{oops\n", "\n", *text[20:40], "{" * 9000 + "\n", *text[40:]]))
+    good_file, broken_file = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    write_lines(good_file, *rows)
+    text = good_file.read_text().splitlines(keepends=True)
+    broken_file.write_text(
+        "".join([*text[:20], "{oops\n", "\n", *text[20:40], "{" * 9000 + "\n", *text[40:]])
+    )
     columns = {name: name for name in IMPRESSION}
 
     def doc_ids(path, step):
-        found, quarantine = [], Quarantine()
+        documents, quarantine = [], Quarantine()
         for part in cut([File(str(path), path.stat().st_size, 0)], limit=step):
             for table in read_tables(named_rows(part, columns), FORM, quarantine=quarantine):
-                found += zip(
+                documents += zip(
                     table["doc_id"].to_pylist(), map(float, table["position"].to_pylist()), strict=True
                 )
-        return found, dict(quarantine.rejected)
+        return documents, dict(quarantine.rejected)
 
     expected = [(row["doc_id"], float(row["position"])) for row in rows]
     for step in (10**6, 701):
-        assert doc_ids(whole, step) == (expected, {})
-        assert doc_ids(broken, step) == (expected, {"impressions: invalid JSON": 2})
+        assert doc_ids(good_file, step) == (expected, {})
+        assert doc_ids(broken_file, step) == (expected, {"impressions: invalid JSON": 2})

@@ -195,12 +195,12 @@ def test_a_long_manifest_is_read_by_shard_and_not_pickled(uri: str, monkeypatch:
 
 
 def test_the_digest_is_the_sha256_of_the_json(tmp_path: Path):
-    built = build(str(tmp_path / "a")).manifest
-    parts = {name: part.sha256 for name, part in built.parts.items()}
+    thing = build(str(tmp_path / "a")).manifest
+    parts = {name: part.sha256 for name, part in thing.parts.items()}
     for checksums in (parts, {}, {'"é': "1"} | parts):
-        serialized = json.dumps([built.kind, built.config, {"of": "0"}, checksums], sort_keys=True).encode()
+        serialized = json.dumps([thing.kind, thing.config, {"of": "0"}, checksums], sort_keys=True).encode()
         listed_parts = {name: manifest.Part(sha256, 1) for name, sha256 in checksums.items()}
-        digest = manifest.digest_of(built.kind, built.config, {"of": "0"}, listed_parts)
+        digest = manifest.digest_of(thing.kind, thing.config, {"of": "0"}, listed_parts)
         assert digest == hashlib.sha256(serialized).hexdigest()
 
 
