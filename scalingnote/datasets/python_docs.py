@@ -5,8 +5,8 @@ object's documentation is the document. Nothing is downloaded: the data depends 
 the same environment gives the same rows.
 
 A subset (`max_documents`) keeps the least nested names (``json.dumps`` before ``os.path.join`` before
-``torch.nn.functional.relu``), functions and classes before methods of the same depth, and orders equal names
-by a seeded hash.
+``torch.nn.functional.relu``), functions and classes before methods of the same depth, and orders equally
+nested names by a seeded hash.
 
 This file is also a script, ``python -P python_docs.py PACKAGE OUTPUT``, which writes a JSON line for each
 documented public object of a package. The import of a package runs foreign code, so the script is a process
