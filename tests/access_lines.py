@@ -1,4 +1,4 @@
-"""Lines of access logs: one that a gateway writes, and how the analysis reads files of them."""
+"""Lines of access logs: write a line like a gateway, and read files like the analysis."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A server that answers as OpenAI and TEI do at /v1/embeddings and /embed, and tells what it was asked."""
+"""A server with the responses of OpenAI and TEI at /v1/embeddings and /embed, which records its requests."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ def embed_by_hash(texts: Sequence[str]) -> np.ndarray:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers by `embed`; `fault` may answer instead: (status, headers, body)."""
+    """Server of the vectors of `embed`; `fault` may return another response: (status, headers, body)."""
 
     daemon_threads = True
 
@@ -32,7 +32,7 @@ class Server(ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
-        self.usage: dict[str, int] = {}  # added to that of each answer
+        self.usage: dict[str, int] = {}  # added to the usage in each response
         self.fault: Callable[[dict[str, Any]], tuple[int, dict[str, str], Any] | None] = lambda _: None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""A tiny Hugging Face folder of every family that towers are tested on, with random weights."""
+"""A tiny Hugging Face folder, with random weights, of every family that the tests of towers use."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from scalingnote.models.config import Pretrained, Scratch, TowerConfig
 from scalingnote.models.tower import Tower
 
 LEARNT = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
-WINDOW = 8  # shorter than the documents below, so that a window that is forgotten is seen
+WINDOW = 8  # shorter than the documents below, so that a missing window changes results
 DOCUMENTS = (
     ["torch stack", "numpy", "a title of more words", ""],
     ["torch function", "", "topic", "topic"],
@@ -42,7 +42,7 @@ _SIZE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # wide, or attention would hardly be felt in so narrow a model
+    "initializer_range": 0.2,  # wide, because attention would have little effect in such a narrow model
 }
 _GROUPED = {**_SIZE, "num_key_value_heads": 2}
 _QWEN2_SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
@@ -66,7 +66,7 @@ BIDIRECTIONAL: dict[str, Any] = {
 }
 FAMILIES = CAUSAL | BIDIRECTIONAL
 PADDED: dict[str, Any] = {"mpnet": lambda **k: MPNetConfig(**_SIZE, **_STILL, **k)}  # encoders, never packed
-PAD_1 = ("roberta", "xlm-roberta", "camembert", "mpnet")  # their pad token is 1 and positions start behind it
+PAD_1 = ("roberta", "xlm-roberta", "camembert", "mpnet")  # their pad token is 1 and positions start after it
 
 
 def tokenizer(*, padding_side: str = "right", pad: str | None = "[PAD]") -> PreTrainedTokenizerFast:
@@ -91,18 +91,22 @@ def folder(
     sizes: dict[str, int] | None = None,
     **saving: Any,
 ) -> Path:
-    """A checkpoint of `family` at `path`, as one would download it; `sizes` replace those of its config."""
-    made = tokenizer(padding_side=padding_side)
-    pad = 1 if family in PAD_1 else made.pad_token_id
-    special = {"pad_token_id": pad, "eos_token_id": made.eos_token_id, "bos_token_id": made.cls_token_id}
+    """Write a checkpoint of `family`, like a downloaded one; `sizes` replace those of its config."""
+    saved_tokenizer = tokenizer(padding_side=padding_side)
+    pad = 1 if family in PAD_1 else saved_tokenizer.pad_token_id
+    special = {
+        "pad_token_id": pad,
+        "eos_token_id": saved_tokenizer.eos_token_id,
+        "bos_token_id": saved_tokenizer.cls_token_id,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        settings = (FAMILIES | PADDED)[family](vocab_size=len(made), **special)
+        settings = (FAMILIES | PADDED)[family](vocab_size=len(saved_tokenizer), **special)
         settings.max_position_embeddings = positions
         settings.update(sizes or {})
         model = AutoModel.from_config(settings)
     model.save_pretrained(path, **saving)
-    made.save_pretrained(path)
+    saved_tokenizer.save_pretrained(path)
     return path
 
 
@@ -113,12 +117,12 @@ def tower_config(path: Path, *, role: str, **more: Any) -> TowerConfig:
 
 
 def tower(path: Path, role: Any, *, dim: int = 16, seed: int = 0, sparse: bool = False, **more: Any) -> Tower:
-    """A tower of a checkpoint, ready to train."""
+    """Build a tower of a checkpoint, ready to train."""
     return _built(tower_config(path, role=role, **more), role, dim=dim, seed=seed, sparse=sparse)
 
 
 def scratch_tower(backbone: Scratch, role: Any, *, sparse: bool = False, **more: Any) -> Tower:
-    """A tower from scratch with the tokenizer LEARNT, ready to train."""
+    """Build a tower from scratch with the tokenizer LEARNT, ready to train."""
     config = tiny.query_tower(backbone) if role == "query" else tiny.document_tower(backbone)
     return _built(config.model_copy(update=more), role, dim=16, seed=0, sparse=sparse)
 

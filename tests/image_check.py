@@ -1,15 +1,15 @@
 """The lines of the Dockerfile, run in a clean directory: for machines that cannot build an image.
 
-    python tests/image_check.py             what is installed here already is not installed again
-    python tests/image_check.py --clean     everything is, as in the image: some GB from the package index
-    python tests/image_check.py --variant gpu      packages are resolved, not installed; so, too, with vllm
+    python tests/image_check.py             packages that are already installed here are not installed again
+    python tests/image_check.py --clean     all packages are installed, as in the image: some GB of downloads
+    python tests/image_check.py --variant gpu      packages are resolved, not installed; also with vllm
 
-Every stage gets a folder in the place of the image's root. COPY and RUN --mount=type=bind see the files that
-.dockerignore lets through; absolute paths of the image are replaced by paths in that folder; RUN gets a
-virtual environment in the place of the base image's Python, a home of its own, and the ARG and ENV values
-before it. USER and --chown are checked for numbers, not applied. In the end the entrypoints are started from
-WORKDIR. The base image is not checked. Of an image with GPU packages every line runs, but for what pip
-installs: uv looks that up in the package index.
+Every stage has a folder instead of the image's root. COPY and RUN --mount=type=bind can read the files that
+.dockerignore includes. Absolute paths of the image are replaced by paths in that folder. RUN has a virtual
+environment instead of the base image's Python, a separate home, and the ARG and ENV values before it. USER
+and --chown must be numbers; they are not applied. In the end the entrypoints are started from WORKDIR. The
+base image is not checked. Of an image with GPU packages every line runs, except that pip does not install:
+uv resolves the packages in the package index.
 """
 
 import argparse
@@ -41,24 +41,24 @@ fi
 
 
 class CheckError(Exception):
-    """A line of the Dockerfile that is wrong, or fails."""
+    """A line of the Dockerfile that is wrong or fails."""
 
 
 @dataclass
 class Stage:
-    """A stage: the folder in the place of its root, its variables and its place."""
+    """A stage: the folder instead of its root, its variables and its working directory."""
 
     root: Path
     variables: dict[str, str] = field(default_factory=dict)
     place: str = "/"
 
     def path(self, inside: str) -> Path:
-        """The path on this machine of an absolute path, or of one relative to WORKDIR, of the image."""
+        """Return the path on this machine of a path of the image, absolute or relative to WORKDIR."""
         return self.root / os.path.join(self.place, inside).lstrip("/")
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
-    """The instructions of a Dockerfile with their arguments; comments and continued lines are resolved."""
+    """Yield the instructions of a Dockerfile with their arguments; continued lines are joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for line in re.sub(r"\\\n", " ", "\n".join(lines)).splitlines():
         if line.strip():
@@ -67,16 +67,16 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def options(rest: str) -> tuple[dict[str, list[str]], str]:
-    """The leading ``--name=value`` of an instruction, and what follows them."""
-    found: dict[str, list[str]] = {}
+    """Split an instruction into its leading ``--name=value`` options and the rest."""
+    leading: dict[str, list[str]] = {}
     while match := re.match(r"--(\w+)=(\S+)\s+", rest):
-        found.setdefault(match[1], []).append(match[2])
+        leading.setdefault(match[1], []).append(match[2])
         rest = rest[match.end() :]
-    return found, rest
+    return leading, rest
 
 
 def context(source: Path, target: Path) -> Path:
-    """A copy of the build context: tracked or not, all that .dockerignore lets through."""
+    """Copy the build context: all files that .dockerignore includes, tracked or not."""
     rules = [
         line
         for line in (source / ".dockerignore").read_text().splitlines()
@@ -93,7 +93,7 @@ def context(source: Path, target: Path) -> Path:
 
 
 def _is_ignored(path: Path, rules: list[str]) -> bool:
-    """Whether the last rule that names a path, or a folder above it, leaves it out."""
+    """Return whether the last rule that matches a path, or a folder above it, excludes it."""
     above = [str(path), *map(str, path.parents)][:-1]
     ignored = False
     for rule in rules:
@@ -105,7 +105,7 @@ def _is_ignored(path: Path, rules: list[str]) -> bool:
 
 
 class Check:
-    """One pass over a Dockerfile."""
+    """A run of the lines of a Dockerfile."""
 
     def __init__(self, source: Path, work: Path, *, clean: bool, given: Mapping[str, str]) -> None:
         """`given` are build arguments; with any, packages are resolved and not installed."""
@@ -116,10 +116,12 @@ class Check:
         self.stage: Stage | None = None
 
     def run(self, name: str, rest: str) -> None:
-        """Run one instruction; CheckError if it is wrong, or fails."""
-        known = {"ARG", "FROM", "COPY", "RUN", "ENV", "WORKDIR", "USER"}
-        if name not in known:
-            raise CheckError(f"{name} is none of {', '.join(sorted(known))}: teach this check to run it")
+        """Run one instruction; CheckError if it is wrong or fails."""
+        instruction_names = {"ARG", "FROM", "COPY", "RUN", "ENV", "WORKDIR", "USER"}
+        if name not in instruction_names:
+            raise CheckError(
+                f"{name} is not one of {', '.join(sorted(instruction_names))}: extend this check to run it"
+            )
         if name != "ARG" and name != "FROM" and self.stage is None:
             raise CheckError(f"{name} before FROM")
         getattr(self, f"_{name.lower()}")(rest)
@@ -147,22 +149,22 @@ class Check:
             (self.stage.root / folder).mkdir(parents=True)
 
     def _copy(self, rest: str) -> None:
-        given, rest = options(rest)
-        self._check_owner(given.pop("chown", ["0:0"])[0])
-        origin = self.stages[given.pop("from")[0]].root if "from" in given else self.context
-        if given:
-            raise CheckError(f"COPY {rest}: unknown options {', '.join(given)}")
+        copy_options, rest = options(rest)
+        self._check_owner(copy_options.pop("chown", ["0:0"])[0])
+        origin = self.stages[copy_options.pop("from")[0]].root if "from" in copy_options else self.context
+        if copy_options:
+            raise CheckError(f"COPY {rest}: unknown options {', '.join(copy_options)}")
         *sources, target = shlex.split(rest)
         into = self._now.path(target)
         for source in sources:
-            found = origin / source.lstrip("/")
-            if not found.exists():
+            source_path = origin / source.lstrip("/")
+            if not source_path.exists():
                 raise CheckError(f"COPY {rest}: no {source} in the build context, see .dockerignore")
-            if found.is_dir():
-                shutil.copytree(found, into, dirs_exist_ok=True)
+            if source_path.is_dir():
+                shutil.copytree(source_path, into, dirs_exist_ok=True)
             else:
                 into.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(found, into)
+                shutil.copy2(source_path, into)
 
     def _workdir(self, rest: str) -> None:
         self._now.place = os.path.join(self._now.place, rest)
@@ -172,14 +174,14 @@ class Check:
         self._check_owner(f"{rest}:0")
 
     def _run(self, rest: str) -> None:
-        given, command = options(rest)
-        mounted = [self._mount(mount) for mount in given.pop("mount", [])]
-        if given:
-            raise CheckError(f"RUN {command}: unknown options {', '.join(given)}")
+        run_options, command = options(rest)
+        links = [self._mount(mount) for mount in run_options.pop("mount", [])]
+        if run_options:
+            raise CheckError(f"RUN {command}: unknown options {', '.join(run_options)}")
         try:
             self.shell(command)
         finally:
-            for link in mounted:
+            for link in links:
                 link.unlink()
 
     def _mount(self, text: str) -> Path:
@@ -187,11 +189,11 @@ class Check:
         if mount.get("type") != "bind":
             raise CheckError(f"--mount={text}: only binds are run here")
         origin = self.stages[mount["from"]].root if "from" in mount else self.context
-        found, link = origin / mount["source"].lstrip("/"), self._now.path(mount["target"])
-        if not found.exists():
+        source_path, link = origin / mount["source"].lstrip("/"), self._now.path(mount["target"])
+        if not source_path.exists():
             raise CheckError(f"--mount={text}: no {mount['source']} there")
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(found)
+        link.symlink_to(source_path)
         return link
 
     def shell(self, command: str) -> None:
@@ -200,23 +202,26 @@ class Check:
         self._install_python(stage.root / "python")
         absolute = re.compile(rf"(?<![\w./:$}}])/(?!(?:{SYSTEM})\b)(?=\w)")
         inside = absolute.sub(f"{stage.root}/", command)
-        passed = {name: os.environ[name] for name in PASSED if name in os.environ}
-        passed |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-        passed["PIP_QUIET"] = "1"
-        passed["PATH"] = f"{stage.root}/python/bin{os.pathsep}{passed['PATH']}"
+        environment = {name: os.environ[name] for name in PASSED if name in os.environ}
+        environment |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        environment["PIP_QUIET"] = "1"
+        environment["PATH"] = f"{stage.root}/python/bin{os.pathsep}{environment['PATH']}"
         home = {"HOME": f"{stage.root}/home", "TMPDIR": f"{stage.root}/tmp", "PYTHONNOUSERSITE": "1"}
-        done = subprocess.run(
-            ["bash", "-ec", inside], cwd=stage.path("."), env=passed | home | stage.variables, check=False
+        process = subprocess.run(
+            ["bash", "-ec", inside],
+            cwd=stage.path("."),
+            env=environment | home | stage.variables,
+            check=False,
         )
-        if done.returncode:
-            raise CheckError(f"RUN {command}: exit code {done.returncode}")
+        if process.returncode:
+            raise CheckError(f"RUN {command}: exit code {process.returncode}")
 
     def _install_python(self, environment: Path) -> None:
         if environment.exists():
             return
         pip = [] if self.clean else ["--without-pip"]
         subprocess.run([sys.executable, "-m", "venv", *pip, environment], check=True)
-        if not self.clean:  # packages of this interpreter, pip among them, are found behind the environment's
+        if not self.clean:  # packages of this interpreter, including pip, are found after the environment's
             (site,) = environment.glob("lib/python*/site-packages")
             (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
             command = environment / "bin" / "pip"
@@ -226,7 +231,7 @@ class Check:
     def _check_owner(self, owner: str) -> None:
         if not re.fullmatch(r"\d+:\d+", owner):
             raise CheckError(
-                f"{owner.removesuffix(':0')} is no number: Kubernetes cannot see that it is not root"
+                f"{owner.removesuffix(':0')} is not a number: Kubernetes cannot check that it is not root"
             )
 
     @property
@@ -236,33 +241,39 @@ class Check:
 
 
 def check(source: Path, work: Path, *, clean: bool = False, given: Mapping[str, str] | None = None) -> Check:
-    """Run the lines of ``source/Dockerfile`` below `work`; CheckError at the first that fails."""
-    made = Check(source, work, clean=clean, given=given or {})
+    """Run the lines of ``source/Dockerfile`` below `work`; CheckError at the first line that fails."""
+    dockerfile_check = Check(source, work, clean=clean, given=given or {})
     for name, rest in instructions((source / "Dockerfile").read_text()):
         print(f"{name} {rest}", flush=True)
-        made.run(name, rest)
-    return made
+        dockerfile_check.run(name, rest)
+    return dockerfile_check
 
 
 def main() -> int:
-    """Check this project's Dockerfile; returns an exit code."""
+    """Check this project's Dockerfile; return an exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--clean", action="store_true", help="install everything, also what is here already")
+    parser.add_argument(
+        "--clean", action="store_true", help="install all packages, also those that are installed here"
+    )
     parser.add_argument("--variant", choices=list(EXTRAS), help="an image with GPU packages")
     arguments = parser.parse_args()
-    given = {}
+    build_arguments = {}
     if variant := arguments.variant:
-        given = {"EXTRAS": EXTRAS[variant], "CONSTRAINTS": constraints(variant).name}
+        build_arguments = {"EXTRAS": EXTRAS[variant], "CONSTRAINTS": constraints(variant).name}
     with tempfile.TemporaryDirectory(prefix="image-") as name:
         try:
-            made = check(ROOT, Path(name).resolve(), clean=arguments.clean, given=given)
-            if given:
+            dockerfile_check = check(ROOT, Path(name).resolve(), clean=arguments.clean, given=build_arguments)
+            if build_arguments:
                 print(f"every line of the Dockerfile runs, and the packages of {variant} resolve")
                 return 0
             # The installed package, and not this checkout, with the jobs and configs that were copied.
-            made.shell('python -c "import scalingnote; print(scalingnote.__file__)" | grep -q /python/lib')
-            made.shell("for name in train run ingest; do python jobs/$name.py --help > /dev/null; done")
-            made.shell("scalingnote --help > /dev/null")
+            dockerfile_check.shell(
+                'python -c "import scalingnote; print(scalingnote.__file__)" | grep -q /python/lib'
+            )
+            dockerfile_check.shell(
+                "for name in train run ingest; do python jobs/$name.py --help > /dev/null; done"
+            )
+            dockerfile_check.shell("scalingnote --help > /dev/null")
         except CheckError as error:
             print(f"Dockerfile: {error}", file=sys.stderr)
             return 1

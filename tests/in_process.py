@@ -1,4 +1,4 @@
-"""Stages in this process: for tests of what a stage does, not of where."""
+"""Stages in this process: for tests of the results of a stage, without a cluster."""
 
 import contextlib
 from collections import Counter
@@ -15,28 +15,28 @@ R = TypeVar("R")
 
 
 def without_ray(patch: pytest.MonkeyPatch) -> None:
-    """From now on stages process their parts here, one after the other, with copies of what workers get.
+    """Let stages process their parts in this process, one after the other.
 
-    Ray Train is left as it is: with no workers it trains in this process, with some it needs a cluster.
+    Ray Train is not changed: without workers it trains in this process, with workers it needs a cluster.
     """
     patch.setattr(cluster, "_in_process", True)
 
 
 def run_without_ray(run: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """The result of a stage without Ray: for tests of what it is used for."""
+    """Run a stage without Ray, for tests of later steps; return its result."""
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
         return run(*args, **kwargs)
 
 
 def killed_after(tasks: int) -> Callable[..., Iterator[Any]]:
-    """An executor that is killed in the task after so many, counted over all steps of a stage."""
+    """Return an executor that is killed after this number of tasks, counted over all steps of a stage."""
     budget = iter(range(tasks))
 
     def run(task: Any, parts: Iterable[Any]) -> Iterator[Any]:
         for part in parts:
             if next(budget, None) is None:
-                # After the work and before the record: the worst moment.
+                # After the work and before its record: the worst time for a kill.
                 task.keywords["task"](part[1])
                 raise KeyboardInterrupt
             yield task(part)
@@ -45,7 +45,7 @@ def killed_after(tasks: int) -> Callable[..., Iterator[Any]]:
 
 
 class KilledSteps:
-    """Each step of a stage is killed once, after its first item; counts how often each item is processed."""
+    """Kills of each step of a stage, once after its first item, and the number of runs of each item."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *modules: str) -> None:
         """Replace `run_slices` in the modules of the stage."""
@@ -55,7 +55,7 @@ class KilledSteps:
             patch.setattr(f"{module}.run_slices", self._run_slices)
 
     def finish(self, run: Callable[[], R]) -> R:
-        """The result of a stage that is run again after each kill."""
+        """Run a stage again after each kill; return its result."""
         while True:
             with contextlib.suppress(KeyboardInterrupt):
                 return run()

@@ -1,4 +1,4 @@
-"""A tiny LightRetriever and its batches, shared by the tests of its training."""
+"""A tiny LightRetriever and its batches, for the tests of its training."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -15,7 +15,7 @@ from scalingnote.train.config import Losses, Sparse
 from scalingnote.train.objective import StageOne, Triplets, pad_lists
 
 DIM = 16
-STEPS = 10  # of a run that a batch is a step of
+STEPS = 10  # of a run
 LOSSES = Losses(temperature=0.1, bidirectional=False, alpha=0, matryoshka=(4, DIM))
 SPARSE = Sparse(flops=1e-2)
 
@@ -40,7 +40,7 @@ def stage(
     align: bool = True,
     losses: Losses = LOSSES,
 ) -> StageOne:
-    """Everything that LightRetriever trains, from scratch."""
+    """Build all that LightRetriever trains, from scratch."""
     towers = dual_encoder.build(
         TokenWiseConfig(backbone=tiny.CAUSAL, lora=lora, max_length=16, instruction="find: "),
         document_tower(lora=lora),
@@ -58,22 +58,22 @@ def stage(
 def triplets(
     made: StageOne, rows: Sequence[int], *, of: int, packed: bool = False, step: float = STEPS
 ) -> Triplets:
-    """Some rows of a global batch of `of`, with one hard negative each; ids repeat."""
+    """Build some rows of a global batch of `of` rows, with one hard negative each; ids repeat."""
     texts = tiny.document_rows(2 * of)
     documents = [texts[i] for i in (*rows, *(row + of for row in rows))]
     columns = ([document[name] for document in documents] for name in ("title", "topic", "content"))
     queries = [f"{texts[i]['content'][:20]} {texts[i]['title']}" for i in rows]
-    own, towers = torch.tensor(rows), made.towers
+    row_numbers, towers = torch.tensor(rows), made.towers
     sparse = SparseQuery(towers.document.prompt.tokenizer, max_length=16, weighting="counts")
     terms = [np.array(ids) for ids in sparse.tokens(queries)]
-    ids = own % max(of - 3, 1)
+    ids = row_numbers % max(of - 3, 1)
     return Triplets(
         queries=collate(towers.query.prompt.rows(queries), pad=0, packed=packed),
         documents=collate(towers.document.prompt.rows(*columns), pad=0, packed=packed),
         query_ids=ids,
-        document_ids=torch.cat([ids, own + 1000]),
+        document_ids=torch.cat([ids, row_numbers + 1000]),
         known_positives=torch.stack([ids, (ids + 5) % 17], dim=1),
-        weights=(1 + own % 3).float(),
+        weights=(1 + row_numbers % 3).float(),
         terms=torch.from_numpy(pad_lists(terms, width=16)),
         step=torch.tensor(float(step)),
         steps=torch.tensor(float(STEPS)),

@@ -1,13 +1,14 @@
-"""What a client without a token or key can do at each listener of a process and its children.
+"""Access of a client without a token or key to each listener of a process and its children.
 
-Each listener is tried at the machine's own address, as another machine of the network would, and at loopback,
-as another user of the machine would. A Ray client without a token then tries to connect and to run a task.
+The client tries each listener at the machine's own address, like another machine of the network, and at
+loopback, like another user of the machine. A Ray client without a token then tries to connect and to run a
+task.
 
-    closed     nothing answers at this address
-    refused    the answer is that a token or key is missing
-    harmless   the answers are numbers only: metrics, statistics
-    silent     a connection is taken, but neither HTTP nor gRPC is spoken: what it would do is not known
-    OPEN       it does what is requested: tasks, actors, jobs, objects, searches, /admin
+    closed     no process listens at this address
+    refused    the response is that a token or key is missing
+    harmless   the responses are only numbers: metrics, statistics
+    silent     it accepts a connection, but has neither HTTP nor gRPC: its function is unknown
+    OPEN       it executes the request: tasks, actors, jobs, objects, searches, /admin
 """
 
 import http.client
@@ -29,8 +30,8 @@ import grpc
 import psutil
 
 Answer = Literal["closed", "refused", "harmless", "silent", "OPEN"]
-ANSWER_S = 3.0  # that a listener has for an answer
-# One method at least of each gRPC service of a cluster and Ray Serve; an empty request changes nothing.
+ANSWER_S = 3.0  # timeout of a response
+# At least one method of each gRPC service of a cluster and Ray Serve; an empty request has no effect.
 METHODS = (
     "ray.rpc.CoreWorkerService/PushTask",
     "ray.rpc.CoreWorkerService/GetCoreWorkerStats",
@@ -61,36 +62,36 @@ import sys, ray
 ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
 print(ray.get(ray.remote(lambda: "ran").remote()))
 """
-CLIENT_S = 20.0  # that a Ray client has to connect and run a task: three times what it needs
-SETTLES_S = 2.0  # for what starts later
+CLIENT_S = 20.0  # for a Ray client to connect and run a task: three times the usual time
+SETTLES_S = 2.0  # for processes that start later
 ASKED_AT_ONCE = 8
-START_S = 400.0  # that a command has until all its processes listen
+START_S = 400.0  # until all processes of a command listen
 Row = dict[str, str]
-Ready = Callable[[psutil.Process, str], bool]  # of a command, and what it has printed
+Ready = Callable[[psutil.Process, str], bool]  # of a command and its output
 
 
 def network_address() -> str:
-    """An IPv4 address of this machine that others can reach; SystemExit where it has none."""
+    """Return an IPv4 address of this machine that others can reach; SystemExit if it has none."""
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
                 return str(address.address)
-    sys.exit("this machine has no address but loopback: there is nothing to prove")
+    sys.exit("this machine has no address except loopback: run this on a machine with a network")
 
 
 def examine(process: psutil.Process, network: str, *, client_s: float = CLIENT_S) -> list[Row]:
-    """A row for each listener of a process and its children, and one for each way a Ray client may come."""
-    found: list[tuple[str, str, int]] = []
+    """Return a row for each listener of a process and its children, and one for a Ray client."""
+    listeners: list[tuple[str, str, int]] = []
     for member in [process, *process.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
-            found += [(_title(member), *bound) for bound in _listens_on(member)]
-    gcs = next(port for title, _, port in found if title == "gcs_server")
+            listeners += [(_title(member), *bound) for bound in _listens_on(member)]
+    gcs = next(port for title, _, port in listeners if title == "gcs_server")
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         client = [pool.submit(client_answer, f"{host}:{gcs}", client_s) for host in (network, "127.0.0.1")]
-        outside = [pool.submit(ask, _reached_at(bound, network), port) for _, bound, port in found]
-        inside = [pool.submit(ask, "127.0.0.1", port) for _, _, port in found]
-    places = [*((title, bound) for title, bound, _ in found), ("a Ray client", f"port {gcs}")]
-    given = zip(places, [*outside, client[0]], [*inside, client[1]], strict=True)
+        outside = [pool.submit(ask, _reached_at(bound, network), port) for _, bound, port in listeners]
+        inside = [pool.submit(ask, "127.0.0.1", port) for _, _, port in listeners]
+    places = [*((title, bound) for title, bound, _ in listeners), ("a Ray client", f"port {gcs}")]
+    answers = zip(places, [*outside, client[0]], [*inside, client[1]], strict=True)
     return [
         {
             "process": title,
@@ -98,7 +99,7 @@ def examine(process: psutil.Process, network: str, *, client_s: float = CLIENT_S
             "from the network": str(outer.result()),
             "from loopback": str(inner.result()),
         }
-        for (title, bound), outer, inner in given
+        for (title, bound), outer, inner in answers
     ]
 
 
@@ -106,7 +107,7 @@ def examine(process: psutil.Process, network: str, *, client_s: float = CLIENT_S
 def running(
     words: Sequence[str], folder: str | Path, ready: Ready, *, ray: Mapping[str, str] | None = None
 ) -> Iterator[psutil.Process]:
-    """A command while it works, from when it is `ready`; `ray`: its RAY_* variables, none are inherited."""
+    """Run a command during the block, which starts when it is `ready`; `ray`: all its RAY_* variables."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     log = Path(folder) / "log"
     with log.open("w") as output:
@@ -129,7 +130,7 @@ def running(
 
 
 def trains(process: psutil.Process, _: str) -> bool:
-    """A rank listens for other ranks, beside what every worker of Ray listens to."""
+    """Return whether a rank listens for other ranks, in addition to the listener of every worker of Ray."""
     for member in process.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if "RayTrainWorker" in _title(member) and len(_listens_on(member)) > 1:
@@ -138,7 +139,7 @@ def trains(process: psutil.Process, _: str) -> bool:
 
 
 def _title(process: psutil.Process) -> str:
-    """What a process is, as Ray names it."""
+    """Return the title of a process, as Ray sets it."""
     try:
         words = process.cmdline()
     except psutil.Error:
@@ -155,7 +156,7 @@ def _listens_on(process: psutil.Process) -> list[tuple[str, int]]:
 
 
 def _reached_at(bound: str, network: str) -> str | None:
-    """Where others reach what is bound to this address; None: nowhere."""
+    """Return the address at which others reach a listener bound to `bound`; None if they cannot."""
     bound = bound.removeprefix("::ffff:")
     if bound == "::1" or bound.startswith("127."):
         return None
@@ -163,7 +164,7 @@ def _reached_at(bound: str, network: str) -> str | None:
 
 
 def ask(host: str | None, port: int) -> Answer:
-    """What a listener does for a client without token or key; without a host none reaches it."""
+    """Return the answer of a listener to a client without token or key; without a host it is closed."""
     if host is None:
         return "closed"
     try:
@@ -174,17 +175,17 @@ def ask(host: str | None, port: int) -> Answer:
 
 
 def _ask_http(host: str, port: int) -> Answer | None:
-    """None: it does not speak HTTP/1."""
+    """Try the paths of PATHS; None if the listener has no HTTP/1."""
     try:
         answers = [request(host, port, method, path) for method, path in PATHS]
     except (http.client.HTTPException, OSError):
         return None
     others = [status for status, body in answers if not any(number in body for number in NUMBERS)]
-    done = [status for status in others if status not in (401, 403, 404, 405)]
+    acted = [status for status in others if status not in (401, 403, 404, 405)]
     if len(others) == len(answers):
-        return "OPEN" if done else "refused"
-    # HAProxy's port of numbers says 500 of every other path.
-    return "OPEN" if any(status < 500 for status in done) else "harmless"
+        return "OPEN" if acted else "refused"
+    # HAProxy's port of statistics responds to every other path with 500.
+    return "OPEN" if any(status < 500 for status in acted) else "harmless"
 
 
 def request(host: str, port: int, method: str, path: str) -> tuple[int, bytes]:
@@ -210,7 +211,7 @@ def _ask_grpc(host: str, port: int) -> Answer:
 
 
 def _call(channel: grpc.Channel, method: str) -> grpc.StatusCode:
-    metadata = [("application", "scalingnote")]  # for Ray Serve's proxy; it is no credential
+    metadata = [("application", "scalingnote")]  # for Ray Serve's proxy; it is not a credential
     try:
         channel.unary_unary(f"/{method}")(b"", timeout=ANSWER_S, metadata=metadata)
     except grpc.RpcError as error:
@@ -219,9 +220,9 @@ def _call(channel: grpc.Channel, method: str) -> grpc.StatusCode:
 
 
 def client_answer(address: str, client_s: float) -> Answer:
-    """Whether a Ray client without a token can run a task on the cluster at `address`.
+    """Return whether a Ray client without a token can run a task on the cluster at `address`.
 
-    A client that is refused may try again for minutes: after `client_s` it has been.
+    A refused client may try again for minutes: after `client_s` it counts as refused.
     """
     try:
         host, _, port = address.rpartition(":")
@@ -229,11 +230,11 @@ def client_answer(address: str, client_s: float) -> Answer:
     except OSError:
         return "closed"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    with tempfile.TemporaryDirectory() as home:  # Ray would find a user's own token there
+    with tempfile.TemporaryDirectory() as home:  # a separate home, because Ray reads a user's own token there
         words = [sys.executable, "-c", CLIENT, address]
-        given: dict[str, Any] = {"env": environment | {"HOME": home}, "cwd": home, "timeout": client_s}
+        options: dict[str, Any] = {"env": environment | {"HOME": home}, "cwd": home, "timeout": client_s}
         try:
-            ended = subprocess.run(words, capture_output=True, text=True, check=False, **given)
+            process = subprocess.run(words, capture_output=True, text=True, check=False, **options)
         except subprocess.TimeoutExpired:
             return "refused"
-    return "OPEN" if ended.stdout.strip().endswith("ran") else "refused"
+    return "OPEN" if process.stdout.strip().endswith("ran") else "refused"

@@ -1,4 +1,4 @@
-"""Random histories of a live index whose documents have terms."""
+"""Random histories of a live index of documents with terms."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from synthetic_corpus import vectors
 VOCABULARY = 12
 NEW, PROBES = vectors(300, DIM, seed=7), vectors(3, DIM, seed=9)
 Document = tuple[np.ndarray, dict[int, float]]
-# Of the last query no term is known: it is answered by its embedding.
+# The last query has no known term: only its embedding ranks.
 TERMS = SparseRows(
     np.array([0, 3, 5, 6]),
     np.array([0, 4, 7, 2, 9, VOCABULARY + 5], np.int32),
@@ -46,14 +46,14 @@ HISTORIES = st.lists(
 
 
 def some_terms(seed: int) -> dict[int, float]:
-    """Up to six terms, with impacts that float16 holds exactly and that hardly ever make a tie."""
+    """Draw up to six terms, with impacts that are exact in float16 and rarely tie."""
     rng = np.random.default_rng(seed)
-    chosen = rng.choice(VOCABULARY, rng.integers(0, 7), replace=False).tolist()
-    return dict(zip(chosen, (rng.integers(1, 2000, len(chosen)) / 256).tolist(), strict=True))
+    term_ids = rng.choice(VOCABULARY, rng.integers(0, 7), replace=False).tolist()
+    return dict(zip(term_ids, (rng.integers(1, 2000, len(term_ids)) / 256).tolist(), strict=True))
 
 
 def first_documents(count: int) -> dict[str, Document]:
-    """Documents that an index is built of."""
+    """Return the documents of which an index is built."""
     return {f"d{i}": (vector, some_terms(i)) for i, vector in enumerate(vectors(count, DIM))}
 
 
@@ -76,8 +76,8 @@ def built_of(
 
 
 def documents_of(written: dict[str, Document]) -> pa.Table:
-    found, terms = table(list(written)), term_columns([terms for _, terms in written.values()])
-    return pa.table([*found.columns, *terms.columns], schema=pa.schema([*found.schema, *terms.schema]))
+    rows, terms = table(list(written)), term_columns([terms for _, terms in written.values()])
+    return pa.table([*rows.columns, *terms.columns], schema=pa.schema([*rows.schema, *terms.schema]))
 
 
 def write(live: LiveIndex, written: dict[str, Document]) -> None:
@@ -87,16 +87,16 @@ def write(live: LiveIndex, written: dict[str, Document]) -> None:
 def play(
     history: Sequence[tuple[str, list[int]]], live: LiveIndex, truth: dict[str, Document], **reopened: Any
 ) -> tuple[LiveIndex, dict[str, Document]]:
-    """The index after a history, and its documents; `reopened`: options of an index that is opened again."""
-    drawn: Iterator[tuple[int, np.ndarray]] = iter(enumerate(NEW))
+    """Run a history; return the index and its documents. `reopened`: options of an index that is reopened."""
+    new_vectors: Iterator[tuple[int, np.ndarray]] = iter(enumerate(NEW))
     for kind, numbers in history:
         names = [f"d{number}" for number in dict.fromkeys(numbers)]
         match kind:
             case "upsert":
-                seeds = [next(drawn) for _ in names]
-                written = {n: (v, some_terms(900 + i)) for n, (i, v) in zip(names, seeds, strict=True)}
-                write(live, written)
-                truth = truth | written
+                seeds = [next(new_vectors) for _ in names]
+                documents = {n: (v, some_terms(900 + i)) for n, (i, v) in zip(names, seeds, strict=True)}
+                write(live, documents)
+                truth = truth | documents
             case "delete":
                 live.delete(names)
                 truth = {name: document for name, document in truth.items() if name not in names}
@@ -114,27 +114,31 @@ def play(
 
 
 def agree(found: Searcher, expected: Searcher, truth: dict[str, Document]) -> None:
-    """Results, scores, documents and vectors are those of an index of the final documents, built anew."""
+    """Check that results, scores, documents and vectors equal those of a new index of the final documents."""
     for name in ("d7", "d49", "d80", "n3", "nothing"):
-        vector, wanted = found.vector(name), expected.vector(name)
+        vector, expected_vector = found.vector(name), expected.vector(name)
         assert found.get(name) == expected.get(name)
-        assert (vector is None, wanted is None) == (name not in truth, name not in truth)
-        assert vector is None or np.allclose(vector, wanted, atol=1e-6)
+        assert (vector is None, expected_vector is None) == (name not in truth, name not in truth)
+        assert vector is None or np.allclose(vector, expected_vector, atol=1e-6)
     for where in (None, {"topic": [f"topic 0 of d{i}" for i in range(0, 90, 3)]}):
         for k in (1, 9, 200):
-            for hits, wanted in zip(
+            for hits, expected_hits in zip(
                 *(s.search(PROBES, k=k, where=where) for s in (found, expected)), strict=True
             ):
-                assert [hit.document for hit in hits] == [hit.document for hit in wanted]
-                assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in wanted], abs=1e-6)
+                assert [hit.document for hit in hits] == [hit.document for hit in expected_hits]
+                assert [hit.score for hit in hits] == pytest.approx(
+                    [hit.score for hit in expected_hits], abs=1e-6
+                )
         for joining in JOININGS:
             knobs: dict[str, Any] = {"k": 9, "joining": joining, "where": where}
-            for hits, wanted in zip(
+            for hits, expected_hits in zip(
                 *(s.search(PROBES, TERMS, **knobs) for s in (found, expected)), strict=True
             ):
-                np.testing.assert_allclose([h.score for h in hits], [w.score for w in wanted], atol=1e-6)
-                if joining.kind == "interpolation":  # sums of ranks hang on how ties were ranked
-                    # Rows are numbered otherwise: of equal scores another may come first, or be the last.
-                    last = wanted[-1].score + 1e-6 if wanted else 0
-                    above = {w.doc_id for w in wanted if w.score > last}
+                np.testing.assert_allclose(
+                    [h.score for h in hits], [w.score for w in expected_hits], atol=1e-6
+                )
+                if joining.kind == "interpolation":  # sums of ranks depend on the order of ties
+                    # Rows have other numbers: of equal scores, another one may be first or last.
+                    last = expected_hits[-1].score + 1e-6 if expected_hits else 0
+                    above = {w.doc_id for w in expected_hits if w.score > last}
                     assert {h.doc_id for h in hits if h.score > last} == above

@@ -1,4 +1,4 @@
-"""Small shards and indexes for the tests of live updates, and the slow, obvious twin of its answers."""
+"""Small shards and indexes for the tests of live updates, and a slow, simple reference search."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ from scalingnote.storage.schema import PASSAGE, SPARSE, document_of
 from synthetic_corpus import vectors
 
 DIM = 16
-EVERY = 100_000  # candidates scored by their own vectors: nothing is left to codes
+EVERY = 100_000  # candidates scored by their own vectors: codes decide nothing
 NLIST = 6
 EXACT = IVFPQ(m=4, nbits=4, refine="flat")
 
@@ -48,7 +48,7 @@ def table(doc_ids: list[str], version: int = 0, *, passages: bool = False) -> pa
 
 
 def term_columns(documents: list[Mapping[int, float]]) -> pa.Table:
-    """Terms and impacts of documents as `encode` writes them."""
+    """Build the columns of terms and impacts of documents, as `encode` writes them."""
     rows = [dict(sorted(terms.items())) for terms in documents]
     impacts = [[np.float16(impact) for impact in row.values()] for row in rows]
     columns = zip(([list(row) for row in rows], impacts), SPARSE, strict=True)
@@ -56,25 +56,25 @@ def term_columns(documents: list[Mapping[int, float]]) -> pa.Table:
 
 
 def opened(index: Artifact) -> OpenVersion:
-    """The index as the first version of a live one."""
+    """Open an index as the first version of a live one."""
     return OpenVersion(versions.version_of(0, index))
 
 
 def search(snapshot: Snapshot, queries: np.ndarray, *, k: int) -> list[list[str]]:
-    """doc_ids found, best first; every list is scanned."""
+    """Search all lists; return the doc_ids, best first."""
     return [
         snapshot.documents(row[row >= 0])["doc_id"].to_pylist() for row in scored(snapshot, queries, k=k)[1]
     ]
 
 
 def scored(snapshot: Snapshot, queries: np.ndarray, *, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same as scores and rows."""
+    """Search all lists; return scores and rows."""
     lists, masks = [s.lists for s in snapshot.segments], [s.alive for s in snapshot.segments]
     return scan.search(lists, queries, k=k, nprobe=NLIST, refine_factor=EVERY, masks=masks)
 
 
 def brute_force(documents: Mapping[str, np.ndarray], queries: np.ndarray, *, k: int) -> list[list[str]]:
-    """The same from a dictionary. Vectors drawn at random do not tie."""
+    """Search a dictionary of vectors; return the doc_ids, best first. Random vectors do not tie."""
     names = np.array(list(documents), object)
     if not len(names):
         return [[] for _ in queries]
@@ -92,7 +92,7 @@ def index(
     passages: bool = False,
     similarity: Similarity = "cosine",
 ) -> Artifact:
-    """An index artifact as the index stage writes it; with `passages`, ids are those of passages."""
+    """Build an index artifact as the index stage does; with `passages`, ids are those of passages."""
     shared = quantizer(family)
     config = IndexConfig(shards=len(shards), family=family, terms=strongest)
     draft = Draft(uri, kind="index", config=config, parents={})
@@ -115,28 +115,28 @@ def index(
         passages=passages,
         similarity=similarity,
     )
-    for number, own in enumerate(shards):
-        columns = term_columns([terms[name] for name in own] if terms else [])
+    for number, shard_vectors in enumerate(shards):
+        columns = term_columns([terms[name] for name in shard_vectors] if terms else [])
         lists = ivf.empty(shared)
-        ivf.add(lists, np.array([*own.values()], np.float32).reshape(-1, DIM))
-        written = layouts.write_shard(
+        ivf.add(lists, np.array([*shard_vectors.values()], np.float32).reshape(-1, DIM))
+        shard_parts = layouts.write_shard(
             draft.uri,
             number,
             layout=layout,
             lists=lists,
-            documents=table(list(own), passages=passages),
+            documents=table(list(shard_vectors), passages=passages),
             terms=postings.build(columns["terms"], columns["impacts"], strongest=strongest),
         )
-        for name, part in written.items():
+        for name, part in shard_parts.items():
             draft.register(name, part)
     draft.write_json(layouts.LAYOUT_FILE, vars(layout))
     return draft.commit(counts={"documents": documents, "documents_not_embedded": 0})
 
 
 def search_index(live: LiveIndex, queries: np.ndarray, *, k: int) -> list[list[str]]:
-    """doc_ids found in all shards, every list scanned."""
+    """Search all lists of all shards; return the doc_ids, best first."""
     parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
     segments, masks = [s.lists for s in parts], [s.alive for s in parts]
-    _, found = scan.search(segments, queries, k=k, nprobe=NLIST, refine_factor=EVERY, masks=masks)
+    _, rows_found = scan.search(segments, queries, k=k, nprobe=NLIST, refine_factor=EVERY, masks=masks)
     names = [name for segment in parts for name in segment.documents["doc_id"].to_pylist()]
-    return [[names[row] for row in rows if row >= 0] for rows in found.tolist()]
+    return [[names[row] for row in rows if row >= 0] for rows in rows_found.tolist()]

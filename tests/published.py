@@ -1,4 +1,4 @@
-"""Small published models with random weights: folders as sentence-transformers saves them."""
+"""Small published models with random weights: folders in the format of sentence-transformers."""
 
 import json
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def folder(
     truncate_dim: int | None = None,
     **flags: Any,
 ) -> Path:
-    """Write a model of `family`; `dense` are (width, bias, activation) and `end` the token behind every text.
+    """Write a model of `family`; `dense` are (width, bias, activation) and `end` the token after every text.
 
     The end token comes from the tokenizer's post-processor and is not the model's end-of-sequence token.
     `flags` are put into the transformer's config.
@@ -63,20 +63,20 @@ def folder(
             width = out
         if normalise:
             modules.append(Normalize())
-        made = SentenceTransformer(
+        model = SentenceTransformer(
             modules=modules, device="cpu", prompts=prompts or {}, truncate_dim=truncate_dim
         )
-        made.save(str(path / "model"), create_model_card=False)
+        model.save(str(path / "model"), create_model_card=False)
     return path / "model"
 
 
 def edited(path: Path, **values: Any) -> Path:
-    """Replace values of a JSON file, which need not be there."""
-    found = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**found, **values}))
+    """Replace values of a JSON file, which may be missing."""
+    values_before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values_before, **values}))
     return path
 
 
 def settings_of(model: Path) -> Path:
-    """The file of a model's prompts and similarity."""
+    """Return the file of a model's prompts and similarity."""
     return model / "config_sentence_transformers.json"

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a process of its own that talks to the others through gloo."""
+"""Runs of a function on several ranks, each a separate process that communicates through gloo."""
 
 import faulthandler
 import gc
@@ -20,12 +20,13 @@ TIMEOUT = 240.0
 
 
 def run(work: Callable[..., Any], *args: Any, world: int, timeout: float = TIMEOUT) -> list[Any]:
-    """What ``work(*args)`` returns on each of `world` ranks; a rank's error is raised here, with its trace.
+    """Run ``work(*args)`` on each of `world` ranks and return the results; raise a rank's error here.
 
-    `work` must be importable (a plain function of a test file). The error is the first one: other ranks wait
-    for the one that failed, and are killed with it, as are ranks that outlive `timeout` seconds.
+    `work` must be importable (a plain function of a test file). The error is the first one, with its trace:
+    other ranks wait for the one that failed, and are killed together with it. Ranks are also killed after
+    `timeout` seconds.
     """
-    # A server imports once what every rank needs, and forks them: an import takes longer than most tests.
+    # A server imports the common modules once and forks the ranks: an import takes longer than most tests.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "peft", "ray.train.torch"]
@@ -33,11 +34,11 @@ def run(work: Callable[..., Any], *args: Any, world: int, timeout: float = TIMEO
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_enter, args=(rank, world, folder, timeout, there, work, args))
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_enter, args=(rank, world, folder, timeout, sender, work, args))
             process.start()
-            there.close()
-            pipes.append(here)
+            sender.close()
+            pipes.append(receiver)
             processes.append(process)
         try:
             return _collect(pipes, deadline=time.monotonic() + timeout)
@@ -52,13 +53,13 @@ def _collect(pipes: list[Connection], *, deadline: float) -> list[Any]:
     waiting = list(pipes)
     while waiting:
         ready = wait(waiting, timeout=deadline - time.monotonic())
-        assert ready, f"ranks {sorted(pipes.index(p) for p in waiting)} did not answer in time"
+        assert ready, f"ranks {sorted(pipes.index(p) for p in waiting)} sent no result in time"
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
                 error, result = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                raise RuntimeError(f"rank {rank} died without a word") from None
+                raise RuntimeError(f"rank {rank} died without a report") from None
             if error:
                 raise RuntimeError(f"rank {rank} failed:\n{error}")
             results[rank] = result
@@ -76,15 +77,16 @@ def _enter(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed collects garbage at every start: it need not look through all that is imported
-    faulthandler.dump_traceback_later(0.9 * timeout)  # where a rank hangs
+    gc.freeze()  # DeepSpeed collects garbage at every start: imported objects need not be scanned
+    faulthandler.dump_traceback_later(0.9 * timeout)  # shows where a rank hangs
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         result = work(*args)
-        dist.barrier()  # a rank that leaves early resets the connections of the others
+        dist.barrier()  # a rank that ends early resets the connections of the others
         dist.destroy_process_group()
-        pipe.send_bytes(pickle.dumps((None, result)))  # not send: it would share tensors, not copy them
+        # Not `send`, which would share tensors instead of copying them.
+        pipe.send_bytes(pickle.dumps((None, result)))
     except BaseException:
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
-        signal.pause()  # holds the connections until this rank is killed: no other rank fails because of it
+        signal.pause()  # keeps the connections until this rank is killed, so that no other rank fails

@@ -1,11 +1,11 @@
-"""The first commands of the README, run from the wheel where there is no checkout.
+"""Runs of the first commands of the README with the wheel, in a folder without a checkout.
 
-    python tests/readme_check.py             packages that are installed here already are not installed again
-    python tests/readme_check.py --clean     all are, as on a user's machine: some GB from the package index
+    python tests/readme_check.py             packages that are already installed here are not installed again
+    python tests/readme_check.py --clean     all packages are installed, as by a user: some GB of downloads
 
-The wheel of this checkout takes the clone's place. The commands find `docs.jsonl`, which the first cells of
-examples/your_model.ipynb write; then the first Python block runs. A server that a command starts is asked for
-its health, and ended.
+The wheel of this checkout replaces the clone. The commands read `docs.jsonl`, which the first cells of
+examples/your_model.ipynb write. Then the first Python block runs. If a command starts a server, its health is
+checked, and it is stopped.
 """
 
 import argparse
@@ -25,19 +25,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HEALTH = "http://127.0.0.1:8000/healthz"
-START_S = 180.0  # that a server has to answer
+START_S = 180.0  # until a server responds
 END_S = 60.0
 
 
 def first_blocks(readme: str) -> tuple[list[str], str]:
-    """The commands of the first shell block, and the first Python block."""
+    """Return the commands of the first shell block, and the first Python block."""
     shell, python = (re.findall(rf"```{kind}\n(.*?)```", readme, re.S)[0] for kind in ("bash", "python"))
     commands = [shlex.join(shlex.split(line, comments=True)) for line in shell.splitlines()]
     return [command for command in commands if command], python
 
 
 def write_documents(folder: Path) -> None:
-    """The documents of the notebook, as `docs.jsonl`."""
+    """Write the documents of the notebook to `docs.jsonl`."""
     cells = json.loads((ROOT / "examples" / "your_model.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     subprocess.run([sys.executable, "-c", "\n".join(code[:2])], cwd=folder, check=True)
@@ -57,7 +57,7 @@ def run(commands: Sequence[str], python: str, folder: Path, environment: Mapping
 
 
 def _serve(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-    """Start a server, wait until it answers, and end it."""
+    """Start a server, wait until it is healthy, and stop it."""
     server = subprocess.Popen(words, cwd=folder, env=environment)
     try:
         end = time.monotonic() + START_S
@@ -79,24 +79,26 @@ def _is_healthy() -> bool:
 
 
 def main() -> int:
-    """Check this README; returns an exit code."""
+    """Check this README; return an exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--clean", action="store_true", help="install everything, also what is here already")
+    parser.add_argument(
+        "--clean", action="store_true", help="install all packages, also those that are installed here"
+    )
     arguments = parser.parse_args()
     (install, *commands), python = first_blocks((ROOT / "README.md").read_text())
     with tempfile.TemporaryDirectory(prefix="readme-") as name:
         folder, venv = Path(name).resolve(), Path(name).resolve() / "environment"
         wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT]
         subprocess.run(wheel, check=True)
-        (built,) = folder.glob("*.whl")
+        (wheel_file,) = folder.glob("*.whl")
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-        if not arguments.clean:  # packages of this interpreter are found behind those of the environment
+        if not arguments.clean:  # packages of this interpreter are found after those of the environment
             (site,) = venv.glob("lib/python*/site-packages")
             (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment = {**kept, "PATH": f"{venv}/bin{os.pathsep}{kept['PATH']}"}
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment = {**variables, "PATH": f"{venv}/bin{os.pathsep}{variables['PATH']}"}
         extras = re.findall(r"\.(\[[\w,]+\])", install)
-        install = install.replace(f"-e '.{extras[0]}'", shlex.quote(f"{built}{extras[0]}"))
+        install = install.replace(f"-e '.{extras[0]}'", shlex.quote(f"{wheel_file}{extras[0]}"))
         install = install.replace("constraints.txt", str(ROOT / "constraints.txt"))
         write_documents(folder)
         try:

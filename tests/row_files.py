@@ -1,4 +1,4 @@
-"""Files of rows as users have them, and the data set of a config, made in this process."""
+"""Files of rows in users' formats, and the data set of a config, built in this process."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from scalingnote.storage.artifact import Artifact, Draft
 
 
 def write_lines(path: Path, *rows: dict[str, Any] | bytes) -> Path:
-    """JSON lines; rows of bytes are written as they are."""
+    """Write JSON lines; rows of bytes are written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(
         b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
@@ -22,20 +22,20 @@ def write_lines(path: Path, *rows: dict[str, Any] | bytes) -> Path:
 
 
 def write_tables(folder: Path, **tables: Iterable[dict[str, Any] | bytes]) -> dict[str, dict[str, str]]:
-    """Each table as a file of JSON lines; returns the fields of a config that names them."""
+    """Write each table as a file of JSON lines; return the fields of a config with these files."""
     return {
         name: {"path": str(write_lines(folder / f"{name}.jsonl", *rows))} for name, rows in tables.items()
     }
 
 
 def build(config: Columns | Logs, output: Path, *, each: Callable[..., Iterable[Any]] = map) -> Artifact:
-    """The data set of a config, whose tasks `each` runs; a finished one as it is."""
+    """Build the data set of a config, with `each` to run the tasks, or open a finished one."""
     draft = Draft(str(output), kind="dataset", config=config, parents={})
     return draft.existing() if draft.finished else job.build(config, sources.read(config), draft, each=each)
 
 
 def table_of(schema: pa.Schema, rows: Sequence[Sequence[Any]]) -> pa.Table:
-    """Rows, each with its values in the order of the columns, as a table."""
+    """Build a table from rows with their values in the order of the columns."""
     columns = zip(*rows, strict=True) if rows else [()] * len(schema)
     arrays = [pa.array(list(column), field.type) for column, field in zip(columns, schema, strict=True)]
     return pa.table(arrays, schema=schema)

@@ -17,27 +17,27 @@ NOTHING: Mapping[str, pa.Table] = MappingProxyType({})
 
 
 class Settings(Config):
-    """Stands in for the config of the stages that would have built these artifacts."""
+    """Config of these artifacts, instead of those of the stages."""
 
     seed: int = 0
 
 
 def vectors(count: int, dim: int, *, seed: int = 0, clusters: int | None = None) -> np.ndarray:
-    """Unit vectors in nested clusters whose spectrum falls by a power law, as text embeddings do."""
+    """Draw unit vectors in clusters, with a spectrum that falls by a power law like text embeddings."""
     rng = np.random.default_rng(seed)
     spectrum = np.arange(1, dim + 1) ** -0.5
     centres = rng.standard_normal((clusters or max(4, count // 40), dim)) * spectrum
     popularity = 1 / np.arange(1, len(centres) + 1) ** 0.7
-    chosen = rng.choice(len(centres), count, p=popularity / popularity.sum())
-    return unit(centres[chosen] + 0.5 * rng.standard_normal((count, dim)) * spectrum)
+    cluster_numbers = rng.choice(len(centres), count, p=popularity / popularity.sum())
+    return unit(centres[cluster_numbers] + 0.5 * rng.standard_normal((count, dim)) * spectrum)
 
 
 def queries(documents: np.ndarray, count: int, *, seed: int = 1) -> np.ndarray:
-    """Perturbed documents."""
+    """Draw documents and perturb them."""
     rng = np.random.default_rng(seed)
-    chosen = documents[rng.choice(len(documents), count, replace=len(documents) < count)]
-    noise = rng.standard_normal(chosen.shape) * 0.4 / np.sqrt(chosen.shape[1])
-    return unit(chosen + noise)
+    chosen_documents = documents[rng.choice(len(documents), count, replace=len(documents) < count)]
+    noise = rng.standard_normal(chosen_documents.shape) * 0.4 / np.sqrt(chosen_documents.shape[1])
+    return unit(chosen_documents + noise)
 
 
 def unit(matrix: np.ndarray) -> np.ndarray:
@@ -45,7 +45,7 @@ def unit(matrix: np.ndarray) -> np.ndarray:
 
 
 def dataset(uri: str, *, sizes: list[int], tables: Mapping[str, pa.Table] = NOTHING) -> Artifact:
-    """Documents d0, d1, ... in parts of the given sizes; and further tables."""
+    """Build a dataset of documents d0, d1, ... in parts of these sizes, and of further tables."""
     draft = Draft(uri, kind="dataset", config=Settings(), parents={})
     first = 0
     for number, size in enumerate(sizes):
@@ -73,9 +73,9 @@ def embeddings(
     missing: tuple[int, ...] = (),
     sparse: bool = False,
 ) -> Artifact:
-    """Row i of `matrix` is the summary of document d<i>; rows in `missing` were set aside.
+    """Build embeddings: row i of `matrix` is the summary of document d<i>; rows in `missing` are left out.
 
-    A `sparse` document's terms are its number's digits, each with an impact of how often it is there.
+    The terms of a `sparse` document are the digits of its number; the impact of a digit is its count.
     """
     draft = Draft(uri, kind="embeddings", config=Settings(), parents={"dataset": parent})
     first = 0
@@ -95,7 +95,7 @@ def embeddings(
 
 
 def semantic_ids(uri: str, source: Artifact, *, numbered: bool = False) -> Artifact:
-    """IDs "1-0-<number of the document>": the one in its id, or, where `numbered`, that of its row."""
+    """Build IDs "1-0-<number of the document>": the number in its id, or, if `numbered`, that of its row."""
     draft = Draft(uri, kind="semantic_ids", config=Settings(), parents={"embeddings": source})
     first = 0
     for name in source.names("embeddings/", ".parquet"):
@@ -129,9 +129,13 @@ class Corpus:
     ) -> "Corpus":
         matrix = vectors(sum(sizes), dim, seed=seed)
         documents = dataset(f"{base}/dataset", sizes=sizes, tables=tables)
-        embedded = embeddings(
+        vectors_artifact = embeddings(
             f"{base}/embeddings", matrix, parent=documents, sizes=sizes, missing=missing, sparse=sparse
         )
-        named = semantic_ids(f"{base}/semantic_ids", embedded)
-        uris = {"dataset": documents.uri, "embeddings": embedded.uri, "semantic_ids": named.uri}
+        ids_artifact = semantic_ids(f"{base}/semantic_ids", vectors_artifact)
+        uris = {
+            "dataset": documents.uri,
+            "embeddings": vectors_artifact.uri,
+            "semantic_ids": ids_artifact.uri,
+        }
         return cls(matrix, uris)

@@ -1,4 +1,4 @@
-"""Links of the documentation lead somewhere; its commands, configs and imports exist."""
+"""Links of the documentation have targets; its commands, configs and imports exist."""
 
 import argparse
 import ast
@@ -24,19 +24,19 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def without_code(text: str) -> str:
-    """The text without fenced blocks and code spans, whose brackets are no links."""
+    """Remove fenced blocks and code spans, because their brackets are not links."""
     return re.sub(r"^ *```.*?^ *```$|`[^`\n]+`(?!\])", "", text, flags=re.M | re.S)
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors as GitHub makes them from headings."""
+    """Return the anchors that GitHub makes from headings."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path):
+def test_links_have_files_and_headings_as_targets(page: Path):
     for link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
         if link.startswith(("http://", "https://")):
             continue
@@ -49,12 +49,12 @@ def test_links_lead_to_files_and_headings(page: Path):
 
 def blocks(page: Path, *languages: str) -> list[str]:
     text = page.read_text(encoding="utf-8")
-    found = re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", text, flags=re.M | re.S)
-    return [textwrap.dedent(block) for _, language, block in found if language in languages]
+    fences = re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", text, flags=re.M | re.S)
+    return [textwrap.dedent(block) for _, language, block in fences if language in languages]
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_commands_have_arguments_that_exist(page: Path, capsys: pytest.CaptureFixture[str]):
+def test_arguments_of_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]):
     parser = cli._parser()
     for block in blocks(page, "bash", "sh", ""):
         for line in block.replace("\\\n", " ").splitlines():
@@ -65,18 +65,18 @@ def test_commands_have_arguments_that_exist(page: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.stem)
-def test_options_that_the_text_names_are_those_of_the_command(page: Path):
-    """Also where a command is cut short by dots, or an option stands by itself: then it is of any command."""
+def test_options_in_the_text_are_those_of_the_command(page: Path):
+    """Options of commands that are cut short by dots count too; a single option may be of any command."""
     (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
     options = {name: {*parser.complete()._option_string_actions} for name, parser in commands.choices.items()}
     text = page.read_text(encoding="utf-8")
     lines = "\n".join(blocks(page, "bash", "sh", "")).replace("\\\n", " ").splitlines()
     for code in (*re.findall(r"`([^`\n]+)`", text), *lines):
-        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code))
+        option_names = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code))
         if command := re.match(r"(?:\$ )?scalingnote ([a-z_]+)", code):
-            assert named <= options[command[1]], code
+            assert option_names <= options[command[1]], code
         elif code.startswith("--"):
-            assert named <= set().union(*options.values()), code
+            assert option_names <= set().union(*options.values()), code
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
@@ -89,7 +89,7 @@ def test_configs_are_valid(page: Path):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_python_imports_what_exists(page: Path):
+def test_python_imports_exist(page: Path):
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("scalingnote."):
@@ -101,7 +101,7 @@ def test_python_imports_what_exists(page: Path):
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
-def test_modules_named_in_the_text_exist(name: str):
+def test_modules_in_the_text_exist(name: str):
     text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
     modules = re.findall(r"`(\w+/[\w/]+\.py)`", text)
     assert len(modules) > 5
@@ -112,22 +112,22 @@ def test_modules_named_in_the_text_exist(name: str):
 def test_the_table_of_packages_is_complete():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| package \|.*?\n\n", text, flags=re.M | re.S)
-    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.M))))
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.M))))
     package = ROOT / "scalingnote"
     packages = {path.parent.name for path in package.glob("*/__init__.py")}
     modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
-    assert named == packages | modules
+    assert listed == packages | modules
 
 
 def test_the_example_script_runs_all_stages_in_order():
     script = (ROOT / "examples/scalingnote.sh").read_text(encoding="utf-8")
     config = load(RunConfig, [ROOT / "configs/quickstart/python_docs.yaml"])
     script = script.replace("$CONFIG", "my.yaml").replace("$SET", "").replace("$RUN", "runs/mine")
-    parser, done = cli._parser(), []
+    parser, stage_names = cli._parser(), []
     for line in re.findall(r"^scalingnote .*$", script, flags=re.M):
         words = shlex.split(line)[1:]
         options = parser.parse_args(words)
         if words[0] == "run":
             choice = {"only": options.only, "start": options.start, "until": options.until}
-            done += [stage.name for stage in stages.select(config, **choice)]
-    assert done == [stage.name for stage in stages.of(config)]
+            stage_names += [stage.name for stage in stages.select(config, **choice)]
+    assert stage_names == [stage.name for stage in stages.of(config)]

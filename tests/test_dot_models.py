@@ -1,4 +1,4 @@
-"""A model that compares by dot product ranks as in sentence-transformers, from adoption to search."""
+"""A model with dot product ranks as in sentence-transformers, from adoption to search."""
 
 import json
 from pathlib import Path
@@ -35,15 +35,15 @@ K = 10
 
 
 def compared_by(path: Path, name: str | None) -> Path:
-    """A model's folder with another similarity."""
+    """Set another similarity in a model's folder."""
     edited(settings_of(path), similarity_fn_name=name)
     return path
 
 
 def dot_model(path: Path) -> Path:
-    """A model whose embeddings grow with the root of a text's length."""
-    made = folder(path, pooling="mean_sqrt_len_tokens", normalise=False, max_length=None)
-    return compared_by(made, "dot")
+    """Write a model with embeddings that grow with the root of a text's length."""
+    path_of_model = folder(path, pooling="mean_sqrt_len_tokens", normalise=False, max_length=None)
+    return compared_by(path_of_model, "dot")
 
 
 def documents() -> list[dict[str, str]]:
@@ -76,7 +76,7 @@ def library(model: Path) -> SentenceTransformer:
 
 @pytest.fixture(scope="module")
 def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `distill --index` writes; its run is beside it."""
+    """Return the folder that `distill --index` writes; its run is next to it."""
     place = tmp_path_factory.mktemp("distilled")
     words = ["distill", str(model), "--texts", str(written(place / "docs.jsonl")), "--to", str(place / "out")]
     settings = (
@@ -98,12 +98,12 @@ def artifact(out: Path, kind: str) -> Artifact:
 
 
 def nothing(place: Path, kind: str) -> str:
-    """The URI of an empty artifact."""
+    """Build an empty artifact; return its URI."""
     return Draft(str(place / kind), kind=kind, config=tiny.Nothing(), parents={}).commit(counts={}).uri
 
 
 def ranking(scores: Any) -> list[list[str]]:
-    """Ids of the best documents of each row of scores."""
+    """Return the ids of the best documents of each row of scores."""
     best = np.argsort(-np.asarray(scores), axis=1, kind="stable")[:, :K]
     return [[documents()[place]["doc_id"] for place in row] for row in best.tolist()]
 
@@ -112,29 +112,30 @@ def searched(index: Any) -> list[list[str]]:
     return [[hit.doc_id for hit in index.search(query, k=K, dense_weight=1.0)] for query in QUERIES]
 
 
-def test_the_index_ranks_as_the_models_own_similarity(out: Path, library: SentenceTransformer):
-    queries, found = library.encode_query(QUERIES), library.encode_document(texts())
-    lengths = np.linalg.norm(found, axis=1)
+def test_the_index_ranks_by_the_models_own_similarity(out: Path, library: SentenceTransformer):
+    queries, documents_embedded = library.encode_query(QUERIES), library.encode_document(texts())
+    lengths = np.linalg.norm(documents_embedded, axis=1)
     assert lengths.max() > 2 * lengths.min()
-    own = ranking(library.similarity(queries, found))
-    cosines = ranking(arrow.l2_normalize(queries) @ arrow.l2_normalize(found).T)
-    assert own != cosines
-    assert searched(scalingnote.Index(f"{out}.run", escalate=1.0)) == own  # the teacher encodes every query
+    expected = ranking(library.similarity(queries, documents_embedded))
+    cosines = ranking(arrow.l2_normalize(queries) @ arrow.l2_normalize(documents_embedded).T)
+    assert expected != cosines
+    # The teacher encodes every query.
+    assert searched(scalingnote.Index(f"{out}.run", escalate=1.0)) == expected
     assert artifact(out, "index").read_json("index.json")["similarity"] == "dot"
-    # The table's queries are other ones, of any length: that changes no order.
+    # The table's queries have any length, which does not change the order.
     index = scalingnote.Index(f"{out}.run")
     table = scalingnote.QueryEncoder(out)
     for normalize in (True, False):
-        assert searched(index) == ranking(table.encode(QUERIES, normalize=normalize) @ found.T)
+        assert searched(index) == ranking(table.encode(QUERIES, normalize=normalize) @ documents_embedded.T)
     hit = index.search(QUERIES[0], k=1, dense_weight=1.0)[0]
     assert hit.score == pytest.approx(1.0)  # a joined score is still scaled to the best document's
 
 
-def test_the_written_folder_compares_as_the_model(out: Path, library: SentenceTransformer):
+def test_the_written_folder_has_the_similarity_of_the_model(out: Path, library: SentenceTransformer):
     model = SentenceTransformer(str(out), device="cpu", trust_remote_code=True)
     assert model.similarity_fn_name == library.similarity_fn_name == "dot"
-    found = library.encode_document(texts())
-    np.testing.assert_allclose(model.encode_document(texts()), found, atol=1e-5)
+    expected = library.encode_document(texts())
+    np.testing.assert_allclose(model.encode_document(texts()), expected, atol=1e-5)
     queries = model.encode_query(QUERIES)
     np.testing.assert_allclose(np.linalg.norm(queries, axis=1), 1, rtol=1e-5)
     table = scalingnote.QueryEncoder(out)
@@ -146,13 +147,11 @@ def test_the_written_folder_compares_as_the_model(out: Path, library: SentenceTr
     assert published_model.similarity_of(out) == "dot"
 
 
-def test_documents_keep_their_length_wherever_they_go(
-    out: Path, library: SentenceTransformer, tmp_path: Path
-):
-    found = library.encode_document(texts())
+def test_document_vectors_keep_their_length(out: Path, library: SentenceTransformer, tmp_path: Path):
+    expected = library.encode_document(texts())
     embeddings = artifact(out, "embeddings")
     close: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
-    np.testing.assert_allclose(arrow.to_numpy(embeddings.table("embeddings")["summary"]), found, **close)
+    np.testing.assert_allclose(arrow.to_numpy(embeddings.table("embeddings")["summary"]), expected, **close)
     vectors.export(
         vectors.of_embeddings(embeddings.uri, columns=None),
         Parquet(str(tmp_path), "rows"),
@@ -160,27 +159,27 @@ def test_documents_keep_their_length_wherever_they_go(
     )
     (file,) = (tmp_path / "rows").glob("*.parquet")
     exported = arrow.to_numpy(pa.parquet.read_table(file)["dense"])
-    np.testing.assert_allclose(exported, found, **close)
+    np.testing.assert_allclose(exported, expected, **close)
     flow = DocumentFlow.load(artifact(out, "dual_encoder"), artifact(out, "semantic_ids"), embeddings)
     rows = artifact(out, "dataset").table("documents").slice(0, 3)
-    np.testing.assert_allclose(arrow.to_numpy(flow(rows).table["summary"]), found[:3], **close)
+    np.testing.assert_allclose(arrow.to_numpy(flow(rows).table["summary"]), expected[:3], **close)
 
 
-def test_agreement_is_measured_by_the_models_own_similarity(out: Path, monkeypatch: pytest.MonkeyPatch):
-    seen: list[ndarray] = []
+def test_agreement_uses_the_models_own_similarity(out: Path, monkeypatch: pytest.MonkeyPatch):
+    compared: list[ndarray] = []
 
     def overlap(teacher: ndarray, student: ndarray, documents: ndarray, *, k: int) -> float:
-        seen.append(documents)
+        compared.append(documents)
         return 1.0
 
     monkeypatch.setattr(agreement, "neighbour_overlap", overlap)
     names = ("dataset", "dual_encoder", "query_embeddings", "student")
     agreement.compare(**{name: artifact(out, name) for name in names})
-    lengths = np.linalg.norm(seen[0], axis=1)
+    lengths = np.linalg.norm(compared[0], axis=1)
     assert lengths.max() > 2 * lengths.min()
 
 
-def test_dot_models_are_refused_where_only_cosine_works(
+def test_dot_models_are_an_error_if_cosine_is_required(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from scalingnote.train.distillation import job
@@ -208,12 +207,16 @@ def test_dot_models_are_refused_where_only_cosine_works(
         )
 
 
-def test_a_student_for_documents_is_compared_as_its_teacher(out: Path, tmp_path: Path):
+def test_a_document_student_has_the_teachers_similarity(out: Path, tmp_path: Path):
     from scalingnote.train.distillation import job
     from scalingnote.train.distillation.config import DistillConfig
 
-    made = str(folder(tmp_path / "model", pooling="cls", normalise=True))
-    document = {"backbone": {"kind": "pretrained", "path": made}, "pooling": "cls", "normalise": False}
+    model_folder = str(folder(tmp_path / "model", pooling="cls", normalise=True))
+    document = {
+        "backbone": {"kind": "pretrained", "path": model_folder},
+        "pooling": "cls",
+        "normalise": False,
+    }
     config = DistillConfig.model_validate({"losses": {"one_hot": 1.0}, "document": document})
     teacher = artifact(out, "query_embeddings")
     assert job.similarity_of(teacher) == "dot"
@@ -228,7 +231,7 @@ def test_a_student_for_documents_is_compared_as_its_teacher(out: Path, tmp_path:
         ("cosine", False, None, "cosine"),
         (None, False, None, "cosine"),  # as in the library
         ("dot", False, None, "dot"),
-        ("dot", True, None, "cosine"),  # of unit vectors they are the same
+        ("dot", True, None, "cosine"),  # they are equal for unit vectors
         ("euclidean", True, None, "cosine"),  # these rank alike
         ("dot", False, "cosine", "cosine"),
         ("euclidean", False, "dot", "dot"),
@@ -240,7 +243,7 @@ def test_a_student_for_documents_is_compared_as_its_teacher(out: Path, tmp_path:
         ("maxsim", False, None, None),
     ],
 )
-def test_a_similarity_is_honoured_or_refused(
+def test_a_similarity_is_used_or_an_error(
     tmp_path: Path, name: str | None, normalise: bool, setting: Any, expected: str | None
 ):
     path = compared_by(folder(tmp_path, normalise=normalise), name)
@@ -264,17 +267,17 @@ def test_a_similarity_is_honoured_or_refused(
         assert published_model.similarity_of(tmp_path / "again" / role) == expected
 
 
-def test_truncated_embeddings_are_no_unit_vectors(tmp_path: Path):
+def test_truncated_embeddings_are_not_unit_vectors(tmp_path: Path):
     path = compared_by(folder(tmp_path, truncate_dim=8), "dot")
     towers = adopt.run(AdoptConfig(path=str(path)), output=str(tmp_path / "towers"))
     assert towers.manifest.info["similarity"] == published_model.similarity_of(path) == "dot"
 
 
-def test_the_models_of_a_pair_compare_alike(tmp_path: Path):
+def test_both_models_of_a_pair_need_the_same_similarity(tmp_path: Path):
     query, document = folder(tmp_path / "q", normalise=False), folder(tmp_path / "d", normalise=False)
     compared_by(document, "dot")
     config = AdoptConfig(path=str(document), query_path=str(query))
     with pytest.raises(ConfigError, match=r"by cosine and .* by dot: set adopt\.similarity"):
         adopt.run(config, output=str(tmp_path / "towers"))
-    chosen = config.model_copy(update={"similarity": "dot"})
-    assert adopt.run(chosen, output=str(tmp_path / "pair")).manifest.info["similarity"] == "dot"
+    dot_config = config.model_copy(update={"similarity": "dot"})
+    assert adopt.run(dot_config, output=str(tmp_path / "pair")).manifest.info["similarity"] == "dot"

@@ -1,4 +1,4 @@
-"""The check of the Dockerfile finds what a builder would find."""
+"""The check of the Dockerfile finds the errors that a builder finds."""
 
 from pathlib import Path
 
@@ -28,8 +28,8 @@ def check(project: Path, work: Path, text: str) -> image_check.Check:
     return image_check.check(project, work)
 
 
-def test_stages_mounts_and_variables_are_as_in_an_image(project: Path, tmp_path: Path):
-    made = check(
+def test_stages_mounts_and_variables_work_as_in_an_image(project: Path, tmp_path: Path):
+    checked = check(
         project,
         tmp_path / "work",
         HEAD
@@ -50,30 +50,31 @@ RUN pwd > place && cat < /dev/null
     assert (root / "found").read_text() == "a two three four\n"
     assert (root / "app" / "place").read_text() == f"{root}/app\n"
     assert not (root / "tmp" / "in").exists()
-    assert len(made.stages) == 2
+    assert len(checked.stages) == 2
 
 
-def test_build_arguments_are_set_as_a_builder_sets_them(project: Path, tmp_path: Path):
+def test_build_arguments_are_set(project: Path, tmp_path: Path):
     (project / "Dockerfile").write_text(
         "FROM base\nARG EXTRAS=cpu\nARG OTHER=kept\nRUN echo ${EXTRAS} ${OTHER} > /found\n"
     )
     (tmp_path / "work").mkdir()
-    made = image_check.check(project, tmp_path / "work", given={"EXTRAS": "gpu"})
+    checked = image_check.check(project, tmp_path / "work", given={"EXTRAS": "gpu"})
     assert (tmp_path / "work" / "stage-0" / "found").read_text() == "gpu kept\n"
-    # Packages of such an image are looked up: no machine of a test run has a GPU.
+    # Packages of such an image are only resolved: machines of test runs have no GPU.
     assert "uv" in (tmp_path / "work" / "stage-0" / "python" / "bin" / "pip").read_text()
-    assert made.given == {"EXTRAS": "gpu"}
+    assert checked.given == {"EXTRAS": "gpu"}
 
 
-def test_the_versions_of_gpu_images_are_those_of_all_others():
-    """But for the packages that the lock names: so what is tested on CPUs is what runs there."""
+def test_gpu_images_have_the_pinned_versions():
+    """Only the packages in DIFFERENT may differ, so that the tests on CPUs use the same versions."""
     pinned = versions(gpu_versions.ROOT / "constraints.txt")
     for variant, different in gpu_versions.DIFFERENT.items():
-        found = versions(gpu_versions.constraints(variant))
-        others = {name for name in found.keys() & pinned.keys() if found[name] != pinned[name]}
+        variant_versions = versions(gpu_versions.constraints(variant))
+        common = variant_versions.keys() & pinned.keys()
+        others = {name for name in common if variant_versions[name] != pinned[name]}
         assert others == set(different)
-        assert {"torch", "faiss-gpu", "nvidia-nccl-cu13"} <= set(found)
-        assert found["cuda-toolkit"].startswith("13.0.")
+        assert {"torch", "faiss-gpu", "nvidia-nccl-cu13"} <= set(variant_versions)
+        assert variant_versions["cuda-toolkit"].startswith("13.0.")
 
 
 def versions(file: Path) -> dict[str, str]:
@@ -82,16 +83,16 @@ def versions(file: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("RUN false", "exit code 1"),
         ("COPY secret /app/", "no secret in the build context"),
-        ("COPY --chown=ray data /app", "ray is no number"),
-        ("USER ray", "ray is no number"),
+        ("COPY --chown=ray data /app", "ray is not a number"),
+        ("USER ray", "ray is not a number"),
         ("RUN --mount=type=bind,source=missing,target=/x true", "no missing there"),
-        ("HEALTHCHECK NONE", "teach this check"),
+        ("HEALTHCHECK NONE", "extend this check"),
     ],
 )
-def test_a_line_that_a_builder_refuses_is_told(line: str, told: str, project: Path, tmp_path: Path):
-    with pytest.raises(CheckError, match=told):
+def test_a_wrong_line_is_an_error(line: str, message: str, project: Path, tmp_path: Path):
+    with pytest.raises(CheckError, match=message):
         check(project, tmp_path / "work", HEAD + line + "\n")

@@ -1,4 +1,4 @@
-"""The notebook of examples/, run from its first cell to its last with a small model."""
+"""The notebook of examples/, from its first cell to its last with a small model."""
 
 import json
 import re
@@ -18,7 +18,7 @@ CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"
 def test_every_cell_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one process, as a kernel runs them. Model and number of texts are the only things that differ."""
+    """Cells run in one process, as in a kernel. Only the model and the number of texts differ."""
     without_ray(monkeypatch)
     monkeypatch.chdir(tmp_path)
     first, *others = CODE
@@ -41,14 +41,12 @@ def test_every_cell_runs(
         "teacher",
         "teacher + BM25",
     ]
-    assert int(dict(ways)["BM25"]) >= 3  # the tables of a random model find nothing, words do
+    assert int(dict(ways)["BM25"]) >= 3  # words find answers; the tables of a random model find none
     assert scalingnote.QueryEncoder("my-query-tower").encode("a").shape == (1, 32)
     assert Path("my-query-tower/modules.json").exists()
 
 
-def test_every_document_that_answers_a_query_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_document_that_answers_a_query_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for cell in CODE[:2]:

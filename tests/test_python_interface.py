@@ -1,4 +1,4 @@
-"""The Python interface and `scalingnote distill MODEL`: a model and texts become a folder for others."""
+"""The Python interface and `scalingnote distill MODEL`: a model and texts become a query tower."""
 
 import json
 from dataclasses import replace
@@ -53,21 +53,21 @@ def test_a_model_and_texts_become_a_query_encoder(
         model, texts, to=tmp_path / "out", student=student, count=400, overrides=overrides
     )
     queries = ["ba ko li", "", tiny.document_rows(1)[0]["title"]]
-    found = tower.encode(queries)
-    assert found.shape == (3, tower.dim)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    vectors = tower.encode(queries)
+    assert vectors.shape == (3, tower.dim)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
     assert "| overlap@10 " in (tmp_path / "out" / "README.md").read_text()
     single = scalingnote.QueryEncoder(tmp_path / "out").encode(queries[0])
-    np.testing.assert_allclose(single[0], found[0], atol=1e-6)
+    np.testing.assert_allclose(single[0], vectors[0], atol=1e-6)
     np.testing.assert_array_equal(tower.encode("cut \ud83d"), tower.encode(["cut \ufffd"]))
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks annotations only in tests
     for wrong in ([None], [float("nan")], None, 7):
-        with pytest.raises(DataError, match=r"is nan of type float|is None of type|in place of a list"):
+        with pytest.raises(DataError, match=r"is nan of type float|is None of type|is not a list of texts"):
             tower.encode(wrong)
-    # Pairs of tokens and attention need a module of ours, which the library imports where it may.
-    own = student != "static"
-    library = SentenceTransformer(str(tmp_path / "out"), device="cpu", trust_remote_code=own)
-    np.testing.assert_allclose(library.encode_query(queries), found, atol=2e-3)
+    # Pairs of tokens and attention need a module of ours, which the library imports if it is allowed to.
+    needs_module = student != "static"
+    library = SentenceTransformer(str(tmp_path / "out"), device="cpu", trust_remote_code=needs_module)
+    np.testing.assert_allclose(library.encode_query(queries), vectors, atol=2e-3)
     published = SentenceTransformer(str(model), device="cpu")
     documents = ["ba ko", "li me nu"]
     np.testing.assert_allclose(
@@ -75,8 +75,8 @@ def test_a_model_and_texts_become_a_query_encoder(
     )
 
 
-def test_the_command_says_what_cannot_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Of a few documents every ranking has the same ten, and of one document no text is held out."""
+def test_the_command_reports_missing_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """With a few documents every ranking has the same ten; with one document no text is held out."""
     rows = tiny.document_rows(6)
     texts, out = tmp_path / "docs.txt", tmp_path / "out"
     words = ["distill", str(folder(tmp_path)), "--texts", str(texts), "--to", str(out), "--count", "60"]
@@ -98,7 +98,7 @@ def test_the_command_says_what_cannot_be_measured(tmp_path: Path, capsys: pytest
 def test_documents_are_indexed_in_the_same_command(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Batches, codes and index fit two dozen documents, whatever the recipe says."""
+    """Batches, codes and index fit two dozen documents, with any recipe."""
     model, out = str(folder(tmp_path)), str(tmp_path / "out")
     words = ["distill", model, "--texts", str(texts), "--to", out, "--count", "300"]
     settings = ["--set", "distill.epochs=2", "--set", "pseudo_queries.validation_share=0.1"]
@@ -107,7 +107,7 @@ def test_documents_are_indexed_in_the_same_command(
     assert "mean cosine to the teacher" in output
     assert "2 rows set aside: invalid JSON (1), invalid UTF-8 (1)" in output
     assert f"scalingnote serve --run {out}.run" in output
-    assert cli.main([*words, *settings]) == 0  # nothing is done twice
+    assert cli.main([*words, *settings]) == 0  # finished work is not repeated
     capsys.readouterr()
     config = pipeline.load_run(f"{out}.run")
     documents = pipeline.locate(config, "dataset").counts["documents"]
@@ -140,15 +140,16 @@ def test_documents_are_indexed_in_the_same_command(
             index.search(wrong)
     assert index.search(f"{title} \ud83d") == index.search(f"{title} \ufffd")
     assert cli.main(["search", f"{title} \udcff", "--run", f"{out}.run", "-k", "2"]) == 0  # a byte of a shell
-    found = scalingnote.agreement(f"{out}.run")
-    assert (found.documents, found.queries > 0) == (documents, True)
+    measured = scalingnote.agreement(f"{out}.run")
+    assert (measured.documents, measured.queries > 0) == (documents, True)
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
     encoded = agreement.compare(**{kind: pipeline.locate(config, kind) for kind in kinds})
-    assert found.measures() == pytest.approx(encoded.measures(), abs=0.02)  # the index's are float16
-    assert found.cosine == encoded.cosine
+    # The embeddings of the index are float16.
+    assert measured.measures() == pytest.approx(encoded.measures(), abs=0.02)
+    assert measured.cosine == encoded.cosine
 
 
-def test_samples_are_taken_from_all_of_a_collection():
+def test_samples_are_spread_over_a_collection():
     assert agreement._places(6, 1000).tolist() == [0, 1, 2, 3, 4, 5]
     places = agreement._places(1999, 1000)
     assert (len(places), places[-1]) == (1000, 1997)  # not the first thousand
@@ -156,11 +157,11 @@ def test_samples_are_taken_from_all_of_a_collection():
 
 
 def test_settings_of_the_caller_are_not_fitted(tmp_path: Path, texts: Path):
-    given = ["distill.global_batch=64", "index.family.kind=ivf_sq8", "bm25=null", "quantize={codes: 9}"]
+    overrides = ["distill.global_batch=64", "index.family.kind=ivf_sq8", "bm25=null", "quantize={codes: 9}"]
     plain = {"queries": None, "count": None, "seed": 0, "run_dir": None, "columns": {}}
     out = tmp_path / "out"
-    config = api.run_config(folder(tmp_path), texts, to=out, student="static", overrides=given, **plain)
-    names = {override.partition("=")[0] for override in given}
+    config = api.run_config(folder(tmp_path), texts, to=out, student="static", overrides=overrides, **plain)
+    names = {override.partition("=")[0] for override in overrides}
     fitted = api._size_by_texts(config, texts=100, documents=20, given=names, index=True)
     assert fitted == config.model_copy(update={"index": config.index.model_copy(update={"shards": 1})})
     many = api._size_by_texts(config, texts=10**6, documents=10**6, given={"index.shards"}, index=True)
@@ -177,19 +178,19 @@ def test_settings_of_the_caller_are_not_fitted(tmp_path: Path, texts: Path):
         ({"texts": "empty.txt"}, "no text"),
     ],
 )
-def test_bad_input_is_refused_before_any_work(
+def test_bad_input_is_an_error_before_any_work(
     tmp_path: Path, texts: Path, wrong: dict[str, str], message: str
 ):
-    given = {"model": str(folder(tmp_path)), "texts": str(texts), "to": str(tmp_path / "out")}
+    arguments = {"model": str(folder(tmp_path)), "texts": str(texts), "to": str(tmp_path / "out")}
     empty = tmp_path / "empty.txt"
     empty.write_text("\n\n")
     wrong = {name: str(empty) if value == empty.name else value for name, value in wrong.items()}
     with pytest.raises(ScalingNoteError, match=message):
-        scalingnote.distill(**(given | wrong))
+        scalingnote.distill(**(arguments | wrong))
     assert not (tmp_path / "out").exists()
 
 
-def test_columns_are_chosen_by_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_options_choose_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     documents = enumerate(tiny.document_rows())
     rows = [{"nr": n, "title": row["title"], "inhalt": row["content"]} for n, row in documents]
     path = tmp_path / "docs.jsonl"
@@ -199,9 +200,9 @@ def test_columns_are_chosen_by_options(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(words) == 2
     assert "only 'nr', 'title', 'inhalt': choose the column by --text-column" in capsys.readouterr().err
     assert not (tmp_path / "out.run").exists()
-    chosen = {"text_column": "inhalt", "id_column": "nr"}
-    whole = [*FEW, "dataset.passages=null"]
-    scalingnote.distill(model, path, to=to, count=300, overrides=whole, **chosen)
+    column_options = {"text_column": "inhalt", "id_column": "nr"}
+    overrides = [*FEW, "dataset.passages=null"]
+    scalingnote.distill(model, path, to=to, count=300, overrides=overrides, **column_options)
     (manifest,) = (tmp_path / "out.run" / "prepare").glob("*/manifest.json")
     assert json.loads(manifest.read_text())["config"]["columns"] == {"content": "inhalt", "doc_id": "nr"}
     (part,) = manifest.parent.glob("documents/*.parquet")
@@ -211,7 +212,7 @@ def test_columns_are_chosen_by_options(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main([*words, "--text-column", "inhalt", "--id-column", "nr", "--set", FEW[0]]) == 0
 
 
-def test_a_smaller_model_becomes_the_query_side_of_a_wider_one(tmp_path: Path, texts: Path):
+def test_a_small_model_becomes_the_query_tower_of_a_wide_one(tmp_path: Path, texts: Path):
     teacher = folder(tmp_path / "teacher", pooling=("mean", "cls"))  # embeddings of two states
     small = folder(tmp_path / "small")
     tower = scalingnote.distill(
@@ -225,7 +226,7 @@ def test_a_smaller_model_becomes_the_query_side_of_a_wider_one(tmp_path: Path, t
     np.testing.assert_allclose(library.encode_document(queries), published.encode(queries), atol=1e-5)
 
 
-def test_a_student_wider_than_its_teacher_is_refused(tmp_path: Path, texts: Path):
+def test_a_student_wider_than_its_teacher_is_an_error(tmp_path: Path, texts: Path):
     wide = (
         "{backbone: {kind: scratch, architecture: bert, layers: 1, hidden: 256, heads: 4, intermediate: 512}}"
     )

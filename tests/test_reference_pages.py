@@ -37,7 +37,7 @@ def test_every_section_and_knob_of_a_run_is_on_the_page():
             assert set(section.model_fields) - first <= {"kind", "name"}, (name, section)
 
 
-def test_commands_with_a_config_of_their_own_are_on_the_page():
+def test_commands_with_a_separate_config_are_on_the_page():
     page = reference_pages.knobs_page()
     for name, section in reference_pages.APART.items():
         table = page.partition(f"## scalingnote {name}\n")[2].partition("\n## ")[0]
@@ -45,7 +45,7 @@ def test_commands_with_a_config_of_their_own_are_on_the_page():
             assert re.search(rf"^\| `{knob}[`.]", table, flags=re.M), (name, knob)
 
 
-def test_knobs_are_named_by_their_whole_path():
+def test_knobs_have_their_full_path():
     train = places("train")
     assert {"strategy.kind", "strategy(fsdp2).reshard"} <= set(train)
     assert [place for place in train if place.startswith("query") and place.endswith(".lora.rank")]
@@ -53,8 +53,8 @@ def test_knobs_are_named_by_their_whole_path():
         assert set(Schedule.model_fields) <= {re.match(r"[^.(]+", place)[0] for place in places(name)}
 
 
-def test_a_knob_that_kinds_share_is_one_row():
+def test_a_common_knob_of_several_kinds_is_one_row():
     assert "documents_per_part" in places("dataset")
-    own = [place for place in places("dataset") if place.startswith("(")]
-    assert own
+    kind_places = [place for place in places("dataset") if place.startswith("(")]
+    assert kind_places
     assert len(places("dataset")) == len(set(places("dataset")))

@@ -1,4 +1,4 @@
-"""Work handed to Ray: what the cluster could never do is refused, the rest is done in order, and again."""
+"""Work on Ray: impossible resources are an error, parts are processed, and repeated after failures."""
 
 import os
 import time
@@ -22,7 +22,7 @@ NODES = [{"CPU": 8.0, "GPU": 1.0, "memory": 32 * GIB}, {"CPU": 8.0, "memory": 8 
 
 
 def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]], *, gpu: str | None = None) -> None:
-    """Have Ray tell of these, where those with a GPU have the label `gpu`; this process runs on another."""
+    """Let Ray report these nodes, with the label `gpu` on those with a GPU; this process runs on another."""
     alive = [{"Alive": True, "NodeID": str(number), "Resources": node} for number, node in enumerate(nodes)]
     for node in alive:
         node["Labels"] = {cluster.ACCELERATOR_LABEL: gpu} if gpu and "GPU" in node["Resources"] else {}
@@ -56,7 +56,7 @@ def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]], *, gpu: s
         (Fleet(workers=9, gpus_per_worker=1, min_workers=2), 0, r"asks for 2 GPU.*lower .*\.min_workers"),
     ],
 )
-def test_what_no_cluster_of_these_nodes_could_do_is_refused(
+def test_resources_that_no_node_has_are_an_error(
     resources: Resources, task_cpus: int, says: str, monkeypatch: pytest.MonkeyPatch
 ):
     of_nodes(monkeypatch, NODES)
@@ -68,7 +68,7 @@ def test_what_no_cluster_of_these_nodes_could_do_is_refused(
 
 
 @pytest.mark.parametrize(("own", "says"), [({"CPU": 8.0}, "asks for a GPU of this machine"), (NODES[0], "")])
-def test_a_driver_that_trains_on_a_gpu_has_one(
+def test_a_driver_that_trains_on_a_gpu_needs_one(
     own: dict[str, float], says: str, monkeypatch: pytest.MonkeyPatch
 ):
     of_nodes(monkeypatch, NODES)
@@ -77,40 +77,40 @@ def test_a_driver_that_trains_on_a_gpu_has_one(
         cluster.check_resources(Ranks(workers=0, gpus_per_worker=1), knob="train.resources")
 
 
-def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.MonkeyPatch):
-    asked: list[Any] = []
-    wanted = Resources(workers=2, cpus_per_worker=4, gpus_per_worker=1)
+def test_missing_nodes_are_requested_and_awaited(monkeypatch: pytest.MonkeyPatch):
+    requests: list[Any] = []
+    resources = Resources(workers=2, cpus_per_worker=4, gpus_per_worker=1)
     monkeypatch.setattr(cluster, "_nodes_wait_s", 30.0)
     monkeypatch.setattr(cluster, "NODE_POLL_INTERVAL_S", 0.0)
     of_nodes(monkeypatch, NODES)
-    cluster.check_resources_early(wanted, knob="train.resources")  # it is not needed yet
+    cluster.check_resources_early(resources, knob="train.resources")  # the nodes are not needed yet
 
     def ask(bundles: list[Any]) -> None:
-        asked.append(bundles)
+        requests.append(bundles)
         of_nodes(monkeypatch, [*NODES, {"CPU": 8.0, "GPU": 1.0}])
 
     monkeypatch.setattr(cluster, "_request_nodes", ask)
-    cluster.check_resources(wanted, knob="train.resources")
-    assert asked == [[{"CPU": 4.0, "GPU": 1.0}] * 2, []]  # and no longer than they are waited for
+    cluster.check_resources(resources, knob="train.resources")
+    assert requests == [[{"CPU": 4.0, "GPU": 1.0}] * 2, []]  # the request ends with the wait
     monkeypatch.setattr(cluster, "_nodes_wait_s", 0.01)
-    with pytest.raises(ConfigError, match=r"asks for 3 GPU, the cluster has 2.*none came in 0\.01 s"):
-        cluster.check_resources(wanted.model_copy(update={"workers": 3}), knob="train.resources")
+    with pytest.raises(ConfigError, match=r"asks for 3 GPU, the cluster has 2.*no node started in 0\.01 s"):
+        cluster.check_resources(resources.model_copy(update={"workers": 3}), knob="train.resources")
 
 
-def test_the_workers_are_those_that_the_nodes_have_room_for(monkeypatch: pytest.MonkeyPatch):
+def test_the_number_of_workers_fits_the_nodes(monkeypatch: pytest.MonkeyPatch):
     of_nodes(monkeypatch, NODES)
     assert cluster.workers(Resources()) == 24
     assert cluster.workers(Resources(workers=3)) == 3
     assert cluster.workers(Resources(cpus_per_worker=5)) == 3
     assert cluster.workers(Resources(memory_per_worker=4)) == 8 + 2
     assert cluster.with_memory(Resources(), 4 << 30).workers == 8 + 2
-    assert cluster.with_memory(Resources(), 64 << 30).workers == 1  # it may do with less
+    assert cluster.with_memory(Resources(), 64 << 30).workers == 1  # less memory may suffice
     assert cluster.with_memory(Resources(workers=3), 64 << 30).workers == 3
     assert cluster.workers(Resources(gpus_per_worker=1)) == 1
-    assert cluster.workers(Resources(gpus_per_worker=2)) == 1  # of which the check says that none fits
+    assert cluster.workers(Resources(gpus_per_worker=2)) == 1  # check_resources reports that none fits
 
 
-def test_work_of_cpus_keeps_off_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch):
+def test_cpu_work_avoids_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch):
     selector = {"label_selector": {"ray.io/accelerator-type": "!in(H100)"}}
     on_cpus = {"num_cpus": 1.0, "num_gpus": 0}
     of_nodes(monkeypatch, NODES, gpu="H100")
@@ -118,17 +118,17 @@ def test_work_of_cpus_keeps_off_nodes_with_gpus(monkeypatch: pytest.MonkeyPatch)
     assert cluster.workers(Resources()) == 16
     with_gpu = cluster.actor_options(Resources(gpus_per_worker=1, memory_per_worker=2))
     assert with_gpu == {"num_cpus": 1.0, "num_gpus": 1.0, "memory": 2 * GIB}
-    of_nodes(monkeypatch, NODES[:1], gpu="H100")  # no other node can do it
+    of_nodes(monkeypatch, NODES[:1], gpu="H100")  # no other node can run it
     assert cluster.actor_options(Resources()) == on_cpus
     of_driver = [NODES[0], {"CPU": 1.0}]  # the second one's CPU is the driver's
     of_nodes(monkeypatch, of_driver, gpu="H100")
     monkeypatch.setattr(cluster, "_own_node", lambda: {"NodeID": "1", "Resources": {}})
     assert cluster.actor_options(Resources()) == on_cpus
-    of_nodes(monkeypatch, NODES)  # without a label there is nothing to select by
+    of_nodes(monkeypatch, NODES)  # without a label no node can be selected
     assert cluster.actor_options(Resources()) == on_cpus
 
 
-def test_the_work_of_a_process_starts_no_ray(monkeypatch: pytest.MonkeyPatch):
+def test_work_in_process_does_not_start_ray(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray starts"))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster, "_in_process", False)
@@ -139,21 +139,21 @@ def test_the_work_of_a_process_starts_no_ray(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_no_more_tasks_run_than_there_are_workers():
+def test_the_number_of_running_tasks_is_limited():
     def stay(number: int) -> tuple[int, float, float]:  # in here, since workers do not import tests
         began = time.time()
         time.sleep(0.4 if number == 0 else 0.1)
         return number, began, time.time()
 
-    done = list(cluster.map_tasks(stay, range(6), Resources(workers=2, cpus_per_worker=0.25)))
-    assert sorted(number for number, _, _ in done) == list(range(6))
-    together = [sum(began <= at < ended for _, began, ended in done) for _, at, _ in done]
+    results = list(cluster.map_tasks(stay, range(6), Resources(workers=2, cpus_per_worker=0.25)))
+    assert sorted(number for number, _, _ in results) == list(range(6))
+    together = [sum(began <= at < ended for _, began, ended in results) for _, at, _ in results]
     assert max(together) <= 2
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_task_that_fails_for_a_moment_or_for_ever(tmp_path: Path):
-    """An error of storage is one for a moment; one of ours ends the stage with its own class."""
+def test_transient_errors_are_retried_and_ours_end_the_stage(tmp_path: Path):
+    """An error of storage is transient; one of our errors ends the stage with its own class."""
 
     def fail(number: int, *, folder: Path, error: Exception, times: int) -> int:
         tries = len(list(folder.glob(f"{number}-*")))
@@ -171,8 +171,8 @@ def test_a_task_that_fails_for_a_moment_or_for_ever(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_actors_are_lost_and_no_part_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One part ends every process, another one its first: the others are done once."""
+def test_parts_of_lost_actors_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One part ends every process, another only its first one; the others are processed once."""
 
     def work(number: int) -> int:
         with (tmp_path / f"{number}").open("a") as file:
@@ -182,17 +182,17 @@ def test_actors_are_lost_and_no_part_is(tmp_path: Path, monkeypatch: pytest.Monk
         return number
 
     monkeypatch.setattr(cluster, "BACKOFF_S", 0.1)
-    done = []
+    results = []
     with pytest.raises(PartsFailedError, match=r"1 of 6 parts .*: 3: its process was lost \(2 of 2\)"):
-        done.extend(cluster.map_loaded(PartStage(lambda: work), range(6), Resources(workers=2)))
-    assert sorted(done) == [0, 1, 2, 4, 5]
+        results.extend(cluster.map_loaded(PartStage(lambda: work), range(6), Resources(workers=2)))
+    assert sorted(results) == [0, 1, 2, 4, 5]
     tries = [(tmp_path / f"{number}").stat().st_size for number in range(6)]
     assert tries == [1, 2, 1, 2, 1, 1]
 
 
 @pytest.mark.usefixtures("cluster")
-def test_an_actor_that_starts_late_finds_parts(tmp_path: Path):
-    """The one that starts second stands only when the first has begun a part, which ends when both have."""
+def test_an_actor_that_starts_late_gets_parts(tmp_path: Path):
+    """The second actor loads after the first began a part, which ends when both have begun one."""
 
     def wait_for(pattern: str, files: int) -> None:
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""No file that is read may run code: the package is searched for calls that would let it."""
+"""No file that is read may run code: these tests search the package for calls that would allow it."""
 
 import ast
 from functools import cache
@@ -18,16 +18,16 @@ from scalingnote.models import backbone
 ROOT = Path(scalingnote.__file__).parents[1]
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 BETWEEN_WORKERS = {
-    "scalingnote/core/ray_data.py",  # of one stage: parts and their results on their way to workers and back
-    "scalingnote/serve/fan_out.py",  # of one application: queries on their way to searchers, and answers back
+    "scalingnote/core/ray_data.py",  # of one stage: parts and their results between driver and workers
+    "scalingnote/serve/fan_out.py",  # of one application: queries and answers between gateway and searchers
     "scalingnote/serve/index_searcher.py",  # the same
 }
 NO_WEIGHTS = {"AutoTokenizer", "AutoConfig", "PreTrainedTokenizerFast"}
-CHECKED_FIRST = {"PeftModel"}  # takes no use_safetensors: see the last test
+CHECKED_FIRST = {"PeftModel"}  # has no use_safetensors: see the last test
 READERS = {
     "urlopen": {
         "scalingnote/serve/telemetry.py",
-        "scalingnote/integrations/client.py",  # JSON of a server that the caller names
+        "scalingnote/integrations/client.py",  # JSON of a server that the caller sets
         "scalingnote/encode/endpoint_client.py",  # the same
     },
     "urlretrieve": set[str](),
@@ -42,7 +42,7 @@ SOURCES = {
 
 @cache
 def calls() -> list[tuple[str, str, ast.Call]]:
-    """The file, what is called, and the call."""
+    """Return the file, the called name and the node of every call."""
     return [
         (name, ast.unparse(node.func), node)
         for name, tree in SOURCES.items()
@@ -52,18 +52,18 @@ def calls() -> list[tuple[str, str, ast.Call]]:
 
 
 def given(call: ast.Call, name: str) -> str:
-    """An argument as it is written; empty where it is left out."""
+    """Return the source of an argument; empty if it is left out."""
     return next((ast.unparse(each.value) for each in call.keywords if each.arg == name), "")
 
 
 def imports(tree: ast.Module) -> set[str]:
-    found = set[str]()
+    modules = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {(node.module or "").partition(".")[0], *(alias.name for alias in node.names)}
-    return found
+            modules |= {(node.module or "").partition(".")[0], *(alias.name for alias in node.names)}
+    return modules
 
 
 def test_no_pickle_is_read():
@@ -74,21 +74,21 @@ def test_no_pickle_is_read():
         assert called != "torch.load" or given(call, "weights_only") == "True", name
 
 
-def test_no_code_of_a_model_runs_and_weights_are_safetensors():
-    seen = set()
+def test_models_run_no_code_and_weights_are_safetensors():
+    loaders = set()
     for name, called, call in calls():
         assert given(call, "trust_remote_code") in ("", "False"), name
         owner, _, method = called.rpartition(".")
         if method == "from_pretrained" and not any(each in owner for each in NO_WEIGHTS | CHECKED_FIRST):
-            seen.add(called)
+            loaders.add(called)
             assert given(call, "use_safetensors") == "True", f"{name}: {called}"
         if called in ("SentenceTransformer", "sentence_transformers.CrossEncoder"):
-            seen.add(called)
+            loaders.add(called)
             assert "'use_safetensors': True" in given(call, "model_kwargs"), f"{name}: {called}"
-    assert len(seen) == 4  # or a call is written in a way that is not found here
+    assert len(loaders) == 4  # otherwise a call has a form that this test does not find
 
 
-def test_files_are_downloaded_in_known_places_only():
+def test_only_known_modules_download_files():
     for name, called, _ in calls():
         method = called.rpartition(".")[2]
         assert method not in READERS or name in READERS[method], f"{name}: {called}"
@@ -104,7 +104,7 @@ def as_pickle(path: Path, pickled: str) -> None:
     path.unlink()
 
 
-def test_a_checkpoint_that_is_a_pickle_is_refused(checkpoint: Path):
+def test_a_pickled_checkpoint_is_an_error(checkpoint: Path):
     assert backbone.load(checkpoint)
     as_pickle(checkpoint / "model.safetensors", "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"cannot load a backbone .*model\.safetensors"):
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_a_pickle_is_refused(checkpoint: Path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21
-def test_an_adapter_that_is_a_pickle_is_refused(checkpoint: Path, tmp_path: Path):
+def test_a_pickled_adapter_is_an_error(checkpoint: Path, tmp_path: Path):
     base = AutoModel.from_pretrained(checkpoint, add_pooling_layer=False)
     adapter = tmp_path / "adapter"
     get_peft_model(base, LoraConfig(target_modules=["query"])).save_pretrained(adapter)

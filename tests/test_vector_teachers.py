@@ -1,4 +1,4 @@
-"""Teachers of which vectors alone are known: behind an endpoint, or in a file."""
+"""Teachers that provide only vectors: behind an endpoint, or in a file."""
 
 import json
 import re
@@ -44,10 +44,10 @@ def docs(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     model = SentenceTransformer(str(folder(tmp_path)), device="cpu")
-    made = Server(lambda texts: model.encode(list(texts), show_progress_bar=False))
-    yield made
-    made.shutdown()
-    made.server_close()
+    embedding_server = Server(lambda texts: model.encode(list(texts), show_progress_bar=False))
+    yield embedding_server
+    embedding_server.shutdown()
+    embedding_server.server_close()
 
 
 def sets(*knobs: str) -> list[str]:
@@ -55,7 +55,7 @@ def sets(*knobs: str) -> list[str]:
 
 
 def word_vectors(texts: list[str]) -> np.ndarray:
-    """The sum of a random vector per word: what a table can learn from vectors of whole texts."""
+    """Return the sum of a random vector per word, which a table can learn from vectors of texts."""
     of_word = {
         word: np.random.default_rng(list(word.encode())).standard_normal(16)
         for text in texts
@@ -68,7 +68,7 @@ WORDS = tiny.words(np.random.default_rng(1), 40)
 PASSAGES = [" ".join(np.random.default_rng(number).choice(WORDS, 8)) for number in range(200)]
 
 
-def test_an_endpoint_teaches_as_its_folder_does(
+def test_an_endpoint_teaches_like_its_folder(
     tmp_path: Path, docs: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
@@ -77,9 +77,9 @@ def test_an_endpoint_teaches_as_its_folder_does(
     assert cli.main([*words, "--index"]) == 0
     assert "into the space of m's document embeddings" in capsys.readouterr().out
     assert set(server.asked.values()) == {1}
-    asked = server.asked.total()
+    requested = server.asked.total()
     assert cli.main([*words, "--student", "static", "--index"]) == 0  # another student of the same vectors
-    assert server.asked.total() == asked
+    assert server.asked.total() == requested
 
     model = SentenceTransformer(str(tmp_path / "model"), device="cpu")
     config = pipeline.load_run(f"{out}.run")
@@ -101,7 +101,7 @@ def test_an_endpoint_teaches_as_its_folder_does(
         scalingnote.Index(f"{out}.run", escalate=0.5)
 
 
-def test_a_refused_key_costs_no_text(
+def test_a_wrong_key_sends_no_text(
     tmp_path: Path, docs: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ):
     words = ["distill", "--endpoint", server.url(), "--model", "m", "--texts", str(docs)]
@@ -115,7 +115,7 @@ def test_a_refused_key_costs_no_text(
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "npy"])
-def test_vectors_of_documents_teach_a_query_side(form: str, tmp_path: Path):
+def test_vectors_of_documents_teach_a_query_tower(form: str, tmp_path: Path):
     vectors, texts = word_vectors(PASSAGES), None
     file = tmp_path / f"given.{form}"
     if form == "parquet":
@@ -129,30 +129,30 @@ def test_vectors_of_documents_teach_a_query_side(form: str, tmp_path: Path):
         texts.write_text("\n".join(PASSAGES))
     out = tmp_path / "out"
     tower = scalingnote.distill(texts=texts, vectors=file, to=out, student="static", overrides=FEW)
-    found, expected = tower.encode(WORDS), arrow.l2_normalize(word_vectors(WORDS))
-    assert float((found * expected).sum(axis=1).mean()) > 0.9
+    encoded, expected = tower.encode(WORDS), arrow.l2_normalize(word_vectors(WORDS))
+    assert float((encoded * expected).sum(axis=1).mean()) > 0.9
     library = SentenceTransformer(str(out), device="cpu")
-    np.testing.assert_allclose(library.encode_query(WORDS), found, atol=2e-3)
+    np.testing.assert_allclose(library.encode_query(WORDS), encoded, atol=2e-3)
     assert "encode_document" not in (out / "README.md").read_text()
     assert "overlap@10" in (out / "README.md").read_text()
 
 
-def test_queries_with_vectors_are_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_agreement_is_measured_on_queries_with_vectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file, queries = tmp_path / "given.parquet", tmp_path / "queries.parquet"
-    asked = [" ".join(text.split()[:3]) for text in PASSAGES]
-    for path, texts in ((file, PASSAGES), (queries, asked)):
+    query_texts = [" ".join(text.split()[:3]) for text in PASSAGES]
+    for path, texts in ((file, PASSAGES), (queries, query_texts)):
         pq.write_table(pa.table({"text": texts, "vector": word_vectors(texts).tolist()}), path)
     words = ["distill", "--vectors", str(file), "--queries", str(queries), "--to", str(tmp_path / "out")]
     assert cli.main([*words, *sets("vectors.validation_share=0.2")]) == 0
     output = capsys.readouterr().out
     assert "mean cosine to the teacher" in output
-    found = re.search(r"on (\d+) held-out texts; what .* cannot be told: .*; 0 rows set aside", output)
-    assert found is not None
-    assert 20 < int(found[1]) < 60  # a fifth of 200 queries, by their hashes; no text
+    measured = re.search(r"on (\d+) held-out texts; what .* cannot be told: .*; 0 rows set aside", output)
+    assert measured is not None
+    assert 20 < int(measured[1]) < 60  # a fifth of 200 queries, by their hashes; no text
     assert f"into the space of {file}'s vectors" in output
 
 
-def test_rows_that_teach_nothing_are_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unusable_vectors_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows: list[dict[str, Any]] = [
         {"text": text, "vector": row.tolist()} for text, row in zip(TEXTS, word_vectors(TEXTS), strict=True)
     ]
@@ -171,8 +171,8 @@ def test_rows_that_teach_nothing_are_set_aside(tmp_path: Path, capsys: pytest.Ca
     assert "7 rows set aside: " in output
     for reason in (
         "a text that occurred before (1)",
-        "a vector of another length than 16, which the first one has (1)",
-        "a vector that is 0, or holds what is not a number (1)",
+        "a vector of another length than 16, the length of the first one (1)",
+        "a vector that is 0, or has a value that is not a finite number (1)",
         "no vector (2)",
         "no text (1)",
         "invalid JSON (1)",
@@ -188,17 +188,17 @@ def test_rows_that_teach_nothing_are_set_aside(tmp_path: Path, capsys: pytest.Ca
             {},
             "has no text with a vector; set aside: 1 x vectors: no vector",
         ),
-        ({"text": ["a"], "size": [1]}, {}, "cannot be told, there are none in 'text', 'size'"),
+        ({"text": ["a"], "size": [1]}, {}, "is not clear, there are none in 'text', 'size'"),
         ({"text": ["a"], "x": [[1.0]], "y": [[1.0]]}, {}, "there are several, 'x', 'y'"),
         ({"words": ["a"], "vector": [[1.0]]}, {}, "no column of texts by a known name"),
         ({"text": ["a"], "vector": [[1.0]]}, {"text_column": "words"}, r"has no column \['words'\]"),
         ({"text": ["a"], "vector": [[1.0]]}, {"count": 3}, "leave --count and --id-column out"),
         ({"text": ["a"], "vector": [[1.0]]}, {"student": "layers2"}, "no student 'layers2'"),
         ({"text": ["a"], "vector": [[1.0]]}, {"model": "m"}, "give one"),
-        ({"text": ["a"], "vector": [[1.0]]}, {"texts": "t.txt"}, "has texts of its own"),
+        ({"text": ["a"], "vector": [[1.0]]}, {"texts": "t.txt"}, "has its own texts"),
     ],
 )
-def test_files_that_teach_nothing_are_refused(
+def test_unusable_files_of_vectors_are_errors(
     columns: dict[str, Any], options: dict[str, Any], reason: str, tmp_path: Path
 ):
     pq.write_table(pa.table(columns), tmp_path / "given.parquet")
@@ -219,10 +219,10 @@ def test_a_matrix_must_fit_its_texts(tmp_path: Path):
     with pytest.raises(DataError, match="give the file of their texts, row by row"):
         distill()
     np.save(file, np.ones(3))
-    with pytest.raises(DataError, match="holds 3 of float64: it is to be a matrix"):
+    with pytest.raises(DataError, match="holds 3 of float64: give a matrix"):
         distill(texts=texts)
     file.write_bytes(b"")
-    with pytest.raises(DataError, match=r"is no \.npy file of numbers"):
+    with pytest.raises(DataError, match=r"is not a \.npy file of numbers"):
         distill(texts=texts)
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match="is empty"):

@@ -1,4 +1,4 @@
-"""A tiny corpus that can be learnt: each topic has its own words, queries use the words of their document."""
+"""A tiny corpus that can be learnt: documents of random words, and queries of words of their document."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ CROSS = {"query_length": 12, "document_length": 24}
 
 
 class Nothing(Config):
-    """The config of an artifact made by hand."""
+    """Config of an artifact that no stage built."""
 
 
 def words(rng: np.random.Generator, count: int) -> list[str]:
@@ -57,7 +57,7 @@ def _document_rows(count: int) -> list[dict[str, str]]:
 
 
 def artifact(uri: str | Path, kind: str, tables: Mapping[str, Any], **counts: int) -> Artifact:
-    """An artifact without settings and parents, of tables by the names of their files."""
+    """Build an artifact without settings and parents, of tables by the names of their files."""
     draft = Draft(str(uri), kind=kind, config=Nothing(), parents={})
     for name, columns in tables.items():
         draft.write_table(name, columns if isinstance(columns, pa.Table) else pa.table(columns))
@@ -65,7 +65,7 @@ def artifact(uri: str | Path, kind: str, tables: Mapping[str, Any], **counts: in
 
 
 def dataset(uri: str, *, count: int = DOCUMENTS, rows_per_part: int = 32) -> Artifact:
-    """A dataset artifact: one query per document, every eighth for test."""
+    """Build a dataset artifact: one query per document, every eighth for test."""
     draft = Draft(uri, kind="dataset", config=Nothing(), parents={})
     documents = document_rows(count)
     for number, start in enumerate(range(0, count, rows_per_part)):
@@ -87,7 +87,7 @@ def dataset(uri: str, *, count: int = DOCUMENTS, rows_per_part: int = 32) -> Art
 
 
 def triplets(uri: str, dataset: Artifact) -> Artifact:
-    """Triplets of the training queries, the next training document as hard negative."""
+    """Build triplets of the training queries, with the next training document as hard negative."""
     queries = [q for q in dataset.table("queries.parquet").to_pylist() if q["split"] == "train"]
     rows = [
         {
@@ -109,7 +109,7 @@ def triplets(uri: str, dataset: Artifact) -> Artifact:
 
 
 def cross_encoder(uri: str, *, pooling: str = "special", temperature: float | None = 0.05) -> Artifact:
-    """Untrained, with the config that a training run would leave."""
+    """Build an untrained cross-encoder, with the config of a training run."""
     texts = [" ".join(row.values()) for row in document_rows()]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
     config = DualPooledConfig(backbone=BIDIRECTIONAL, pooling=pooling, temperature=temperature, **CROSS)
@@ -124,7 +124,7 @@ def cross_encoder(uri: str, *, pooling: str = "special", temperature: float | No
 def pair_classifier(
     folder: Path, texts: list[str], architecture: type = BertForSequenceClassification, **knobs: Any
 ) -> str:
-    """An untrained cross-encoder of transformers, whose scores are far apart; returns its path."""
+    """Write an untrained cross-encoder of transformers with well separated scores; return its path."""
     tokenizer = Tokenizer.from_str(backbone.train_tokenizer(texts, vocabulary=300))
     special = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = TemplateProcessing(

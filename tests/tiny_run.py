@@ -1,4 +1,4 @@
-"""A run of the tiny corpus, through every stage: its config, and the stages without a cluster."""
+"""A run of the tiny corpus through every stage: its config, and the stages without a cluster."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def write_config(folder: Path) -> Path:
             "documents_per_part": 4,
         },
         "collect": {"decontamination": False, "top_k": 2, "top_t": 10, "resources": {"workers": 1}},
-        # One worker each: what is tested is who remembers what, and a second one takes long to start.
+        # One worker each: these tests do not need a second one, and its start takes long.
         "planner": {"kind": "statistics", "resources": {"workers": 1}},
         "encode": {"resources": {"workers": 1}},
         "train": {
@@ -59,7 +59,7 @@ def write_config(folder: Path) -> Path:
 
 
 def run_here(config: RunConfig, *, until: str | None = None) -> dict[str, Artifact]:
-    """All of a run without a cluster: each stage's own tests know that it works on one."""
+    """Run all stages without a cluster; the tests of each stage use a cluster."""
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
         return pipeline.run(config, stages.select(config, until=until))

@@ -1,6 +1,6 @@
 """The memory table of docs/guides/train.md, from the published config: `python tests/training_tables.py`.
 
-It stands between ``<!-- name -->`` and ``<!-- /name -->``; a test compares it with what is made here.
+It is between ``<!-- name -->`` and ``<!-- /name -->``; a test compares it with the table of this module.
 """
 
 import sys
@@ -50,7 +50,7 @@ CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 
 def memory() -> str:
-    """Memory of one H100 in the published run on other strategies, as the dry run counts it."""
+    """Format the memory of one H100 in the published run with other strategies, as the dry run counts it."""
     head = (
         "case",
         "GPUs",
@@ -67,18 +67,18 @@ def memory() -> str:
     for name, gpus, overrides in CASES:
         knobs = ["global_batch=512", *overrides, f"resources.workers={gpus}"]
         config = load(RunConfig, [PAPER], [f"train.{knob}" for knob in knobs])
-        found = estimate(config.train, Assumptions())
-        state = found.state
+        cost = estimate(config.train, Assumptions())
+        state = cost.state
         sizes = (
             state.weights,
             state.gradients,
             state.optimizer,
             state.gathered,
-            found.activations,
-            found.scores,
+            cost.activations,
+            cost.scores,
         )
-        cells = [f"{size / GIB:,.1f}" for size in (*sizes, found.memory)]
-        lines.append((name, str(gpus), *cells, "yes" if found.fits else "no"))
+        cells = [f"{size / GIB:,.1f}" for size in (*sizes, cost.memory)]
+        lines.append((name, str(gpus), *cells, "yes" if cost.fits else "no"))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -86,13 +86,13 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {"docs/guides/train.md": 
 
 
 def renewed(page: str) -> str:
-    """The text of a page with its tables made anew."""
+    """Return the text of a page with new tables."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, table in PAGES[page].items():
         first, last = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, _, rest = text.partition(first)
-        _, found, after = rest.partition(last)
-        assert found, f"{page} has no place for {name}"
+        _, closing, after = rest.partition(last)
+        assert closing, f"{page} has no place for {name}"
         text = before + first + table() + last + after
     return text
 

@@ -1,4 +1,4 @@
-"""Reads whole TREC files with the functions that stages read slices of them with."""
+"""Readers of complete TREC files, with the functions by which stages read slices."""
 
 import pyarrow as pa
 
@@ -9,7 +9,7 @@ from scalingnote.storage import trec
 
 
 def read_qrels(uri: str) -> trec.Qrels:
-    """query_id -> doc_id -> relevance."""
+    """Read query_id -> doc_id -> relevance."""
     qrels: trec.Qrels = {}
     for query_id, doc_id, grade in trec.qrels_rows(fs.read_bytes(uri).split(b"\n"), uri):
         qrels.setdefault(query_id, {})[doc_id] = grade
@@ -17,6 +17,6 @@ def read_qrels(uri: str) -> trec.Qrels:
 
 
 def read_run(uri: str) -> trec.Run:
-    """query_id -> (doc_id, score), best first."""
+    """Read query_id -> (doc_id, score), best first."""
     (file,) = find_files(uri, ("",))
     return trec.ordered_run(pa.concat_tables([RUN_ROWS.empty_table(), read_run_slice(whole(file))]), uri)

@@ -17,17 +17,17 @@ from scalingnote.core.config import load
 from scalingnote.run import migration, pipeline, stages
 from scalingnote.run.config import RunConfig
 
-WIDTH = 24  # of the other model's embeddings; the first one's have published.HIDDEN
+WIDTH = 24  # of the other model's embeddings; those of the first one have published.HIDDEN
 
 
 def models(folder: Path) -> tuple[Path, Path]:
-    """Two models of different widths that answer differently."""
+    """Write two models of different widths with different results."""
     first = published.folder(folder / "first", "bert", pooling="mean")
     return first, published.folder(folder / "other", "bert", pooling="cls", dense=[(WIDTH, True, nn.Tanh())])
 
 
 def indexed_run(folder: Path) -> tuple[Path, Path]:
-    """The directory of a run with an index of the first model, and the other model."""
+    """Build a run with an index of the first model; return its directory and the other model."""
     first, other = models(folder)
     path = tiny_run.write_config(folder)
     values = yaml.safe_load(path.read_text())
@@ -49,16 +49,16 @@ def compare(run_dir: Path, other: Path) -> None:
     """Build the other model's index, and compare both."""
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
-        begun = migration.begin(str(run_dir), str(other))
-        migration.build(begun)
-        migration.compare(begun)
+        state = migration.begin(str(run_dir), str(other))
+        migration.build(state)
+        migration.compare(state)
 
 
 @contextmanager
 def restored(run_dir: Path, *, without: str) -> Iterator[str]:
-    """The run, whose settings are put back in the end; a folder of it is removed."""
-    kept = {path: path.read_bytes() for path in run_dir.glob("*.yaml")}
+    """Yield the run; in the end restore its settings and remove a folder of it."""
+    files = {path: path.read_bytes() for path in run_dir.glob("*.yaml")}
     yield str(run_dir)
-    for path, content in kept.items():
+    for path, content in files.items():
         path.write_bytes(content)
     shutil.rmtree(run_dir / without, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""The tests of models, packing and training with other versions of packages than the pinned ones.
+"""Runs of the tests of models, packing and training with other versions of packages than the pinned ones.
 
     python tests/version_check.py torch==2.14.1
     python tests/version_check.py numpy==2.3.5 numba==0.65.0 llvmlite==0.47.0 fastapi==0.136.3
 
-The packages are installed into an environment of their own, which finds all others where this interpreter has
-them; of what they depend on it gets what is missing here (of a torch for GPUs: CUDA, gigabytes). What this
-cannot show: kernels of GPUs.
+The packages are installed into a separate environment, which uses all other packages of this interpreter.
+Missing dependencies are installed too (for a torch for GPUs: CUDA, gigabytes). This does not test kernels of
+GPUs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SHOWN = "import importlib.metadata as m, sys; print(*(f'{n} {m.version(n)}' for 
 
 
 def main() -> int:
-    """Run the tests; returns pytest's exit code."""
+    """Run the tests; return pytest's exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("packages", nargs="+", metavar="NAME==VERSION")
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="PATH", help="below tests/")

@@ -1,4 +1,4 @@
-"""What every other package builds on, the version of the package, and units of memory and time."""
+"""Foundations of every other package, the version of the package, and units of memory and time."""
 
 __version__ = "0.1.0"
 

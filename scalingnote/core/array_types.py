@@ -1,7 +1,8 @@
 """Array types of the signatures that a query encoder needs, without importing jaxtyping.
 
-jaxtyping takes a third of the time of `from scalingnote import QueryEncoder`. A type checker sees its types,
-and so does a program that imported it before, as the tests do to check shapes; for others they are `Any`.
+The import of jaxtyping takes a third of the time of `from scalingnote import QueryEncoder`. A type checker
+gets the types of jaxtyping. A program that has imported jaxtyping before (for example the tests, which check
+shapes) gets them too. In other programs they are `Any`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Everything that the offline stages ask of Ray: a cluster, its resources, and workers for parts."""
+"""Interface of the offline stages to Ray: a cluster, its resources, and workers for parts."""
 
 import contextlib
 import os
@@ -19,15 +19,15 @@ from scalingnote.core.parts import PartQueue, PartStage, as_stage, map_here
 T = TypeVar("T")
 R = TypeVar("R")
 Sized = TypeVar("Sized", bound=Resources)
-IN_PROCESS = "in-process"  # in place of an address: parts are processed in this process, without Ray
-BACKOFF_S = 5.0  # before a worker loads again in a place where it failed, doubled with each failure
-# The time of a wait and the driver's memory grow with the number of tasks in flight.
+IN_PROCESS = "in-process"  # instead of an address: parts are processed in this process, without Ray
+BACKOFF_S = 5.0  # before a worker loads again in a slot in which it failed, doubled with each failure
+# The duration of `ray.wait` and the driver's memory grow with the number of tasks in flight.
 MAX_TASKS_AT_ONCE = 1_000
-NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
+NODE_POLL_INTERVAL_S = 2.0  # between checks for requested nodes
 ACCELERATOR_LABEL = "ray.io/accelerator-type"  # Ray sets it on every node that has one
 _in_process = False
-_started = False  # whether the cluster that this process works on is its own
-_nodes_wait_s = 0.0  # a stage waits for nodes that it lacks
+_started = False  # whether this process started the cluster that it uses
+_nodes_wait_s = 0.0  # maximal wait of a stage for nodes that it lacks
 log = get_logger("cluster")
 
 
@@ -36,12 +36,12 @@ def connect(address: str | None = None, *, nodes_wait_s: float = 0.0) -> None:
 
     Args:
         address: of the cluster's head; IN_PROCESS to do all work in this process.
-        nodes_wait_s: seconds that stages of this process wait for nodes that they lack, on a cluster whose
-            autoscaler brings them.
+        nodes_wait_s: seconds that stages of this process wait for nodes that they lack, on a cluster with an
+            autoscaler.
 
     Raises:
         ConfigError: no cluster answers at the address.
-        ScalingNoteError: no local cluster came up.
+        ScalingNoteError: no local cluster started.
     """
     global _in_process, _started, _nodes_wait_s
     _nodes_wait_s = nodes_wait_s
@@ -57,15 +57,16 @@ def connect(address: str | None = None, *, nodes_wait_s: float = 0.0) -> None:
 
 
 def is_private() -> bool:
-    """Whether this process started the cluster, and no other machine can join it: it listens on loopback."""
+    """Return whether this process started the cluster and no other machine can join it (loopback only)."""
     return _started and all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
 
 
 @contextlib.contextmanager
 def restored_interrupt_handler() -> Iterator[None]:
-    """Restore the handler of SIGINT: Ray Train leaves its own, which aborts a controller that has ended.
+    """Restore the handler of SIGINT after the block.
 
-    With it, CTRL-C in a later stage ended the process with exit code 0, or did nothing at all.
+    Ray Train leaves its own handler, which aborts a controller that has ended. With it, CTRL-C in a later
+    stage ended the process with exit code 0 or had no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -81,18 +82,18 @@ def restored_interrupt_handler() -> Iterator[None]:
 
 
 def check_resources(resources: Resources, *, knob: str, task_cpus: int = 0) -> None:
-    """Refuse, before work is spent, resources that the cluster can never provide.
+    """Check, before any work starts, that the cluster can provide these resources.
 
-    Where :func:`connect` was told to wait for nodes, the cluster's autoscaler is asked for the missing ones
-    first, and they are awaited for at most that time.
+    If :func:`connect` got `nodes_wait_s`, this function first requests missing nodes from the cluster's
+    autoscaler and waits for them for at most that time.
 
     Args:
-        resources: of the stage; one with `min_workers` needs no more to start.
-        knob: where the user set them, for the error message.
+        resources: of the stage; `min_workers`, if set, is the number that it needs to start.
+        knob: config section in which the user set them, for the error message.
         task_cpus: CPUs of the tasks that run at the same time as the workers.
 
     Raises:
-        ConfigError: the cluster has too little, or no node is large enough for a worker.
+        ConfigError: the cluster has too few resources, or no node is large enough for a worker.
     """
     if _in_process:
         return
@@ -106,20 +107,20 @@ def check_resources(resources: Resources, *, knob: str, task_cpus: int = 0) -> N
                 time.sleep(NODE_POLL_INTERVAL_S)
                 lack = _missing_resources(resources, task_cpus=task_cpus, knob=knob)
         finally:
-            _request_nodes([])  # or they would be kept for ever
+            _request_nodes([])  # otherwise the autoscaler would keep the nodes forever
     if lack:
-        waited = f"; none came in {_nodes_wait_s:g} s (nodes_wait_s)" if _nodes_wait_s else ""
+        waited = f"; no node started in {_nodes_wait_s:g} s (nodes_wait_s)" if _nodes_wait_s else ""
         raise ConfigError(lack + waited)
 
 
 def check_resources_early(resources: Resources, *, knob: str, task_cpus: int = 0) -> None:
-    """:func:`check_resources` for a later step: skipped where nodes come on demand, which would wait idle."""
+    """Check the resources of a later step, unless nodes start on demand: until then they would be idle."""
     if not _nodes_wait_s:
         check_resources(resources, knob=knob, task_cpus=task_cpus)
 
 
 def workers(resources: Resources) -> int:
-    """The number of workers: those asked for, or else as many as the nodes of now have room for."""
+    """Return the number of workers: the configured one, or else what the current nodes have room for."""
     if resources.workers is not None:
         return resources.workers
     if _in_process:
@@ -128,9 +129,10 @@ def workers(resources: Resources) -> int:
 
 
 def with_memory(resources: Sized, bytes_per_worker: int) -> Sized:
-    """The same resources with as many workers as have this much memory, where no number was asked for.
+    """Return the resources with the number of workers for which this memory is available.
 
-    A machine with many cores has not always the memory for a model on each.
+    A machine with many cores does not always have the memory for a model on each core. A configured number of
+    workers stays.
     """
     if resources.workers is not None or _in_process:
         return resources
@@ -140,15 +142,15 @@ def with_memory(resources: Sized, bytes_per_worker: int) -> Sized:
 
 
 def _least(resources: Resources) -> int:
-    """Workers that a stage needs to start; 0 where the driver's own process does the work."""
+    """Return how many workers a stage needs to start; 0 if the driver's own process does the work."""
     if isinstance(resources, ElasticResources) and resources.min_workers is not None:
         return resources.min_workers
     return 1 if resources.workers is None else resources.workers
 
 
 def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> str:
-    """What the cluster lacks, as a message for the user; empty if it lacks nothing."""
-    have, least = ray.cluster_resources(), _least(resources)
+    """Describe the resources that the cluster lacks, as a message for the user; empty if it lacks none."""
+    available, least = ray.cluster_resources(), _least(resources)
     if not least and resources.gpus_per_worker and not _own_node()["Resources"].get("GPU"):
         return (
             f"{knob} asks for a GPU of this machine, and Ray finds none here: set {knob}.gpus_per_worker=0, "
@@ -166,9 +168,9 @@ def _missing_resources(resources: Resources, *, task_cpus: int, knob: str) -> st
         )
     fewer = f"lower {knob}.{'workers' if getattr(resources, 'min_workers', None) is None else 'min_workers'}"
     for key, spare in (("CPU", task_cpus), ("GPU", 0)):
-        if (need := least * each.get(key, 0.0) + spare) > have.get(key, 0.0):
+        if (need := least * each.get(key, 0.0) + spare) > available.get(key, 0.0):
             return (
-                f"{knob} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
+                f"{knob} asks for {need:g} {key}, the cluster has {available.get(key, 0.0):g}: "
                 f"{fewer} or add nodes"
             )
     if each and sum(room) < least:
@@ -187,7 +189,7 @@ def _amount(key: str, amount: float) -> str:
 
 
 def _room_per_node(each: Mapping[str, float]) -> list[int]:
-    """How many workers with these needs fit on each node that takes them."""
+    """Count the workers with these needs that fit on each node that may run them."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if not each.get("GPU") and _selector_of_cpu_nodes(nodes):
         nodes = [node for node in nodes if not node["Resources"].get("GPU")]
@@ -198,15 +200,17 @@ def _room_per_node(each: Mapping[str, float]) -> list[int]:
 
 
 def _request_nodes(bundles: list[dict[str, float]]) -> None:
-    from ray.autoscaler.sdk import request_resources  # late: few clusters grow
+    from ray.autoscaler.sdk import request_resources  # late: few clusters have an autoscaler
 
     request_resources(bundles=bundles)
 
 
 def _own_node() -> dict[str, Any]:
-    """The node that this process runs on."""
-    own = ray.get_runtime_context().get_node_id()
-    return next((node for node in ray.nodes() if node["NodeID"] == own), {"NodeID": own, "Resources": {}})
+    """Return Ray's description of the node that this process runs on."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(
+        (node for node in ray.nodes() if node["NodeID"] == node_id), {"NodeID": node_id, "Resources": {}}
+    )
 
 
 def _needs_per_worker(resources: Resources) -> dict[str, float]:
@@ -216,7 +220,7 @@ def _needs_per_worker(resources: Resources) -> dict[str, float]:
 
 
 def actor_options(resources: Resources) -> dict[str, Any]:
-    """Ray options of one actor or task: what it reserves, and that CPU work keeps off nodes with GPUs."""
+    """Return Ray's options of one actor or task: its resources, and for CPU work a node without GPUs."""
     needs = _needs_per_worker(resources)
     options: dict[str, Any] = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0)}
     if "memory" in needs:
@@ -225,25 +229,26 @@ def actor_options(resources: Resources) -> dict[str, Any]:
 
 
 def _on_cpu_nodes() -> dict[str, Any]:
-    """Ray options by which a task keeps off nodes with GPUs, where other nodes can run it.
+    """Return Ray's options that keep a task off nodes with GPUs, if other nodes can run it.
 
-    Ray itself only prefers the others: once they are full, tasks would keep GPU nodes from being given back.
+    By default Ray only prefers the other nodes: when they are full, tasks on GPU nodes would prevent the
+    autoscaler from releasing these.
     """
     selector = _selector_of_cpu_nodes([node for node in ray.nodes() if node["Alive"]])
     return {"label_selector": selector} if selector else {}
 
 
 def _selector_of_cpu_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """A selector of the nodes without a GPU; empty where none but the driver's own has CPUs.
+    """Return a selector of the nodes without a GPU; empty if none of them but the driver's has CPUs.
 
-    The driver's own may have reserved all CPUs of its node for itself.
+    The driver may have reserved all CPUs of its own node.
     """
     with_gpus = [node for node in nodes if node["Resources"].get("GPU")]
     kinds = {node.get("Labels", {}).get(ACCELERATOR_LABEL) for node in with_gpus}
     if not kinds or None in kinds:
         return {}
-    own = _own_node()["NodeID"]
-    others = [node for node in nodes if node not in with_gpus and node["NodeID"] != own]
+    driver_node_id = _own_node()["NodeID"]
+    others = [node for node in nodes if node not in with_gpus and node["NodeID"] != driver_node_id]
     if not any(node["Resources"].get("CPU") for node in others):
         return {}
     return {ACCELERATOR_LABEL: f"!in({', '.join(sorted(kinds))})"}
@@ -253,12 +258,16 @@ def _selector_of_cpu_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]
 
 
 def map_tasks(work: Callable[[T], R], parts: Sequence[T], resources: Resources | None = None) -> Iterator[R]:
-    """Results of `work` for each part, in the order of completion, from tasks.
+    """Process parts in tasks of Ray and yield the results in the order of completion.
 
-    With `resources` at most `resources.workers` tasks run at a time, which bounds memory; by default twice as
-    many as the nodes have room for, so that an autoscaler sees that there is more to do. Without, tasks of
-    one CPU each; one part is then processed here, which is faster than a worker starts. Results stay on the
-    node of their task until they are read.
+    Results stay on the node of their task until they are read.
+
+    Args:
+        work: function of a part.
+        parts: arguments of `work`.
+        resources: of a task. At most `resources.workers` tasks run at a time, which bounds memory; by default
+            twice the number that the nodes have room for, so that an autoscaler starts more nodes. None: a
+            task reserves one CPU, and a single part is processed here, which is faster than a worker's start.
 
     Raises:
         ScalingNoteError: raised by `work`, or PartsFailedError after all results (:mod:`.parts`).
@@ -271,7 +280,7 @@ def map_tasks(work: Callable[[T], R], parts: Sequence[T], resources: Resources |
     shared, queue = ray.put(work), PartQueue(parts)
     running: dict[Any, int] = {}
     while queue.left or running:
-        if queue.left:  # else there is nothing to ask the cluster for
+        if queue.left:  # else the number of workers is not needed, which takes requests to the cluster
             most = MAX_TASKS_AT_ONCE if resources is None else resources.workers or 2 * workers(resources)
             for _ in range(min(most - len(running), len(queue.left))):
                 number = queue.left.popleft()
@@ -286,7 +295,7 @@ def map_tasks(work: Callable[[T], R], parts: Sequence[T], resources: Resources |
                 raise cause from None
             queue.fail(number, f"{error}", transient=isinstance(cause, OSError), cause=cause)
         except ray.exceptions.RayError:
-            queue.lose(number, node_is_there=False)  # of a task Ray does not say which node it ran on
+            queue.lose(number, node_is_there=False)  # Ray does not report the node of a task
         else:
             yield result
     queue.check()
@@ -299,10 +308,16 @@ def _apply(work: Callable[[T], R], part: T) -> R:
 def map_loaded(
     work: PartStage | Callable[[Any], Any], parts: Sequence[Any], resources: Resources, *, readers: int = 0
 ) -> Iterator[Any]:
-    """Results of a stage for each part, in the order of completion, from actors that load it once.
+    """Process parts in actors that load a stage once, and yield the results in the order of completion.
 
-    As many actors run as there are nodes for, up to `workers(resources)`: the pool shrinks and grows with the
-    cluster. With `readers`, so many tasks of one CPU read ahead of the actors and as many write behind them.
+    The pool of actors shrinks and grows with the cluster, up to `workers(resources)` actors.
+
+    Args:
+        work: the stage, or a function of a part.
+        parts: of work.
+        resources: of an actor.
+        readers: number of tasks of one CPU that read ahead of the actors, and the same number that write
+            after them; 0: the actors read and write.
 
     Raises:
         ScalingNoteError: raised by the stage, or PartsFailedError after all results (:mod:`.parts`).
@@ -312,7 +327,7 @@ def map_loaded(
     from scalingnote.core import ray_data  # late: ray.data takes a second to import
 
     most = min(workers(resources), len(parts))
-    # Actors that wait for a node are what an autoscaler sees; elsewhere they would wait for ever.
+    # An autoscaler reacts to actors that wait for a node; on other clusters they would wait forever.
     room = most if _nodes_wait_s else sum(_room_per_node(_needs_per_worker(resources)))
     pool = ray_data.ActorPool(
         least=min(_least(resources), most),

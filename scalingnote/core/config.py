@@ -1,4 +1,4 @@
-"""Configuration: frozen pydantic sections, read from YAML files laid over each other, then `--set`.
+"""Configuration: frozen pydantic sections, read from YAML files that override each other, then `--set`.
 
 A section defines the result of a stage and is stored in its artifact. Settings that cannot change the result
 (:class:`ExecutionConfig`: workers, tracking) are not part of the artifact's identity.
@@ -17,17 +17,17 @@ from scalingnote.core.errors import ConfigError, did_you_mean
 
 
 class Config(BaseModel):
-    """A section: immutable, unknown keys rejected."""
+    """A section of the configuration: immutable; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ExecutionConfig(Config):
-    """A section on how a stage runs, without influence on results: not part of an artifact's identity."""
+    """A section that sets how a stage runs and not its results: not part of an artifact's identity."""
 
 
 class Resources(ExecutionConfig):
-    """Where a stage runs."""
+    """The workers of a stage and the resources that each reserves."""
 
     workers: int | None = Field(
         None, ge=1, description="actors or tasks at a time; null: as many as the cluster has room for"
@@ -41,12 +41,12 @@ class Resources(ExecutionConfig):
     )
 
     def without_gpus(self) -> "Resources":
-        """The same workers for steps that run no model."""
+        """Return the same workers without GPUs, for steps that run no model."""
         return self.model_copy(update={"gpus_per_worker": 0.0})
 
 
 class ElasticResources(Resources):
-    """Workers whose number may follow that of the nodes."""
+    """Workers with a number that may follow the number of nodes."""
 
     min_workers: int | None = Field(None, ge=1, description="workers that suffice to start")
 
@@ -69,44 +69,52 @@ def load(
     *,
     base: Mapping[str, Any] = MappingProxyType({}),
 ) -> C:
-    """Read YAML files left to right (a later one wins, mappings merge), apply ``a.b=value``, validate.
+    """Read YAML files from left to right, apply the overrides and validate the result.
 
-    The first file is laid over the values of `base`.
-    A file may open with ``extends: other.yaml``, a path relative to itself, or with
-    ``extends: scalingnote:path.yaml``, a file of the package. ``FILE.yaml:NAME`` is the file with one of its
-    `variants` laid over it; a variant may extend another one of the file.
+    A later file overrides an earlier one; mappings are merged. A file may contain ``extends: other.yaml``, a
+    path relative to itself, or ``extends: scalingnote:path.yaml``, a file of the package. ``FILE.yaml:NAME``
+    is the file overridden by one of its `variants`; a variant may extend another one of the file.
+
+    Args:
+        model: class of the section.
+        paths: of the files.
+        overrides: ``a.b=value``, as for `--set`.
+        base: values that the first file overrides.
+
+    Raises:
+        ConfigError: a file, an override or the result is not valid.
     """
-    merged = dict(base)
+    settings = dict(base)
     for path in paths:
-        merged = merge(merged, _read(path))
+        settings = merge(settings, _read(path))
     for override in overrides:
-        key, found, value = override.partition("=")
-        if not found or not key.strip():
+        key, equals_sign, value = override.partition("=")
+        if not equals_sign or not key.strip():
             raise ConfigError(f"--set {override!r} is not of the form a.b=value")
         nested: Any = yaml.safe_load(value)
         for name in reversed(key.strip().split(".")):
             nested = {name: nested}
-        merged = merge(merged, nested)
-    return validate(model, merged, source=", ".join(str(path) for path in paths) or "--set")
+        settings = merge(settings, nested)
+    return validate(model, settings, source=", ".join(str(path) for path in paths) or "--set")
 
 
 def validate(model: type[C], values: Mapping[str, Any], *, source: str) -> C:
-    """Validated section, or a ConfigError naming each wrong key, its place and the nearest right one."""
+    """Validate the values of a section; ConfigError with each wrong key, its place and the nearest key."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        known = _all_keys(model)
-        lines = [_explain(dict(item), known) for item in error.errors()]
+        known_keys = _all_keys(model)
+        lines = [_explain(dict(item), known_keys) for item in error.errors()]
         raise ConfigError(f"{source}: " + "; ".join(lines)) from None
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """The whole section as plain JSON values."""
+    """Convert a section to plain JSON values."""
     return config.model_dump(mode="json")
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What of a section decides its artifact: everything but its :class:`ExecutionConfig`."""
+    """Return the values of a section that determine its artifact: all but each :class:`ExecutionConfig`."""
     values = dump(config)
     for name in type(config).model_fields:
         value = getattr(config, name)
@@ -118,7 +126,7 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def file_of(path: str | Path) -> Path:
-    """The file of ``FILE.yaml`` or ``FILE.yaml:NAME``."""
+    """Return the file of ``FILE.yaml`` or ``FILE.yaml:NAME``."""
     return _split(path)[0]
 
 
@@ -128,25 +136,25 @@ def _split(path: str | Path) -> tuple[Path, str]:
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    """The values of a file, of those it extends and of the variant that is named."""
+    """Read a file, the files that it extends and the variant in its path, and merge their values."""
     file, variant = _split(path)
     values = _parse(file)
-    known = values.pop("variants", {})
+    variants = values.pop("variants", {})
     base = values.pop("extends", None)
     if base:
-        # A file of the package, which lies elsewhere where the package is installed.
+        # The folder of the package differs between machines.
         inside = base.startswith(CONFIG_PREFIX)
         parent = PACKAGE / base.removeprefix(CONFIG_PREFIX) if inside else file.parent / base
         values = merge(_read(parent), values)
-    # From the variant that is named to the one that extends no other.
+    # From the variant in the path to the one that extends no other.
     chain: list[dict[str, Any]] = []
     while variant:
-        if variant not in known:
-            there = ", ".join(known) or "none"
+        if variant not in variants:
+            variant_names = ", ".join(variants) or "none"
             raise ConfigError(
-                f"{file} has no variant {variant!r}, it has {there}{did_you_mean(variant, known)}"
+                f"{file} has no variant {variant!r}, it has {variant_names}{did_you_mean(variant, variants)}"
             )
-        chain.append(dict(known[variant]))
+        chain.append(dict(variants[variant]))
         variant = chain[-1].pop("extends", "")
     for layer in reversed(chain):
         values = merge(values, layer)
@@ -167,25 +175,25 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of `above` win over those of `below`; sections are merged key by key."""
-    merged = dict(below)
+    """Merge two mappings: values of `above` override those of `below`; sections are merged key by key."""
+    combined = dict(below)
     for key, value in above.items():
-        old = merged.get(key)
-        # A tagged section of another kind replaces the one below: its knobs mean something else.
+        old = combined.get(key)
+        # A section with another `kind` or `name` replaces the one below: its settings have another meaning.
         same_kind = (
             isinstance(old, dict)
             and isinstance(value, dict)
             and not any(tag in value and value[tag] != old.get(tag) for tag in ("kind", "name"))
         )
-        merged[key] = merge(old, value) if same_kind else value  # type: ignore[arg-type]
-    return merged
+        combined[key] = merge(old, value) if same_kind else value  # type: ignore[arg-type]
+    return combined
 
 
 def _explain(item: dict[str, Any], known: Sequence[str]) -> str:
     place = ".".join(str(part) for part in item["loc"])
     if item["type"] != "extra_forbidden":
         return f"{place}: {item['msg']} (found {item.get('input')!r})"
-    # Of keys that are alike the one whose section is nearest to the place where the wrong one stands.
+    # Of equal key names, the one in the section nearest to the wrong key comes first.
     sections = [*accumulate(place.split("."), "{}.{}".format)]
     near = sorted(known, key=lambda key: (-sum(key.startswith(f"{each}.") for each in sections), len(key)))
     by_name = {key.rpartition(".")[2]: key for key in reversed(near)}
@@ -193,7 +201,7 @@ def _explain(item: dict[str, Any], known: Sequence[str]) -> str:
 
 
 def _all_keys(model: type[BaseModel]) -> list[str]:
-    """Keys of a section and of all sections below it, as ``a.b``."""
+    """List the keys of a section and of all sections below it, as ``a.b``."""
     schema = model.model_json_schema()
     keys: list[str] = []
     waiting: list[tuple[str, Any, tuple[str, ...]]] = [("", schema, ())]
@@ -202,7 +210,7 @@ def _all_keys(model: type[BaseModel]) -> list[str]:
         if not isinstance(node, dict):
             continue
         name = node.get("$ref", "").removeprefix("#/$defs/")
-        if name and name not in outer:  # a section may hold its own kind
+        if name and name not in outer:  # a section may contain sections of its own class
             waiting.append((place, schema["$defs"][name], (*outer, name)))
         for other in (*node.get("anyOf", ()), *node.get("oneOf", ()), node.get("items")):
             waiting.append((place, other, outer))

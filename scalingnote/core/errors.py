@@ -1,10 +1,10 @@
-"""The exceptions this package raises: what is wrong, the value found, and the remedy, in that order."""
+"""Exceptions of this package; a message states the problem, the wrong value and the remedy, in this order."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-# Packages that the core install leaves out, by what they are imported as, and the extras that have them.
+# Import names of packages that the core install leaves out, by the extra that installs them.
 OFFLINE_PACKAGES = ("ir_measures", "jinja2", "matplotlib", "tensorboard")
 ONLINE_PACKAGES = ("fastapi", "google", "grpc", "starlette", "uvicorn")
 COMMON_PACKAGES = (
@@ -18,7 +18,7 @@ class ScalingNoteError(Exception):
 
 
 class ConfigError(ScalingNoteError):
-    """A configuration that cannot be run: an unknown key, a value out of bounds, two settings at odds."""
+    """A configuration that cannot be run: an unknown key, a value out of bounds, two settings in conflict."""
 
 
 class DataError(ScalingNoteError):
@@ -34,7 +34,7 @@ class TrainingError(ScalingNoteError):
 
 
 class PartsFailedError(ScalingNoteError):
-    """Parts of a stage that failed at every try; `reasons` has why, by the number of the part."""
+    """Parts of a stage that failed at every try; `reasons` maps the number of a part to its reason."""
 
     def __init__(self, text: str, reasons: Mapping[int, str] | None = None) -> None:
         super().__init__(text)
@@ -59,11 +59,11 @@ class MissingPackageError(ScalingNoteError):
 
 @contextmanager
 def explained_imports() -> Iterator[None]:
-    """MissingPackageError, which names the extra, for a package that the core install leaves out."""
+    """Raise MissingPackageError with the extra to install, if the block imports a package that is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
+        package_name = (error.name or "").partition(".")[0]
         train, serve = "pip install 'scalingnote[train]'", "pip install 'scalingnote[serve]'"
         remedies = {
             **dict.fromkeys(OFFLINE_PACKAGES, train),
@@ -72,17 +72,17 @@ def explained_imports() -> Iterator[None]:
                 COMMON_PACKAGES, f"{train} to distil, train and index, {serve} to search and serve"
             ),
         }
-        if package not in remedies:
+        if package_name not in remedies:
             raise
         raise MissingPackageError(
-            f"this needs {package}, which the core install leaves out: {remedies[package]}"
+            f"this needs {package_name}, which the core install leaves out: {remedies[package_name]}"
         ) from error
 
 
 def did_you_mean(name: str, known: Iterable[str], *, places: Mapping[str, str] | None = None) -> str:
-    """``; did you mean 'NAME'?`` with the most similar of the known names; empty if none is similar.
+    """Return ``; did you mean 'NAME'?`` with the most similar of the known names; empty if none is similar.
 
-    With `places` the place of that name is shown.
+    With `places`, NAME is the place of that name.
     """
     near = difflib.get_close_matches(name, [*known], n=1)
     return f"; did you mean {(places or {}).get(near[0], near[0])!r}?" if near else ""

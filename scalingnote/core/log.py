@@ -4,7 +4,7 @@ Progress is a plain log line every few seconds, the same on a terminal, in a job
 
     12:01:07 encode   8,192/20,000 documents  41%  512/s  ETA 23s  cpu 97%
 
-Work that has nothing to tell for a while still tells that it goes on (:func:`status_lines`).
+Work that logs no line for a while logs its status (:func:`status_lines`).
 """
 
 import contextlib
@@ -22,15 +22,15 @@ import psutil
 
 ROOT = "scalingnote"
 PROGRESS_INTERVAL_S = 5.0
-SILENCE_S = 7.0  # without a line, after which the status of the work at hand is logged
-# Imported wherever transformers saves a model or peft adds adapters, and they warn of hardware and kernels
-# that a run may not need: DeepSpeed on standard output, where commands print JSON.
+SILENCE_S = 7.0  # without a line, after which the status of the current work is logged
+# These are imported when transformers saves a model or peft adds adapters. They warn of hardware and kernels
+# that a run may not need; DeepSpeed does so on standard output, on which commands print JSON.
 OTHERS_WITH_WARNINGS = ("DeepSpeed", "bitsandbytes.backends.cpu.ops")
 LINE = re.compile(r"\d\d:\d\d:\d\d \w+ ")  # start of every line of this package
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Logger of a package, e.g. ``get_logger("encode")``; configured once by :func:`configure`."""
+    """Return the logger of a package, e.g. ``get_logger("encode")``; :func:`configure` configures all."""
     return logging.getLogger(f"{ROOT}.{name}")
 
 
@@ -48,13 +48,13 @@ def configure(*, rank: int = 0) -> None:
 
 
 def configure_unless_set() -> None:
-    """Configure the log of a script or a notebook; a program that has set up its own logging keeps it."""
+    """Configure the log of a script or a notebook, unless the program has set up its own logging."""
     if not logging.getLogger().handlers and logging.getLogger(ROOT).level == logging.NOTSET:
         configure()
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at the time of a line."""
+    """A handler that writes to the current value of `sys.stderr`."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -86,16 +86,16 @@ _last_line = time.monotonic()
 
 
 def note_line() -> None:
-    """Note that a line was shown just now, by this process or, through it, by a worker."""
+    """Record that a line was just shown, by this process or, through it, by a worker."""
     global _last_line
     _last_line = time.monotonic()
 
 
 @contextlib.contextmanager
 def status_lines(package: str, status: Callable[[], str]) -> Iterator[None]:
-    """Log `status()` whenever nothing was logged for SILENCE_S, until the block ends.
+    """Log `status()` whenever no line was logged for SILENCE_S, until the block ends.
 
-    Of blocks within each other the innermost tells its status. One thread serves them all.
+    Of nested blocks, the innermost one logs its status. One thread serves all blocks.
     """
     global _thread
     entry = (get_logger(package), status)
@@ -114,7 +114,7 @@ def status_lines(package: str, status: Callable[[], str]) -> Iterator[None]:
 
 
 def elapsed_status(what: str) -> Callable[[], str]:
-    """A status of work that cannot count its steps: what it is, since when, and the use of the CPUs."""
+    """Return a status function for work without countable steps: its name, duration and CPU use."""
     start = time.monotonic()
     psutil.cpu_percent()  # the first call only starts the measuring interval
     return lambda: f"{what}: {time.monotonic() - start:.0f}s  cpu {psutil.cpu_percent():.0f}%"
@@ -130,15 +130,15 @@ def _end_silence() -> None:
                 return
             logger, status = _open[-1]
         if time.monotonic() - _last_line >= SILENCE_S:
-            note_line()  # where no line is shown, as on ranks above 0, the next attempt is no sooner
+            note_line()  # also if no line is shown (ranks above 0): the next attempt is as late
             if logger.isEnabledFor(logging.INFO):
                 logger.info("%s", status())
 
 
 class Progress:
-    """Counts finished rows and logs rate, ETA and CPU use every few seconds, also while no row is finished.
+    """Counter of finished rows that logs rate, ETA and CPU use every few seconds, also without finished rows.
 
-    ``done`` starts above zero when a run resumes, so that the rate only counts this run's work.
+    ``done`` starts above zero when a run resumes, so that the rate includes only the rows of this run.
     """
 
     def __init__(
@@ -150,7 +150,10 @@ class Progress:
         done: int = 0,
         underway: Callable[[], int] | None = None,
     ) -> None:
-        """`underway` tells how many rows are done in all, of this run, with those of unfinished parts."""
+        """Begin at `done` rows of `total`.
+
+        `underway` returns the number of rows that this run has processed, also those of unfinished parts.
+        """
         self._log = get_logger(package)
         self._package, self._total, self._unit = package, total, unit
         self._done, self._before = done, done
@@ -173,7 +176,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Rows per second of this run."""
+        """Rows per second, of this run."""
         return (self._done - self._before) / max(time.monotonic() - self._start, 1e-9)
 
     def advance(self, rows: int, note: object = "") -> None:
@@ -186,7 +189,7 @@ class Progress:
     def _line(self) -> str:
         self._last_line = time.monotonic()
         done = self._done
-        if self._underway is not None:  # never all of them: the last part is finished when it is written
+        if self._underway is not None:  # below the total: the last part is finished when it is written
             done = max(done, min(self._before + self._underway(), self._total - 1))
         seconds = max(time.monotonic() - self._start, 1e-9)
         line = f"{done:,}/{self._total:,} {self._unit}" if self._total else f"{done:,} {self._unit}"
@@ -205,7 +208,7 @@ def _rate_text(rate: float) -> str:
 
 
 def environment() -> dict[str, str | int | float]:
-    """Machine and versions a measured number belongs to; stored in reports and benchmark files."""
+    """Describe the machine and the versions, for measurements in reports and benchmark files."""
     from importlib.metadata import PackageNotFoundError, version
 
     facts: dict[str, str | int | float] = {
@@ -224,7 +227,7 @@ def environment() -> dict[str, str | int | float]:
 
 
 def _processor() -> str:
-    """Its name; Python's own `platform.processor` is empty on Linux."""
+    """Return the name of the processor; Python's own `platform.processor` is empty on Linux."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

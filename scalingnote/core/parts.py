@@ -1,24 +1,24 @@
-"""Parts of work through workers until none is left, and the one rule for what fails.
+"""Execution of parts by workers until none is left, and one rule for failures.
 
-A :class:`PartStage` is loaded once in each worker and then works on one part after the other. An executor is
+A :class:`PartStage` is loaded once in each worker and then processes one part after the other. An executor is
 a function of a stage and its parts that yields their results in the order of completion:
 
     map_here              this process, without Ray
     cluster.map_tasks     tasks of Ray, for a stage that loads nothing
     cluster.map_loaded    actors of Ray Data, which load the stage once
 
-They differ in their workers. What is done about a part that fails is the same (:class:`PartQueue`):
+They differ in their workers. All treat a part that fails in the same way (:class:`PartQueue`):
 
 - A ScalingNoteError ends the run at once: the user can fix it.
-- A part with another error is tried again after the others, MAX_ERRORS times, after an OSError, which is
-  mostly the network's, MAX_OS_ERRORS times.
-- So is a part whose process is lost, MAX_PROCESS_LOSSES times, or whose node is, MAX_LOSSES times: spot
-  machines are lost for other reasons than what they do.
+- A part with another error is tried again after the others, MAX_ERRORS times in all. After an OSError, which
+  is mostly an error of the network, MAX_OS_ERRORS times.
+- A part whose process is lost is tried again too, MAX_PROCESS_LOSSES times in all. If the node is lost,
+  MAX_LOSSES times: spot machines are lost for reasons other than their work.
 - A part that is not tried again is set aside with its reason. When the others are done, the run ends with a
   :class:`PartsFailedError`.
 
-A worker whose process is killed can report nothing: a load, or a part, that began and did not end tells of
-it. :class:`Attempts` counts both in a process that outlives the workers.
+A worker whose process is killed cannot report it. :class:`Attempts` detects it by a load, or a part, that
+began and did not end; it is in a process that outlives the workers.
 """
 
 import time
@@ -33,11 +33,11 @@ from scalingnote.core.errors import PartsFailedError, ScalingNoteError
 from scalingnote.core.log import get_logger
 
 MAX_ERRORS, MAX_OS_ERRORS = 2, 4  # of a part, before it is set aside
-MAX_PROCESS_LOSSES, MAX_LOSSES = 2, 4  # of a part, of processes on nodes that are there, and in all
-MAX_REASONS = 3  # parts whose reason is in an error
-MAX_LOADS = 2  # failures of every slot, after which no worker will load
+MAX_PROCESS_LOSSES, MAX_LOSSES = 2, 4  # of a part: of processes on nodes that are alive, and in all
+MAX_REASONS = 3  # parts with a reason in the message of an error
+MAX_LOADS = 2  # failures of every slot, after which no worker is expected to load
 MAX_BACKOFF_S, MAX_DOUBLINGS = 600.0, 30
-PATIENCE_S = 600.0  # for other slots to come up, when all that did have failed
+PATIENCE_S = 600.0  # wait for other slots to start, after all that started have failed
 R = TypeVar("R")
 log = get_logger("parts")
 
@@ -55,9 +55,9 @@ class PartStage:
     """Work on parts, in three steps.
 
     Attributes:
-        load: makes, once in each worker, the function of a part's input.
-        read: makes the input of a part; runs in any process.
-        write: takes a part and the function's result, gives the result of the part; runs in any process.
+        load: returns the function of a part's input; called once in each worker.
+        read: returns the input of a part; runs in any process.
+        write: takes a part and the function's result, returns the result of the part; runs in any process.
     """
 
     load: Callable[[], Callable[[Any], Any]]
@@ -65,17 +65,17 @@ class PartStage:
     write: Callable[[Any, Any], Any] = _result_only
 
     def start(self) -> Callable[[Any], Any]:
-        """Load in this process; returns the function of a part that takes all three steps."""
+        """Load in this process, and return a function that runs all three steps on a part."""
         work = self.load()
         return lambda part: self.write(part, work(self.read(part)))
 
 
-# Gives the results of a stage, or of a function, for parts, in any order: the built-in `map` is one, too.
+# Yields the results of a stage, or of a function, for parts, in any order: the built-in `map` is one too.
 Executor = Callable[[Any, Sequence[Any]], Iterable[Any]]
 
 
 def as_stage(work: PartStage | Callable[[Any], Any]) -> PartStage:
-    """A function of a part as a stage that has nothing to load."""
+    """Convert a function of a part to a stage that loads nothing."""
     return work if isinstance(work, PartStage) else PartStage(lambda: work)
 
 
@@ -84,7 +84,7 @@ class WorkerLostError(Exception):
 
 
 class PartQueue:
-    """The numbers of the parts that are still to be tried, and those that are set aside with a reason."""
+    """Queue of the numbers of parts to try, and the parts that are set aside with a reason."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.left = deque(range(len(parts)))
@@ -95,25 +95,25 @@ class PartQueue:
         self._cause: BaseException | None = None
 
     def fail(self, number: int, reason: str, *, transient: bool, cause: BaseException | None = None) -> None:
-        """Note a part's error; logged at once, since the others may take hours.
+        """Record a part's error and log it at once, because the other parts may take hours.
 
         Args:
             number: of the part.
             reason: the traceback.
-            transient: whether it may well go away, as an OSError.
-            cause: the exception itself, where it is at hand.
+            transient: whether the error may disappear by itself, as an OSError may.
+            cause: the exception itself, if available.
         """
         reason = reason.strip()
-        # The traceback of the first is enough.
-        shown = reason.splitlines()[-1] if self._errors else reason
+        # One complete traceback is enough.
+        description = reason.splitlines()[-1] if self._errors else reason
         self._errors[number] += 1
         self._cause = cause or self._cause
         again = self._errors[number] < (MAX_OS_ERRORS if transient else MAX_ERRORS)
-        message = f"a part failed and is tried again after the others: {self._name(number)}: {shown}"
+        message = f"a part failed and is tried again after the others: {self._name(number)}: {description}"
         self._put_back(number, reason, message, again=again)
 
     def lose(self, number: int, *, node_is_there: bool) -> None:
-        """Note that the process of a part was lost; with its node unless that is there."""
+        """Record that the process of a part was lost, together with its node unless `node_is_there`."""
         self._losses[number] += 1
         self._process_losses[number] += node_is_there
         if node_is_there:
@@ -133,21 +133,21 @@ class PartQueue:
             self.set_aside[number] = reason
 
     def give_up(self, reason: str) -> None:
-        """Set aside all that is left."""
+        """Set aside all remaining parts."""
         self.set_aside |= dict.fromkeys(self.left, reason)
         self.left.clear()
 
     def _name(self, number: int) -> Any:
-        """The name of a part for messages: the first of a tuple."""
+        """Return the name of a part for messages: the first element of a tuple."""
         part = self._parts[number]
         return part[0] if isinstance(part, tuple) and part else part
 
     def check(self) -> None:
-        """PartsFailedError if parts were set aside."""
+        """Raise PartsFailedError if parts were set aside."""
         if not self.set_aside:
             return
-        shown = islice(self.set_aside.items(), MAX_REASONS)
-        reasons = "; ".join(f"{self._name(number)}: {reason}" for number, reason in shown)
+        first_failures = islice(self.set_aside.items(), MAX_REASONS)
+        reasons = "; ".join(f"{self._name(number)}: {reason}" for number, reason in first_failures)
         failed, parts = len(self.set_aside), len(self._parts)
         which = (
             f"{failed} of {parts} parts failed at every try, all others are done"
@@ -155,12 +155,12 @@ class PartQueue:
             else f"none of {parts} parts could be processed"
         )
         raise PartsFailedError(
-            f"{which}: {reasons}. What is done stays: mend the cause and run this again", self.set_aside
+            f"{which}: {reasons}. Finished parts are kept: fix the cause and run this again", self.set_aside
         ) from self._cause
 
 
 def map_here(work: PartStage | Callable[[Any], Any], parts: Sequence[Any]) -> Iterator[Any]:
-    """Results of work on parts in this process.
+    """Process parts in this process and yield their results.
 
     Raises:
         ScalingNoteError: raised by the work, or PartsFailedError after all results.
@@ -184,11 +184,11 @@ def map_here(work: PartStage | Callable[[Any], Any], parts: Sequence[Any]) -> It
 
 
 def in_order(numbered: Iterable[tuple[int, R]]) -> Iterator[R]:
-    """Results of parts 0, 1, 2 and so on, which come with these numbers in any order."""
+    """Yield results in the order of their part numbers 0, 1, 2, ...; `numbered` has any order."""
     early: dict[int, R] = {}
     number = 0
-    for found, result in numbered:
-        early[found] = result
+    for part_number, result in numbered:
+        early[part_number] = result
         while number in early:
             yield early.pop(number)
             number += 1
@@ -199,12 +199,12 @@ def in_order(numbered: Iterable[tuple[int, R]]) -> Iterator[R]:
 
 @dataclass
 class WorkerSlot:
-    """What is known of a place that workers run in, as the third GPU of a node.
+    """State of a place in which workers run, for example the third GPU of a node.
 
     Attributes:
-        failures: since it last finished a part.
+        failures: number since the slot last finished a part.
         loading: whether a load began and did not end.
-        well: whether its worker has loaded, and has not failed since.
+        well: whether its worker has loaded and has not failed since.
         reason: of the last failure.
     """
 
@@ -215,9 +215,9 @@ class WorkerSlot:
 
 
 class Attempts:
-    """What the workers of a stage begin and finish; each execution of Ray Data begins with :meth:`start`.
+    """Record of what the workers of a stage begin and finish; each execution of Ray Data calls :meth:`start`.
 
-    A slot where loading, or part after part, fails is left alone for longer and longer.
+    A slot in which loading, or one part after the other, fails waits longer after each failure.
     """
 
     def __init__(self, backoff_s: float, patience_s: float = PATIENCE_S) -> None:
@@ -226,41 +226,43 @@ class Attempts:
         self.start(1)
 
     def start(self, workers: int) -> None:
-        """Begin an execution that starts with so many workers: slots have another chance."""
+        """Begin an execution with this number of workers and forget the failures of all slots."""
         self._execution += 1
         self._workers, self._since = workers, time.monotonic()
         self._slots: dict[str, WorkerSlot] = defaultdict(WorkerSlot)
         self._begun: dict[int, str] = {}
 
     def begin_load(self, slot: str) -> tuple[float, int]:
-        """Note that a worker starts in a slot.
+        """Record that a worker starts in a slot.
 
         Returns:
-            The seconds that it has to wait before it loads, and the number of the execution.
+            The seconds that the worker has to wait before it loads, and the number of the execution.
         """
-        found = self._slots[slot]
-        if found.loading or found.well:  # and its process is gone without a word
-            self.fail(slot, found.reason or "its process ended: out of memory, or a crash of native code")
-        found.loading = True
-        doubled = 2.0 ** min(found.failures - 1, MAX_DOUBLINGS) if found.failures else 0.0
+        slot_state = self._slots[slot]
+        if slot_state.loading or slot_state.well:  # its process ended without a report
+            self.fail(
+                slot, slot_state.reason or "its process ended: out of memory, or a crash of native code"
+            )
+        slot_state.loading = True
+        doubled = 2.0 ** min(slot_state.failures - 1, MAX_DOUBLINGS) if slot_state.failures else 0.0
         return min(self._backoff_s * doubled, MAX_BACKOFF_S), self._execution
 
     def is_over(self, execution: int) -> bool:
-        """Whether another execution has begun since."""
+        """Return whether a later execution has begun."""
         return execution != self._execution
 
     def end_load(self, slot: str) -> None:
-        """Note that a worker has loaded."""
+        """Record that a worker has loaded."""
         self._slots[slot].loading, self._slots[slot].well = False, True
 
     def fail(self, slot: str, reason: str) -> None:
-        """Note that a load failed, or that the worker gives up since its parts fail."""
-        found = self._slots[slot]
-        found.loading = found.well = False
-        found.failures, found.reason = found.failures + 1, reason
+        """Record that a load failed, or that a worker ends because its parts fail."""
+        slot_state = self._slots[slot]
+        slot_state.loading = slot_state.well = False
+        slot_state.failures, slot_state.reason = slot_state.failures + 1, reason
 
     def hopeless(self) -> str:
-        """The reason of the last failure if no worker will load; else empty."""
+        """Return the reason of the last failure if no worker is expected to load; else an empty string."""
         slots = list(self._slots.values())
         if any(slot.well or slot.failures < MAX_LOADS for slot in slots):
             return ""
@@ -268,19 +270,19 @@ class Attempts:
         return slots[-1].reason if slots and (len(slots) >= self._workers or waited) else ""
 
     def begin(self, part: int, node: str) -> None:
-        """Note that a worker begins a part, and the node that it runs on."""
+        """Record that a worker begins a part, and the node that it runs on."""
         self._begun[part] = node
 
     def end(self, part: int, slot: str, finished: bool) -> None:
-        """Note that a worker has finished a part, or has told why it could not."""
+        """Record that a worker has finished a part, or has reported why it failed."""
         self._begun.pop(part, None)
         if finished:
             self._slots[slot].failures = 0
 
     def underway(self) -> dict[int, str]:
-        """Parts that were begun in this execution and not ended, with the nodes of their workers."""
+        """Return the parts that began in this execution and did not end, with the nodes of their workers."""
         return dict(self._begun)
 
     def failures(self) -> dict[str, str]:
-        """Slots that have failed since they finished a part, with the reason of the last failure."""
+        """Return the slots that failed after their last finished part, with the last reason."""
         return {name: slot.reason for name, slot in self._slots.items() if slot.failures}

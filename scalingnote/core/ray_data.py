@@ -1,10 +1,10 @@
-"""Parts through Ray Data: actors that load a stage once, and tasks on other CPUs that read and write.
+"""Execution of parts by Ray Data: actors that load a stage once, and tasks on other CPUs that read and write.
 
     number and part ─read─► input ─actor─► result ─write─► result of the part
 
-One execution of Ray Data goes over all parts that are left. A part that fails, or whose process or node is
-lost, goes back to the queue (:mod:`.parts`) and is tried in the next one, so after the others. A worker that
-cannot load, or whose parts fail, waits in its place (:class:`.parts.Attempts`): the others do its work.
+One execution of Ray Data processes all remaining parts. A part that fails, or whose process or node is lost,
+returns to the queue (:mod:`.parts`) and is tried in the next execution, that is after the others. A worker
+that cannot load, or whose parts fail, waits in its slot (:class:`.parts.Attempts`) while others do its work.
 
 An actor stays until the last part: the driver's memory grows by about 8 KB a part, so 100,000 parts fit.
 """
@@ -31,20 +31,21 @@ from scalingnote.core.errors import ScalingNoteError
 from scalingnote.core.log import get_logger
 from scalingnote.core.parts import Attempts, PartQueue, PartStage
 
-MAX_FAILED_IN_A_ROW = 2  # parts of a worker, which then loads anew: an error of a GPU stays in its process
-MAX_IDLE_EXECUTIONS = 2  # in a row that change nothing: the next would not either
+MAX_FAILED_IN_A_ROW = 2  # parts of a worker, which then starts again: an error of a GPU stays in its process
+MAX_IDLE_EXECUTIONS = 2  # in a row without a change: another one would change nothing either
 WAIT_POLL_INTERVAL_S = 2.0
 log = get_logger("parts")
 
 
 class ActorPool(NamedTuple):
-    """The actors, whose number follows that of the nodes, and the tasks around them.
+    """Actors, with a number that follows the number of nodes, and the tasks before and after them.
 
     Attributes:
-        least, initial, most: numbers of actors: the fewest, those asked for at the start, and the most.
-        options: Ray's, of an actor.
-        readers: tasks that read ahead of the actors, and as many that write behind them; 0: the actors do.
-        reader_options: Ray's, of such a task.
+        least, initial, most: numbers of actors: the minimum, the number at the start, and the maximum.
+        options: Ray's options of an actor.
+        readers: number of tasks that read ahead of the actors, and the same number that write after them; 0:
+            the actors read and write.
+        reader_options: Ray's options of such a task.
     """
 
     least: int
@@ -58,13 +59,13 @@ class ActorPool(NamedTuple):
 def map_on_actors(
     stage: PartStage, parts: Sequence[Any], pool: ActorPool, *, backoff_s: float
 ) -> Iterator[Any]:
-    """Results of a stage for each part, in the order of completion.
+    """Process parts in actors and yield the results in the order of completion.
 
     Args:
         stage: that each actor loads.
         parts: of work.
         pool: of actors.
-        backoff_s: before the second loading in a place.
+        backoff_s: wait before the second load in a slot, in seconds.
 
     Raises:
         ScalingNoteError: raised by the stage.
@@ -90,14 +91,14 @@ def map_on_actors(
 def _execution_results(
     dataset: Any, numbers: Sequence[int], queue: PartQueue, attempts: "SharedObject"
 ) -> Generator[Any, None, str]:
-    """Yields the results of one execution; parts without one go back to the queue.
+    """Yield the results of one execution; parts without a result return to the queue.
 
     Returns:
-        The reason if no part was finished, failed or was lost; else empty.
+        The reason if no part was finished, failed or was lost; else an empty string.
     """
     missing, reason = set(numbers), "its result was lost"
     try:
-        # Closed here: a traceback that is kept would otherwise keep the dataset's actors and their CPUs.
+        # Closed here: a stored traceback would otherwise keep the dataset's actors and their CPUs.
         with closing(row for row in dataset.iter_batches(batch_size=1, batch_format="pyarrow")) as rows:
             for row in rows:
                 number, values = _values(row)
@@ -110,15 +111,15 @@ def _execution_results(
                 else:
                     yield result.value
     except (ray.exceptions.RayError, ExecutionTimeoutError) as error:
-        # The second comes after half an hour without progress: no node came, or a part kills every worker.
+        # ExecutionTimeoutError: half an hour without progress; no node started or a part kills all workers.
         reason = f"{error}".strip()
         log.warning("an execution ended early: %s", reason.splitlines()[0])
     for slot, why in attempts.call("failures").items():
         log.warning("a worker is not used: %s: %s", slot, why.strip().splitlines()[-1])
-    begun, there = attempts.call("underway"), _alive_nodes()
-    for number in sorted(missing & begun.keys()):
-        queue.lose(number, node_is_there=begun[number] in there)
-    untried = sorted(missing - begun.keys())
+    begun_parts, alive_nodes = attempts.call("underway"), _alive_nodes()
+    for number in sorted(missing & begun_parts.keys()):
+        queue.lose(number, node_is_there=begun_parts[number] in alive_nodes)
+    untried = sorted(missing - begun_parts.keys())
     queue.left.extendleft(reversed(untried))
     if hopeless := attempts.call("hopeless"):
         queue.give_up(f"no worker could load: {hopeless}")
@@ -128,10 +129,10 @@ def _execution_results(
 
 
 def _dataset(stage: PartStage, rows: list[pa.Table], attempts: "SharedObject", pool: ActorPool) -> Any:
-    """The rows, each in a block of its own, through readers, actors and writers.
+    """Build the dataset that sends the rows, each in a separate block, through readers, actors and writers.
 
-    A row whose process is lost is left out; Ray would hold it back until the same actor runs again, which may
-    need a node that never comes.
+    A row whose process is lost is left out. Otherwise Ray would hold it until the same actor runs again,
+    which may need a node that never starts.
     """
     most, readers = min(pool.most, len(rows)), pool.readers
     with ray.data.DataContext.current(_context(init_deaths=most)):
@@ -144,8 +145,8 @@ def _dataset(stage: PartStage, rows: list[pa.Table], attempts: "SharedObject", p
         dataset,
         PartWorker,
         **each,
-        # Two tasks, Ray's default, where tasks read ahead. Else one: the first actor to start would take
-        # parts that the others, still loading, could begin sooner.
+        # Two tasks, Ray's default, if tasks read ahead. Otherwise one: the first actor to start would take
+        # parts that other actors, still loading, could begin sooner.
         compute=ray.data.ActorPoolStrategy(
             min_size=min(pool.least, most),
             max_size=most,
@@ -159,12 +160,14 @@ def _dataset(stage: PartStage, rows: list[pa.Table], attempts: "SharedObject", p
 
 
 def _context(*, init_deaths: int) -> Any:
-    """Settings by which an execution goes on, silently, when single actors, tasks and nodes are lost."""
+    """Return settings that let an execution continue, silently, when actors, tasks or nodes are lost."""
     with warnings.catch_warnings():
-        # Ray warns of its own default settings when it first makes a context.
+        # Ray warns of its own default settings when it first creates a context.
         warnings.simplefilter("ignore", DeprecationWarning)
         context = ray.data.DataContext.get_current().copy()
-    logging.getLogger("ray.data").setLevel(logging.WARNING)  # not before: Ray sets it when it is imported
+    logging.getLogger("ray.data").setLevel(
+        logging.WARNING
+    )  # after the import of Ray, which sets the level too
     ray_internals.silence_data()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.max_errored_blocks = -1
@@ -180,19 +183,19 @@ def _alive_nodes() -> set[str]:
 
 
 class SharedObject:
-    """An object in a process of its own beside the driver; the driver and all workers call its methods."""
+    """An object in a separate process on the driver's node; the driver and all workers call its methods."""
 
-    def __init__(self, made: type, *arguments: Any) -> None:
+    def __init__(self, object_type: type, *arguments: Any) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
-        self._actor: Any = ray.remote(**options)(made).remote(*arguments)
+        self._actor: Any = ray.remote(**options)(object_type).remote(*arguments)
 
-    def call(self, method: str, *given: Any) -> Any:
-        """The result of a method."""
-        return ray.get(getattr(self._actor, method).remote(*given))
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method and return its result."""
+        return ray.get(getattr(self._actor, method).remote(*arguments))
 
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         try:
             ray.get(self._actor.__ray_ready__.remote())
         except ray.exceptions.RayActorError:
@@ -205,7 +208,7 @@ class SharedObject:
 
 
 class StepResult(NamedTuple):
-    """Value of a step, or its error: a value too, because Ray Data loses the type of exceptions."""
+    """Value of a step, or its error as a value, because Ray Data loses the type of exceptions."""
 
     value: Any = None
     error: ScalingNoteError | None = None  # ends the run
@@ -223,28 +226,27 @@ def _try(step: Callable[..., Any], *arguments: Any) -> StepResult:
 
 
 def _row(number: int, **values: Any) -> pa.Table:
-    """A row of the dataset; a value may exceed the 2 GiB of Arrow's usual binary columns."""
+    """Build a row of the dataset; a value may exceed the 2 GiB of Arrow's usual binary columns."""
     columns = {name: pa.array([pickle.dumps(value)], pa.large_binary()) for name, value in values.items()}
     return pa.table({"number": [number], **columns})
 
 
 def _values(row: pa.Table) -> tuple[int, dict[str, Any]]:
-    """The number and the values of a row."""
     names = [name for name in row.column_names if name != "number"]
     return row["number"][0].as_py(), {name: pickle.loads(row[name][0].as_buffer()) for name in names}
 
 
-# Ray's dashboard shows the names of the two functions and the class below.
+# Ray's dashboard shows the names of these two functions and the class.
 
 
 def read_part(row: pa.Table, *, read: Callable[[Any], Any]) -> pa.Table:
-    """Task: read the input of a part."""
+    """Read the input of a part, in a task."""
     number, values = _values(row)
     return _row(number, part=values["part"], input=_try(read, values["part"]))
 
 
 def write_part(row: pa.Table, *, write: Callable[[Any, Any], Any]) -> pa.Table:
-    """Task: write a part."""
+    """Write a part, in a task."""
     number, values = _values(row)
     result = values["result"]
     if not (result.error or result.failure):
@@ -253,7 +255,7 @@ def write_part(row: pa.Table, *, write: Callable[[Any, Any], Any]) -> pa.Table:
 
 
 class PartWorker:
-    """Actor: loads a stage and processes parts, in all three steps (`whole`) or in the middle one."""
+    """Actor that loads a stage and processes parts, in all three steps (`whole`) or only the middle one."""
 
     def __init__(self, *, stage: PartStage, whole: bool, attempts: SharedObject) -> None:
         self._attempts, (self._slot, self._node) = attempts, _this_slot()
@@ -267,7 +269,7 @@ class PartWorker:
         attempts.call("end_load", self._slot)
 
     def _wait(self, seconds: float, execution: int) -> None:
-        """Keep this slot for a while after a failure in it: a worker in its place would fail, too."""
+        """Occupy this slot for a while after a failure in it: another worker in it would fail too."""
         deadline = time.monotonic() + seconds
         while True:
             if self._attempts.has_ended() or self._attempts.call("is_over", execution):
@@ -285,9 +287,13 @@ class PartWorker:
             _end_process()
         number, values = _values(row)
         self._attempts.call("begin", number, self._node)
-        given = StepResult(values["part"]) if self._whole else values["input"]
-        given = self._loaded if self._loaded.error else given  # the same in every worker
-        result = given if given.error or given.failure else _try(self._loaded.value, given.value)
+        part_input = StepResult(values["part"]) if self._whole else values["input"]
+        part_input = self._loaded if self._loaded.error else part_input  # the same in every worker
+        result = (
+            part_input
+            if part_input.error or part_input.failure
+            else _try(self._loaded.value, part_input.value)
+        )
         self._failed = self._failed + 1 if result.failure else 0
         self._attempts.call("end", number, self._slot, not result.failure)
         return (
@@ -296,17 +302,17 @@ class PartWorker:
 
 
 def _this_slot() -> tuple[str, str]:
-    """Where an actor runs: a name for its slot, which is the same if it is started again, and its node.
+    """Return the name of the slot of this actor, which stays when it is started again, and its node.
 
-    Whole GPUs are a slot, whichever actor has them; an actor without one has a slot of its own.
+    Entire GPUs are a slot, independent of the actor; an actor without an entire GPU is a separate slot.
     """
     context = ray.get_runtime_context()
     node, gpus = context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
-    whole = context.get_assigned_resources().get("GPU", 0.0) >= 1
-    place = f"GPU {','.join(gpus)}" if whole else str(context.get_actor_id())
+    has_entire_gpu = context.get_assigned_resources().get("GPU", 0.0) >= 1
+    place = f"GPU {','.join(gpus)}" if has_entire_gpu else str(context.get_actor_id())
     return f"{node[:8]} {place}", node
 
 
 def _end_process() -> None:
-    """End the process of this actor: Ray starts it again, with nothing kept."""
+    """End the process of this actor: Ray starts it again without state."""
     os._exit(1)

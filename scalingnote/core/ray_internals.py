@@ -1,7 +1,7 @@
 """All private API of Ray that this package uses, of version 2.60: read this file when Ray is upgraded.
 
-Each function says what Ray's public API lacks; tests/core/test_ray_internals.py looks whether Ray still has
-it. Ray is imported where it is used: a module that names this one stays quick to import.
+Each docstring states what Ray's public API lacks. tests/core/test_ray_internals.py checks that Ray still has
+the private API. Functions import Ray themselves, so that the import of this module is fast.
 """
 
 import contextlib
@@ -18,67 +18,67 @@ START_POLL_INTERVAL_S = 0.5
 
 
 def in_submitted_job() -> bool:
-    """Whether this process is the driver of a submitted job: Ray says so in a variable for itself."""
+    """Return whether this process is the driver of a submitted job, by an internal variable of Ray."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 @contextlib.contextmanager
 def loopback_only() -> Iterator[None]:
-    """Have Ray's processes listen on 127.0.0.1, as it does by default on macOS and Windows.
+    """Let Ray's processes listen on 127.0.0.1, as by default on macOS and Windows.
 
     On Linux they listen on every interface, the metrics exporters without authentication. Ray reads the
-    variable once, when it is imported, so its constant is set too: for the start alone, because a process
-    that joins another cluster later needs its real address.
+    environment variable once, when it is imported, so its constant is set too, but only for the start: a
+    process that joins another cluster later needs its real address.
     """
     from ray._private import ray_constants as constants
 
-    kept = constants.ENABLE_RAY_CLUSTER
+    original = constants.ENABLE_RAY_CLUSTER
     os.environ.setdefault(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
     constants.ENABLE_RAY_CLUSTER = os.environ[constants.ENABLE_RAY_CLUSTERS_ENV_VAR] not in ("0", "false")
     try:
         yield
     finally:
-        constants.ENABLE_RAY_CLUSTER = kept
+        constants.ENABLE_RAY_CLUSTER = original
 
 
 @contextlib.contextmanager
 def start_timeout(seconds: float) -> Iterator[None]:
-    """Have Ray wait so long for its node: it asks for the node again and again for 30 s, a constant.
+    """Let Ray wait for its node for this number of seconds; its own limit of 30 s is a constant.
 
-    Each of its questions waits until the node is there, and only then fails, once.
+    Each request of Ray for its node is repeated here until the node has started or the time is over.
     """
     from ray._private import services as private
 
     services: Any = private
-    ask, deadline = services.get_node, time.monotonic() + seconds
+    get_node, deadline = services.get_node, time.monotonic() + seconds
 
-    def ask_until_there(*given: Any) -> Any:
+    def get_node_with_retry(*arguments: Any) -> Any:
         while True:
             try:
-                return ask(*given)
+                return get_node(*arguments)
             except RuntimeError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(START_POLL_INTERVAL_S)
 
-    services.get_node = ask_until_there
+    services.get_node = get_node_with_retry
     try:
         yield
     finally:
-        services.get_node = ask
+        services.get_node = get_node
 
 
 @contextlib.contextmanager
 def shown_worker_lines(show: Callable[[str], bool]) -> Iterator[None]:
-    """Print a line of a worker without Ray's prefix if `show` says so; the others stay in Ray's log files.
+    """Print a line of a worker, without Ray's prefix, if `show` accepts it; others stay in Ray's log files.
 
     Without a dashboard Ray Train's placement group cleaner logs a warning per second during training. Ray
-    registers the function that prints workers' lines when it starts; errors are printed by another one.
+    registers the function that prints workers' lines when it starts; another function prints errors.
     """
     from ray._private import worker as private
 
     worker: Any = private
-    kept = worker.print_to_stdstream
+    original = worker.print_to_stdstream
 
     def print_shown(data: dict[str, Any], **_: Any) -> None:
         for line in data["lines"]:
@@ -89,23 +89,23 @@ def shown_worker_lines(show: Callable[[str], bool]) -> Iterator[None]:
     try:
         yield
     finally:
-        worker.print_to_stdstream = kept
+        worker.print_to_stdstream = original
 
 
 def silence_data() -> None:
-    """Silence what Ray Data logs of each dataset.
+    """Silence the messages of Ray Data about each dataset.
 
-    That progress bars are off, that actors with GPUs have CPUs, too, and the traceback of each part whose
-    worker was lost: `encode` tells of it in a line.
+    They report that progress bars are off, that actors with GPUs also have CPUs, and the traceback of each
+    part whose worker was lost, for which :mod:`.ray_data` logs one line.
     """
     for name in ("progress", "execution.operators.map_operator", "execution.streaming_executor_state"):
         logging.getLogger(f"ray.data._internal.{name}").setLevel(logging.CRITICAL)
 
 
 def silence_uploads() -> None:
-    """Silence the account of an upload that Ray's job client gives, which is not the job's log.
+    """Silence the messages of Ray's job client about an upload, which are not the job's log.
 
-    The loggers set their own levels when they are imported: this comes after that.
+    Call this after the import of these modules, which sets the levels of their loggers.
     """
     for name in (
         "dashboard.modules.dashboard_sdk",
@@ -116,14 +116,17 @@ def silence_uploads() -> None:
 
 
 def serve_client(*, required: bool = True) -> Any:
-    """The client of Ray Serve's controller, which knows the address of a running proxy; None without one."""
+    """Return the client of Ray Serve's controller, for the address of a running proxy.
+
+    Without a controller this raises an error, or returns None if it is not `required`.
+    """
     from ray.serve.context import _get_global_client
 
     return _get_global_client(raise_if_no_controller_running=required)
 
 
 def serve_deployments(application: Any) -> list[Any]:
-    """The deployments of a bound application, with their options, which is not deployed by this."""
+    """Return the deployments of a bound application, with their options, without deploying it."""
     from ray.serve._private.build_app import build_app
 
     no_handle: Any = lambda *_: None  # noqa: E731
@@ -131,11 +134,11 @@ def serve_deployments(application: Any) -> list[Any]:
 
 
 def ranks_on_one_machine(folder: str, join: Callable[..., None]) -> Any:
-    """A config of Ray Train whose ranks connect through a file in `folder`: its own opens a port.
+    """Return a config of Ray Train with ranks that connect through a file: Ray's own config opens a port.
 
     Args:
-        folder: that all ranks reach.
-        join: makes the process group of a rank from rank, ranks, file, backend and timeout in seconds.
+        folder: for the file, which all ranks can open.
+        join: creates the process group of a rank from rank, ranks, file, backend and timeout in seconds.
     """
     import ray
     from ray.train.torch import TorchConfig
@@ -157,9 +160,9 @@ def ranks_on_one_machine(folder: str, join: Callable[..., None]) -> Any:
 
 
 def map_with_one_try(dataset: Any, actor: type, **options: Any) -> Any:
-    """`dataset.map_batches` by actors, of whose tasks none is tried again when its process is lost.
+    """Return `dataset.map_batches` by actors with tasks that are not repeated when their process is lost.
 
-    Ray 2.60 takes `max_task_retries` only among options that it will drop in 2.64, and warns of that.
+    Ray 2.60 accepts `max_task_retries` only among options that 2.64 will remove, and warns of that.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

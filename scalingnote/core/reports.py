@@ -1,4 +1,4 @@
-"""Reports as data, and the Jinja2 templates that write them: tables and sections become Markdown or HTML.
+"""Reports as data, and the Jinja2 templates that turn their tables and sections into Markdown or HTML.
 
 ReportPage ─► templates/report.md, templates/report.html
 facts      ─► templates/tower_card.md, templates/router_card.md
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class StrongCell(str):
-    """A cell that stands out, as the best value of its column."""
+    """A cell in bold type, for example the best value of its column."""
 
 
 class CodeCell(str):
-    """A cell that holds an identifier or a path."""
+    """A cell that contains an identifier or a path."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class ReportTable:
         """The table as Markdown that also lines up as plain text."""
         lines = [[_markdown_cell(cell) for cell in line] for line in (self.head, *self.rows)]
         widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
-        left = [number < self.text for number in range(len(widths))]
+        is_words = [number < self.text for number in range(len(widths))]
         rule = [
             f":{'-' * (w - 1)}" if words else f"{'-' * (w - 1)}:"
-            for w, words in zip(widths, left, strict=True)
+            for w, words in zip(widths, is_words, strict=True)
         ]
         aligned = [
             [
                 cell.ljust(width) if words else cell.rjust(width)
-                for cell, width, words in zip(line, widths, left, strict=True)
+                for cell, width, words in zip(line, widths, is_words, strict=True)
             ]
             for line in lines
         ]
@@ -53,7 +53,7 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A title, an explanation, tables, and pictures, which HTML shows only."""
+    """A title, an explanation, tables, and pictures, which only HTML shows."""
 
     title: str
     text: str = ""
@@ -64,7 +64,7 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """What a report shows, in its order."""
+    """The contents of a report, in their order."""
 
     title: str
     sections: Sequence[ReportSection]
@@ -74,7 +74,7 @@ class ReportPage:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a file of ``templates/``. Values are escaped in HTML; an unknown name raises UndefinedError."""
+    """Render a file of ``templates/``. Values are escaped in HTML; an unknown name raises UndefinedError."""
     return _templates().get_template(template).render(values)
 
 
@@ -107,7 +107,7 @@ def _markdown_cell(cell: str) -> str:
 
 
 def markdown_text(parts: Iterable[str | ReportTable]) -> str:
-    """Paragraphs and tables as Markdown, an empty line between them."""
+    """Join paragraphs and tables as Markdown, with an empty line between them."""
     return "\n\n".join(part.markdown if isinstance(part, ReportTable) else part for part in parts)
 
 
@@ -122,5 +122,5 @@ def align_columns(text: str, *, label: int, cell: int) -> str:
 
 
 def environment_line(environment: Mapping[str, object]) -> str:
-    """Versions and hardware as one line of text."""
+    """Join versions and hardware into one line of text."""
     return ", ".join(f"{name} {value}" for name, value in environment.items())

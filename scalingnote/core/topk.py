@@ -1,4 +1,4 @@
-"""Exact top-k: search, selection and merging, and the heap that compiled loops keep their candidates in.
+"""Exact top-k: search, selection and merging, and the heap of candidates of compiled loops.
 
 Ties are deterministic: higher scores first, then lower ids.
 """
@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
-# One block of scores is 512 x 16,384 floats = 32 MB, whatever the corpus and the number of queries.
+# One block of scores is 512 x 16,384 floats = 32 MB, for any corpus and number of queries.
 QUERY_BLOCK = 512
 DOCUMENT_BLOCK = 16_384
-_MAX_HITS_PER_PLACE = 4  # of a block: above it, the block's k best are selected first
+_MAX_HITS_PER_PLACE = 4  # of a block: with more hits, the block's k best are selected first
 
 
 def search(
@@ -24,25 +24,25 @@ def search(
     k: int,
     allowed: Bool[ndarray, " docs"] | None = None,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """Inner products and row numbers of each query's k best documents; fewer columns for fewer documents.
+    """Find each query's k best documents; return their inner products and row numbers.
 
-    Only rows that are `allowed` are found; None: all.
+    There are fewer columns if there are fewer documents. Only rows that are `allowed` (None: all) count.
     """
-    found = len(documents) if allowed is None else int(np.count_nonzero(allowed))
-    best = Best(len(queries), min(k, found), dtype=np.result_type(queries, documents))
+    available = len(documents) if allowed is None else int(np.count_nonzero(allowed))
+    best = Best(len(queries), min(k, available), dtype=np.result_type(queries, documents))
     best.add_documents(queries, documents, np.arange(len(documents)), allowed=allowed)
     return best.scores, best.ids
 
 
 def query_blocks(queries: int) -> list[slice]:
-    """Slices of QUERY_BLOCK queries."""
+    """Divide this number of queries into slices of QUERY_BLOCK."""
     return [slice(start, start + QUERY_BLOCK) for start in range(0, queries, QUERY_BLOCK)]
 
 
 class Best:
-    """The k best candidates of each query so far, best first: the same in whatever order they are added.
+    """The k best candidates of each query so far, best first, independent of the order of additions.
 
-    A line with fewer candidates ends with scores of -inf and ids of -1.
+    A row with fewer candidates ends with scores of -inf and ids of -1.
     """
 
     def __init__(self, queries: int, k: int, *, dtype: Any = np.float32) -> None:
@@ -55,7 +55,7 @@ class Best:
         scores: Float[ndarray, "queries candidates"],
         ids: Int[ndarray, "queries candidates"],
     ) -> None:
-        """Add candidates of some queries, a line for each; an id of -1 is none and scores -inf."""
+        """Add candidates of some queries, a row for each; an id of -1 means "none" and scores -inf."""
         both = np.hstack([self.scores[queries], scores]), np.hstack([self.ids[queries], ids])
         self.scores[queries], self.ids[queries] = merge(*both, k=self.ids.shape[1])
 
@@ -69,15 +69,15 @@ class Best:
     ) -> None:
         """Add the inner products of all queries and some documents; `ids` ascend.
 
-        Documents that are not `allowed` have no place: there must be k others.
+        Documents that are not `allowed` score -inf: there must be k others.
         """
         for start in range(0, len(documents), DOCUMENT_BLOCK):
             block = slice(start, start + DOCUMENT_BLOCK)
-            for chosen in query_blocks(len(queries)):
-                scores = queries[chosen] @ documents[block].T
+            for some_queries in query_blocks(len(queries)):
+                scores = queries[some_queries] @ documents[block].T
                 if allowed is not None:
                     scores[:, ~allowed[block]] = -np.inf
-                self.add_block(chosen, scores, ids[block])
+                self.add_block(some_queries, scores, ids[block])
 
     def add_block(
         self, queries: slice, scores: Float[ndarray, "queries docs"], ids: Int[ndarray, " docs"]
@@ -86,7 +86,7 @@ class Best:
         k = self.ids.shape[1]
         if not k:
             return
-        # Few documents of a later block reach the k-th score so far: to compare is cheaper than to select.
+        # Few documents of a later block reach the k-th score so far: comparison is cheaper than selection.
         hits = scores >= self.scores[queries, -1:]
         counts = np.count_nonzero(hits, axis=1)
         if counts.max(initial=0) > _MAX_HITS_PER_PLACE * k:
@@ -96,13 +96,13 @@ class Best:
         lines, columns = np.divmod(np.flatnonzero(hits), scores.shape[1])
         places = np.arange(len(lines)) - np.repeat(counts.cumsum() - counts, counts)
         values = np.full((len(scores), counts.max(initial=0)), -np.inf, scores.dtype)
-        found = np.full(values.shape, -1, np.int64)
-        values[lines, places], found[lines, places] = scores[lines, columns], ids[columns]
-        self.add(queries, values, found)
+        value_ids = np.full(values.shape, -1, np.int64)
+        values[lines, places], value_ids[lines, places] = scores[lines, columns], ids[columns]
+        self.add(queries, values, value_ids)
 
 
 def select(scores: Float[ndarray, "queries columns"], *, k: int) -> Int[ndarray, "queries k"]:
-    """The columns of each row's k highest scores, best first; of equal scores the lower column first."""
+    """Return the columns of each row's k highest scores, best first; ties go to the lower column."""
     columns = scores.shape[1]
     k = min(k, columns)
     if k in (0, columns):
@@ -119,10 +119,10 @@ def select(scores: Float[ndarray, "queries columns"], *, k: int) -> Int[ndarray,
 def merge(
     scores: Float[ndarray, "queries candidates"], ids: Int[ndarray, "queries candidates"], *, k: int
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """The k best of the candidates of several searches, concatenated along the columns.
+    """Select the k best of the candidates of several searches, which are concatenated along the columns.
 
-    An id of -1 means "none", whatever its score. Ties go to the lower id, so the answer does not depend on
-    the order of the searches.
+    An id of -1 means "none", with any score. Ties go to the lower id, so the result does not depend on the
+    order of the searches.
     """
     k = min(k, scores.shape[1])
     best: tuple[ndarray, ndarray] = _merge(np.ascontiguousarray(scores), np.ascontiguousarray(ids), k)
@@ -133,18 +133,18 @@ def merge(
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile at the first call, run without the GIL; cache on disk where a folder is writable."""
+    """Compile a function at its first call, to run without the GIL; cache on disk if a folder is writable."""
     try:
-        made: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
+        compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:  # numba found no folder for its cache
-        made = numba.njit(nogil=True, **options)(function)
-    return made
+        compiled = numba.njit(nogil=True, **options)(function)
+    return compiled
 
 
 @jit
 @no_type_check
 def count_from(first, rows):
-    """Rows of a part as those of the whole, in which the part begins at row `first`; -1 stays."""
+    """Convert row numbers of a part, which begins at row `first` of all rows, to global ones; -1 stays."""
     counted = rows.astype(np.int64)
     flat = counted.reshape(-1)
     for place in range(flat.size):
@@ -201,17 +201,17 @@ def heap_sort(scores, rows, size):
 @no_type_check
 def _merge(scores, ids, k):
     best = np.full((len(scores), k), -np.inf, scores.dtype)
-    chosen = np.full((len(scores), k), -1, np.int64)
+    best_ids = np.full((len(scores), k), -1, np.int64)
     for q in range(len(scores)):
-        kept = 0
+        heap_size = 0
         for c in range(scores.shape[1]):
             score, row = scores[q, c], ids[q, c]
             if row < 0:
                 continue
-            if kept < k:
-                heap_push(best[q], chosen[q], kept, score, row)
-                kept += 1
-            elif kept and (score > best[q, 0] or (score == best[q, 0] and row < chosen[q, 0])):
-                heap_replace(best[q], chosen[q], k, score, row)
-        heap_sort(best[q], chosen[q], kept)
-    return best, chosen
+            if heap_size < k:
+                heap_push(best[q], best_ids[q], heap_size, score, row)
+                heap_size += 1
+            elif heap_size and (score > best[q, 0] or (score == best[q, 0] and row < best_ids[q, 0])):
+                heap_replace(best[q], best_ids[q], k, score, row)
+        heap_sort(best[q], best_ids[q], heap_size)
+    return best, best_ids

@@ -1,6 +1,6 @@
-"""Checks of the columns of a table: values are converted to our types, rows with faults set aside.
+"""Checks of the columns of a table: values are converted to our types, rows with faults are set aside.
 
-Valid rows take the columns of ``storage.schema``, others are rejected with a reason; if a row has several
+Valid rows get the columns of ``storage.schema``; others are rejected with a reason. If a row has several
 faults, the reason is the first one in the order of the columns.
 """
 
@@ -20,14 +20,14 @@ from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, S
 MAX_ID_CHARS = 256
 MAX_TITLE_CHARS = 512  # a document with a longer title is set aside
 MAX_CONTENT_CHARS = 20_000  # longer content is cut, and counted
-MAX_DIVIDED_CHARS = 5_000_000  # the same of documents that are divided into passages
+MAX_DIVIDED_CHARS = 5_000_000  # the same limit for documents that are divided into passages
 TimestampUnit = Literal["s", "ms", "us"]
 _QUERY = pa.field("query", pa.string())
 CHECKED = {
     "documents": DOCUMENTS,
     "queries": QUERIES,  # `split` is "train", "test", or empty if the source has no split
     "impressions": IMPRESSIONS.append(_QUERY),
-    "scores": SCORES.append(_QUERY),  # null where rows name queries by id only
+    "scores": SCORES.append(_QUERY),  # null if rows identify queries only by id
     "qrels": QRELS.append(_QUERY),
     "users": USERS,
 }
@@ -54,15 +54,15 @@ def check_table(
     timestamp_unit: TimestampUnit = "s",
     max_content: int = MAX_CONTENT_CHARS,
 ) -> pa.Table:
-    """The valid rows of one table with the columns of CHECKED and `features`.
+    """Return the valid rows of one table with the columns of CHECKED and `features`.
 
     Args:
-        rows: with those of our columns that the file has.
+        rows: with the columns of ours that the file has.
         table: name of the table, a key of CHECKED.
         features: further columns of documents and users; an invalid value becomes null, the row stays.
-        quarantine: takes the rejected rows, counts them and repaired values.
+        quarantine: receives the rejected rows, and counts them and repaired values.
         timestamp_unit: of timestamps that are plain numbers.
-        max_content: characters of a document's content that are kept.
+        max_content: number of characters of a document's content that are kept.
     """
     checker = _ColumnChecker(rows, table, quarantine)
     match table:
@@ -83,7 +83,7 @@ def check_table(
 
 
 class _ColumnChecker:
-    """Checks the columns of one table; each check may reject rows, and the first reason of a row counts."""
+    """Checker of the columns of one table; a check may reject rows, and the first reason of a row counts."""
 
     def __init__(self, rows: pa.Table, table: str, quarantine: Quarantine) -> None:
         self.rows, self.table, self.quarantine = rows, table, quarantine
@@ -94,10 +94,10 @@ class _ColumnChecker:
         """Reject rows that were valid so far; null in `which` means valid."""
         if not isinstance(which, np.ndarray):
             which = np.asarray(pc.fill_null(which, False))
-        fresh = which & (self.verdict == 0)
-        if fresh.any():
+        newly_rejected = which & (self.verdict == 0)
+        if newly_rejected.any():
             self.reasons.append(reason)
-            self.verdict[fresh] = len(self.reasons)
+            self.verdict[newly_rejected] = len(self.reasons)
 
     def count_repaired(self, which: pa.Array, what: str) -> None:
         """Count repaired rows, if they are valid so far."""
@@ -106,7 +106,7 @@ class _ColumnChecker:
             self.quarantine.repaired[what] += count
 
     def text(self, name: str) -> pa.Array:
-        """A column of stripped text; control characters become blanks, null becomes empty."""
+        """Check a column of texts and strip them; control characters become blanks, null becomes empty."""
         column, invalid = text_column(self.rows, name)
         self.reject(invalid, "invalid UTF-8")
         repaired = pc.match_substring_regex(column, _CONTROL)
@@ -116,7 +116,7 @@ class _ColumnChecker:
         return pc.utf8_trim_whitespace(pc.fill_null(column, ""))
 
     def identifier(self, name: str, *, optional: bool = False) -> pa.Array:
-        """A column of ids, stripped; an optional id may be null, but not empty."""
+        """Check a column of ids and strip them; an optional id may be null, but not empty."""
         column, invalid = text_column(self.rows, name)
         self.reject(invalid, "invalid UTF-8")
         column = pc.utf8_trim_whitespace(column)
@@ -128,7 +128,7 @@ class _ColumnChecker:
         return column
 
     def number(self, name: str, *, optional: bool = False) -> pa.Array:
-        """A column of finite float64; NaN where the row is rejected or an optional value is missing."""
+        """Check a column of finite float64; NaN if the row is rejected or an optional value is missing."""
         column, present = number_column(self.rows, name)
         missing = pc.is_null(column)
         self.reject(pc.and_(missing, present) if optional else missing, f"{name} is not a number")
@@ -136,17 +136,17 @@ class _ColumnChecker:
         return pc.fill_null(column, float("nan"))
 
     def feature(self, field: pa.Field) -> pa.Array:
-        """A column with the type of `field`; invalid values become null and are counted."""
+        """Convert a column to the type of `field`; invalid values become null and are counted."""
         if pa.types.is_string(field.type):
-            column, lost = text_column(self.rows, field.name)
+            column, invalid = text_column(self.rows, field.name)
             column = pc.utf8_trim_whitespace(pc.replace_substring_regex(column, _CONTROL, " "))
         else:
-            column, lost = feature_column(self.rows, field)
-        self.count_repaired(lost, f"feature_{field.name}_dropped")
+            column, invalid = feature_column(self.rows, field)
+        self.count_repaired(invalid, f"feature_{field.name}_dropped")
         return column
 
     def valid_rows(self, columns: dict[str, pa.Array], schema: pa.Schema) -> pa.Table:
-        """The valid rows; the others are counted, and the first of them kept as examples."""
+        """Select the valid rows; count the others and keep the first of them as examples."""
         for number, reason in enumerate(self.reasons, 1):
             self.quarantine.reject_where(self.table, reason, self.rows, self.verdict == number)
         table = pa.table(columns)
@@ -186,16 +186,16 @@ def _queries(checker: _ColumnChecker) -> dict[str, pa.Array]:
 
 
 def _pair(checker: _ColumnChecker) -> dict[str, pa.Array]:
-    """The ids of the query and the document of each row, and the query text."""
-    have = checker.rows.column_names
+    """Check the ids of the query and the document of each row, and the query text."""
+    names = checker.rows.column_names
     query = pa.nulls(len(checker.rows), pa.string())
-    if "query" in have:
+    if "query" in names:
         query = _map_distinct(checker.text("query"), _collapse)
-        if checker.table == "impressions" or "query_id" not in have:
+        if checker.table == "impressions" or "query_id" not in names:
             checker.reject(pc.equal(query, ""), "empty query")
-    by_text = "query" in have and "query_id" not in have
-    named = query_ids(query) if by_text else checker.identifier("query_id")
-    return {"query_id": named, "query": query, "doc_id": checker.identifier("doc_id")}
+    by_text = "query" in names and "query_id" not in names
+    query_id = query_ids(query) if by_text else checker.identifier("query_id")
+    return {"query_id": query_id, "query": query, "doc_id": checker.identifier("doc_id")}
 
 
 def _impression(checker: _ColumnChecker, unit: TimestampUnit) -> dict[str, pa.Array]:
@@ -222,7 +222,7 @@ def _impression(checker: _ColumnChecker, unit: TimestampUnit) -> dict[str, pa.Ar
 
 
 def _relevance(checker: _ColumnChecker) -> pa.Array:
-    """Whole numbers; 1 for all rows of a file without the column."""
+    """Check the column of whole numbers; 1 for all rows of a file without the column."""
     if "relevance" not in checker.rows.column_names:
         return pa.array(np.ones(len(checker.rows), np.int32))
     relevance, is_whole = _whole_numbers(checker.number("relevance"))
@@ -231,7 +231,7 @@ def _relevance(checker: _ColumnChecker) -> pa.Array:
 
 
 def _whole_numbers(numbers: pa.Array) -> tuple[Int32[ndarray, " rows"], Bool[ndarray, " rows"]]:
-    """Numbers as int32, 0 for others than whole ones; and which are whole."""
+    """Convert numbers to int32, with 0 for numbers that are not whole; and return which are whole."""
     array = np.asarray(numbers)
     is_whole = (np.abs(array) < 2**31) & (array == np.round(array))
     return np.where(is_whole, array, 0).astype(np.int32), is_whole
@@ -241,7 +241,7 @@ def _whole_numbers(numbers: pa.Array) -> tuple[Int32[ndarray, " rows"], Bool[nda
 
 
 def text_column(rows: pa.Table, name: str) -> tuple[pa.Array, pa.Array]:
-    """A column as strings, integers as decimal digits; and which rows are not UTF-8."""
+    """Convert a column to strings, integers to decimal digits; and return which rows are not UTF-8."""
     column = plain_column(rows, name)
     if pa.types.is_integer(column.type) or pa.types.is_null(column.type):
         column = column.cast(pa.string())
@@ -251,7 +251,7 @@ def text_column(rows: pa.Table, name: str) -> tuple[pa.Array, pa.Array]:
 
 
 def number_column(rows: pa.Table, name: str) -> tuple[pa.Array, pa.Array]:
-    """A column as float64, including numbers in text; and which rows have any value."""
+    """Convert a column to float64, including numbers in text; and return which rows have any value."""
     column = plain_column(rows, name)
     if pa.types.is_floating(column.type) or pa.types.is_null(column.type):
         return column.cast(pa.float64()), pc.is_valid(column)
@@ -263,21 +263,25 @@ def number_column(rows: pa.Table, name: str) -> tuple[pa.Array, pa.Array]:
 
 
 def boolean_column(rows: pa.Table, name: str) -> pa.Array:
-    """A column as booleans: true and false, 1 and 0; null for anything else."""
+    """Convert a column to booleans: true and false, 1 and 0; null for any other value."""
     column = plain_column(rows, name)
     if pa.types.is_integer(column.type):
-        known = pc.is_in(column, value_set=pa.array([0, 1], column.type))
-        return pc.if_else(known, pc.not_equal(column, 0), None)
+        is_flag = pc.is_in(column, value_set=pa.array([0, 1], column.type))
+        return pc.if_else(is_flag, pc.not_equal(column, 0), None)
     return column.cast(pa.bool_())
 
 
 def time_column(rows: pa.Table, name: str, *, unit: TimestampUnit) -> tuple[pa.Array, pa.Array]:
-    """A column as UTC milliseconds, and the reason for each row without; `unit` is that of plain numbers."""
+    """Convert a column to UTC milliseconds; `unit` is that of plain numbers.
+
+    Returns:
+        The times, and the reason for each row without a time.
+    """
     column = plain_column(rows, name)
     if pa.types.is_timestamp(column.type):
         return _utc(column), pc.if_else(pc.is_null(column), f"{name} is not a number", None)
     numeric, present = number_column(rows, name)
-    with np.errstate(over="ignore"):  # what becomes infinite is rejected
+    with np.errstate(over="ignore"):  # infinite values are rejected below
         ms = np.rint(np.asarray(pc.fill_null(numeric, float("nan"))) * _MS_PER_UNIT[unit])
     usable = np.abs(ms) < 2.0**62
     clock = pa.array(np.where(usable, ms, 0).astype(np.int64)).cast(_MS)
@@ -297,7 +301,7 @@ def time_column(rows: pa.Table, name: str, *, unit: TimestampUnit) -> tuple[pa.A
 
 
 def feature_column(rows: pa.Table, field: pa.Field) -> tuple[pa.Array, pa.Array]:
-    """A column with the type of `field`, which is no text, and which rows lost an invalid value."""
+    """Convert a column to the type of `field` (not text), and return which rows lost an invalid value."""
     column = plain_column(rows, field.name)
     if pa.types.is_list(field.type):
         plain = column.cast(field.type)
@@ -324,7 +328,7 @@ def cast_or_null(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _utc(column: pa.Array) -> pa.Array:
-    """Timestamps of any unit and zone as UTC milliseconds; without a zone they are UTC."""
+    """Convert timestamps of any unit and zone to UTC milliseconds; without a zone they are UTC."""
     if column.type.tz:
         column = column.cast(pa.timestamp(column.type.unit, "UTC")).cast(pa.timestamp(column.type.unit))
     return column.cast(_MS, safe=False)
@@ -336,12 +340,12 @@ _BLANKS = r"[\s\pZ\x{85}]+"
 
 
 def query_ids(texts: pa.Array) -> pa.Array:
-    """An id of 16 hexadecimal digits for every text that is not null.
+    """Compute an id of 16 hexadecimal digits for every text that is not null.
 
-    Equal ids mean the same query, whatever the width, blanks and case of its letters. They are reproducible:
-    the text without format characters (Unicode's Cf), in NFKC, with runs of white space as one blank and none
-    at the ends, in lower case with `ß` as `ss` and `ς` as `σ`; in UTF-8; BLAKE2b of 8 bytes;
-    in hex. Among 100 million queries, two share an id with probability 0.0003.
+    Equal ids mean the same query, independent of width, white space and case. Ids are reproducible: remove
+    format characters (Unicode's Cf); convert to NFKC and to lower case with `ß` as `ss` and `ς` as `σ`;
+    replace runs of white space by one blank, and remove those at the ends; encode in UTF-8; hash by BLAKE2b
+    with 8 bytes; write in hex. Among 100 million queries, two have an equal id with probability 0.0003.
     """
 
     def identify(distinct: pa.Array) -> pa.Array:
@@ -356,10 +360,10 @@ def query_ids(texts: pa.Array) -> pa.Array:
 
 
 def normal_text(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """NFKC without format characters, in lower case with `ß` as `ss` and `ς` as `σ`.
+    """Convert texts to NFKC without format characters, in lower case with `ß` as `ss` and `ς` as `σ`.
 
-    Copied text has zero-width spaces, joiners, soft hyphens and byte-order marks; a blank for them would
-    split a word. They are removed first, so that NFKC can compose an accent after one with its letter.
+    Copied text has zero-width spaces, joiners, soft hyphens and byte-order marks; a blank in their place
+    would split a word. They are removed first, so that NFKC can compose an accent after one with its letter.
     """
     plain = pc.utf8_normalize(pc.replace_substring_regex(texts, r"\p{Cf}+", ""), form="NFKC")
     lower = pc.replace_substring(pc.utf8_lower(plain), "ß", "ss")
@@ -367,7 +371,7 @@ def normal_text(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray
 
 
 def _collapse(texts: pa.Array) -> pa.Array:
-    """Texts with runs of white space as one blank, and none at the ends."""
+    """Replace runs of white space by one blank, and remove those at the ends."""
     return pc.utf8_trim_whitespace(pc.replace_substring_regex(texts, _BLANKS, " "))
 
 

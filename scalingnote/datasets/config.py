@@ -27,16 +27,16 @@ class PositionClicks(Config):
 
 
 class Passages(Config):
-    """How long documents are divided: on sentences, into passages that the model reads whole."""
+    """Division of long documents, at sentences, into passages that the model reads uncut."""
 
     max_tokens: int = Field(
-        ge=16, description="of title and content of a passage: what the model reads, its special tokens apart"
+        ge=16, description="of title and content of a passage: the model's limit without special tokens"
     )
     overlap: int = Field(
-        0, ge=0, description="tokens, at most, of the last sentences of a passage that the next one repeats"
+        0, ge=0, description="maximal tokens of the last sentences of a passage that the next one repeats"
     )
     tokenizer: str | None = Field(
-        None, description="model whose tokenizer counts: a folder, hub id or package:NAME; null: adopt.path"
+        None, description="model that has the tokenizer: a folder, hub id or package:NAME; null: adopt.path"
     )
 
     @model_validator(mode="after")
@@ -57,12 +57,12 @@ class DatasetConfig(Config):
         None,
         ge=1,
         description="rows of one documents/part-*.parquet, the unit of work of later stages; null: 4,096, "
-        "above 67 million documents up to 65,536, fewer where texts of a part would exceed 128 MiB",
+        "above 67 million documents up to 65,536, fewer if the texts of a part would exceed 128 MiB",
     )
 
 
 class SampledDataset(DatasetConfig):
-    """Settings of sources that are sampled, split at random and whose clicks may be simulated."""
+    """Settings of sources that are sampled and split at random, with clicks that may be simulated."""
 
     seed: int = Field(0, ge=0, description="seed of the train/test split and of the subset")
     test_fraction: float = Field(0.1, ge=0, le=1, description="share of query groups held out for test")
@@ -71,7 +71,7 @@ class SampledDataset(DatasetConfig):
     )
     click_model: PositionClicks | None = Field(
         PositionClicks(),
-        description="simulates impressions where the source has none; null: no impressions",
+        description="simulates impressions if the source has none; null: no impressions",
     )
 
 
@@ -96,7 +96,7 @@ class PythonDocs(SampledDataset):
             "pydantic",
         ),
         min_length=1,
-        description="packages to walk; 'stdlib' is a stated set of standard library modules",
+        description="packages to walk; 'stdlib' is a fixed set of standard library modules",
     )
 
 
@@ -129,7 +129,7 @@ class MsMarco(SampledDataset):
 
 
 class TableFile(Config):
-    """One JSON-lines or Parquet file (or a glob of them) and where its columns are found."""
+    """One JSON-lines or Parquet file (or a glob of them) and the names of its columns."""
 
     path: str = Field(description="file, folder, or pattern of * and ?, local or a URI; .jsonl or .parquet")
     columns: dict[str, str] = Field(
@@ -164,12 +164,14 @@ class Columns(SampledDataset):
     @model_validator(mode="after")
     def _supervised(self) -> "Columns":
         if self.qrels is None and self.impressions is None:
-            raise ValueError("neither qrels nor impressions: nothing says which document answers a query")
+            raise ValueError(
+                "neither qrels nor impressions: give one, to state which document answers a query"
+            )
         return self
 
 
 class Texts(SampledDataset):
-    """Documents without queries, for students that learn without them; nothing is judged for evaluation."""
+    """Documents without queries, for students that learn without them; evaluation has no judgements."""
 
     name: Literal["texts"] = "texts"
     path: str = Field(
@@ -182,7 +184,7 @@ class Texts(SampledDataset):
 
 
 class NewDocuments(DatasetConfig):
-    """New documents of your own, without queries, for the index of a finished run."""
+    """Your own new documents, without queries, for the index of a finished run."""
 
     name: Literal["new"] = "new"
     documents: TableFile = Field(description="doc_id, title, topic, content, group")
@@ -214,22 +216,22 @@ class Logs(DatasetConfig):
     scores: TableFile | None = Field(None, description="query (its text) or query_id, doc_id, score")
     qrels: TableFile | None = Field(
         None,
-        description="query (its text) or query_id, doc_id, relevance, judged by people; null: what was "
-        "clicked in the test window is relevant",
+        description="query (its text) or query_id, doc_id, relevance, judged by people; null: documents "
+        "clicked in the test window are relevant",
     )
     features: dict[str, FeatureType] = Field(
         default_factory=dict, description="further document columns to keep, and their types"
     )
     train: Window | None = Field(
         None,
-        description="[start, end) of the impressions to learn from; ISO 8601, UTC where it names no zone",
+        description="[start, end) of the impressions to learn from; ISO 8601, UTC if it has no zone",
     )
     test: Window | None = Field(None, description="[start, end) of the test queries, after the train window")
     test_fraction: float = Field(
         0.1,
         gt=0,
         lt=1,
-        description="without windows: so much of the log's time span, at its end, is for test",
+        description="without windows: share of the log's time span, at its end, that is for test",
     )
     timestamp_unit: Literal["s", "ms", "us"] = Field(
         "s", description="unit of timestamps that are plain numbers, counted from 1970"
@@ -244,7 +246,7 @@ class Logs(DatasetConfig):
     )
     hold_out_documents: bool = Field(
         False,
-        description="train on no document that a test query is judged on; the paper holds out queries only",
+        description="train on no document that a test query is judged on; the paper holds out only queries",
     )
     parts: int = Field(16, ge=1, description="buckets of every shuffle: a task holds the ids of one")
     resources: Resources = Resources()
@@ -272,7 +274,7 @@ AnyDataset = Annotated[
 
 
 class VectorsConfig(Config):
-    """Texts with their vectors, of a model that is not at hand."""
+    """Texts with their vectors, from a model that is not available."""
 
     path: str = Field(
         description="Parquet or JSON lines with columns of texts and vectors, or .npy with a row per text of "

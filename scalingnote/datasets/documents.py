@@ -1,16 +1,16 @@
-"""Documents in tasks: rows are checked, repeated ids and unknown ones are found by a shuffle, parts written.
+"""Preparation of documents: check rows, find repeated and unknown ids by a shuffle, write parts.
 
-    check    slices of all tables  -> valid rows; ids of documents, and those that other rows name, by bucket
-    ids      buckets of doc_ids    -> for each slice, the rows whose id has come before and the unknown ids
-    choose   one task, if asked    -> for each slice, the rows that a subset leaves out
-    write    slices                -> the parts that begin in them, of passages if asked
+    check    slices of all tables    -> valid rows; ids of documents and of other rows, by bucket
+    ids      buckets of doc_ids      -> for each slice, the rows with a repeated id, and the unknown ids
+    choose   one task, for a subset  -> for each slice, the rows that the subset leaves out
+    write    slices                  -> the parts that begin in them; of passages if configured
 
 Parts keep the order of the input. Documents of a log are shuffled by id instead: `ids` writes the parts of
 its bucket.
 
-A task holds one slice or one bucket of ids. Its record has counts and names of parts, so the driver's memory
-grows with the number of slices and parts, and a killed run loses the tasks that were running. Parts and
-rejected rows depend on the input and the config, not on slices or workers.
+A task has one slice or one bucket of ids in memory. Its record has counts and names of parts, so the driver's
+memory grows with the number of slices and parts, and a killed run loses only the tasks that were running.
+Parts and rejected rows depend on the input and the config, not on slices or workers.
 """
 
 import functools
@@ -43,12 +43,12 @@ from scalingnote.storage.artifact import Draft, read_table, write_table
 from scalingnote.storage.shuffle import JsonRecord, bucket_of, gather, scatter, stream
 
 SLICES_PER_BUCKET = 8  # a bucket has as many ids as these slices of documents
-# A part is the unit of work of every later stage: a task holds one, a driver remembers the name of each.
+# A part is the unit of work of every later stage: a task has one in memory, a driver has the name of each.
 MAX_PARTS = 1 << 14  # above which parts get larger, up to MAX_PART_ROWS
 MIN_PART_ROWS, MAX_PART_ROWS = 1 << 12, 1 << 16
-MAX_PART_BYTES = 128 << 20  # of titles and contents; wins over the three above
+MAX_PART_BYTES = 128 << 20  # of titles and contents; overrides the three limits above
 _IDS_PER_LOOKUP = 1 << 20
-_BYTES_PER_TOKEN = 4  # of English, about: for a guess at the number of passages
+_BYTES_PER_TOKEN = 4  # of English, about: for an estimate of the number of passages
 _DOC_IDS = pa.schema({"doc_id": pa.string()})
 _NAMED = pa.schema({"doc_id": pa.string(), "slice": pa.int64()})
 _LOCATED = _NAMED.append(pa.field("row", pa.int64()))
@@ -57,7 +57,7 @@ _ROW = pa.schema({"row": pa.int64()})
 
 @dataclass(frozen=True)
 class PrepareContext:
-    """What every task needs; the same for all of them."""
+    """Inputs that are the same for all tasks."""
 
     config: AnyDataset | NewDocuments
     features: pa.Schema
@@ -75,30 +75,30 @@ class PrepareContext:
 
     @property
     def id_buckets(self) -> int:
-        """The number of buckets of doc_ids."""
+        """Number of buckets of doc_ids."""
         if isinstance(self.config, Logs):
             return self.config.parts
         return max(-(-self.document_slices // SLICES_PER_BUCKET), 1)
 
     @property
     def splitter(self) -> PassageSplitter | None:
-        """Divides documents into passages; None: rows are documents."""
+        """Splitter of documents into passages; None: rows are documents."""
         return None if self.config.passages is None else _splitter(self.config.passages, self.output)
 
     def file(self, *names: str) -> str:
-        """A file of the work directory."""
+        """Return the URI of a file of the work directory."""
         return fs.join(self.work, *names)
 
     def checked_file(self, number: int) -> str:
-        """The valid rows of a slice."""
+        """Return the URI of the valid rows of a slice."""
         return self.file("checked", f"{number:06d}.arrow")
 
     def store(self, quarantine: Quarantine, step: str, number: int) -> JsonRecord:
-        """Store what a task rejected; returns its record."""
+        """Store the rows that a task rejected, and return the record of the quarantine."""
         return quarantine.store(self.file("rejected", step, f"{number:06d}.arrow"))
 
     def send(self, rows: pa.Table, key: str, target: str, *, number: int, buckets: int) -> None:
-        """Send rows of the slice `number` to the buckets of their keys."""
+        """Scatter rows of the slice `number` into the buckets of their keys."""
         scatter(rows, bucket_of(rows[key], buckets), target=self.file(target), name=f"{number:06d}")
 
 
@@ -116,7 +116,7 @@ def check_slice(item: tuple[int, tuple[str, InputSlice]], *, context: PrepareCon
     features = {"documents": context.features, "users": context.profile}.get(table, pa.schema([]))
     unit = context.config.timestamp_unit if isinstance(context.config, Logs) else "s"
     form = table_format(table, features)
-    found = [
+    valid_tables = [
         check_table(
             each,
             table,
@@ -127,7 +127,7 @@ def check_slice(item: tuple[int, tuple[str, InputSlice]], *, context: PrepareCon
         )
         for each in read_tables(rows, form, quarantine=quarantine)
     ]
-    checked = pa.concat_tables([pa.schema([*CHECKED[table], *features]).empty_table(), *found])
+    checked = pa.concat_tables([pa.schema([*CHECKED[table], *features]).empty_table(), *valid_tables])
     record = {"table": table, "rows": len(checked), "text_bytes": 0}
     if table == "documents":
         record["text_bytes"] = text_bytes(checked)
@@ -135,17 +135,17 @@ def check_slice(item: tuple[int, tuple[str, InputSlice]], *, context: PrepareCon
     elif len(checked):
         if "doc_id" in checked.column_names:
             ids = checked["doc_id"].combine_chunks().unique()
-            named = pa.table([ids, np.full(len(ids), number)], schema=_NAMED)
-            context.send(named, "doc_id", "named", number=number, buckets=context.id_buckets)
+            mentioned = pa.table([ids, np.full(len(ids), number)], schema=_NAMED)
+            context.send(mentioned, "doc_id", "named", number=number, buckets=context.id_buckets)
         if context.by_time and table in ("impressions", "qrels"):
-            # The text of a judgement counts only for queries without an impression: its weight is 0.
+            # The text of a judgement has weight 0: it counts only for queries without an impression.
             texts = splits.count_query_texts(checked, weight=int(table == "impressions"))
             context.send(texts, "query_id", "texts", number=number, buckets=context.id_buckets)
         if context.by_time and table == "impressions":
             span = pc.min_max(checked["timestamp"].cast(pa.int64())).as_py()
             record |= {"first": span["min"], "last": span["max"]}
-        kept = checked if table == "queries" else checked.select(_without_text(checked))
-        write_table(context.checked_file(number), kept)
+        columns = checked if table == "queries" else checked.select(_without_text(checked))
+        write_table(context.checked_file(number), columns)
     return record | {"quarantine": context.store(quarantine, "check", number)}
 
 
@@ -162,7 +162,7 @@ def _send_documents(rows: pa.Table, number: int, context: PrepareContext) -> Non
 
 
 def text_bytes(documents: pa.Table) -> int:
-    """Bytes of the titles and contents in UTF-8, however the rows are cut into tables."""
+    """Count the bytes of titles and contents in UTF-8, independent of the division of rows into tables."""
     return sum(pc.sum(pc.binary_length(documents[name])).as_py() or 0 for name in ("title", "content"))
 
 
@@ -170,9 +170,9 @@ def text_bytes(documents: pa.Table) -> int:
 
 
 def find_ids(item: tuple[int, int], *, context: PrepareContext, per_part: int) -> JsonRecord:
-    """Find repeated ids of a bucket, and the ids that other rows name and no document has.
+    """Find repeated ids of a bucket, and the ids in other rows that no document has.
 
-    Repeats are sent to the slices that have them; documents of a log are written.
+    Repeats are sent to their slices; documents of a log are written.
     """
     bucket, quarantine = item[1], Quarantine()
     target = context.file("documents")
@@ -190,16 +190,18 @@ def find_ids(item: tuple[int, int], *, context: PrepareContext, per_part: int) -
         numbers = repeated["slice"].to_numpy()
         scatter(repeated.select(["row"]), numbers, target=context.file("repeats"), name=f"{bucket:05d}")
         repeats.update(numbers.tolist())
-    known = ids["doc_id"].filter(pa.array(first)).combine_chunks()
-    # Few lookups of many ids, since each lookup hashes all known ids again.
-    named = rechunk(stream(context.file("named"), bucket), _IDS_PER_LOOKUP)
-    found = [rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=known))) for rows in named]
-    unknown = pa.concat_tables([_NAMED.empty_table(), *found])
+    document_ids = ids["doc_id"].filter(pa.array(first)).combine_chunks()
+    # Few lookups of many ids, because each lookup hashes all known ids again.
+    mentioned = rechunk(stream(context.file("named"), bucket), _IDS_PER_LOOKUP)
+    unknown_tables = [
+        rows.filter(pc.invert(pc.is_in(rows["doc_id"], value_set=document_ids))) for rows in mentioned
+    ]
+    unknown = pa.concat_tables([_NAMED.empty_table(), *unknown_tables])
     slices = unknown["slice"].to_numpy()
     scatter(unknown.select(["doc_id"]), slices, target=context.file("unknown"), name=f"{bucket:05d}")
     counts = {str(number): count for number, count in repeats.items()}
-    stored = context.store(quarantine, "ids", bucket)
-    return {"parts": parts, "repeats": counts, "documents": len(known), "quarantine": stored}
+    rejected = context.store(quarantine, "ids", bucket)
+    return {"parts": parts, "repeats": counts, "documents": len(document_ids), "quarantine": rejected}
 
 
 def _first_documents(
@@ -217,9 +219,12 @@ def _first_documents(
 
 
 def choose(item: tuple[int, tuple[int, int]], *, context: PrepareContext) -> JsonRecord:
-    """Choose a subset of (size, seed): whole groups in the order of a seeded hash.
+    """Choose a subset of (size, seed): complete groups in the order of a seeded hash.
 
-    The other rows are sent to their slices; returns their number by slice.
+    The other rows are sent to their slices.
+
+    Returns:
+        The number of other rows, by slice.
     """
     size, seed = item[1]
     places, hashes = [np.empty((2, 0), np.int64)], [np.empty(0)]
@@ -227,8 +232,8 @@ def choose(item: tuple[int, tuple[int, int]], *, context: PrepareContext) -> Jso
         groups = read_table(context.checked_file(number), ["group"])["group"]
         rows = np.flatnonzero(_remaining(number, len(groups), context, ["repeats"]))
         places.append(np.stack([np.full(len(rows), number), rows]))
-        own = groups.take(pa.array(rows)).to_pylist()
-        hashes.append(np.array([splits.uniform(group, seed=seed) for group in own]))
+        slice_groups = groups.take(pa.array(rows)).to_pylist()
+        hashes.append(np.array([splits.uniform(group, seed=seed) for group in slice_groups]))
     order = np.argsort(np.concatenate(hashes), kind="stable")
     numbers, rows = np.concatenate(places, axis=1)[:, np.sort(order[size:])]
     scatter(pa.table([rows], schema=_ROW), numbers, target=context.file("left_out"), name="all")
@@ -238,11 +243,11 @@ def choose(item: tuple[int, tuple[int, int]], *, context: PrepareContext) -> Jso
 def _remaining(
     number: int, rows: int, context: PrepareContext, dropped: Sequence[str]
 ) -> Bool[ndarray, " rows"]:
-    """Which rows of a slice are in none of these targets."""
-    kept = np.ones(rows, bool)
+    """Return which rows of a slice are in none of the targets `dropped`."""
+    mask = np.ones(rows, bool)
     for target in dropped:
-        kept[gather(context.file(target), number, schema=_ROW)["row"].to_numpy()] = False
-    return kept
+        mask[gather(context.file(target), number, schema=_ROW)["row"].to_numpy()] = False
+    return mask
 
 
 class Section(NamedTuple):
@@ -255,7 +260,7 @@ class Section(NamedTuple):
 
 
 def plan_sections(kept: Sequence[int], per_part: int) -> list[Section]:
-    """The section of every slice, of which so many rows are kept."""
+    """Plan the section of every slice from its number of kept rows."""
     ends = list(accumulate(kept, initial=0))
     sections = []
     for start, stop in pairwise(ends):
@@ -266,11 +271,11 @@ def plan_sections(kept: Sequence[int], per_part: int) -> list[Section]:
 
 
 def write_section(item: tuple[int, Section], *, context: PrepareContext) -> JsonRecord:
-    """Write the parts that begin in a slice; set its repeats aside."""
+    """Write the parts that begin in a slice, and set its repeats aside."""
     (number, section), quarantine = item, Quarantine()
-    own = read_table(context.checked_file(number))
-    repeated = ~_remaining(number, len(own), context, ["repeats"])
-    quarantine.reject_where("documents", "duplicate doc_id", own, repeated)
+    rows = read_table(context.checked_file(number))
+    repeated = ~_remaining(number, len(rows), context, ["repeats"])
+    quarantine.reject_where("documents", "duplicate doc_id", rows, repeated)
     parts = write_parts(
         _take_rows(_kept_rows(number, context), section.skip, section.rows),
         "documents/part",
@@ -283,14 +288,14 @@ def write_section(item: tuple[int, Section], *, context: PrepareContext) -> Json
 
 
 def _kept_rows(first: int, context: PrepareContext) -> Iterator[pa.Table]:
-    """The kept rows of a slice and of all later ones; slices are opened when they are reached."""
+    """Yield the kept rows of a slice and of all later ones; a slice is opened when it is reached."""
     for number in range(first, context.document_slices):
         table = read_table(context.checked_file(number))
         yield table.filter(pa.array(_remaining(number, len(table), context, ["repeats", "left_out"])))
 
 
 def _take_rows(tables: Iterable[pa.Table], skip: int, count: int) -> Iterator[pa.Table]:
-    """The rows [skip, skip + count) of tables that follow each other."""
+    """Yield the rows [skip, skip + count) of consecutive tables."""
     if not count:
         return
     for table in tables:
@@ -305,11 +310,11 @@ def _take_rows(tables: Iterable[pa.Table], skip: int, count: int) -> Iterator[pa
 
 
 def rows_per_part(config: AnyDataset | NewDocuments, *, rows: int, text_bytes: int) -> int:
-    """`documents_per_part` as configured; else a power of two that fits a corpus of these rows and texts.
+    """Return the configured `documents_per_part`, or a power of two for a corpus of this size.
 
     Args:
         config: of the data set.
-        rows: documents that are valid, repeated ids counted in.
+        rows: number of valid documents, including those with a repeated id.
         text_bytes: of their titles and contents (:func:`text_bytes`).
     """
     if config.documents_per_part is not None:
@@ -324,7 +329,7 @@ def rows_per_part(config: AnyDataset | NewDocuments, *, rows: int, text_bytes: i
 
 
 def _power_of_two(value: int) -> int:
-    """The smallest power of two that is not below the value."""
+    """Return the smallest power of two that is not below the value."""
     return 1 << max(value - 1, 0).bit_length()
 
 
@@ -337,25 +342,25 @@ def write_parts(
     output: str,
     splitter: PassageSplitter | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Write all rows to ``{name}-{first:05d}.parquet``, ...; returns the fields of each Part.
+    """Write all rows to ``{name}-{first:05d}.parquet``, ..., and return the fields of each Part.
 
-    With a `splitter`, `rows_per_part` documents are a part, whose rows are their passages.
+    With a `splitter`, a part has `rows_per_part` documents, and its rows are their passages.
     """
-    written: dict[str, dict[str, Any]] = {}
+    parts: dict[str, dict[str, Any]] = {}
     for number, rows in enumerate(rechunk(tables, rows_per_part), first):
         divided = rows if splitter is None else splitter.divide(rows)
-        written |= write_part(divided, f"{name}-{number:05d}.parquet", output=output)
-    return written
+        parts |= write_part(divided, f"{name}-{number:05d}.parquet", output=output)
+    return parts
 
 
 def write_part(rows: pa.Table, name: str, *, output: str) -> dict[str, dict[str, Any]]:
-    """Write one part; returns its name and the fields of its Part."""
-    # One chunk: the bytes of Parquet pages depend on the chunks, which come from slices.
+    """Write one part, and return its name and the fields of its Part."""
+    # One chunk: the bytes of Parquet pages depend on the chunks, which depend on the slices.
     return {name: asdict(write_table(fs.join(output, name), rows.combine_chunks()))}
 
 
 def rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
-    """The same rows in tables of `size` (the last one may be shorter); holds two tables in memory."""
+    """Yield the rows in tables of `size` rows (the last one may be shorter); two tables are in memory."""
     waiting: list[pa.Table] = []
     for table in tables:
         start = 0
@@ -371,9 +376,9 @@ def rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
 
 
 def resume_or_clear(draft: Draft, plan: Sequence[dict[str, Any]]) -> None:
-    """Delete the parts and records of a run on other slices, or on other versions of the input files.
+    """Delete the parts and records of a run with other slices, or with other versions of the input files.
 
-    `plan` has the slices as JSON values; an empty one resumes nothing.
+    `plan` has the slices as JSON values; with an empty one, no work is resumed.
     """
     text = json.dumps(plan).encode()
     uri = draft.work("plan.json")

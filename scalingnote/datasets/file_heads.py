@@ -1,4 +1,4 @@
-"""The first rows of a file, before any work: which columns it has, and what their values are."""
+"""The first rows of a file, before any work: its columns, and the kinds of their values."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from scalingnote.datasets.input_files import (
 )
 from scalingnote.storage import filesystem as fs
 
-# Names of each column in public and in users' files, our own first.
+# Names of each column in public and in users' files, our name first.
 ID_NAMES = ("doc_id", "_id", "id", "pid", "passage_id", "chunk_id", "docid", "document_id", "url")
 TEXT_NAMES = (
     "content",
@@ -67,7 +67,7 @@ _ARROW_KINDS: dict[str, tuple[Callable[[pa.DataType], bool], ...]] = {
 }
 _HEAD_BYTES = 1 << 18  # of a file of lines
 _HEAD_ROWS = 1000  # of a Parquet file
-_STRAY_SHARE = 0.1  # of the rows of the fullest column: another with fewer is not its rival
+_STRAY_SHARE = 0.1  # of the rows of the fullest column: a column with fewer values does not count
 _SHOWN_COLUMNS = 20
 
 
@@ -78,17 +78,17 @@ class FileHead:
     uri: str
     rows: int
     kinds: Mapping[str, Counter[str]]  # column -> kind of value -> how often
-    shapes: frozenset[frozenset[str]] = frozenset()  # the columns of a row, where rows may differ
+    shapes: frozenset[frozenset[str]] = frozenset()  # the columns of each kind of row, if rows may differ
     fields: tuple[str, ...] = ()  # of a file without names: of its columns in their order
     header: bool = False  # the first line has the names
 
     def kind(self, column: str) -> str:
-        """The most frequent kind of a column's values; "" of one that is blank."""
+        """Return the most frequent kind of a column's values; "" for a blank column."""
         kinds = [kind for kind, _ in self.kinds[column].most_common() if kind]
         return kinds[0] if kinds else ""
 
     def with_values(self, columns: Iterable[str], *kinds: str) -> list[str]:
-        """Those of the columns with values of these kinds; a few rows of another file do not count."""
+        """Return the columns with values of these kinds; values in only a few rows do not count."""
         counts = {
             column: sum(self.kinds[column][kind] for kind in kinds)
             for column in columns
@@ -98,33 +98,33 @@ class FileHead:
         return [column for column, count in counts.items() if count > _STRAY_SHARE * most]
 
     def lack(self, columns: Iterable[str]) -> str:
-        """Which of the columns are missing, as the middle of an error message."""
+        """Describe the missing columns, as the middle of an error message."""
         where = "" if self.uri.endswith(".parquet") else f" in its first {_HEAD_BYTES >> 10} kB"
         return f"has no column {[*columns]}{where}, only {list_columns(self.kinds)}"
 
 
 def list_columns(columns: Iterable[str]) -> str:
-    """Names of columns for a message, of many the first ones."""
+    """Join the names of columns for a message; only the first ones if there are many."""
     names = [repr(column) for column in columns]
     more = len(names) - _SHOWN_COLUMNS
     return ", ".join(names[:_SHOWN_COLUMNS]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def columns_of(file: File) -> list[str]:
-    """The columns of a file in the order of their first occurrence, of lines in the first ones."""
+    """Return the columns of a file in the order of their first occurrence; of lines, in the first ones."""
     return list(file_head(file).kinds)
 
 
 def file_head(
     file: File, *, chosen: Sequence[str] = (), tabs: bool = False, values: bool = False
 ) -> FileHead:
-    """Look at the first rows of Parquet, JSON lines, text lines (.txt) or fields between tabs (other names).
+    """Read the first rows of Parquet, JSON lines, text lines (.txt) or fields between tabs (other names).
 
     Args:
         file: the file.
-        chosen: columns that tell a header of fields between tabs.
-        tabs: a .txt file has fields, too.
-        values: texts of Parquet are read, so that blank ones are known; else its types alone are.
+        chosen: columns that identify a header of fields between tabs.
+        tabs: whether a .txt file has fields too.
+        values: whether texts of Parquet are read, to detect blank ones; else only its types are read.
 
     Raises:
         DataError: a file is not Parquet, or its fields between tabs have no names.
@@ -136,12 +136,12 @@ def file_head(
     if file.uri.endswith(".txt") and not tabs:
         return FileHead(file.uri, file.size, {}, fields=TEXT_LINES)
     fields, header = _fields(file, chosen)
-    read = partial(delimited_lines, columns=fields, header=header)
-    return replace(_line_head(file, read), fields=fields, header=header)
+    read_lines = partial(delimited_lines, columns=fields, header=header)
+    return replace(_line_head(file, read_lines), fields=fields, header=header)
 
 
 def head_rows(piece: FileSlice, head: FileHead, columns: Sequence[str]) -> RawRows:
-    """The rows of a slice of a file under the file's own names; `columns` are read of Parquet."""
+    """Read the rows of a slice of a file under the file's own names; of Parquet, only `columns`."""
     if piece.file.is_parquet:
         return parquet_rows(piece, columns=columns)
     if not head.fields:
@@ -151,7 +151,7 @@ def head_rows(piece: FileSlice, head: FileHead, columns: Sequence[str]) -> RawRo
 
 
 def _line_head(file: File, read: Callable[[FileSlice], RawRows]) -> FileHead:
-    """The readable rows in the first bytes; where there are none, the first one after them."""
+    """Read the readable rows in the first bytes; if there are none, the first one after them."""
     size = min(file.size, _HEAD_BYTES)
     rows = list(readable_rows(read(FileSlice(file, 0, size, size))))
     rows = rows or list(islice(readable_rows(read(whole(file))), 1))
@@ -182,7 +182,7 @@ def _parquet_head(file: File, *, values: bool) -> FileHead:
     schema, rows = footer.schema.to_arrow_schema(), min(footer.num_rows, _HEAD_ROWS)
     kinds = {field.name: Counter({_arrow_kind(field.type): rows}) for field in schema}
     texts = [name for name, kind in kinds.items() if values and kind[TEXTS]]
-    if texts:  # of a file with rows
+    if texts:  # only if the file has rows
         with fs.open_input(file.uri) as source:
             first = next(pq.ParquetFile(source).iter_batches(_HEAD_ROWS, columns=texts))
         rows = len(first)
@@ -191,7 +191,7 @@ def _parquet_head(file: File, *, values: bool) -> FileHead:
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    """Strings as bytes, so that invalid UTF-8 is a text and no error."""
+    """Convert strings to bytes, so that invalid UTF-8 is a text and not an error."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     return column.cast(kind).cast(pa.large_binary())
 
@@ -202,7 +202,7 @@ def _arrow_kind(type_: pa.DataType) -> str:
 
 
 def _fields(file: File, chosen: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """The columns of a file of fields between tabs, and whether its first line names them."""
+    """Return the columns of a file of fields between tabs, and whether its first line is a header."""
     first = next(lines(file.uri, 0, file.size), b"").decode("utf-8-sig", "replace").rstrip("\r\n")
     fields = tuple(first.split("\t"))
     if len(fields) > 1 and {*fields} & {*TEXT_NAMES, *SUMMARY_NAMES, *chosen}:

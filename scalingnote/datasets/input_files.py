@@ -1,9 +1,9 @@
-"""Input files: cut into slices of work, read as raw rows; and the rows that were rejected.
+"""Input files: their division into slices, their raw rows, and the rows that were rejected.
 
     path, pattern -> File -> FileSlice (a range of bytes of lines, or of row groups of Parquet) -> RawRow
 
 Every row is in one slice, and slices are in the order of the input: files by name, then rows. A raw row is a
-dict, or the reason why its line cannot be decoded.
+dict, or an UnreadableRow with the reason why its line cannot be decoded.
 """
 
 import glob
@@ -49,12 +49,12 @@ class File:
 
     @property
     def is_parquet(self) -> bool:
-        """Whether it is Parquet, by its name."""
+        """Whether the file is Parquet, by its name."""
         return self.uri.endswith(".parquet")
 
     @property
     def is_markdown(self) -> bool:
-        """Whether it is Markdown, by its name: one document, whose id is that name."""
+        """Whether the file is Markdown, by its name: one document, with that name as its id."""
         return self.uri.endswith(MARKDOWN)
 
 
@@ -69,12 +69,12 @@ class FileSlice:
 
 
 def whole(file: File) -> FileSlice:
-    """A whole file of lines as one slice."""
+    """Return one slice for a complete file of lines."""
     return FileSlice(file, 0, file.size, file.size)
 
 
 def find_files(path: str, suffixes: tuple[str, ...] = (".jsonl", ".parquet")) -> list[File]:
-    """The files at `path`, sorted; DataError if there is none, or one of another type.
+    """Find the files at `path`, sorted; DataError if there is none, or one of another type.
 
     `path` is a file, a directory, or a pattern of ``*`` and ``?``. Below a directory, names that start with
     ``.`` or ``_`` (markers of other systems) are skipped.
@@ -88,21 +88,23 @@ def find_files(path: str, suffixes: tuple[str, ...] = (".jsonl", ".parquet")) ->
         infos = {"": top}
     else:
         selector = pafs.FileSelector(inside, recursive=True, allow_not_found=True)
-        listed = [info for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.File]
-        named = {info.path[len(inside) :].strip("/"): info for info in listed}
+        infos_below = [info for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.File]
+        by_name = {info.path[len(inside) :].strip("/"): info for info in infos_below}
         pattern = _pattern(path[len(base) :].strip("/"))
-        infos = {name: info for name, info in named.items() if pattern.fullmatch(name)}
+        infos = {name: info for name, info in by_name.items() if pattern.fullmatch(name)}
     if not infos:
         raise DataError(f"no file at {path}: check the path")
     files = [
         File(fs.join(base, name) if name else base, info.size, info.mtime_ns or 0)
         for name, info in sorted(infos.items())
     ]
-    if wrong := [file.uri for file in files if not file.uri.endswith(suffixes)]:
+    if wrong_uris := [file.uri for file in files if not file.uri.endswith(suffixes)]:
         kinds = " nor ".join(suffixes)
-        fits = next((suffix for file in files for suffix in suffixes if file.uri.endswith(suffix)), None)
-        example = f", such as '{base}/**/*{fits}'" if fits else ""
-        raise DataError(f"{wrong[0]} is neither {kinds}: convert it or narrow the path{example}")
+        known_suffix = next(
+            (suffix for file in files for suffix in suffixes if file.uri.endswith(suffix)), None
+        )
+        example = f", such as '{base}/**/*{known_suffix}'" if known_suffix else ""
+        raise DataError(f"{wrong_uris[0]} is neither {kinds}: convert it or narrow the path{example}")
     return files
 
 
@@ -114,9 +116,9 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def cut(files: Sequence[File], *, limit: int | None = None) -> list[FileSlice]:
-    """Slices of at most `limit` bytes, if row groups of Parquet are not larger.
+    """Divide files into slices of at most `limit` bytes, if row groups of Parquet are not larger.
 
-    By default, they have SLICE_BYTES, or more if there would be more than about MAX_SLICES.
+    By default, the limit is SLICE_BYTES, or more if there would be more than about MAX_SLICES slices.
     """
     size = limit or max(SLICE_BYTES, sum(file.size for file in files) // MAX_SLICES)
     return list(chain.from_iterable(fs.map_files(partial(_cut_file, limit=size), files)))
@@ -133,7 +135,7 @@ def _cut_file(file: File, *, limit: int) -> list[FileSlice]:
 
 
 def parquet_footer(uri: str) -> pq.FileMetaData:
-    """The footer of a Parquet file; DataError for another file."""
+    """Read the footer of a Parquet file; DataError for another file."""
     try:
         with fs.open_input(uri) as source:
             return pq.read_metadata(source)
@@ -142,7 +144,7 @@ def parquet_footer(uri: str) -> pq.FileMetaData:
 
 
 def lines(uri: str, start: int, stop: int) -> Iterator[bytes]:
-    """The lines of a file whose first byte lies in [start, stop), with their ends."""
+    """Yield the lines of a file that begin in [start, stop), with their line ends."""
     # Read from one byte earlier: a newline there means that a line begins at `start`.
     position = max(start - 1, 0)
     buffered = min(max(stop - position, 1), fs.BLOCK_BYTES)
@@ -172,11 +174,11 @@ RawRows = Iterable[RawRow | UnreadableRow]
 
 @dataclass(frozen=True)
 class FileRows:
-    """The raw rows of a slice of a file, read again by each iteration, in any process."""
+    """The raw rows of a slice of a file; each iteration reads them again, in any process."""
 
     part: FileSlice
     read: Callable[[FileSlice], RawRows]
-    columns: frozenset[str] | None = None  # which rows may have; None: those that some rows have
+    columns: frozenset[str] | None = None  # that rows may have; None: those that occur in some row
 
     def __iter__(self) -> Iterator[RawRow | UnreadableRow]:
         return iter(self.read(self.part))
@@ -184,14 +186,14 @@ class FileRows:
 
 @dataclass(frozen=True)
 class FileColumns:
-    """A slice of a Parquet file, which is read by columns: our name -> the file's."""
+    """A slice of a Parquet file, which is read by columns (our name -> the file's)."""
 
     part: FileSlice
     columns: Mapping[str, str]
-    first: int | None = None  # number of the first row, where rows without an id are numbered
+    first: int | None = None  # number of the first row, if rows without an id are numbered
 
 
-# What one task reads of a table; a list has rows that are in no file.
+# Input of one task from a table; a list has rows that are not in a file.
 InputSlice = FileRows | FileColumns | list[RawRow | UnreadableRow]
 
 
@@ -199,9 +201,9 @@ InputSlice = FileRows | FileColumns | list[RawRow | UnreadableRow]
 class Source:
     """The slices of each table of a data source, documents first; columns are named as in ``storage.schema``.
 
-    A query may have a `split`; without one, the split is drawn by group. `features` are the types of document
-    columns beyond the five that all of them have, `profile` those of user columns beyond the id. The manifest
-    has the `notes`.
+    A query may have a `split`; otherwise the split is drawn by group. `features` are the types of further
+    document columns, in addition to the five of all documents. `profile` are the types of user columns other
+    than the id. The `notes` are stored in the manifest.
     """
 
     tables: Mapping[str, Sequence[InputSlice]]
@@ -210,36 +212,36 @@ class Source:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def rows(self, table: str) -> Iterator[RawRow | UnreadableRow]:
-        """The rows of a table that is read row by row."""
+        """Yield the rows of a table that is read row by row."""
         for rows in self.tables.get(table, ()):
             assert not isinstance(rows, FileColumns)
             yield from rows
 
     def parts(self, tables: Collection[str] | None = None) -> list[FileSlice]:
-        """The slices of files, of all tables or of some."""
-        chosen = (name for name in self.tables if tables is None or name in tables)
-        return [rows.part for name in chosen for rows in self.tables[name] if not isinstance(rows, list)]
+        """List the slices of files, of all tables or of some."""
+        names = (name for name in self.tables if tables is None or name in tables)
+        return [rows.part for name in names for rows in self.tables[name] if not isinstance(rows, list)]
 
 
 def rename(row: RawRow | UnreadableRow, columns: Mapping[str, str]) -> RawRow | UnreadableRow:
-    """A row under our names (`columns`: ours -> the file's); an unreadable row as it is."""
+    """Rename the columns of a row (`columns`: ours -> the file's); an unreadable row stays as it is."""
     if isinstance(row, UnreadableRow):
         return row
     return {ours: row[column] for ours, column in columns.items() if column in row}
 
 
 def readable_rows(rows: RawRows) -> Iterator[RawRow]:
-    """The rows that could be read: for a second table from a file whose unreadable rows are counted."""
+    """Yield only readable rows, for a second read of a file whose unreadable rows are counted elsewhere."""
     return (row for row in rows if isinstance(row, dict))
 
 
 def text_id(text: str, *, prefix: str) -> str:
-    """An id that is equal for equal texts, ignoring case."""
+    """Compute an id that is equal for equal texts, ignoring case."""
     return f"{prefix}-{hashlib.sha256(text.casefold().encode('utf-8', 'replace')).hexdigest()[:16]}"
 
 
 def json_lines(piece: FileSlice) -> Iterator[RawRow | UnreadableRow]:
-    """The JSON object of each line that is not blank."""
+    """Yield the JSON object of each line that is not blank."""
     for line in lines(piece.file.uri, piece.start, piece.stop):
         if not line.strip():
             continue
@@ -247,7 +249,7 @@ def json_lines(piece: FileSlice) -> Iterator[RawRow | UnreadableRow]:
             value = json.loads(line)
         except UnicodeDecodeError:
             yield UnreadableRow(_beginning(line), "invalid UTF-8")
-        except (ValueError, RecursionError):  # the second of lists in lists, some thousand deep
+        except (ValueError, RecursionError):  # RecursionError: lists in lists, some thousand levels deep
             yield UnreadableRow(_beginning(line), "invalid JSON")
         else:
             yield value if isinstance(value, dict) else UnreadableRow(_beginning(line), "not a JSON object")
@@ -256,7 +258,7 @@ def json_lines(piece: FileSlice) -> Iterator[RawRow | UnreadableRow]:
 def delimited_lines(
     piece: FileSlice, *, columns: Sequence[str], separator: str = "\t", header: bool = False
 ) -> Iterator[RawRow | UnreadableRow]:
-    """Lines of fields without quoting (TREC and MS MARCO files); `separator` " " means any white space."""
+    """Yield lines of fields without quoting (TREC, MS MARCO); `separator` " " means any white space."""
     for number, line in enumerate(lines(piece.file.uri, piece.start, piece.stop), min(piece.start, 1)):
         if (header and number == 0) or not line.strip():
             continue
@@ -274,7 +276,7 @@ def delimited_lines(
 
 
 def parquet_rows(piece: FileSlice, *, columns: Sequence[str]) -> Iterator[RawRow]:
-    """Rows of a slice of a Parquet file, one batch in memory at a time."""
+    """Yield the rows of a slice of a Parquet file, with one batch in memory at a time."""
     with fs.open_input(piece.file.uri) as source:
         groups = range(piece.start, piece.stop)
         for batch in pq.ParquetFile(source).iter_batches(8192, row_groups=groups, columns=list(columns)):
@@ -282,11 +284,11 @@ def parquet_rows(piece: FileSlice, *, columns: Sequence[str]) -> Iterator[RawRow
 
 
 def match_files(pattern: str) -> list[Path]:
-    """The files and folders of a path or glob (`**`: any folders), sorted; DataError if there are none."""
-    found = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
-    if not found:
+    """Find the files and folders of a path or glob (`**`: any folders), sorted; DataError if none."""
+    paths = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
+    if not paths:
         raise DataError(f"no file at {pattern}: check the path")
-    return found
+    return paths
 
 
 def _beginning(line: bytes) -> str:
@@ -312,7 +314,7 @@ class Quarantine:
         self._add_examples(table, reason, [row], count=1)
 
     def reject_where(self, table: str, reason: str, rows: pa.Table, which: Bool[ndarray, " rows"]) -> None:
-        """Set the rows of `rows` aside where `which` is true."""
+        """Set the rows aside for which `which` is true."""
         numbers = np.flatnonzero(which)
         if len(numbers):
             first = printable_rows(rows.take(pa.array(numbers[:KEPT_PER_REASON])))
@@ -321,19 +323,19 @@ class Quarantine:
     def _add_examples(self, table: str, reason: str, first: Sequence[Any], *, count: int) -> None:
         self.rejected[f"{table}: {reason}"] += count
         room = KEPT_PER_REASON - self._kept[table, reason]
-        kept = [{"table": table, "row": shown_row(row), "reason": reason} for row in first[:room]]
-        self._kept[table, reason] += len(kept)
-        self._rows += kept
+        examples = [{"table": table, "row": shown_row(row), "reason": reason} for row in first[:room]]
+        self._kept[table, reason] += len(examples)
+        self._rows += examples
 
     def store(self, uri: str) -> JsonRecord:
-        """Write the rows that are kept to `uri`; returns the counts, as JSON values for :meth:`add`."""
+        """Write the kept rows to `uri`, and return the counts as JSON values for :meth:`add`."""
         if self._rows:
             write_table(uri, pa.Table.from_pylist(self._rows, schema=REJECTED))
         counts = {name: dict(getattr(self, name)) for name in _COUNTERS}
         return counts | {"kept": uri if self._rows else None}
 
     def add(self, stored: JsonRecord) -> None:
-        """Add what another quarantine stored, whose rows come later."""
+        """Add the stored counts and rows of another quarantine, with rows that come later."""
         for name in _COUNTERS:
             getattr(self, name).update(stored[name])
         for row in read_table(stored["kept"]).to_pylist() if stored["kept"] else ():
@@ -343,27 +345,27 @@ class Quarantine:
                 self._rows.append(row)
 
     def reasons(self, *, of: str = "") -> str:
-        """The most frequent reasons, or those of one table, as the end of an error message."""
+        """Format the most frequent reasons, of all tables or of one, as the end of an error message."""
         counted = Counter({reason: n for reason, n in self.rejected.items() if reason.startswith(of)})
-        worst = ", ".join(f"{count:,} x {reason}" for reason, count in counted.most_common(3))
-        return f"; set aside: {worst}" if worst else ""
+        most_frequent = ", ".join(f"{count:,} x {reason}" for reason, count in counted.most_common(3))
+        return f"; set aside: {most_frequent}" if most_frequent else ""
 
     def table(self) -> pa.Table:
-        """REJECTED: a limited number of rows of each table and reason, sorted by them."""
+        """Return a limited number of rows of each table and reason (REJECTED), sorted by them."""
         rows = sorted(self._rows, key=lambda row: (row["table"], row["reason"]))
         return pa.Table.from_pylist(rows, schema=REJECTED)
 
 
 def shown_row(row: str | dict[str, Any]) -> str:
-    """The beginning of a rejected row, as text that can be stored."""
+    """Return the beginning of a rejected row, as text that can be stored."""
     if not isinstance(row, str):
-        # A long value is cut before it is formatted: a row may hold a megabyte.
+        # A long value is cut before it is formatted: a row may have a megabyte.
         row = repr({key: v[:SHOWN_CHARS] if isinstance(v, str | bytes) else v for key, v in row.items()})
     return row[:SHOWN_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
 def printable_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows as Python values that can be printed, also for invalid UTF-8 and out-of-range timestamps."""
+    """Convert rows to Python values that can be printed, also invalid UTF-8 and out-of-range timestamps."""
     columns = {}
     for name in table.column_names:
         column = plain_column(table, name)
@@ -378,7 +380,7 @@ def printable_rows(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def plain_column(rows: pa.Table, name: str) -> pa.Array:
-    """One array of a plain type; nulls where the file has no such column."""
+    """Return a column as one array of a plain type; nulls if the table has no such column."""
     if name not in rows.column_names:
         return pa.nulls(len(rows))
     column = rows[name].combine_chunks()

@@ -3,9 +3,9 @@
     input -> slices -> check -> `documents` by id -> `supervision` by query -> manifest
 
 Tasks read and write files and return a record of a few hundred bytes: no row passes through the driver or
-Ray's object store. They run on Ray where the input is more than a slice of documents and a bucket of other
-rows, else in this process. Records of finished tasks are kept after a kill as long as the input is unchanged;
-the other tasks write the same files again.
+Ray's object store. They run on Ray if the input is larger than a slice of documents and a bucket of other
+rows, else in this process. After a kill, records of finished tasks are kept if the input is unchanged; the
+other tasks write the same files again.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
 
 
 def prepare_documents(config: NewDocuments, *, output: str) -> Artifact:
-    """Build a data set of documents only, with the checks of :func:`run`: input of a live index."""
+    """Build a data set of documents only, with the checks of :func:`run`, as input of a live index."""
     return _run(config, output, readers.read_documents)
 
 
@@ -81,22 +81,24 @@ def _bytes_of(source: Source, tables: Sequence[str]) -> int:
 
 
 def _bytes_beside(source: Source) -> int:
-    """Size of the slices of all tables but the documents."""
+    """Add up the sizes of the slices of all tables except the documents."""
     return _bytes_of(source, [table for table in source.tables if table != "documents"])
 
 
 def build(config: AnyDataset | NewDocuments, source: Source, draft: Draft, *, each: TaskRunner) -> Artifact:
     """Build the data set of a source; `each` runs the tasks."""
     in_files = not any(isinstance(rows, list) for table in source.tables.values() for rows in table)
-    # Rows that are not in files are read anew: nothing is resumed.
+    # Rows that are not in files are read again: no work is resumed.
     plan = [{"table": t, **asdict(p)} for t in source.tables for p in source.parts([t])] if in_files else []
     documents.resume_or_clear(draft, plan)
     if config.passages is not None:
-        if taken := sorted({*PASSAGE.names} & {*source.features.names}):
-            raise ConfigError(f"dataset.passages adds a column {taken[0]!r}, rename that of the documents")
+        if conflicts := sorted({*PASSAGE.names} & {*source.features.names}):
+            raise ConfigError(
+                f"dataset.passages adds a column {conflicts[0]!r}: rename that of the documents"
+            )
         tokenizer = passages.tokenizer_json(_counting_model(config.passages))
         draft.write_bytes(passages.TOKENIZER, tokenizer)
-    slices = [(table, rows) for table, found in source.tables.items() for rows in found]
+    slices = [(table, rows) for table, table_slices in source.tables.items() for rows in table_slices]
     context = PrepareContext(
         config,
         source.features,
@@ -106,26 +108,26 @@ def build(config: AnyDataset | NewDocuments, source: Source, draft: Draft, *, ea
         output=draft.uri,
     )
     quarantine = Quarantine()
-    do = partial(_run_step, each=each, quarantine=quarantine, draft=draft)
-    checked = do("check", partial(documents.check_slice, context=context), slices)
+    run_step = partial(_run_step, each=each, quarantine=quarantine, draft=draft)
+    checked = run_step("check", partial(documents.check_slice, context=context), slices)
     context = _plan_buckets(context, source, checked, quarantine)
-    parts, facts = _write_documents(context, checked, do, quarantine)
+    parts, facts = _write_documents(context, checked, run_step, quarantine)
     if not isinstance(config, NewDocuments):
-        facts |= _write_supervision(context, checked, parts, do, quarantine)
+        facts |= _write_supervision(context, checked, parts, run_step, quarantine)
     return _commit(config, draft, quarantine, facts | source.notes)
 
 
 def _counting_model(config: Passages) -> str:
-    """ConfigError where no model is named to count tokens by."""
+    """Return the model whose tokenizer counts; ConfigError if none is configured."""
     if config.tokenizer is None:
-        raise ConfigError("dataset.passages counts tokens as a model does: set dataset.passages.tokenizer")
+        raise ConfigError("dataset.passages counts the tokens of a model: set dataset.passages.tokenizer")
     return config.tokenizer
 
 
 def _run_step(
     name: str, task: Any, items: Sequence[Any], *, each: TaskRunner, quarantine: Quarantine, draft: Draft
 ) -> list[Any]:
-    """Run the tasks of a step; add what they rejected and counted, and register the parts that they wrote."""
+    """Run the tasks of a step, add up their rejected rows and counts, and register their parts."""
     work = draft.work()
     records = run_slices(name, task, items, folder=work, each=each, section="datasets", unit="tasks")
     for record in records:
@@ -139,11 +141,11 @@ def _run_step(
 def _plan_buckets(
     context: PrepareContext, source: Source, checked: Sequence[JsonRecord], quarantine: Quarantine
 ) -> PrepareContext:
-    """The context with the number of buckets of queries, and the windows of a log."""
+    """Return the context with the number of buckets of queries, and the windows of a log."""
     config, size = context.config, _bytes_beside(source)
-    beside = [record for record in checked if record["table"] != "documents"]
+    other_records = [record for record in checked if record["table"] != "documents"]
     if not isinstance(config, Logs):
-        many = sum(record["rows"] for record in beside) > supervision.MAX_TASK_ROWS
+        many = sum(record["rows"] for record in other_records) > supervision.MAX_TASK_ROWS
         return replace(context, query_buckets=max(-(-size // BUCKET_BYTES), 2) if many else 1)
     if size // config.parts > _MAX_LOG_BUCKET_BYTES:
         log.warning(
@@ -151,7 +153,7 @@ def _plan_buckets(
             f"{size // config.parts // 10**6:,}",
             config.parts,
         )
-    spans = [(record["first"], record["last"]) for record in beside if "first" in record]
+    spans = [(record["first"], record["last"]) for record in other_records if "first" in record]
     if not spans:
         raise DataError(f"logs: no usable row of impressions{quarantine.reasons(of='impressions')}")
     first, last = min(start for start, _ in spans), max(end for _, end in spans)
@@ -168,10 +170,10 @@ def _write_documents(
     do: _Steps,
     quarantine: Quarantine,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Write the parts of documents; returns their names and facts for the manifest."""
+    """Write the parts of documents, and return their names and facts for the manifest."""
     config = context.config
-    own = [record for record in checked if record["table"] == "documents"]
-    rows, texts = (sum(record[name] for record in own) for name in ("rows", "text_bytes"))
+    slice_records = [record for record in checked if record["table"] == "documents"]
+    rows, texts = (sum(record[name] for record in slice_records) for name in ("rows", "text_bytes"))
     size = config.max_documents if isinstance(config, SampledDataset) else None
     if size is not None and rows > size:
         texts = texts * size // rows
@@ -179,32 +181,34 @@ def _write_documents(
         config, rows=rows if size is None else min(rows, size), text_bytes=texts
     )
     find = partial(documents.find_ids, context=context, per_part=per_part)
-    written = do("ids", find, range(context.id_buckets))
-    whole = sum(record["documents"] for record in written)
+    records = do("ids", find, range(context.id_buckets))
+    documents_count = sum(record["documents"] for record in records)
     if not context.by_time:
         dropped = Counter[str]()
-        for record in written:
+        for record in records:
             dropped.update(record["repeats"])
         left_out = Counter[str]()
         if isinstance(config, SampledDataset) and size is not None:
             (counts,) = do("choose", partial(documents.choose, context=context), [(size, config.seed)])
             left_out.update(counts)
         quarantine.left_out["documents"] += left_out.total()
-        kept = [record["rows"] - (dropped + left_out)[str(n)] for n, record in enumerate(own)]
-        whole = sum(kept)
-        _require_fewer(context, whole, checked)
-        sections = documents.plan_sections(kept, per_part)
-        written = do("write", partial(documents.write_section, context=context), sections)
-    parts = {name: part["rows"] for record in written for name, part in record["parts"].items()}
+        kept_counts = [
+            record["rows"] - (dropped + left_out)[str(n)] for n, record in enumerate(slice_records)
+        ]
+        documents_count = sum(kept_counts)
+        _require_fewer(context, documents_count, checked)
+        sections = documents.plan_sections(kept_counts, per_part)
+        records = do("write", partial(documents.write_section, context=context), sections)
+    parts = {name: part["rows"] for record in records for name, part in record["parts"].items()}
     quarantine.counts["documents"] += sum(parts.values())
     if not parts:
         raise DataError(f"{config.name}: no usable row of documents{quarantine.reasons(of='documents')}")
-    divided = {} if config.passages is None else {"whole_documents": whole}
+    divided = {} if config.passages is None else {"whole_documents": documents_count}
     return list(parts), {"documents_per_part": per_part} | divided
 
 
 def _require_fewer(context: PrepareContext, rows: int, checked: Sequence[JsonRecord]) -> None:
-    """DataError if there are more documents than clicks can be simulated for."""
+    """Raise DataError if there are more documents than clicks can be simulated for."""
     if rows > MAX_SIMULATED_DOCUMENTS and _clicks_to_simulate(context, checked):
         raise DataError(
             f"{context.config.name}: {rows:,} documents, but clicks are simulated for "
@@ -214,13 +218,13 @@ def _require_fewer(context: PrepareContext, rows: int, checked: Sequence[JsonRec
 
 
 def _clicks_to_simulate(context: PrepareContext, checked: Sequence[JsonRecord]) -> PositionClicks | None:
-    """The click model, if the source has queries and no impressions."""
+    """Return the click model if the source has queries and no impressions, else None."""
     tables = {record["table"] for record in checked if record["rows"]}
     model: PositionClicks | None = getattr(context.config, "click_model", None)
     return model if "queries" in tables and "impressions" not in tables else None
 
 
-# --- the tables beside the documents ----------------------------------------------------------------------
+# --- the other tables -------------------------------------------------------------------------------------
 
 
 def _write_supervision(
@@ -230,16 +234,18 @@ def _write_supervision(
     do: _Steps,
     quarantine: Quarantine,
 ) -> dict[str, Any]:
-    """Write the tables beside the documents, of which `parts` are there; returns facts for the manifest."""
-    beside = [(n, record["table"]) for n, record in enumerate(checked) if record["table"] != "documents"]
-    do("route", partial(supervision.route_slice, context=context), beside)
+    """Write all tables except the documents, which have these `parts`; return facts for the manifest."""
+    other_slices = [
+        (n, record["table"]) for n, record in enumerate(checked) if record["table"] != "documents"
+    ]
+    do("route", partial(supervision.route_slice, context=context), other_slices)
     buckets = range(context.query_buckets)
     if context.by_time:
         do("queries", partial(supervision.write_log_queries, context=context), buckets)
         return _describe_windows(context, checked, quarantine)
     judge = partial(supervision.judge_queries, context=context, documents=parts)
     judged = do("judge", judge, buckets)
-    if beside and not any(record["queries"] for record in judged):
+    if other_slices and not any(record["queries"] for record in judged):
         raise DataError(
             f"{context.config.name}: no query with a relevant document remains{quarantine.reasons()}"
         )
@@ -257,7 +263,7 @@ def _write_supervision(
 
 
 def _warn_of_one_side(config: Any, counts: Counter[str], *, undecided: bool) -> None:
-    """Warn if a split that was drawn has no query on one side."""
+    """Warn if a drawn split has no query on one side."""
     train, test = counts["train_queries"], counts["test_queries"]
     if undecided and 0 < config.test_fraction < 1 and not (train and test):
         log.warning(
@@ -292,7 +298,7 @@ def _describe_windows(
 def _commit(
     config: AnyDataset | NewDocuments, draft: Draft, quarantine: Quarantine, facts: dict[str, Any]
 ) -> Artifact:
-    """Commit the data set with the numbers of rows that were written, rejected, repaired and left out."""
+    """Commit the data set with the numbers of written, rejected, repaired and omitted rows."""
     draft.write_table("rejected.parquet", quarantine.table())
     counts = dict.fromkeys(_COUNTS, 0) | dict(quarantine.counts)
     counts["rejected"] = sum(quarantine.rejected.values())
@@ -305,20 +311,19 @@ def _commit(
         left_out=_above_zero(quarantine.left_out),
         **facts,
     )
-    shown = ("documents", "impressions", "train_queries", "test_queries", "rejected")
-    whole = f"{facts['whole_documents']:,} documents as " if "whole_documents" in facts else ""
+    count_names = ("documents", "impressions", "train_queries", "test_queries", "rejected")
+    prefix = f"{facts['whole_documents']:,} documents as " if "whole_documents" in facts else ""
     log.info(
         "%s: %s%s %s, %s impressions, %s train and %s test queries, %s rejected rows -> %s",
         config.name,
-        whole,
+        prefix,
         f"{counts['documents']:,}",
-        "passages" if whole else "documents",
-        *(f"{counts[name]:,}" for name in shown[1:]),
+        "passages" if prefix else "documents",
+        *(f"{counts[name]:,}" for name in count_names[1:]),
         draft.uri,
     )
     return artifact
 
 
 def _above_zero(counts: Counter[str]) -> dict[str, int]:
-    """Counts without the zeros."""
     return {name: count for name, count in sorted(counts.items()) if count}

@@ -1,7 +1,8 @@
-"""Columns of a user's documents: which one is the id, the title and the text, by known names or as chosen.
+"""Columns of a user's documents: id, title and text, by known names or as the caller chose.
 
-A file is judged by its first rows, before any work: columns of known names are read, those that the caller
-chose in their place. A file with none, or with two that may be the text, is an error that names its columns.
+The layout of a file is found from its first rows, before any work. Columns with known names are read, unless
+the caller chose others. A file without a text column, or with two candidates, is an error that lists its
+columns.
 """
 
 import functools
@@ -29,7 +30,7 @@ from scalingnote.datasets.input_files import File, RawRow, UnreadableRow, shown_
 from scalingnote.storage import filesystem as fs
 
 log = get_logger("datasets")
-# What these columns of id and text are called together.
+# Names of public layouts with these columns of id and text.
 _LAYOUTS = {
     ("_id", "text"): "BEIR",
     ("id", "contents"): "Pyserini",
@@ -38,13 +39,13 @@ _LAYOUTS = {
     ("docid", "body"): "MS MARCO documents",
     ("docid", "segment"): "MS MARCO segments",
 }
-_BLANK_SHARE = 0.9  # of the first rows: a warning
+_BLANK_SHARE = 0.9  # of the first rows: with more blank ones, a warning is logged
 _OPTIONS = {"content": "text", "doc_id": "id", "title": "title"}
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where the columns of a file are found."""
+    """The columns of a file that are read."""
 
     columns: Mapping[str, str]  # our name -> the file's
     head: FileHead
@@ -53,12 +54,12 @@ class FileLayout:
     @functools.cached_property
     def unread(self) -> list[str]:
         """Columns of the file that are not read."""
-        read = set(self.columns.values())
-        return [column for column in self.head.kinds if column not in read]
+        columns_read = set(self.columns.values())
+        return [column for column in self.head.kinds if column not in columns_read]
 
     @functools.cached_property
     def _usual(self) -> dict[str, set[str]]:
-        """Columns of the first rows that have an id, and of those that have a text."""
+        """All columns of the first rows that have an id, and of the first rows that have a text."""
         return {
             ours: set[str]().union(*(shape for shape in self.head.shapes if column in shape))
             for ours, column in self.columns.items()
@@ -66,45 +67,47 @@ class FileLayout:
         }
 
     def __str__(self) -> str:
-        """Every column that is read and every other one."""
+        """Describe the columns that are read and the others."""
         absent = {"content": "no text", "doc_id": "ids are numbers of rows", "title": "no title"}
-        said = [
+        phrases = [
             f"{_OPTIONS.get(ours, ours)} from {self.columns[ours]!r}"
             if ours in self.columns
             else absent[ours]
             for ours in dict.fromkeys((*_OPTIONS, *self.columns))
         ]
         unread = f"; not read: {list_columns(self.unread)}" if self.unread else ""
-        return ", ".join(said) + (f" ({self.name} layout)" if self.name else "") + unread
+        return ", ".join(phrases) + (f" ({self.name} layout)" if self.name else "") + unread
 
     def is_like(self, other: "FileLayout") -> bool:
-        """Whether id and text have the same columns; files without rows are like all."""
-        same = all(self.columns.get(name) == other.columns.get(name) for name in ("doc_id", "content"))
-        return same or not (self.head.rows and other.head.rows)
+        """Return whether id and text have the same columns; a file without rows is like any other."""
+        same_columns = all(
+            self.columns.get(name) == other.columns.get(name) for name in ("doc_id", "content")
+        )
+        return same_columns or not (self.head.rows and other.head.rows)
 
     def row(self, row: RawRow) -> RawRow | UnreadableRow:
-        """A row of the file under our names; one of other columns than the first rows is set aside."""
-        for ours, known in (("content", TEXT_NAMES), ("doc_id", ID_NAMES)):
+        """Rename a row of the file to our names; UnreadableRow if its columns differ from the first rows."""
+        for ours, known_names in (("content", TEXT_NAMES), ("doc_id", ID_NAMES)):
             column = self.columns.get(ours)
             if column in row or (column is None and ours == "doc_id"):
                 continue
             others = {
                 name
-                for name in row.keys() & {*known} - {*self.columns.values()}
+                for name in row.keys() & {*known_names} - {*self.columns.values()}
                 if ours == "doc_id" or isinstance(row[name], str | bytes)
             }
             if others or (column is not None and row.keys() - self._usual[ours]):
                 return UnreadableRow(
                     shown_row(row), f"its {_OPTIONS[ours]} is not in the column of the first rows"
                 )
-        found = {name: row[column] for name, column in self.columns.items() if column in row}
+        our_row = {name: row[column] for name, column in self.columns.items() if column in row}
         if self.columns.get("content") == "contents":
-            found["content"] = without_title(found.get("content"), found.get("title"))
-        return found
+            our_row["content"] = without_title(our_row.get("content"), our_row.get("title"))
+        return our_row
 
 
 def without_title(content: Any, title: Any) -> Any:
-    """Contents of Pyserini, which begin with the title, without it; the title has a column of its own."""
+    """Remove the title at the beginning of Pyserini's contents, because the title is a separate column."""
     if title and {type(content), type(title)} in ({str}, {bytes}) and content.startswith(title):
         rest = content[len(title) :]
         if rest[:1] in ("\n", b"\n"):
@@ -120,20 +123,22 @@ def find_layouts(
     numbered: bool = False,
     tabs: bool = False,
 ) -> dict[File, FileLayout]:
-    """The layout of each file.
+    """Find the layout of each file.
 
     Args:
         files: Parquet, JSON lines, text lines (.txt), or fields separated by tabs (any other name).
         columns: our names -> those of the file, as the caller chose them; they are not guessed.
-        names: our columns that are read; those that are no id, title or text by these names only.
-        numbered: files without ids are read, their rows are numbered.
-        tabs: a .txt file has fields, too.
+        names: our columns that are read; those other than id, title and text only by these names.
+        numbered: whether files without ids are read, with their rows numbered.
+        tabs: whether a .txt file has fields too.
 
     Raises:
-        DataError: a file lacks a column that was chosen, has none of a known name, or several texts.
+        DataError: a file lacks a chosen column, has no column of a known name, or several texts.
     """
-    look = functools.partial(_layout_of, columns=dict(columns), names=names, numbered=numbered, tabs=tabs)
-    return dict(zip(files, fs.map_files(look, files), strict=True))
+    find_layout = functools.partial(
+        _layout_of, columns=dict(columns), names=names, numbered=numbered, tabs=tabs
+    )
+    return dict(zip(files, fs.map_files(find_layout, files), strict=True))
 
 
 def _layout_of(
@@ -143,25 +148,29 @@ def _layout_of(
     if head.fields == TEXT_LINES:
         if columns:
             raise DataError(
-                f"{file.uri} has a text a line and no columns to choose: leave it out of the path"
+                f"{file.uri} has one text per line and no columns to choose: leave it out of the path"
             )
         return FileLayout({"content": "line"}, head, "text lines")
     if missing := [column for column in columns.values() if column not in head.kinds and head.rows]:
         raise DataError(f"{file.uri} {head.lack(missing)}: choose one of them")
-    found = dict(columns)
-    found |= {name: name for name in names if name not in {*_OPTIONS, *found} and name in head.kinds}
-    for ours, choose in (("content", _content), ("doc_id", _doc_id), ("title", _title)):
-        if ours in names and ours not in found:
-            column = choose(head, taken=set(found.values()))
-            found |= {} if column is None else {ours: column}
-    for ours, column in found.items():
+    our_columns = dict(columns)
+    our_columns |= {
+        name: name for name in names if name not in {*_OPTIONS, *our_columns} and name in head.kinds
+    }
+    for ours, choose_column in (("content", _content), ("doc_id", _doc_id), ("title", _title)):
+        if ours in names and ours not in our_columns:
+            column = choose_column(head, taken=set(our_columns.values()))
+            our_columns |= {} if column is None else {ours: column}
+    for ours, column in our_columns.items():
         if ours in _OPTIONS and head.rows and head.kind(column) in (LISTS, OBJECTS):
             raise DataError(
                 f"{file.uri}: column {column!r} holds {head.kind(column)}, the {_OPTIONS[ours]} of a row is "
                 f"one string: join the values, or {_how(ours)}"
             )
-    name = "" if columns else _LAYOUTS.get((found.get("doc_id", ""), found.get("content", "")), "")
-    layout = FileLayout(found, head, name)
+    name = (
+        "" if columns else _LAYOUTS.get((our_columns.get("doc_id", ""), our_columns.get("content", "")), "")
+    )
+    layout = FileLayout(our_columns, head, name)
     if head.rows:
         _check(layout, numbered=numbered)
     return layout
@@ -171,15 +180,17 @@ def _content(head: FileHead, *, taken: set[str]) -> str | None:
     texts = head.with_values([name for name in (*TEXT_NAMES, *SUMMARY_NAMES) if name not in taken], TEXTS)
     if TEXT_NAMES[0] in texts:
         return TEXT_NAMES[0]
-    chosen = [name for name in texts if name in TEXT_NAMES] or texts
-    if len(chosen) > 1:
+    preferred = [name for name in texts if name in TEXT_NAMES] or texts
+    if len(preferred) > 1:
         raise DataError(
-            f"{head.uri} has several columns that may be the text, {list_columns(chosen)}: {_how('content')}"
+            f"{head.uri} has several columns that may be the text, {list_columns(preferred)}: "
+            f"{_how('content')}"
         )
-    # Else a column that is blank in the first rows, or has texts in lists; numbers are those of a chunk.
-    others = [name for name in (*TEXT_NAMES, *SUMMARY_NAMES) if name in head.kinds and name not in taken]
+    # Else a column that is blank in the first rows, or has texts in lists; numbers are numbers of chunks.
+    fallbacks = [name for name in (*TEXT_NAMES, *SUMMARY_NAMES) if name in head.kinds and name not in taken]
     return next(
-        iter((*chosen, *(name for name in others if head.kind(name) in ("", TEXTS, LISTS, OBJECTS)))), None
+        iter((*preferred, *(name for name in fallbacks if head.kind(name) in ("", TEXTS, LISTS, OBJECTS)))),
+        None,
     )
 
 
@@ -194,7 +205,7 @@ def _title(head: FileHead, *, taken: set[str]) -> str | None:
 
 
 def _check(layout: FileLayout, *, numbered: bool) -> None:
-    """DataError for a layout without texts or, if needed, ids; a warning where texts are blank."""
+    """Raise DataError for a layout without texts or, if needed, ids; warn if most texts are blank."""
     head, content = layout.head, layout.columns.get("content")
     others = [column for column in layout.unread if head.kind(column) == TEXTS]
     if content is None and (others or "title" not in layout.columns):
@@ -210,7 +221,7 @@ def _check(layout: FileLayout, *, numbered: bool) -> None:
     blank = 0 if content is None else head.kinds[content][""] + head.rows - head.kinds[content].total()
     if blank >= _BLANK_SHARE * head.rows:
         log.warning(
-            "%s: column %r is empty in %d of the first %d rows, whose titles alone are read: if wrong, %s",
+            "%s: column %r is empty in %d of the first %d rows, only their titles are read: if wrong, %s",
             *(head.uri, content, blank, head.rows, _how("content")),
         )
 
@@ -224,17 +235,17 @@ def _how(ours: str) -> str:
 
 
 def tell(layouts: Mapping[File, FileLayout]) -> None:
-    """Log each layout, once, and the files that have it."""
+    """Log each layout once, with the files that have it."""
     files: dict[str, list[str]] = {}
     for file, layout in layouts.items():
         if layout.head.rows:
             files.setdefault(str(layout), []).append(file.uri)
-    for told, uris in files.items():
+    for description, uris in files.items():
         more = f" and {len(uris) - 1:,} more" if len(uris) > 1 else ""
-        _say(f"{uris[0]}{more}: {told}")
+        _say(f"{uris[0]}{more}: {description}")
 
 
 @functools.cache
 def _say(line: str) -> None:
-    """Log a line that is not logged yet: a command reads its texts twice, first only to check them."""
+    """Log a line unless it was logged before: a command reads its texts twice, first only to check them."""
     log.info("%s", line)

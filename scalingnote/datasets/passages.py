@@ -1,10 +1,10 @@
-"""Long documents as passages that a model reads whole: rows of their own, in place of the document's.
+"""Long documents as passages that a model reads uncut: separate rows, instead of the document's row.
 
-    document ─► sentences ─► passages of at most `max_tokens`, between paragraphs where that can be
+    document ─► sentences ─► passages of at most `max_tokens`, between paragraphs if possible
 
-Every later stage sees rows and does not know of documents; a search groups its results
-(:mod:`scalingnote.search.searcher`). Tokens are counted by the model's own tokenizer, which the data set
-keeps (`passages/tokenizer.json`): documents that are written later are divided by the same one.
+Later stages process rows, without documents; a search groups its results
+(:mod:`scalingnote.search.searcher`). The model's own tokenizer counts the tokens. The data set stores it
+(`passages/tokenizer.json`), so that documents that are written later are divided in the same way.
 """
 
 import unicodedata
@@ -27,7 +27,7 @@ from scalingnote.storage.schema import PASSAGE, passage_id
 
 TOKENIZER = "passages/tokenizer.json"  # part of the data set
 SHORT_SHARE = 0.25  # of a passage: a shorter one, such as a heading, does not end before a paragraph
-TITLE_SHARE = 0.75  # of a passage at most: the content has the rest, however long the title is
+TITLE_SHARE = 0.75  # maximum of a passage: the content has the rest, for any length of the title
 
 
 class Passage(NamedTuple):
@@ -38,31 +38,31 @@ class Passage(NamedTuple):
 
 
 def settings(dataset: Artifact) -> Passages | None:
-    """How a data set's documents were divided; None where its rows are documents."""
-    found = dataset.manifest.config.get("passages")
-    return None if found is None else Passages.model_validate(found)
+    """Return how a data set's documents were divided; None if its rows are documents."""
+    values = dataset.manifest.config.get("passages")
+    return None if values is None else Passages.model_validate(values)
 
 
 def tokenizer_json(model: str) -> bytes:
-    """The tokenizer of a model, or of a data set of passages given by its URI.
+    """Read the tokenizer of a model, or of a data set of passages by its URI.
 
-    ConfigError where the model has no tokenizer.json.
+    ConfigError if the model has no tokenizer.json.
     """
-    kept = fs.join(model, TOKENIZER)
-    if "://" in model or fs.exists(kept):
-        return fs.read_bytes(kept)
+    stored_file = fs.join(model, TOKENIZER)
+    if "://" in model or fs.exists(stored_file):
+        return fs.read_bytes(stored_file)
     folder = local_folder(model)
     places = [folder / "tokenizer.json", *sorted(folder.glob("*/tokenizer.json"))]
     if (path := next((place for place in places if place.is_file()), None)) is None:
         raise ConfigError(
-            f"{model} has no tokenizer.json, which dataset.passages counts tokens by: name a model with one"
+            f"{model} has no tokenizer.json, with which dataset.passages counts tokens: set a model with one"
         )
     return path.read_bytes()
 
 
 @dataclass(frozen=True)
 class PassageSplitter:
-    """Divides documents into passages. Threads may share one."""
+    """Splitter of documents into passages. Threads may share one."""
 
     tokenizer: Tokenizer  # without limits
     max_tokens: int
@@ -70,7 +70,7 @@ class PassageSplitter:
 
     @classmethod
     def load(cls, config: Passages, tokenizer: bytes) -> "PassageSplitter":
-        """Make the splitter of settings and the bytes of a tokenizer.json."""
+        """Build a splitter from settings and the bytes of a tokenizer.json."""
         loaded = Tokenizer.from_buffer(tokenizer)
         loaded.no_padding()
         loaded.no_truncation()
@@ -78,50 +78,54 @@ class PassageSplitter:
 
     @classmethod
     def of(cls, dataset: Artifact) -> "PassageSplitter | None":
-        """The splitter that divided a data set's documents; None where its rows are documents."""
+        """Load the splitter that divided a data set's documents; None if its rows are documents."""
         config = settings(dataset)
         return None if config is None else cls.load(config, dataset.read_bytes(TOKENIZER))
 
     def divide(self, documents: pa.Table) -> pa.Table:
-        """The passages of documents, in order: the same columns, and those of PASSAGE."""
+        """Divide documents into passages, in order, with the same columns and those of PASSAGE."""
         ids, titles, contents = (documents[name].to_pylist() for name in ("doc_id", "title", "content"))
         rows: list[int] = []
         numbers: list[int] = []
-        found: list[Passage] = []
+        all_passages: list[Passage] = []
         for row, (title, content) in enumerate(zip(titles, contents, strict=True)):
             passages = self.split(content or "", title=title or "")
             rows += [row] * len(passages)
             numbers += range(1, len(passages) + 1)
-            found += passages
+            all_passages += passages
         table = documents.take(pa.array(rows, pa.int64()))
-        own: dict[str, Any] = {"document_id": table["doc_id"], "passage": pa.array(numbers, pa.int64())}
-        own |= {
-            name: pa.array([getattr(each, name) for each in found], pa.int64()) for name in Passage._fields
+        passage_columns: dict[str, Any] = {
+            "document_id": table["doc_id"],
+            "passage": pa.array(numbers, pa.int64()),
+        }
+        passage_columns |= {
+            name: pa.array([getattr(each, name) for each in all_passages], pa.int64())
+            for name in Passage._fields
         }
         changed = {
             "doc_id": [passage_id(ids[row], number) for row, number in zip(rows, numbers, strict=True)],
             "content": [
-                (contents[row] or "")[start:end] for row, (start, end) in zip(rows, found, strict=True)
+                (contents[row] or "")[start:end] for row, (start, end) in zip(rows, all_passages, strict=True)
             ],
         }
         for name, values in changed.items():
             place = table.column_names.index(name)
             table = table.set_column(place, table.schema.field(name), pa.array(values, pa.string()))
         for field in PASSAGE:
-            table = table.append_column(field, own[field.name])
+            table = table.append_column(field, passage_columns[field.name])
         return table
 
     def split(self, text: str, *, title: str = "") -> list[Passage]:
-        """The passages of a text, in order; one that is empty for an empty text.
+        """Divide a text into passages, in order; an empty text is one empty passage.
 
-        A passage has whole sentences, as many as fit beside the title, which the model reads before each. It
-        ends before a paragraph that does not fit in it whole, if it has a quarter of its tokens by then. A
-        sentence that does not fit alone is divided between words, or between letters with their marks where
-        there are no spaces. Spaces between passages are in none.
+        A passage has complete sentences, as many as fit together with the title, which the model reads before
+        each passage. It ends before a paragraph that does not fit in it completely, if it already has a
+        quarter of its tokens. A sentence that does not fit by itself is divided between words, or between
+        letters with their marks if there are no spaces. Spaces between passages are in no passage.
         """
         starts = self._token_starts(text)
         title_tokens = len(self.tokenizer.encode(title, add_special_tokens=False).ids) + 1 if title else 0
-        # A token more: a text's first token may be divided otherwise than in the middle of the document.
+        # One token less: the tokens at the start of a passage may differ from those inside the document.
         budget = max(self.max_tokens - 1 - title_tokens, int(self.max_tokens * (1 - TITLE_SHARE)))
         pieces = [
             piece
@@ -131,7 +135,7 @@ class PassageSplitter:
         return _pack(text, pieces, starts, budget=budget, overlap=self.overlap) or [Passage(0, 0)]
 
     def _token_starts(self, text: str) -> list[int]:
-        """The first character of each token, ascending."""
+        """Return the first character of each token, ascending."""
         return [start for start, _ in self.tokenizer.encode(text, add_special_tokens=False).offsets]
 
 
@@ -140,11 +144,11 @@ def _tokens(starts: Sequence[int], piece: Passage) -> int:
 
 
 def _divide_sentence(text: str, starts: Sequence[int], sentence: Passage, budget: int) -> list[Passage]:
-    """A sentence in pieces of at most `budget` tokens."""
+    """Divide a sentence into pieces of at most `budget` tokens."""
     pieces, start = [], sentence.start
     while _tokens(starts, Passage(start, sentence.end)) > budget:
         first = bisect_left(starts, start)
-        # At a space in the later half, else where a letter begins; a token of many letters is not divided.
+        # At a space in the later half, else before a letter; a token of many letters is not divided.
         places = [place for place in starts[first + 1 : first + budget + 1] if place > start]
         later = places[len(places) // 2 :]
         spaced = [place for place in later if text[place - 1].isspace() or text[place].isspace()]
@@ -162,10 +166,10 @@ def _divide_sentence(text: str, starts: Sequence[int], sentence: Passage, budget
 def _pack(
     text: str, pieces: Sequence[Passage], starts: Sequence[int], *, budget: int, overlap: int
 ) -> list[Passage]:
-    """Passages of as many pieces as fit.
+    """Join as many pieces as fit into each passage.
 
-    A paragraph that does not fit beside what is before it begins a passage, unless that would be short. Any
-    other passage begins with the last pieces of the one before, if asked.
+    A paragraph that does not fit after the pieces before it begins a passage, unless the previous passage
+    would be short. Any other passage repeats the last pieces of the previous one, up to `overlap` tokens.
     """
     ends = _paragraph_ends(text, pieces)
     passages: list[Passage] = []
@@ -192,7 +196,7 @@ def _pack(
 
 
 def _paragraph_ends(text: str, pieces: Sequence[Passage]) -> dict[int, int]:
-    """The last piece of each paragraph but the first, by its first one; an empty line is between two."""
+    """Map the first piece of each paragraph, except the first one, to its last; empty lines separate them."""
     begins = [
         number
         for number, (before, piece) in enumerate(pairwise(pieces), start=1)

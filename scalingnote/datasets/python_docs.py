@@ -5,13 +5,13 @@ object's documentation is the document. Nothing is downloaded: the data depends 
 the same environment gives the same rows.
 
 A subset (`max_documents`) keeps the least nested names (``json.dumps`` before ``os.path.join`` before
-``torch.nn.functional.relu``), functions and classes before the methods of their depth, and decides among
-equals by a seeded hash.
+``torch.nn.functional.relu``), functions and classes before methods of the same depth, and orders equally
+nested names by a seeded hash.
 
-This file is also a script, ``python -P python_docs.py PACKAGE OUTPUT``, which writes a JSON line
-per documented public object of a package. Importing a package runs foreign code: so it is done in a process
-whose output is a file and which cannot use the network. For the same reason this file imports nothing but the
-standard library until :func:`read` is called.
+This file is also a script, ``python -P python_docs.py PACKAGE OUTPUT``, which writes a JSON line for each
+documented public object of a package. The import of a package runs foreign code, so the script is a process
+that writes to a file and cannot use the network. For the same reason this file imports only the standard
+library until :func:`read` is called.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from scalingnote.datasets.config import PythonDocs
     from scalingnote.datasets.input_files import RawRow, Source, UnreadableRow
 
-# Keeps imports from using the network, a GPU or a display, and makes them reproducible.
+# Prevents that imports use the network, a GPU or a display, and makes them reproducible.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -50,17 +50,17 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
 }
 _MAX_PROCESSES = 2
-PACKAGE_TIMEOUT_S = 300.0  # a package that takes longer is lost, and reported
-MODULE_DEPTH = 3  # most name components of an imported module (torch.nn.functional)
-MIN_QUERY_WORDS = 4  # a shorter first sentence makes no query
-MAX_QUERY_DOCUMENTS = 5  # nor does one that more documents share
+PACKAGE_TIMEOUT_S = 300.0  # a package that takes longer is left out, and reported
+MODULE_DEPTH = 3  # maximal name components of an imported module (torch.nn.functional)
+MIN_QUERY_WORDS = 4  # a shorter first sentence is not a query
+MAX_QUERY_DOCUMENTS = 5  # a first sentence of more documents is not a query either
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|\b0x[0-9a-f]{9,}\b")
 _ROLE = re.compile(r":[a-zA-Z:]+:`~?!?([^`<]*?)(?:\s*<[^`>]*>)?`")
 _LITERAL = re.compile(r"`{1,2}([^`]*)`{1,2}_{0,2}")
 _SENTENCE_END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bcf)(?<!\bvs)[.!?](?=\s|$)")
 _UNDERLINE = re.compile(r"^[=\-~^*#]{3,}$", re.MULTILINE)
 _DOCSTRING = re.compile(r"""\A\s*[rRbBuU]*("{3}|'{3}|"|').*?\1\n""", re.DOTALL)
-# Modules of the standard library whose documentation is worth searching and whose import does nothing.
+# Modules of the standard library with useful documentation and without side effects of their import.
 _STANDARD_LIBRARY = """
     abc argparse array ast asyncio base64 bdb binascii bisect builtins bz2 calendar cmath cmd code
     codecs collections collections.abc colorsys compileall concurrent.futures configparser contextlib
@@ -85,7 +85,7 @@ _SHORT_DOC_CHARS = 200  # after a longer docstring the source code adds little
 
 
 def read(config: PythonDocs) -> Source:
-    """Documents, queries and judgements of `config.packages`; a package that fails becomes a rejected row."""
+    """Read documents, queries and judgements of `config.packages`; a package that fails is a rejected row."""
     from scalingnote.datasets.input_files import Source, text_id
 
     rows, losses, versions = _collect(config)
@@ -113,34 +113,34 @@ def read(config: PythonDocs) -> Source:
 
 
 def _least_nested(documents: list[RawRow], config: PythonDocs) -> list[RawRow]:
-    """`max_documents` of the documents: least nested first, methods after the others, then by a hash."""
+    """Choose `max_documents` documents: least nested first, methods after the others, then by a hash."""
     from scalingnote.datasets.splits import uniform
 
     def order(document: RawRow) -> tuple[int, bool, float]:
         name, is_member = document["doc_id"], document["topic"].endswith(" method")
         return name.count("."), is_member, uniform(name, seed=config.seed)
 
-    kept = {document["doc_id"] for document in sorted(documents, key=order)[: config.max_documents]}
-    return [document for document in documents if document["doc_id"] in kept]
+    kept_ids = {document["doc_id"] for document in sorted(documents, key=order)[: config.max_documents]}
+    return [document for document in documents if document["doc_id"] in kept_ids]
 
 
 def first_sentence(doc: str, name: str) -> tuple[str, str, str]:
     """Split a docstring into (signature lines at its start, first sentence, rest)."""
     lines = doc.strip().split("\n")
-    own = _count_signature_lines(lines, name)
-    paragraphs = re.split(r"\n\s*\n", "\n".join(lines[own:]).strip())
+    signature_lines = _count_signature_lines(lines, name)
+    paragraphs = re.split(r"\n\s*\n", "\n".join(lines[signature_lines:]).strip())
     # An underlined heading or a directive is not a sentence.
     while paragraphs and (_UNDERLINE.search(paragraphs[0]) or paragraphs[0].startswith("..")):
         paragraphs.pop(0)
     flat = plain(paragraphs[0]) if paragraphs else ""
     end = _SENTENCE_END.search(flat)
-    sentence, left = (flat[: end.start()], flat[end.end() :]) if end else (flat, "")
-    rest = "\n\n".join(part for part in [left.strip(), *paragraphs[1:]] if part)
-    return "\n".join(lines[:own]).strip(), sentence.strip(" :."), rest
+    sentence, after_sentence = (flat[: end.start()], flat[end.end() :]) if end else (flat, "")
+    rest = "\n\n".join(part for part in [after_sentence.strip(), *paragraphs[1:]] if part)
+    return "\n".join(lines[:signature_lines]).strip(), sentence.strip(" :."), rest
 
 
 def _count_signature_lines(lines: list[str], name: str) -> int:
-    """How many lines at the start are calls of `name`: docstrings of C functions begin with some."""
+    """Count the lines at the start that are calls of `name`: docstrings of C functions begin with some."""
     open_brackets = 0
     for number, line in enumerate(lines):
         is_call = re.match(rf"(?:[\w.]+\.)?{re.escape(name)}\s*\(", line)
@@ -151,13 +151,13 @@ def _count_signature_lines(lines: list[str], name: str) -> int:
 
 
 def plain(text: str) -> str:
-    """`text` as one line without reStructuredText markup."""
+    """Convert `text` to one line without reStructuredText markup."""
     return " ".join(_LITERAL.sub(r"\1", _ROLE.sub(r"\1", text)).split())
 
 
 def _collect(config: PythonDocs) -> tuple[list[RawRow], list[UnreadableRow], dict[str, str]]:
-    """Documents with their first `sentence`, what is missing, and the versions of the packages."""
-    from concurrent.futures import ThreadPoolExecutor  # late: what is loaded is documented as loaded
+    """Collect documents with their first `sentence`, rejected rows, and the versions of the packages."""
+    from concurrent.futures import ThreadPoolExecutor  # late: modules loaded here would be documented too
 
     from scalingnote.core.log import Progress, get_logger
     from scalingnote.datasets.input_files import UnreadableRow
@@ -176,18 +176,18 @@ def _collect(config: PythonDocs) -> tuple[list[RawRow], list[UnreadableRow], dic
                 get_logger("datasets").warning("%s is left out: %s", package, loss)
                 losses.append(UnreadableRow(f"package {package}", loss))
                 continue
-            *found, summary = rows
-            documents += found
-            lost = summary["import_failures"]
-            losses += [UnreadableRow(name, "submodule cannot be imported") for name in lost]
+            *package_rows, summary = rows
+            documents += package_rows
+            failed_modules = summary["import_failures"]
+            losses += [UnreadableRow(name, "submodule cannot be imported") for name in failed_modules]
             versions[package] = summary["version"]
     return documents, losses, versions
 
 
 def _walk(package: str) -> tuple[list[dict[str, Any]], str]:
-    """Rows of one package, or the reason why they are missing.
+    """Return the rows of one package, or the reason why they are missing.
 
-    The package is imported in a process whose files go to a temporary directory.
+    The package is imported in a process that writes its files to a temporary directory.
     """
     with tempfile.TemporaryDirectory(prefix="scalingnote-walk-") as directory:
         output, errors = Path(directory) / "objects.jsonl", Path(directory) / "errors"
@@ -216,7 +216,7 @@ def _walk(package: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def walk(package: str) -> Iterator[dict[str, Any]]:
-    """A row per documented object, then one row with the package's version and failed imports."""
+    """Yield a row for each documented object, then one row with the package's version and failed imports."""
     names = _STANDARD_LIBRARY.split() if package == "stdlib" else [package]
     modules, failures = _import_all(names, depth=1 if package == "stdlib" else MODULE_DEPTH)
     if not modules:
@@ -254,7 +254,7 @@ def _import_all(names: list[str], *, depth: int) -> tuple[dict[str, types.Module
 
 
 def _public_names(modules: dict[str, types.ModuleType], roots: set[str]) -> dict[str, tuple[str, Any]]:
-    """Each object under its most public name: least nested, then its `__name__`, in `__all__`, shortest."""
+    """Map the most public name (least nested, `__name__`, in `__all__`, shortest) of each object to it."""
     best: dict[int, tuple[tuple[int, bool, bool, int, str], str, Any]] = {}
 
     def offer(name: str, kind: str, value: Any, *, listed: bool) -> None:
@@ -281,23 +281,23 @@ def _public_names(modules: dict[str, types.ModuleType], roots: set[str]) -> dict
 
 
 def _is_documented(value: Any, roots: set[str], *, listed: bool) -> bool:
-    """Whether a value is a class or function of these packages with a docstring of its own.
+    """Return whether a value is a class or function of these packages with its own docstring.
 
-    Functions are ufuncs, numpy's dispatchers and jit-wrapped ones, too: callables with a name.
+    Functions include ufuncs, numpy's dispatchers and jit-wrapped functions: callables with a name.
     """
-    named = inspect.isroutine(value) or (
+    has_name = inspect.isroutine(value) or (
         callable(value) and isinstance(getattr(value, "__name__", None), str)
     )
     own_doc = inspect.isclass(value) or getattr(value, "__doc__", None) is not type(value).__doc__
     home = getattr(value, "__module__", None)
-    # A C function names no module. Its module may be private: `_json` of `json`, `_io` of `io`.
+    # A C function may have no module, or a private one: `_json` of `json`, `_io` of `io`.
     root = home.split(".")[0] if isinstance(home, str) and home != "builtins" else ""
-    known = {"", *roots} & {root, root.lstrip("_")} or (listed and root.startswith("_"))
-    return named and own_doc and bool(known)
+    in_packages = {"", *roots} & {root, root.lstrip("_")} or (listed and root.startswith("_"))
+    return has_name and own_doc and bool(in_packages)
 
 
 def _document(name: str, kind: str, value: Any) -> dict[str, str] | None:
-    """The document of an object and its first `sentence`; None without a docstring."""
+    """Build the document of an object with its first `sentence`; None without a docstring."""
     try:
         doc = value.__doc__
     except Exception:
@@ -327,11 +327,11 @@ def _signature(value: Any, kind: str) -> str:
     try:
         return "" if kind == "module" else str(inspect.signature(value))
     except Exception:
-        return ""  # many C functions, whose docstring starts with the signature
+        return ""  # many C functions, with a docstring that starts with the signature
 
 
 def _source(value: Any) -> str:
-    """Source code without the docstring, which contains the query."""
+    """Return the source code without the docstring, which contains the query."""
     try:
         code = inspect.unwrap(value).__code__
         lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
@@ -348,10 +348,10 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def main() -> None:
-    """Walk the package named on the command line."""
+    """Write the documentation of the package on the command line."""
     package, output = sys.argv[1:]
     if package != "stdlib":  # keep its documentation of `secrets`
-        # Some docstrings show draws made at import (scipy.stats.Normal); numpy's entropy is `randbits`.
+        # Some docstrings show random draws of the import (scipy.stats.Normal); numpy's entropy is `randbits`.
         random.seed(0)
         secrets.randbits = random.Random(0).getrandbits  # type: ignore[assignment]
     sys.addaudithook(_refuse_network)

@@ -1,4 +1,4 @@
-"""Readers of a user's files: mapped columns, logs, the layouts of BEIR and MS MARCO, texts, TREC files."""
+"""Readers of a user's files: mapped columns, logs, layouts of BEIR and MS MARCO, texts, and TREC files."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ from scalingnote.storage.shuffle import group_by_size
 log = get_logger("datasets")
 DOCUMENT_SUFFIXES = (".jsonl", ".parquet", ".tsv")
 NEW_SUFFIXES = (*DOCUMENT_SUFFIXES, MARKDOWN)  # of new documents for an index
-TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, ".txt", MARKDOWN)  # of documents without ids, too
+TEXT_SUFFIXES = (*DOCUMENT_SUFFIXES, ".txt", MARKDOWN)  # of documents that may have no ids
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 _TEXT_COLUMNS = ("doc_id", "title", "content")
 _NO_FEATURES = pa.schema([])
@@ -78,24 +78,24 @@ _REQUIRED_BY_TEXT = {  # in a log
 
 
 def read_columns(config: Columns) -> Source:
-    """Tables as the config maps them. Qrels without a relevance column all have relevance 1."""
+    """Find the tables of a column mapping. Qrels without a relevance column all have relevance 1."""
     features, profile = column_schema(config.features), column_schema(config.profile)
     tables: dict[str, Sequence[InputSlice]] = {"documents": _documents(config.documents, features)}
     for table, required in _REQUIRED.items():
         if file := getattr(config, table):
             form = table_format(table, profile if table == "users" else _NO_FEATURES)
-            # Queries are named by their ids alone.
+            # Other tables refer to queries only by their ids.
             names = [name for name in form.kinds if name != "query" or table == "queries"]
             tables[table] = column_slices(find_columns(file, form.of_columns(names), required))
     return Source(tables, features, profile)
 
 
 def read_documents(config: NewDocuments) -> Source:
-    """Documents without queries: of a table, or files of Markdown."""
+    """Find documents without queries, in a table or in files of Markdown."""
     features, path = column_schema(config.features), config.documents.path
     if any(file.is_markdown for file in find_files(path, NEW_SUFFIXES)):
         if config.documents.columns:
-            raise DataError(f"{path} is Markdown: it has no columns to name")
+            raise DataError(f"{path} is Markdown, which has no columns: leave `columns` out")
         return Source({"documents": text_slices(path, {})}, features)
     return Source({"documents": _documents(config.documents, features)}, features)
 
@@ -103,27 +103,27 @@ def read_documents(config: NewDocuments) -> Source:
 def _documents(file: TableFile, features: pa.Schema) -> list[InputSlice]:
     names = [*DOCUMENTS.names, *features.names]
     if unknown := sorted(set(file.columns) - set(names)):
-        raise DataError(f"{file.path}: columns maps {unknown}, which are none of {names}")
+        raise DataError(f"{file.path}: columns maps {unknown}, which are not in {names}")
     return document_slices(find_layouts(find_files(file.path, DOCUMENT_SUFFIXES), file.columns, names=names))
 
 
 def document_slices(layouts: Mapping[File, FileLayout], *, numbered: bool = False) -> list[InputSlice]:
-    """Documents under our column names; a row without an id has none, or, if `numbered`, its number."""
+    """Return slices of documents under our names; if `numbered`, rows without an id get their number."""
     tell(layouts)
     pieces = cut([*layouts])
     counts = map(count_rows, pieces[:-1]) if numbered else repeat(0)
     numbers: Iterable[int | None] = accumulate(counts, initial=1) if numbered else repeat(None)
-    found: list[InputSlice] = []
+    slices: list[InputSlice] = []
     for piece, first in zip(pieces, numbers, strict=False):
         layout = layouts[piece.file]
         by_row = partial(_rows_of, layout=layout, first=first)
         in_columns = FileColumns(piece, dict(layout.columns), first)
-        found.append(in_columns if piece.file.is_parquet else FileRows(piece, by_row))
-    return found
+        slices.append(in_columns if piece.file.is_parquet else FileRows(piece, by_row))
+    return slices
 
 
 def count_rows(piece: FileSlice) -> int:
-    """The number of rows of a slice; blank lines are none."""
+    """Count the rows of a slice; blank lines do not count."""
     if piece.file.is_parquet:
         footer = parquet_footer(piece.file.uri)
         return sum(int(footer.row_group(n).num_rows) for n in range(piece.start, piece.stop))
@@ -139,7 +139,7 @@ def _rows_of(piece: FileSlice, *, layout: FileLayout, first: int | None) -> Iter
 
 
 def read_logs(config: Logs) -> Source:
-    """Tables of a log, whose queries are named by their ids in all files, or by their texts."""
+    """Find the tables of a log, in which all files identify queries by ids, or all by texts."""
     features = column_schema(config.features)
     tables: dict[str, Sequence[InputSlice]] = {"documents": _documents(config.documents, features)}
     evidence: dict[str, dict[File, dict[str, str]]] = {}
@@ -148,27 +148,29 @@ def read_logs(config: Logs) -> Source:
             dwell = ["dwell_s"] if table == "impressions" and config.min_dwell_s else []
             evidence[table] = find_columns(file, table_format(table, _NO_FEATURES), [*required, *dwell])
     _name_queries(evidence)
-    tables |= {table: column_slices(found) for table, found in evidence.items()}
+    tables |= {table: column_slices(columns) for table, columns in evidence.items()}
     return Source(tables, features)
 
 
 def _name_queries(columns: Mapping[str, dict[File, dict[str, str]]]) -> None:
-    """Leave query_id out of the columns of all files with texts, unless impressions have it."""
-    named = {file.uri: "query_id" in have for file, have in columns["impressions"].items()}
-    if len(set(named.values())) > 1:
-        without_id = next(uri for uri, has_id in named.items() if not has_id)
+    """Remove query_id from the columns of all files with texts, unless impressions have it."""
+    has_ids = {
+        file.uri: "query_id" in columns_of_file for file, columns_of_file in columns["impressions"].items()
+    }
+    if len(set(has_ids.values())) > 1:
+        without_id = next(uri for uri, has_id in has_ids.items() if not has_id)
         raise DataError(
             f"{without_id} has no column query_id, other impressions have: one query would become two"
         )
     for table, files in columns.items():
-        for file, have in files.items():
-            if any(named.values()) and "query_id" not in have:
+        for file, columns_of_file in files.items():
+            if any(has_ids.values()) and "query_id" not in columns_of_file:
                 raise DataError(
-                    f"{file.uri} ({table}) has no column query_id, but the impressions call queries by it: "
-                    "add it here, or leave it out there"
+                    f"{file.uri} ({table}) has no column query_id, but the impressions identify queries by "
+                    "it: add it here, or leave it out there"
                 )
-            if not any(named.values()) and "query" in have:
-                have.pop("query_id", None)
+            if not any(has_ids.values()) and "query" in columns_of_file:
+                columns_of_file.pop("query_id", None)
 
 
 # --- files that other stages read row by row --------------------------------------------------------------
@@ -177,7 +179,7 @@ def _name_queries(columns: Mapping[str, dict[File, dict[str, str]]]) -> None:
 def table_rows(
     file: TableFile, names: Sequence[str], *, needs: Sequence[str] | None = None
 ) -> list[FileRows]:
-    """Slices of a file or glob whose rows have our column names; columns are checked before any row is read.
+    """Return slices of a file or glob with our column names; columns are checked before any row is read.
 
     Args:
         file: the path, and the mapping from our column names to those of the file.
@@ -198,7 +200,7 @@ def table_rows(
 
 
 def read_beir(config: Beir) -> Source:
-    """A directory in the BEIR layout.
+    """Find the tables of a directory in the BEIR layout.
 
         corpus.jsonl    {"_id": ..., "title": ..., "text": ...}
         queries.jsonl   {"_id": ..., "text": ...}
@@ -209,8 +211,8 @@ def read_beir(config: Beir) -> Source:
     """
     judged = _beir_qrels_files(config.path)
     corpus, queries = (find_files(fs.join(config.path, name)) for name in ("corpus.jsonl", "queries.jsonl"))
-    chosen = {"doc_id": "_id", "content": "text"}
-    layouts = find_layouts(corpus, chosen, names=(*_TEXT_COLUMNS, "topic"))
+    columns = {"doc_id": "_id", "content": "text"}
+    layouts = find_layouts(corpus, columns, names=(*_TEXT_COLUMNS, "topic"))
     return Source(
         {
             "documents": document_slices(layouts),
@@ -237,18 +239,18 @@ def _beir_qrels_files(path: str) -> dict[str, File]:
 
 
 def _beir_queries(piece: FileSlice, *, judged: Mapping[str, File]) -> Iterator[RawRow | UnreadableRow]:
-    """Judged queries: BEIR keeps the queries of all splits in one file."""
+    """Yield the judged queries: BEIR has the queries of all splits in one file."""
     ids = {
         split: {row["query_id"] for row in readable_rows(_beir_qrels(whole(file)))}
         for split, file in judged.items()
     }
 
-    known = set().union(*ids.values())
+    judged_ids = set().union(*ids.values())
     for row in json_lines(piece):
         query = rename(row, {"query_id": "_id", "query": "text"})
         if isinstance(query, dict) and "query_id" in query:
             query_id = str(query["query_id"])
-            if query_id not in known:
+            if query_id not in judged_ids:
                 continue
             split = ("test" if query_id in ids["test"] else "train") if len(judged) == 2 else ""
             query |= {"query_id": query_id, "split": split}
@@ -265,32 +267,32 @@ _ANY_SUFFIX = ("",)
 
 
 def read_msmarco(config: MsMarco) -> Source:
-    """Files in the MS MARCO layout; each may be a glob.
+    """Find the tables of files in the MS MARCO layout; each path may be a glob.
 
         collection      pid <tab> passage, docid <tab> url <tab> title <tab> body, or the JSON lines of v2
         queries         query_id <tab> query
         qrels           query_id 0 doc_id relevance (TREC), separated by any white space
 
-    If only one split is named, `test_fraction` divides it.
+    If only one split is given, `test_fraction` divides it.
     """
     splits = {
         "train": (config.train_queries, config.train_qrels),
         "test": (config.test_queries, config.test_qrels),
     }
-    named = {split: (q, r) for split, (q, r) in splits.items() if q is not None and r is not None}
-    # Test first: of a query in both splits, the second occurrence is rejected as a duplicate.
+    given_splits = {split: (q, r) for split, (q, r) in splits.items() if q is not None and r is not None}
+    # Test first: if a query is in both splits, its second occurrence is rejected as a duplicate.
     queries = [
         slice_rows
-        for split, (pattern, _) in sorted(named.items())
+        for split, (pattern, _) in sorted(given_splits.items())
         for slice_rows in _slice_files(
             find_files(pattern, _ANY_SUFFIX),
-            partial(_msmarco_queries, split=split if len(named) == 2 else ""),
+            partial(_msmarco_queries, split=split if len(given_splits) == 2 else ""),
         )
     ]
     judgements = partial(
         delimited_lines, columns=("query_id", "iteration", "doc_id", "relevance"), separator=" "
     )
-    judged = [file for _, pattern in named.values() for file in find_files(pattern, _ANY_SUFFIX)]
+    judged = [file for _, pattern in given_splits.values() for file in find_files(pattern, _ANY_SUFFIX)]
     collection = find_files(config.collection, _ANY_SUFFIX)
     layouts = find_layouts(collection, {}, names=_TEXT_COLUMNS, tabs=True)
     return Source(
@@ -311,52 +313,52 @@ def _msmarco_queries(piece: FileSlice, *, split: str) -> Iterator[RawRow | Unrea
 
 
 def read_texts(config: Texts) -> Source:
-    """Documents without queries."""
+    """Find documents without queries."""
     columns = {str(ours): theirs for ours, theirs in config.columns.items()}
     return Source({"documents": text_slices(config.path, columns)})
 
 
 def text_slices(path: str, columns: Mapping[str, str]) -> list[InputSlice]:
-    """Documents under our column names, from files of one of TEXT_SUFFIXES or a folder of them; a glob, too.
+    """Return slices of documents under our column names, from files of one of TEXT_SUFFIXES.
 
-    Of a folder in the layout of BEIR, its corpus. A line of a .txt file is a text, a .md file a document. A
-    row without an id is named by its number.
+    Of a folder in the layout of BEIR, only the corpus is read. A line of a .txt file is a text; a .md file is
+    a document. A row without an id gets its number as id.
 
     Args:
         path: file, folder or glob.
-        columns: our names (doc_id, title, content) -> those of the files, where :mod:`layouts` is to be told.
+        columns: our names (doc_id, title, content) -> those of the files, if :mod:`layouts` cannot find them.
 
     Raises:
-        DataError: nothing is there, a file's text cannot be told, or a folder's files differ in columns.
+        DataError: there is no file, a file has no clear text column, or a folder's files differ in columns.
     """
-    found: dict[File, FileLayout] = {}
+    all_layouts: dict[File, FileLayout] = {}
     markdown: list[File] = []
     for match in match_files(path):
         corpus = match / "corpus.jsonl"
         files = find_files(str(corpus if corpus.is_file() else match), TEXT_SUFFIXES)
-        if own := [file for file in files if file.is_markdown]:
-            if len(own) < len(files):
+        if markdown_files := [file for file in files if file.is_markdown]:
+            if len(markdown_files) < len(files):
                 raise DataError(
-                    f"{match} has Markdown and other files: name one kind, such as '{match}/**/*.md'"
+                    f"{match} has Markdown and other files: choose one kind, such as '{match}/**/*.md'"
                 )
-            markdown += own
+            markdown += markdown_files
             continue
         layouts = find_layouts(files, columns, names=_TEXT_COLUMNS, numbered=True)
         one, *others = layouts.values()
         if other := next((each for each in others if not each.is_like(one)), None):
             raise DataError(
                 f"{match} has files of different columns: {one.head.uri}: {one}; and {other.head.uri}: "
-                f"{other}. Name those of the documents by a pattern, such as FOLDER/part-*.jsonl"
+                f"{other}. Select those of the documents by a pattern, such as FOLDER/part-*.jsonl"
             )
-        found |= layouts
-    rows = document_slices(found, numbered=True) if found else []
+        all_layouts |= layouts
+    rows = document_slices(all_layouts, numbered=True) if all_layouts else []
     return [*(_markdown_slices(markdown, path) if markdown else []), *rows]
 
 
 def _markdown_slices(files: Sequence[File], path: str) -> list[InputSlice]:
-    """Documents that are files: the id is the path below that folder or glob, the title the first heading."""
-    named = re.split(r"[*?\[]", fs.absolute(path), maxsplit=1)[0]
-    base = (named if Path(path).is_dir() else named.rpartition("/")[0]).rstrip("/") + "/"
+    """Return slices of documents that are files, with ids from their paths and titles from first headings."""
+    fixed_path = re.split(r"[*?\[]", fs.absolute(path), maxsplit=1)[0]
+    base = (fixed_path if Path(path).is_dir() else fixed_path.rpartition("/")[0]).rstrip("/") + "/"
     log.info(
         "%s: each of %s files is a document, its id from the path, its title from the first heading",
         path,
@@ -364,11 +366,11 @@ def _markdown_slices(files: Sequence[File], path: str) -> list[InputSlice]:
     )
     slices: list[InputSlice] = []
     for group in group_by_size([file.size for file in files], limit=SLICE_BYTES):
-        own = [files[number] for number in group]
-        # Files that were added, removed or changed make another slice, so that it is read again.
-        size, newest = sum(file.size for file in own), max(file.changed for file in own)
-        part = whole(File(own[0].uri, size, newest))
-        slices.append(FileRows(part, partial(_markdown_rows, files=own, base=base)))
+        group_files = [files[number] for number in group]
+        # If files were added, removed or changed, the slice differs, so that it is read again.
+        size, newest = sum(file.size for file in group_files), max(file.changed for file in group_files)
+        part = whole(File(group_files[0].uri, size, newest))
+        slices.append(FileRows(part, partial(_markdown_rows, files=group_files, base=base)))
     return slices
 
 
@@ -388,7 +390,7 @@ def _markdown_rows(_: FileSlice, *, files: Sequence[File], base: str) -> Iterato
         yield {"doc_id": name, "title": title, "content": content}
 
 
-# --- slices of TREC files: only rows of the queries that are asked for leave a task ------------------------
+# --- slices of TREC files: a task returns only the rows of requested queries ------------------------------
 
 RUN_ROWS = pa.schema(
     {"query_id": pa.string(), "doc_id": pa.string(), "score": pa.float64(), "rank": pa.float64()}
@@ -396,17 +398,17 @@ RUN_ROWS = pa.schema(
 
 
 def find_trec_slices(uri: str) -> list[FileSlice]:
-    """Slices of a TREC file, whatever its name; DataError if there is none."""
+    """Return slices of a TREC file of any name; DataError if there is none."""
     return cut(find_files(uri, _ANY_SUFFIX))
 
 
 def read_qrels_slice(piece: FileSlice, *, query_ids: pa.Array) -> pa.Table:
-    """The judgements (QRELS) of some queries in a slice of a TREC file."""
+    """Read the judgements (QRELS) of some queries in a slice of a TREC file."""
     return _of_queries(QRELS, trec.qrels_rows(*_named_lines(piece)), query_ids)
 
 
 def read_run_slice(piece: FileSlice, *, query_ids: pa.Array | None = None) -> pa.Table:
-    """The results (RUN_ROWS) of some queries, or of all, in a slice of a TREC file."""
+    """Read the results (RUN_ROWS) of some queries, or of all, in a slice of a TREC file."""
     return _of_queries(RUN_ROWS, (row for _, *row in trec.run_rows(*_named_lines(piece))), query_ids)
 
 

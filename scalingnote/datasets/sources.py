@@ -1,11 +1,11 @@
-"""The data sets by name: what they are and how they are read; documents of any of them, one at a time.
+"""The data sets by name: their descriptions and readers, and documents of any of them, one at a time.
 
-All rows get in by one way; what cannot be used goes to a `Quarantine` with its reason:
+All rows are read in one way; a `Quarantine` receives the unusable ones with their reasons:
 
     config -> read -> Source: slices of files -> tables.read_tables -> column_checks.check_table -> valid rows
 
-Slices of Parquet are read by columns, of other files row by row. A reader in :mod:`readers` says which files
-and, by their first rows (:mod:`file_heads`, :mod:`layouts`), which columns; it reads no table itself.
+Slices of Parquet are read by columns, other files row by row. A reader in :mod:`readers` finds the files and,
+by their first rows (:mod:`file_heads`, :mod:`layouts`), the columns; it does not read tables itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,7 @@ SUMMARIES = {
 
 
 def read(config: AnyDataset) -> Source:
-    """The slices of the data set that a config names."""
+    """Find the slices of the data set of a config."""
     by_kind: dict[str, Callable[[Any], Source]] = {
         "python_docs": python_docs.read,
         "beir": readers.read_beir,
@@ -54,20 +54,20 @@ def read_texts(
     *,
     quarantine: Quarantine | None = None,
 ) -> Iterator[RawRow]:
-    """Documents of a file, of a folder or of a named data set, one at a time.
+    """Read the documents of a file, of a folder or of a named data set, one at a time.
 
     Args:
         path: see :func:`readers.text_slices`; or the name of a data set that needs no settings.
         columns: our names -> those of the file.
         quarantine: counts the rejected rows by reason: broken JSON, invalid UTF-8, no text, a repeated id. A
-            summary is also logged once all rows are read.
+            summary is also logged after the last row.
 
     Returns:
         Rows with the strings doc_id, title and content; title or content may be empty, not both.
 
     Raises:
-        DataError: at once if nothing is at `path`, or a file is of another type or its text cannot be told;
-            after the last row if there was no text at all.
+        DataError: at once if there is no file at `path`, a file is of another type or has no clear text
+            column; after the last row if no row had a text.
     """
     return _checked_texts(_text_slices(str(path), columns), str(path), quarantine or Quarantine())
 
@@ -76,7 +76,7 @@ def _text_slices(path: str, columns: Mapping[str, str]) -> list[InputSlice]:
     if Path(path).exists() or path not in SUMMARIES:
         return readers.text_slices(path, columns)
     if columns:
-        raise DataError(f"{path} is a data set whose columns are known: leave {[*columns.values()]} out")
+        raise DataError(f"{path} is a data set with known columns: leave {[*columns.values()]} out")
     try:
         config = TypeAdapter[AnyDataset](AnyDataset).validate_python({"name": path})
     except ValidationError:
@@ -86,15 +86,15 @@ def _text_slices(path: str, columns: Mapping[str, str]) -> list[InputSlice]:
 
 def _checked_texts(slices: list[InputSlice], path: str, quarantine: Quarantine) -> Iterator[RawRow]:
     features = pa.schema([])
-    form, seen = table_format("documents", features), set[str]()
+    form, seen_ids = table_format("documents", features), set[str]()
     for rows in slices:
         for table in read_tables(rows, form, quarantine=quarantine):
             valid = check_table(table, "documents", features=features, quarantine=quarantine)
             for row in valid.select(["doc_id", "title", "content"]).to_pylist():
-                if row["doc_id"] in seen:
+                if row["doc_id"] in seen_ids:
                     quarantine.reject("documents", row, "duplicate doc_id")
                 else:
-                    seen.add(row["doc_id"])
+                    seen_ids.add(row["doc_id"])
                     yield row
     reasons = {
         key.removeprefix("documents: "): n
@@ -102,7 +102,9 @@ def _checked_texts(slices: list[InputSlice], path: str, quarantine: Quarantine) 
         if key.startswith("documents: ")
     }
     summary = ", ".join(f"{reason} ({n:,})" for reason, n in reasons.items())
-    if not seen:
+    if not seen_ids:
         raise DataError(f"{path} has no text: {summary or 'it has no rows'}")
     if reasons:
-        log.warning("%s: %d texts, %d rows set aside: %s", path, len(seen), sum(reasons.values()), summary)
+        log.warning(
+            "%s: %d texts, %d rows set aside: %s", path, len(seen_ids), sum(reasons.values()), summary
+        )

@@ -1,4 +1,4 @@
-"""Splits of a data set: seeded subsets, train and test by groups or by time, and the rows of either split.
+"""Splits of a data set: seeded subsets, train and test by groups or by time, and the rows of each split.
 
 A log is split by time: impressions of the train window are for training, new queries after it for test. A
 test query has no impression in the train window (ScalingNote, section 4.1.2). Windows are half-open,
@@ -33,26 +33,26 @@ QUERY_TEXTS = pa.schema({"query_id": pa.string(), "query": pa.string(), "rows": 
 
 
 def uniform(key: str, *, seed: int) -> float:
-    """A number in [0, 1) that depends only on `key` and `seed`, on every machine."""
+    """Compute a number in [0, 1) that depends only on `key` and `seed`, on every machine."""
     digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
 def subset(rows: Iterable[RawRow], *, size: int, seed: int, key: str) -> list[RawRow]:
-    """The `size` rows of smallest seeded hash of `key`, in their order; so many are held in memory."""
+    """Select the `size` rows of smallest seeded hash of `key`, in their order; only these are in memory."""
 
     def order(item: tuple[int, RawRow]) -> tuple[float, int]:
         number, row = item
         return uniform(row[key], seed=seed), number
 
-    chosen = heapq.nsmallest(size, enumerate(rows), key=order)
-    return [row for _, row in sorted(chosen, key=lambda item: item[0])]
+    numbered_rows = heapq.nsmallest(size, enumerate(rows), key=order)
+    return [row for _, row in sorted(numbered_rows, key=lambda item: item[0])]
 
 
 def held_out(
     query_ids: pa.Array, positives: pa.Table, *, fraction: float, seed: int
 ) -> Bool[ndarray, " queries"]:
-    """Which queries are for test: no other query has a document of a group that a test query is judged on.
+    """Choose the test queries: no other query has a document of a group that a test query is judged on.
 
     Queries and groups that are connected by `positives` (columns query_id and group) form one component. A
     component is for test if the seeded hash of its first group is below `fraction`, the expected share.
@@ -67,33 +67,33 @@ def held_out(
         pc.index_in(positives["query_id"], value_set=query_ids).to_numpy() + len(groups),
     )
     nodes = len(groups) + len(query_ids)
-    joined = coo_matrix((np.ones(len(positives), bool), edges), shape=(nodes, nodes))
-    _, component = connected_components(joined, directed=False)
-    # The lowest node names a component: its first group, or its query if that has no group.
+    graph = coo_matrix((np.ones(len(positives), bool), edges), shape=(nodes, nodes))
+    _, component = connected_components(graph, directed=False)
+    # The lowest node identifies a component: its first group, or its query if that has no group.
     _, lowest = np.unique(component, return_index=True)
-    own = (("g:", groups), ("q:", query_ids))
-    names = pa.concat_arrays([pc.binary_join_element_wise(kind, ids, "") for kind, ids in own])
-    drawn = [uniform(name, seed=seed) < fraction for name in names.take(pa.array(lowest)).to_pylist()]
-    test: ndarray = np.array(drawn, bool)[component[len(groups) :]]
+    keys = (("g:", groups), ("q:", query_ids))
+    names = pa.concat_arrays([pc.binary_join_element_wise(kind, ids, "") for kind, ids in keys])
+    in_test = [uniform(name, seed=seed) < fraction for name in names.take(pa.array(lowest)).to_pylist()]
+    test: ndarray = np.array(in_test, bool)[component[len(groups) :]]
     return test
 
 
-# --- reading either split of a `dataset` artifact; only the test split is held in memory -----------------
+# --- reading a split of a `dataset` artifact; only the test split is in memory ---------------------------
 
 
 def queries(dataset: Artifact, split: str, *, each: TaskRunner = map) -> pa.Table:
-    """query_id and query of one split, in the order of `each`, which maps over the parts."""
-    read = partial(_queries_of_part, dataset=dataset, split=split)
+    """Read query_id and query of one split, in the order of `each`, which maps over the parts."""
+    read_part = partial(_queries_of_part, dataset=dataset, split=split)
     empty = QUERIES.empty_table().select(["query_id", "query"])
-    return pa.concat_tables([empty, *each(read, dataset.table_parts("queries"))])
+    return pa.concat_tables([empty, *each(read_part, dataset.table_parts("queries"))])
 
 
 def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
-    """QRELS of these queries."""
+    """Read the judgements (QRELS) of these queries."""
     value_set = query_ids.combine_chunks()
     batches = dataset.batches("qrels", columns=QRELS.names)
-    kept = [b.filter(pc.is_in(b["query_id"], value_set=value_set)).select(QRELS.names) for b in batches]
-    return pa.Table.from_batches(kept, QRELS)
+    selected = [b.filter(pc.is_in(b["query_id"], value_set=value_set)).select(QRELS.names) for b in batches]
+    return pa.Table.from_batches(selected, QRELS)
 
 
 _IDS = pa.schema([("doc_id", pa.string())])
@@ -103,23 +103,24 @@ _CHOSEN = pa.schema([("doc_id", pa.string()), ("by_text", pa.bool_())])
 
 
 def held_out_documents(dataset: Artifact, *, each: TaskRunner = map) -> pa.Array:
-    """doc_ids of :func:`find_held_out`."""
+    """Return the doc_ids of :func:`find_held_out`."""
     return find_held_out(dataset, each=each)["doc_id"].combine_chunks()
 
 
 def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> pa.Table:
-    """Every group with a document that is relevant to a test query, and every document with its text.
+    """Find the documents to hold out: those in a group with a document that is relevant to a test query.
 
-    Texts are title and content; case, spacing and Unicode's forms do not count. A data set whose info says
-    ``hold_out_documents: false`` is split by time: one document may be clicked before and after the cut, and
-    only queries are held out (ScalingNote, section 4.1.2).
+    Documents with the same text as a relevant document are held out too. Texts are title and content, without
+    case, spacing and Unicode's forms. A data set with ``hold_out_documents: false`` in its info is split by
+    time: one document may be clicked before and after the cut, and only queries are held out (ScalingNote,
+    section 4.1.2).
 
     Args:
         dataset: the data set.
         each: maps over the parts of its tables; its order is that of the ids.
 
     Returns:
-        A table with `doc_id` and `by_text`: whether the text alone is why, under another id than the test's.
+        A table with `doc_id` and `by_text`: whether only the text is the reason, and not the id or group.
     """
     if not dataset.manifest.info.get("hold_out_documents", True):
         return _CHOSEN.empty_table()
@@ -133,10 +134,10 @@ def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> pa.Table:
     ids = relevant["doc_id"].unique()
     judged = read_parts("documents", partial(_identify_part, dataset=dataset, doc_ids=ids), _JUDGED)
     groups = judged["group"].drop_null().unique()
-    search = partial(
+    hold_out = partial(
         _hold_out_part, dataset=dataset, doc_ids=ids, groups=groups, texts=judged["text"].unique()
     )
-    return read_parts("documents", search, _CHOSEN)
+    return read_parts("documents", hold_out, _CHOSEN)
 
 
 def _queries_of_part(part: str, *, dataset: Artifact, split: str) -> pa.Table:
@@ -151,7 +152,7 @@ def _relevant_of_part(part: str, *, dataset: Artifact, query_ids: pa.Array) -> p
 
 
 def _identify_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.Table:
-    """Groups and hashes of the texts of some documents."""
+    """Return the groups of some documents and the hashes of their texts."""
     table = dataset.table(part, _COMPARED)
     table = table.filter(pc.is_in(table["doc_id"], value_set=doc_ids))
     return pa.table([_groups(table), _text_hashes(table)], schema=_JUDGED)
@@ -160,17 +161,17 @@ def _identify_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.Tab
 def _hold_out_part(
     part: str, *, dataset: Artifact, doc_ids: pa.Array, groups: pa.Array, texts: pa.Array
 ) -> pa.Table:
-    """Documents that are held out, and whether by their text alone."""
+    """Return the documents of a part that are held out, and whether only because of their text."""
     table = dataset.table(part, _COMPARED)
     of_groups = pc.is_in(_groups(table), value_set=groups, skip_nulls=True)
     by_id = pc.or_(pc.is_in(table["doc_id"], value_set=doc_ids).combine_chunks(), of_groups)
     by_text = pc.is_in(_text_hashes(table), value_set=texts, skip_nulls=True)
-    chosen = pc.or_(by_id, by_text)
-    return pa.table([table["doc_id"], pc.invert(by_id)], schema=_CHOSEN).filter(chosen)
+    is_held_out = pc.or_(by_id, by_text)
+    return pa.table([table["doc_id"], pc.invert(by_id)], schema=_CHOSEN).filter(is_held_out)
 
 
 def _text_hashes(table: pa.Table) -> pa.Array:
-    """A hash of each document's title and content; null where it has neither."""
+    """Hash each document's title and content; null if it has neither."""
     fields = (pc.fill_null(table[name], "") for name in ("title", "content"))
     texts = normal_text(pc.binary_join_element_wise(*fields, " "))
     texts = pc.utf8_trim_whitespace(pc.replace_substring_regex(texts, r"\s+", " "))
@@ -179,7 +180,7 @@ def _text_hashes(table: pa.Table) -> pa.Array:
 
 
 def _groups(table: pa.Table) -> pa.Array:
-    """The group of each document; null where it has none, and is a group of its own."""
+    """Return the group of each document; null if it has none and is a separate group."""
     groups = table["group"].combine_chunks()
     return pc.if_else(pc.equal(groups, ""), None, groups)
 
@@ -189,18 +190,18 @@ def _groups(table: pa.Table) -> pa.Array:
 
 @dataclass(frozen=True)
 class SplitWindows:
-    """[start, end) of the train and of the test window, in milliseconds since 1970 UTC."""
+    """The train and the test window, each [start, end) in milliseconds since 1970 UTC."""
 
     train: tuple[int, int]
     test: tuple[int, int]
 
     def as_iso(self) -> dict[str, list[str]]:
-        """The windows as ISO 8601."""
+        """Convert the windows to ISO 8601."""
         return {"train": [_iso(ms) for ms in self.train], "test": [_iso(ms) for ms in self.test]}
 
 
 def choose_windows(config: Logs, *, first: int, last: int) -> SplitWindows:
-    """The windows of the config or, by default, the log's span cut before its last `test_fraction`.
+    """Return the windows of the config or, by default, the log's span cut before its last `test_fraction`.
 
     `first` and `last` are times of impressions, in milliseconds since 1970. DataError if none is in the train
     window.
@@ -219,44 +220,44 @@ def choose_windows(config: Logs, *, first: int, last: int) -> SplitWindows:
 
 
 def in_window(timestamps: pa.ChunkedArray, window: tuple[int, int]) -> pa.ChunkedArray:
-    """Whether each timestamp is in `window`, [start, end) in milliseconds since 1970."""
+    """Return whether each timestamp is in `window`, [start, end) in milliseconds since 1970."""
     ms = timestamps.cast(pa.int64())
     return pc.and_(pc.greater_equal(ms, window[0]), pc.less(ms, window[1]))
 
 
 def count_test_clicks(impressions: pa.Table, *, min_dwell_s: float) -> pa.Table:
-    """TEST_CLICKS of impressions: a row per query and document shown, also without a click.
+    """Count the TEST_CLICKS of impressions: a row per query and shown document, also without a click.
 
     A click shorter than `min_dwell_s` does not count. A click of unknown dwell time counts, as in `collect`.
     """
-    counted = pc.fill_null(impressions["clicked"], False)
+    counts = pc.fill_null(impressions["clicked"], False)
     long_enough = pc.fill_null(pc.greater_equal(impressions["dwell_s"], min_dwell_s), True)
-    counted = pc.and_(counted, long_enough)
-    rows = pa.table([impressions["query_id"], impressions["doc_id"], counted.cast(pa.int64())], TEST_CLICKS)
+    counts = pc.and_(counts, long_enough)
+    rows = pa.table([impressions["query_id"], impressions["doc_id"], counts.cast(pa.int64())], TEST_CLICKS)
     return sum_equal_rows(rows)
 
 
 def count_query_texts(rows: pa.Table, *, weight: int) -> pa.Table:
-    """QUERY_TEXTS of rows with a query text; each row counts `weight` times."""
+    """Count the QUERY_TEXTS of rows with a query text; each row counts `weight` times."""
     rows = rows.filter(pc.greater(pc.binary_length(rows["query"]), 0))
     counted = pa.array(np.full(len(rows), weight, np.int64))
     return sum_equal_rows(pa.table([rows["query_id"], rows["query"], counted], QUERY_TEXTS))
 
 
 def sum_equal_rows(rows: pa.Table) -> pa.Table:
-    """TEST_CLICKS or QUERY_TEXTS with the numbers (the last column) of equal rows added."""
+    """Add the numbers (the last column) of equal rows of TEST_CLICKS or QUERY_TEXTS."""
     *keys, number = rows.column_names
     total = rows.group_by(keys, use_threads=False).aggregate([(number, "sum")])
     return total.rename_columns([*keys, number]).cast(rows.schema)
 
 
 def first_rows(rows: pa.Table, keys: list[str]) -> Bool[ndarray, " rows"]:
-    """Whether each row is the first one with its keys."""
+    """Return whether each row is the first one with its keys."""
     numbered = rows.select(keys).append_column("_row", pa.array(np.arange(len(rows))))
     first = numbered.group_by(keys, use_threads=False).aggregate([("_row", "min")])["_row_min"]
-    kept = np.zeros(len(rows), dtype=bool)
-    kept[first.to_numpy()] = True
-    return kept
+    is_first = np.zeros(len(rows), dtype=bool)
+    is_first[first.to_numpy()] = True
+    return is_first
 
 
 @dataclass(frozen=True)
@@ -273,23 +274,23 @@ def split_queries(
 ) -> SplitQueries:
     """Split the queries of a bucket: `trained` for training, others with a relevant document for test.
 
-    `trained` are those with an impression in the train window; `test_clicks` (TEST_CLICKS), `texts`
-    (QUERY_TEXTS, from the whole log) and `judged` (QRELS) are of the bucket.
+    `trained` are the queries with an impression in the train window; `test_clicks` (TEST_CLICKS), `texts`
+    (QUERY_TEXTS, from the complete log) and `judged` (QRELS) are the rows of the bucket.
     """
     fresh = pc.and_(
         pc.greater(judged["relevance"], 0), pc.invert(pc.is_in(judged["query_id"], value_set=trained))
     )
     test = judged.filter(fresh)["query_id"].unique()
     ids = pa.concat_arrays([trained, test])
-    # The most frequent text of each query; ties go to the alphabetically first.
+    # The most frequent text of each query; ties go to the first in alphabetical order.
     order = [("query_id", "ascending"), ("rows", "descending"), ("query", "ascending")]
     ordered = texts.sort_by(order)
     frequent = ordered.filter(pa.array(first_rows(ordered, ["query_id"])))
     text = frequent["query"].take(pc.index_in(ids, value_set=frequent["query_id"].combine_chunks()))
     split = pa.array(["train"] * len(trained) + ["test"] * len(test), pa.string())
     in_test = test_clicks["query_id"].unique()
-    seen = pc.is_in(in_test, value_set=trained)
-    irrelevant = pc.invert(pc.or_(seen, pc.is_in(in_test, value_set=test)))
+    in_training = pc.is_in(in_test, value_set=trained)
+    irrelevant = pc.invert(pc.or_(in_training, pc.is_in(in_test, value_set=test)))
     logged = texts.filter(pc.greater(texts["rows"], 0))["query_id"].unique()
     outside = pc.invert(pc.is_in(logged, value_set=pa.concat_arrays([trained, in_test])))
     qrels = judged.filter(pc.is_in(judged["query_id"], value_set=test))
@@ -297,7 +298,7 @@ def split_queries(
         pa.table([ids, text, split], QUERIES).sort_by("query_id"),
         qrels.sort_by([("query_id", "ascending"), ("doc_id", "ascending")]),
         {
-            "queries of the test window that training has seen": pc.sum(seen, min_count=0).as_py(),
+            "queries of the test window that training has seen": pc.sum(in_training, min_count=0).as_py(),
             "queries of the test window without a relevant document": pc.sum(irrelevant, min_count=0).as_py(),
             "queries without an impression in either window": pc.sum(outside, min_count=0).as_py(),
         },
@@ -305,7 +306,7 @@ def split_queries(
 
 
 def judge_by_clicks(test_clicks: pa.Table, *, min_clicks: int) -> pa.Table:
-    """QRELS of relevance 1 from TEST_CLICKS: documents with at least `min_clicks` clicks."""
+    """Return QRELS of relevance 1 from TEST_CLICKS: documents with at least `min_clicks` clicks."""
     enough = test_clicks.filter(pc.greater_equal(test_clicks["clicks"], min_clicks)).select(
         ["query_id", "doc_id"]
     )

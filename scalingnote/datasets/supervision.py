@@ -1,8 +1,8 @@
-"""The tables beside the documents: rows go to the bucket of their query, where they are checked and written.
+"""The other tables of a data set: rows are sent to the bucket of their query, checked there and written.
 
     route    slices            -> rows about known documents, by bucket of their query or user
 
-A log is split by time, each bucket of queries for itself:
+A log is split by time, each bucket of queries separately:
 
     queries  buckets           -> parts of queries, qrels, impressions, scores
 
@@ -13,11 +13,11 @@ Other sources are split by groups, which needs the ids of all positives at once:
     queries  buckets           -> parts, also of users
     clicks   one task          -> parts of simulated impressions
 
-A bucket task holds the ids of its bucket, the texts and counts that slices derived from them, and one part:
-impressions of a log are streamed file by file, so a frequent query makes more parts, not a larger task. Where
-queries are split by groups, it reads the ids and groups of all documents once; MAX_SPLIT_POSITIVES and
-MAX_SIMULATED_DOCUMENTS bound the single tasks to about 5 GB. A source of at most MAX_TASK_ROWS rows is one
-bucket, and each table one part.
+A bucket task has in memory the ids of its bucket, the texts and counts that slices derived from them, and one
+part: impressions of a log are streamed file by file, so a frequent query makes more parts, not a larger task.
+If queries are split by groups, the task reads the ids and groups of all documents once. MAX_SPLIT_POSITIVES
+and MAX_SIMULATED_DOCUMENTS bound the single tasks to about 5 GB. A source of at most MAX_TASK_ROWS rows is
+one bucket, and each table is one part.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,22 +93,22 @@ def _write_tables(
     quarantine: Quarantine,
     context: PrepareContext,
 ) -> JsonRecord:
-    """Write the rows of a bucket, each table as one part, or as many as impressions and users fill."""
+    """Write the rows of a bucket, each table as one part; impressions and users may be several parts."""
     numbered, parts = context.by_time or context.query_buckets > 1, dict[str, dict[str, Any]]()
     for table, rows in tables.items():
         name = f"{table}/part-{bucket:05d}" if numbered else table
         if numbered and table in ("impressions", "users"):
-            written = write_parts(rows, name, rows_per_part=ROWS_PER_PART, output=context.output)
+            table_parts = write_parts(rows, name, rows_per_part=ROWS_PER_PART, output=context.output)
         else:
-            whole = pa.concat_tables(rows)
-            needed = len(whole) or table in ("queries", "qrels")
-            written = write_part(whole, f"{name}.parquet", output=context.output) if needed else {}
+            all_rows = pa.concat_tables(rows)
+            needed = len(all_rows) or table in ("queries", "qrels")
+            table_parts = write_part(all_rows, f"{name}.parquet", output=context.output) if needed else {}
             for split in ("train", "test") if table == "queries" else ():
-                found = pc.sum(pc.equal(whole["split"], split), min_count=0).as_py()
-                quarantine.counts[f"{split}_queries"] += found
-        if written:
-            quarantine.counts[table] += sum(part["rows"] for part in written.values())
-        parts |= written
+                split_rows = pc.sum(pc.equal(all_rows["split"], split), min_count=0).as_py()
+                quarantine.counts[f"{split}_queries"] += split_rows
+        if table_parts:
+            quarantine.counts[table] += sum(part["rows"] for part in table_parts.values())
+        parts |= table_parts
     return {"parts": parts, "quarantine": context.store(quarantine, step, bucket)}
 
 
@@ -126,13 +126,13 @@ def write_log_queries(item: tuple[int, int], *, context: PrepareContext) -> Json
     impressions = context.file("impressions")
     ids = [rows["query_id"].unique() for rows in stream(impressions, bucket, ["query_id"])]
     train_ids = pa.concat_arrays([pa.array([], pa.string()), *ids]).unique()
-    known = texts["query_id"].combine_chunks()
+    query_ids = texts["query_id"].combine_chunks()
     if config.qrels:
-        judged = _valid_pairs("qrels", bucket, known, context, quarantine)
+        judged = _valid_pairs("qrels", bucket, query_ids, context, quarantine)
     else:
         judged = splits.judge_by_clicks(test_clicks, min_clicks=config.min_clicks)
     split = splits.split_queries(train_ids, test_clicks=test_clicks, texts=texts, judged=judged)
-    scores = _valid_pairs("scores", bucket, known, context, quarantine)
+    scores = _valid_pairs("scores", bucket, query_ids, context, quarantine)
     useful = scores.filter(pc.is_in(scores["query_id"], value_set=train_ids))
     quarantine.left_out["scores of queries that are not for training"] += len(scores) - len(useful)
     quarantine.left_out.update(split.left_out)
@@ -147,11 +147,11 @@ def write_log_queries(item: tuple[int, int], *, context: PrepareContext) -> Json
 def _valid_pairs(
     table: str, bucket: int, query_ids: pa.Array, context: PrepareContext, quarantine: Quarantine
 ) -> pa.Table:
-    """Rows of known queries; of qrels and scores only the first one of each query and document."""
+    """Select the rows of known queries; of qrels and scores only the first one of each query and document."""
     rows = gather(context.file(table), bucket, schema=PAIR_SCHEMAS[table])
-    known = np.asarray(pc.is_in(rows["query_id"], value_set=query_ids))
-    quarantine.reject_where(table, "unknown query_id", rows, ~known)
-    rows = rows.filter(pa.array(known))
+    has_query = np.asarray(pc.is_in(rows["query_id"], value_set=query_ids))
+    quarantine.reject_where(table, "unknown query_id", rows, ~has_query)
+    rows = rows.filter(pa.array(has_query))
     if table == "impressions":
         return rows
     return _first_rows(rows, table, ["query_id", "doc_id"], "duplicate query and document", quarantine)
@@ -169,8 +169,7 @@ def _first_rows(rows: pa.Table, table: str, keys: list[str], reason: str, quaran
 def judge_queries(item: tuple[int, int], *, context: PrepareContext, documents: Sequence[str]) -> JsonRecord:
     """Check the rows of a bucket of queries against each other and store the valid ones.
 
-    `documents` has the parts of documents. Rows about documents that a subset left out are valid, and left
-    out, too.
+    `documents` has the parts of documents. Rows about documents outside the subset are valid, but left out.
     """
     bucket, quarantine = item[1], Quarantine()
     queries = _first_rows(
@@ -185,8 +184,8 @@ def judge_queries(item: tuple[int, int], *, context: PrepareContext, documents: 
     usable = np.asarray(pc.is_in(query_ids, value_set=_answered_ids(pairs)))
     quarantine.reject_where("queries", "no relevant document and no impression", queries, ~usable)
     valid = {"queries": int(usable.sum()), **{table: len(rows) for table, rows in pairs.items()}}
-    named = pa.concat_tables(rows.select(["doc_id"]) for rows in pairs.values())["doc_id"].unique()
-    groups = _read_documents(context, documents, ["doc_id", "group"], doc_ids=named)
+    pair_ids = pa.concat_tables(rows.select(["doc_id"]) for rows in pairs.values())["doc_id"].unique()
+    groups = _read_documents(context, documents, ["doc_id", "group"], doc_ids=pair_ids)
     doc_ids = groups["doc_id"].combine_chunks()
     pairs = {table: rows.filter(pc.is_in(rows["doc_id"], value_set=doc_ids)) for table, rows in pairs.items()}
     queries = queries.filter(pc.is_in(query_ids, value_set=_answered_ids(pairs)))
@@ -197,12 +196,12 @@ def judge_queries(item: tuple[int, int], *, context: PrepareContext, documents: 
     for table, rows in (pairs | {"queries": queries, "positives": distinct}).items():
         write_table(_judged_file(context, bucket, table), rows)
     undecided = has_undecided(queries)
-    stored = context.store(quarantine, "judge", bucket)
-    return {"queries": len(queries), "undecided": undecided, "valid": valid, "quarantine": stored}
+    rejected = context.store(quarantine, "judge", bucket)
+    return {"queries": len(queries), "undecided": undecided, "valid": valid, "quarantine": rejected}
 
 
 def _answered_ids(pairs: dict[str, pa.Table]) -> pa.Array:
-    """Queries with a relevant document or an impression."""
+    """Return the queries with a relevant document or an impression."""
     ids = (_relevant(pairs["qrels"])["query_id"], pairs["impressions"]["query_id"])
     return pa.concat_arrays(each.combine_chunks() for each in ids)
 
@@ -229,31 +228,32 @@ def _all_judged(context: PrepareContext, table: str, columns: list[str]) -> pa.T
 def _read_documents(
     context: PrepareContext, parts: Sequence[str], columns: list[str], *, doc_ids: pa.Array | None = None
 ) -> pa.Table:
-    """Columns of all documents, or of some, in order."""
+    """Read columns of all documents, or of some, in order."""
     divided = context.config.passages is not None
 
     def read(part: str) -> pa.Table:
         if not divided:
             return read_table(fs.join(context.output, part), columns)
-        stored = ["document_id" if name == "doc_id" else name for name in columns]
-        rows = read_table(fs.join(context.output, part), [*stored, "passage"])
-        whole = rows.filter(pc.equal(rows["passage"], 1)).select(stored)  # a row of each document
-        return whole.rename_columns(columns)
+        stored_columns = ["document_id" if name == "doc_id" else name for name in columns]
+        rows = read_table(fs.join(context.output, part), [*stored_columns, "passage"])
+        # One row of each document.
+        first_passages = rows.filter(pc.equal(rows["passage"], 1)).select(stored_columns)
+        return first_passages.rename_columns(columns)
 
-    found = []
+    tables = []
     for start in range(0, len(parts), _PARTS_PER_READ):
         rows = pa.concat_tables(fs.map_files(read, parts[start : start + _PARTS_PER_READ]))
-        found.append(rows if doc_ids is None else rows.filter(pc.is_in(rows["doc_id"], value_set=doc_ids)))
-    return pa.concat_tables(found)
+        tables.append(rows if doc_ids is None else rows.filter(pc.is_in(rows["doc_id"], value_set=doc_ids)))
+    return pa.concat_tables(tables)
 
 
 def has_undecided(queries: pa.Table) -> bool:
-    """Whether the source has no split for some query."""
+    """Return whether the source has no split for some query."""
     return bool(pc.any(pc.equal(queries["split"], "")).as_py())
 
 
 def split_queries(item: tuple[int, SampledDataset], *, context: PrepareContext) -> int:
-    """Draw a split where the source has none, by groups; returns the number of queries."""
+    """Draw a split by groups for queries without one, and return the number of queries."""
     config = item[1]
     queries = _all_judged(context, "queries", _SPLIT.names)
     if has_undecided(queries):
@@ -265,8 +265,8 @@ def split_queries(item: tuple[int, SampledDataset], *, context: PrepareContext) 
             )
         ids = queries["query_id"].combine_chunks()
         test = splits.held_out(ids, positives, fraction=config.test_fraction, seed=config.seed)
-        drawn = pc.if_else(pa.array(test), "test", "train")
-        split = pc.if_else(pc.equal(queries["split"], ""), drawn, queries["split"])
+        drawn_split = pc.if_else(pa.array(test), "test", "train")
+        split = pc.if_else(pc.equal(queries["split"], ""), drawn_split, queries["split"])
         queries = pa.table([ids, split], schema=_SPLIT)
     context.send(queries, "query_id", "split", number=0, buckets=context.query_buckets)
     return len(queries)
@@ -279,15 +279,15 @@ def write_queries(item: tuple[int, int], *, context: PrepareContext) -> JsonReco
     rows = read_table(_judged_file(context, bucket, "queries"))
     queries = pa.table([rows["query_id"], rows["query"], split["split"]], schema=QUERIES)
     tables = {table: read_table(_judged_file(context, bucket, table)) for table in PAIR_SCHEMAS}
-    # Valid rows about queries that only documents outside the subset answer.
+    # Leaves out valid rows about queries that only documents outside the subset answer.
     tables = {"queries": queries} | {
         table: rows.filter(pc.is_in(rows["query_id"], value_set=queries["query_id"].combine_chunks()))
         for table, rows in tables.items()
     }
     users = gather(context.file("users"), bucket, schema=pa.schema([*USERS, *context.profile]))
     tables["users"] = _first_rows(users, "users", ["user_id"], "duplicate user_id", quarantine)
-    whole = {table: [rows] for table, rows in tables.items()}
-    return _write_tables(whole, "queries", bucket, quarantine, context)
+    all_tables = {table: [rows] for table, rows in tables.items()}
+    return _write_tables(all_tables, "queries", bucket, quarantine, context)
 
 
 def simulate_clicks(
@@ -301,16 +301,16 @@ def simulate_clicks(
     split = pa.concat_tables(gather(context.file("split"), b, schema=_SPLIT) for b in buckets)
     qrels = _all_judged(context, "qrels", QRELS.names)
     qrels = qrels.filter(pc.is_in(qrels["query_id"], value_set=split["query_id"].combine_chunks()))
-    shown = _read_documents(context, documents, ["doc_id", "group", "topic"])
+    visible = _read_documents(context, documents, ["doc_id", "group", "topic"])
     test = split.filter(pc.equal(split["split"], "test"))["query_id"]
     is_test = pc.is_in(qrels["query_id"], value_set=test.combine_chunks())
     relevant = qrels.filter(pc.and_(is_test, pc.greater(qrels["relevance"], 0)))["doc_id"].unique()
-    hidden = shown.filter(pc.is_in(shown["doc_id"], value_set=relevant))["group"].unique()
-    shown = shown.filter(pc.invert(pc.is_in(shown["group"], value_set=hidden)))
+    hidden = visible.filter(pc.is_in(visible["doc_id"], value_set=relevant))["group"].unique()
+    visible = visible.filter(pc.invert(pc.is_in(visible["group"], value_set=hidden)))
     impressions = simulate.simulate(
         qrels.filter(pc.invert(is_test)),
-        doc_ids=shown["doc_id"].to_pylist(),
-        topics=shown["topic"].to_pylist(),
+        doc_ids=visible["doc_id"].to_pylist(),
+        topics=visible["topic"].to_pylist(),
         config=item[1],
     )
     return _write_tables({"impressions": impressions}, "clicks", 0, quarantine, context)

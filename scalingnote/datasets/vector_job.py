@@ -1,7 +1,7 @@
-"""The stage teacher where vectors are given: files of texts and vectors become `query_embeddings`.
+"""The stage teacher for given vectors: files of texts and vectors become `query_embeddings`.
 
-Vectors are in Parquet, JSON lines, or rows of .npy beside a file of texts. Texts are read and checked as
-documents are, a title stands before its text. Rows that cannot be learnt from are set aside with the reason.
+Vectors are in Parquet, JSON lines, or rows of .npy together with a file of texts. Texts are read and checked
+like documents; a title is put before its text. Unusable rows are set aside with the reason.
 """
 
 from collections import Counter
@@ -35,9 +35,9 @@ log = get_logger("datasets")
 
 
 def run(config: VectorsConfig, *, output: str) -> Artifact:
-    """Build the artifact `query_embeddings` of a file; the rows that are set aside are its table `rejected`.
+    """Build the artifact `query_embeddings` of a file; its table `rejected` has the rows that are set aside.
 
-    Held out are some of the queries, or of the texts if there are no queries.
+    Some of the queries are held out, or of the texts if there are no queries.
 
     Raises:
         DataError: a file cannot be read, or the vectors of texts and queries have different lengths.
@@ -55,10 +55,12 @@ def run(config: VectorsConfig, *, output: str) -> Artifact:
                 if files.dim != sources[0].dim:
                     raise DataError(
                         f"{files.path} has vectors of {files.dim:,} values, {sources[0].path} of "
-                        f"{sources[0].dim:,}: both are to be of one model"
+                        f"{sources[0].dim:,}: use vectors of one model for both"
                     )
                 held_out = hash_of(table["query"]) < share * 2.0**64
-                split = pa.array(["validation" if held else "train" for held in held_out.tolist()])
+                split = pa.array(
+                    ["validation" if is_held_out else "train" for is_held_out in held_out.tolist()]
+                )
                 draft.write_table(
                     f"embeddings/part-{number}-{block:05d}.parquet", table.append_column("split", split)
                 )
@@ -77,7 +79,7 @@ def run(config: VectorsConfig, *, output: str) -> Artifact:
 
 
 def open_files(config: VectorsConfig) -> list["VectorFiles"]:
-    """The files of texts, then that of queries, whose columns are known; DataError before any is read."""
+    """Open the files of texts and that of queries, and find their columns, before any row is read."""
     columns = {str(ours): theirs for ours, theirs in config.columns.items()}
     opened = [VectorFiles(config.path, texts=config.texts, columns=columns)]
     if config.queries is not None:
@@ -92,15 +94,15 @@ class VectorFiles:
     """The usable rows of files, each text once; all vectors have the length of the first ones."""
 
     def __init__(self, path: str, *, texts: str | None, columns: Mapping[str, str]) -> None:
-        """Look at the files' columns.
+        """Find the files' columns.
 
         Args:
             path: .parquet, .jsonl, or one .npy file.
             texts: the file of texts of a .npy file.
-            columns: our names (title, content, vector) -> those of the files, where they are not known.
+            columns: our names (title, content, vector) -> those of the files, if these are not known names.
 
         Raises:
-            DataError: no file; texts and vectors cannot be told, or not be matched.
+            DataError: there is no file; texts or vectors have no clear column, or their numbers differ.
         """
         self.path, self.quarantine, self.dim = path, Quarantine(), 0
         self._seen: set[int] = set()
@@ -110,20 +112,18 @@ class VectorFiles:
         if path.endswith(".npy"):
             if texts is None:
                 raise DataError(
-                    f"{path} holds vectors alone: give the file of their texts, row by row, by --texts"
+                    f"{path} holds only vectors: give the file of their texts, row by row, by --texts"
                 )
             self._matrix, layouts = _load_matrix(path), _layouts(texts, _TEXT_SUFFIXES, of_texts)
             rows = sum(map(count_rows, cut([*layouts])))
             if rows != len(self._matrix):
                 raise DataError(
-                    f"{path} has {len(self._matrix):,} rows, {texts} {rows:,} texts (blank lines are none): "
-                    "they are to be the same, in one order"
+                    f"{path} has {len(self._matrix):,} rows, {texts} {rows:,} texts (without blank lines): "
+                    "give one text for each row, in the same order"
                 )
         else:
             if texts is not None:
-                raise DataError(
-                    f"{path} has texts of its own: leave --texts {texts} out, or give a .npy file"
-                )
+                raise DataError(f"{path} has its own texts: leave --texts {texts} out, or give a .npy file")
             layouts = {
                 file: _with_vectors(layout, columns.get("vector"))
                 for file, layout in _layouts(path, (".parquet", ".jsonl"), of_texts).items()
@@ -131,36 +131,36 @@ class VectorFiles:
         self._slices = document_slices(layouts, numbered=True)
 
     def tables(self) -> Iterator[pa.Table]:
-        """Rows as ``query_id``, ``query`` and ``embedding``, block by block; DataError if there is none."""
+        """Yield blocks of rows as ``query_id``, ``query`` and ``embedding``; DataError if none is usable."""
         for block in rechunk(self._checked_rows(), BLOCK_ROWS):
             texts = pc.binary_join_element_wise(block["title"], block["content"], " ")
-            found = [
+            usable_rows = [
                 (text, vector)
                 for text, vector in zip(
                     pc.utf8_trim_whitespace(texts).to_pylist(), self._vectors(block), strict=True
                 )
                 if self._is_good(text, vector)
             ]
-            if found:
-                query = pa.array([text for text, _ in found], pa.string())
+            if usable_rows:
+                query = pa.array([text for text, _ in usable_rows], pa.string())
                 columns = {
                     "query_id": pa.array([f"text {number:016x}" for number in hash_of(query).tolist()]),
                     "query": query,
-                    "embedding": arrow.to_arrow(np.stack([vector for _, vector in found])),
+                    "embedding": arrow.to_arrow(np.stack([vector for _, vector in usable_rows])),
                 }
                 yield pa.table(columns)
         if not self._seen:
             raise DataError(f"{self.path} has no text with a vector{self.quarantine.reasons()}")
 
     def _checked_rows(self) -> Iterator[pa.Table]:
-        """Rows with a text; their doc_id is their number."""
+        """Yield the rows with a text; their doc_id is their number."""
         form = table_format("documents", self._features)
         for rows in self._slices:
             for table in read_tables(rows, form, quarantine=self.quarantine):
                 yield check_table(table, "documents", features=self._features, quarantine=self.quarantine)
 
     def _vectors(self, block: pa.Table) -> ndarray:
-        """The vector of each row, None where it has none."""
+        """Return the vector of each row; None if it has none."""
         if self._matrix is None:
             lists: ndarray = block["vector"].combine_chunks().to_numpy(zero_copy_only=False)
             return lists
@@ -172,9 +172,9 @@ class VectorFiles:
         if vector is None or not len(vector):
             reason = "no vector"
         elif not np.isfinite(vector).all() or not vector.any():
-            reason = "a vector that is 0, or holds what is not a number"
+            reason = "a vector that is 0, or has a value that is not a finite number"
         elif len(vector) != (self.dim or len(vector)):
-            reason = f"a vector of another length than {self.dim}, which the first one has"
+            reason = f"a vector of another length than {self.dim}, the length of the first one"
         elif (key := hash(text)) in self._seen:
             reason = "a text that occurred before"
         else:
@@ -193,35 +193,37 @@ def _layouts(path: str, suffixes: tuple[str, ...], columns: dict[str, str]) -> d
 
 
 def _with_vectors(layout: FileLayout, chosen: str | None) -> FileLayout:
-    """The layout with the column of vectors; DataError if it cannot be told."""
+    """Add the column of vectors to a layout; DataError if there is no clear one."""
     column = _vector_column(layout.head) if chosen is None else chosen
     if column not in layout.head.kinds:
         raise DataError(f"{layout.head.uri} {layout.head.lack([column])}")
     if layout.head.kind(column) not in (LISTS, ""):
-        raise DataError(f"{layout.head.uri}: column {column!r} holds no lists of numbers: choose another one")
+        raise DataError(
+            f"{layout.head.uri}: column {column!r} does not hold lists of numbers: choose another one"
+        )
     return replace(layout, columns={**layout.columns, "vector": column})
 
 
 def _vector_column(head: FileHead) -> str:
     lists = [name for name in head.kinds if head.kind(name) == LISTS]
-    named = [name for name in VECTOR_NAMES if name in lists] or lists
-    if len(named) == 1:
-        return named[0]
-    found = f"several, {list_columns(named)}" if named else f"none in {list_columns(head.kinds)}"
+    candidates = [name for name in VECTOR_NAMES if name in lists] or lists
+    if len(candidates) == 1:
+        return candidates[0]
+    state = f"several, {list_columns(candidates)}" if candidates else f"none in {list_columns(head.kinds)}"
     raise DataError(
-        f"{head.uri}: the column of vectors (lists of numbers) cannot be told, there are {found}: choose "
+        f"{head.uri}: the column of vectors (lists of numbers) is not clear, there are {state}: choose "
         "one by --set vectors.columns.vector=NAME"
     )
 
 
 def _load_matrix(path: str) -> ndarray:
-    """The rows of a .npy file, mapped into memory."""
+    """Map the rows of a .npy file into memory."""
     (file,) = find_files(path, (".npy",))
     try:
         matrix: ndarray = np.load(file.uri, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"{path} is no .npy file of numbers ({error}): write it by numpy.save") from None
+        raise DataError(f"{path} is not a .npy file of numbers ({error}): write it by numpy.save") from None
     if matrix.ndim != 2 or not np.issubdtype(matrix.dtype, np.number):
         shape = " x ".join(map(str, matrix.shape))
-        raise DataError(f"{path} holds {shape} of {matrix.dtype}: it is to be a matrix, a row per text")
+        raise DataError(f"{path} holds {shape} of {matrix.dtype}: give a matrix with a row per text")
     return matrix

@@ -1,1 +1,1 @@
-"""What is kept on disk: artifacts and their manifests, table schemas, TREC files."""
+"""Files on disk: artifacts and their manifests, table schemas, TREC files."""

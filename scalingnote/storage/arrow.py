@@ -25,7 +25,7 @@ BATCH_BYTES = 1 << 26  # maximal size of joined batches; a text column of a batc
 
 
 class _Column(NamedTuple):
-    """How a column of a batch is read: strings as `text` between two `offsets`, other values by `read`."""
+    """Access to a column of a batch: strings are `text` between `offsets`; `read` returns other values."""
 
     name: str
     offsets: Any
@@ -34,12 +34,12 @@ class _Column(NamedTuple):
 
 
 def to_numpy(column: pa.ChunkedArray | pa.Array) -> Float[ndarray, "rows dim"]:
-    """A FixedSizeList column as a float32 matrix."""
+    """Convert a FixedSizeList column to a float32 matrix."""
     return np.ascontiguousarray(to_matrix(column), dtype=np.float32)
 
 
 def to_matrix(column: pa.ChunkedArray | pa.Array) -> Shaped[ndarray, "rows dim"]:
-    """A FixedSizeList column as a matrix of its own dtype."""
+    """Convert a FixedSizeList column to a matrix of the same dtype."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     values: ndarray = column.flatten().to_numpy(zero_copy_only=False)
@@ -47,12 +47,12 @@ def to_matrix(column: pa.ChunkedArray | pa.Array) -> Shaped[ndarray, "rows dim"]
 
 
 def dtype_of(field: pa.Field) -> str:
-    """The numpy name of a FixedSizeList column's value type."""
+    """Return the numpy name of a FixedSizeList column's value type."""
     return str(np.dtype(field.type.value_type.to_pandas_dtype()))
 
 
 def to_arrow(matrix: Shaped[ndarray, "rows dim"], *, dtype: str = "float32") -> pa.Array:
-    """A matrix as a FixedSizeList column of `dtype` (float16 or float32; integers keep their dtype)."""
+    """Convert a matrix to a FixedSizeList column of `dtype` (float16, float32; integers keep their dtype)."""
     if np.issubdtype(matrix.dtype, np.floating):
         matrix = matrix.astype(dtype)
     values = pa.array(np.ascontiguousarray(matrix).reshape(-1))
@@ -71,12 +71,12 @@ def l2_normalize(matrix: Float[ndarray, "rows dim"]) -> Float[ndarray, "rows dim
 
 
 def as_searched(matrix: Float[ndarray, "rows dim"], similarity: str) -> Float[ndarray, "rows dim"]:
-    """Embeddings of documents as search compares them: of length 1 by cosine, as they are by dot; float32."""
+    """Return document embeddings as search compares them (float32): normalized for cosine, as is for dot."""
     return l2_normalize(matrix) if similarity == "cosine" else matrix.astype(np.float32, copy=False)
 
 
 def npy_bytes(array: Shaped[ndarray, "..."]) -> bytes:
-    """An array as the contents of a .npy file."""
+    """Serialize an array to the bytes of a .npy file."""
     sink = io.BytesIO()
     np.save(sink, array, allow_pickle=False)
     return sink.getvalue()
@@ -91,11 +91,11 @@ class StoredRows:
     def __init__(self, table: pa.Table) -> None:
         self._batches = table.to_batches()
         self._starts = [*accumulate((batch.num_rows for batch in self._batches), initial=0)]
-        # Created at first use: a large table has a thousand batches, of which few results use ten.
+        # Created at first use: a large table has a thousand batches, and a few results use ten of them.
         self._columns: list[list[_Column] | None] = [None] * len(self._batches)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Row `row` as a dict, with the values of :meth:`pyarrow.Table.to_pylist`."""
+        """Return row `row` as a dict, with the values of :meth:`pyarrow.Table.to_pylist`."""
         number = bisect_right(self._starts, row) - 1
         columns = self._columns[number]
         if columns is None:
@@ -104,7 +104,7 @@ class StoredRows:
             self._columns[number] = columns
         inside = row - self._starts[number]
         after = inside + 1
-        # A function for each value would take half as long again: an answer has fifty strings.
+        # A function call for each value would take 50 % more time: an answer has fifty strings.
         return {
             name: text[offsets[inside] : offsets[after]].tobytes().decode() if read is None else read(inside)
             for name, offsets, text, read in columns
@@ -112,10 +112,10 @@ class StoredRows:
 
 
 def map_rows(path: Path) -> pa.Table:
-    """An Arrow file, memory-mapped for reads of single rows.
+    """Open an Arrow file, memory-mapped for reads of single rows.
 
-    Told so, the kernel reads the page that is missing; otherwise 32 around it, which takes ten times as long
-    from a busy disk and fills the page cache with rows that nobody asked for.
+    With MADV_RANDOM the kernel reads only the missing page. Otherwise it reads 32 pages around it, which
+    takes ten times as long from a busy disk and fills the page cache with rows that no request needs.
     """
     with path.open("rb") as stream:
         pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -124,13 +124,13 @@ def map_rows(path: Path) -> pa.Table:
 
 
 def take_rows(table: pa.Table, rows: Int[ndarray, " rows"]) -> pa.Table:
-    """Rows by their numbers, in this order; fastest for ascending numbers."""
+    """Take rows by their numbers, in this order; fastest for ascending numbers."""
     batches = table.to_batches()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-    number = np.searchsorted(starts, rows, side="right") - 1
-    cuts = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(rows)]
+    batch_numbers = np.searchsorted(starts, rows, side="right") - 1
+    cuts = [0, *(np.flatnonzero(np.diff(batch_numbers)) + 1).tolist(), len(rows)]
     pieces = (
-        batches[number[start]].take(pa.array(rows[start:stop] - starts[number[start]]))
+        batches[batch_numbers[start]].take(pa.array(rows[start:stop] - starts[batch_numbers[start]]))
         for start, stop in pairwise(cuts)
         if start < stop
     )
@@ -138,31 +138,32 @@ def take_rows(table: pa.Table, rows: Int[ndarray, " rows"]) -> pa.Table:
 
 
 def take_documents(table: pa.Table, doc_ids: pa.ChunkedArray, *, missing: str) -> pa.Table:
-    """Rows of a table by their `doc_id`, in the order of `doc_ids`.
+    """Take rows of a table by their `doc_id`, in the order of `doc_ids`.
 
-    ArtifactError if a document is not in the table; `missing` says what it lacks, and what to do.
+    ArtifactError if a document is not in the table; `missing` is the end of its message: what such documents
+    lack, and what to do.
     """
-    known = table["doc_id"].combine_chunks()
-    rows = pc.index_in(doc_ids, known)
+    table_ids = table["doc_id"].combine_chunks()
+    rows = pc.index_in(doc_ids, table_ids)
     if rows.null_count:
         first = doc_ids.filter(rows.is_null())[0].as_py()
         raise ArtifactError(f"{rows.null_count} documents, first {first!r}, have no {missing}")
-    same = len(known) == len(doc_ids) and pc.all(pc.equal(doc_ids, known)).as_py()
-    return table if same else table.take(rows)
+    same_order = len(table_ids) == len(doc_ids) and pc.all(pc.equal(doc_ids, table_ids)).as_py()
+    return table if same_order else table.take(rows)
 
 
 def _join_small(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Join small adjacent batches: repeated calls of `take_rows` would otherwise make ever smaller ones."""
-    held: list[pa.RecordBatch] = []
+    """Join small adjacent batches: repeated calls of `take_rows` would otherwise shrink them each time."""
+    pending: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
-        if held and size + batch.nbytes > BATCH_BYTES:
-            yield pa.concat_batches(held)
-            held, size = [], 0
-        held.append(batch)
+        if pending and size + batch.nbytes > BATCH_BYTES:
+            yield pa.concat_batches(pending)
+            pending, size = [], 0
+        pending.append(batch)
         size += batch.nbytes
-    if held:
-        yield pa.concat_batches(held)
+    if pending:
+        yield pa.concat_batches(pending)
 
 
 def _column(name: str, values: pa.Array) -> _Column:

@@ -44,7 +44,7 @@ from scalingnote.storage.manifest import (
 WORK = "_work"
 CLAIM, LEASE = "fingerprint", "lease"  # in WORK: the fingerprint, and the process that builds
 MIN_SHARED_CHECK_BYTES = 64 << 20  # of a file whose checksum the processes of a node share: half a second
-MAX_MEMORY_PART_BYTES = 512 << 20  # of a remote part that is read as a whole
+MAX_MEMORY_PART_BYTES = 512 << 20  # of a remote part that is read into memory at once
 __all__ = [
     "MANIFEST", "WORK", "Artifact", "Draft", "Manifest", "Part", "fingerprint", "open_artifact", "read_table",
     "write_file", "write_table",
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def fingerprint(kind: str, config: Config, parents: Mapping[str, "Artifact"]) -> str:
-    """Identity of an artifact before it is built: equal for equal kind, settings and parents."""
+    """Compute the identity of an artifact before it is built: equal for equal kind, settings and parents."""
     values = [kind, SCHEMA_VERSION, identity(config), {k: a.digest for k, a in sorted(parents.items())}]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -76,33 +76,33 @@ class Artifact:
         return self.manifest.counts
 
     def names(self, prefix: str = "", suffix: str = "") -> list[str]:
-        """Parts whose path starts with `prefix` and ends with `suffix`, sorted."""
+        """Return the parts with a path that starts with `prefix` and ends with `suffix`, sorted."""
         parts = self.manifest.parts
-        found = parts.names(prefix) if isinstance(parts, ShardedParts) else parts
-        return sorted(n for n in found if n.startswith(prefix) and n.endswith(suffix))
+        candidates = parts.names(prefix) if isinstance(parts, ShardedParts) else parts
+        return sorted(n for n in candidates if n.startswith(prefix) and n.endswith(suffix))
 
     def rows_of(self, names: Iterable[str]) -> dict[str, int]:
-        """Rows of each of these parts; 0 for one that is no table."""
+        """Return the number of rows of each of these parts; 0 for one that is not a table."""
         return {name: self.manifest.parts[name].rows or 0 for name in names}
 
     def first_rows(self, table: str) -> dict[str, int]:
-        """Each part of a table -> the number of its first row, counted over all parts."""
+        """Map each part of a table to the number of its first row, counted over all parts."""
         rows = self.rows_of(self.table_parts(table))
         return dict(zip(rows, accumulate(rows.values(), initial=0), strict=False))
 
     def file(self, name: str) -> str:
-        """URI of a part; its checksum is verified at the first use in this process."""
+        """Return the URI of a part; its checksum is verified at the first use in this process."""
         self._part(name)
         uri = fs.join(self.uri, name)
         self._verify(name, uri)
         return uri
 
     def local_file(self, name: str) -> Path:
-        """A part as a file of this machine, verified; a remote one is copied first, once for a node."""
+        """Return a part as a verified file of this machine; a remote one is copied first, once for a node."""
         return self._copy([name]) / name
 
     def open(self, name: str) -> pa.NativeFile:
-        """A part, open for reading: mapped if local; if remote, read and verified in the same request.
+        """Open a part for reading: mapped if local; if remote, read and verified in the same request.
 
         A remote part above :data:`MAX_MEMORY_PART_BYTES` is copied to this machine.
         """
@@ -121,7 +121,7 @@ class Artifact:
         return part
 
     def _copy(self, names: list[str]) -> Path:
-        """A local directory with these parts, verified: the artifact itself, or a copy as it comes."""
+        """Return a local directory with these parts, verified: the artifact itself, or a copy of it."""
         verify = self.file if fs.is_local(self.uri) else self._part
         for name in names:
             verify(name)
@@ -131,9 +131,9 @@ class Artifact:
             raise self._missing(error.filename or names[0]) from None
 
     def _verify(self, name: str, file: str) -> None:
-        """Read a part's file and compare its checksum, unless it was done before.
+        """Read a part's file and compare its checksum, unless this was done before.
 
-        Of a large one that lies here, what another process of this node has computed counts.
+        For a large local file, the checksum may be one that another process of this node has computed.
         """
         if name in self._verified:
             return
@@ -158,30 +158,30 @@ class Artifact:
         )
 
     def directory(self, prefix: str) -> Path:
-        """A local directory with the verified parts below `prefix`; remote parts are copied."""
+        """Return a local directory with the verified parts below `prefix`; remote parts are copied."""
         names = self.names(prefix.rstrip("/") + "/")
         if not names:
             raise ArtifactError(f"{self.uri} has no parts below {prefix!r}")
         return self._copy(names) / prefix
 
     def table_parts(self, name: str) -> list[str]:
-        """The Parquet parts of a table, which is one file or a folder; none if the table is absent."""
+        """List the Parquet parts of a table, which is one file or a folder; none if the table is absent."""
         for single in (name, f"{name}.parquet"):
             if single in self.manifest.parts:
                 return [single]
         return self.names(f"{name}/", ".parquet")
 
     def read_bytes(self, name: str) -> bytes:
-        """The content of a part."""
+        """Read a part."""
         data: bytes = self.open(name).read()
         return data
 
     def read_json(self, name: str) -> Any:
-        """A JSON part."""
+        """Read a JSON part."""
         return json.loads(self.read_bytes(name))
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """One table: a memory-mapped `.arrow` part, or the Parquet parts that :meth:`table_parts` finds."""
+        """Read a table: a memory-mapped `.arrow` part, or the Parquet parts of :meth:`table_parts`."""
         if name.endswith(".arrow"):
             return pa.ipc.open_file(self.open(name)).read_all()
         names = self.table_parts(name)
@@ -192,7 +192,7 @@ class Artifact:
     def batches(
         self, name: str, *, rows: int = 8192, columns: list[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Stream a table; only `rows` rows are held in memory."""
+        """Yield a table in batches of at most `rows` rows; only one batch is in memory."""
         for part in self.table_parts(name):
             with self.open(part) as source:
                 yield from pq.ParquetFile(source).iter_batches(rows, columns=columns)
@@ -236,7 +236,7 @@ class Draft:
         self.finished = self._is_there() or not self._begin()
 
     def _begin(self) -> bool:
-        """Resume the work of an earlier run or start anew; False if another process finished the artifact."""
+        """Resume the work of an earlier run, or start; False if another process finished the artifact."""
         self._require_free_place()
         if not self._lease.acquire(of=self.uri, done=lambda: fs.exists(self.path(MANIFEST))):
             return False
@@ -251,7 +251,7 @@ class Draft:
         fs.delete(self.work())
 
     def _is_there(self) -> bool:
-        """Whether the artifact exists; ArtifactError if another one is at its URI."""
+        """Return whether the artifact exists; ArtifactError if another one is at its URI."""
         existing = read_manifest(self.uri)
         if existing and existing.info.get("fingerprint") != self.fingerprint:
             raise ArtifactError(
@@ -261,7 +261,7 @@ class Draft:
         return existing is not None
 
     def _require_free_place(self) -> None:
-        """ArtifactError if the URI has files that are no artifact."""
+        """Raise ArtifactError if the URI has files that are not an artifact."""
         if fs.is_local(self.uri) and Path(self.uri).is_file():
             raise ArtifactError(f"{self.uri} is a file: choose another output")
         files = fs.list_files(self.uri)
@@ -269,8 +269,8 @@ class Draft:
         parts = set() if claimed else {name.split("/")[0] for name in files} - {WORK}
         if parts and MANIFEST not in parts:  # with a manifest, another process has just committed
             raise ArtifactError(
-                f"{self.uri} has files that are no unfinished artifact, such as {min(parts)}: choose another "
-                "output or delete it"
+                f"{self.uri} has files that are not an unfinished artifact, such as {min(parts)}: choose "
+                "another output or delete it"
             )
 
     def _claim(self) -> None:
@@ -283,7 +283,9 @@ class Draft:
         if f"{WORK}/{CLAIM}" in files:
             if fs.read_bytes(claim).decode() == self.fingerprint:
                 return
-            fs.write_bytes(claim, b"")  # if this process is killed from here on, no run resumes the remains
+            fs.write_bytes(
+                claim, b""
+            )  # if this process is killed after this line, no run resumes the remaining files
         if set(files) - {f"{WORK}/{LEASE}"}:
             self.discard_parts()
             self.discard_work()
@@ -295,17 +297,17 @@ class Draft:
             fs.delete(self.path(name))
 
     def discard_work(self) -> None:
-        """Delete the work but its claim and lease, without which another process would start to build."""
+        """Delete the work, except its claim and lease, without which another process would start to build."""
         for name in _top(self.work()):
             if name.removesuffix(fs.PENDING) not in (CLAIM, LEASE):  # a thread rewrites the lease meanwhile
                 fs.delete(self.work(name))
 
     def path(self, name: str) -> str:
-        """URI of a part."""
+        """Return the URI of a part."""
         return fs.join(self.uri, name)
 
     def work(self, name: str = "") -> str:
-        """URI inside the work directory, which survives a kill."""
+        """Return a URI inside the work directory, which survives a kill."""
         return fs.join(self.uri, WORK, name) if name else fs.join(self.uri, WORK)
 
     def write_table(self, name: str, table: pa.Table) -> None:
@@ -326,7 +328,7 @@ class Draft:
             self._parts[f"{name}/{file}"] = Part(sha256, size)
 
     def register(self, name: str, part: Part) -> None:
-        """Record a part that a worker wrote and checksummed."""
+        """Add a part that a worker wrote and hashed."""
         self._parts[name] = part
 
     def commit(self, *, counts: Mapping[str, int], **info: Any) -> Artifact:
@@ -341,9 +343,7 @@ class Draft:
                 committed already.
         """
         if self._lease.lost:
-            raise ArtifactError(
-                f"another process goes on with {self.uri}: run this again when it is finished"
-            )
+            raise ArtifactError(f"another process builds {self.uri} now: run this again when it is finished")
         for name, size in fs.list_files(self.uri).items():
             if not name.startswith((f"{WORK}/", f"{SHARDS}/", MANIFEST)) and name not in self._parts:
                 self._parts[name] = Part(fs.checksum(self.path(name)), size)
@@ -374,10 +374,10 @@ class Draft:
         return Artifact(self.uri, manifest) if len(parts) <= PARTS_PER_SHARD else self.existing()
 
     def existing(self) -> Artifact:
-        """The finished artifact at this draft's URI."""
+        """Open the finished artifact at this draft's URI."""
         return open_artifact(self.uri, kind=self._kind)
 
 
 def _top(uri: str) -> set[str]:
-    """Files and folders in a folder."""
+    """List the files and folders at the top of a folder."""
     return {name.split("/")[0] for name in fs.list_files(uri)}

@@ -1,7 +1,7 @@
-"""Files at local paths and URIs: whole reads, atomic and conditional writes, local copies.
+"""Files at local paths and URIs: reads of complete files, atomic and conditional writes, local copies.
 
-``s3://`` and ``gs://`` are served by :mod:`scalingnote.storage.object_store`; local paths and ``hdfs://`` by
-pyarrow; any other scheme is looked up in fsspec. :mod:`scalingnote.storage.usage` counts requests and bytes.
+:mod:`scalingnote.storage.object_store` serves ``s3://`` and ``gs://``; pyarrow serves local paths and
+``hdfs://``; fsspec serves any other scheme. :mod:`scalingnote.storage.usage` counts requests and bytes.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ MAX_PARALLEL_FILES = 8  # of a tree or a bucket
 
 
 def join(base: str, *names: str) -> str:
-    """`base` and `names` with single slashes between them, for paths and URIs."""
+    """Join `base` and `names` with single slashes between them, for paths and URIs."""
     return "/".join([base.rstrip("/"), *(name.strip("/") for name in names)])
 
 
 def absolute(uri: str) -> str:
-    """`uri` independent of the working directory, which differs between driver and workers."""
+    """Make `uri` independent of the working directory, which differs between driver and workers."""
     return uri if "://" in uri else str(Path(uri).absolute())
 
 
 def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
-    """The filesystem of `uri` and the path inside it."""
+    """Return the filesystem of `uri` and the path inside it."""
     if "://" not in uri:
         return pafs.LocalFileSystem(), absolute(uri)
     scheme, rest = uri.split("://", 1)
@@ -54,8 +54,8 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
 
 @lru_cache(maxsize=16)
 def _connect(scheme: str, authority: str) -> pafs.FileSystem:
-    """One connection per bucket or host, since buckets may differ in region and hosts in cluster."""
-    if scheme == "s3":  # for readers and writers of Ray, which take pyarrow's filesystems
+    """Return the filesystem of a bucket or host: buckets may differ in region, and hosts in cluster."""
+    if scheme == "s3":  # for readers and writers of Ray, which use pyarrow's filesystems
         return pafs.S3FileSystem(
             region=object_store.region(authority),
             endpoint_override=os.environ.get("AWS_ENDPOINT_URL"),
@@ -70,7 +70,7 @@ def _connect(scheme: str, authority: str) -> pafs.FileSystem:
 
 
 def exists(uri: str) -> bool:
-    """Whether a file exists, or a local directory."""
+    """Return whether a file or a local directory exists."""
     if object_store.holds(uri):
         return object_store.exists(uri)
     filesystem, path = resolve(uri)
@@ -79,7 +79,7 @@ def exists(uri: str) -> bool:
 
 
 def read_bytes(uri: str) -> bytes:
-    """The content of a file; DataError if it is missing."""
+    """Read a file; DataError if it is missing."""
     try:
         return b"".join(_blocks(uri))
     except (FileNotFoundError, NotADirectoryError):
@@ -87,7 +87,7 @@ def read_bytes(uri: str) -> bytes:
 
 
 def read_if_exists(uri: str) -> bytes | None:
-    """The content of a file; None if it is missing."""
+    """Read a file; None if it is missing."""
     try:
         return read_bytes(uri)
     except DataError:
@@ -109,9 +109,9 @@ def write_bytes(uri: str, data: Any) -> None:
 
 
 def swap(uri: str, old: bytes | None, new: bytes) -> bool:
-    """Write `new` where the file holds `old`, or where there is none; False if it holds something else.
+    """Write `new` if the content of the file is `old` (None: there is no file); return whether it did.
 
-    An object store compares and writes in one step; elsewhere these are two.
+    An object store compares and writes in one step; other storage needs two steps.
     """
     if object_store.holds(uri):
         return object_store.swap(uri, old, new)
@@ -122,7 +122,7 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
 
 
 def map_files(work: Callable[[T], R], files: Sequence[T]) -> list[R]:
-    """Results of `work` for each file, in order, from threads: they wait for storage most of the time."""
+    """Return the results of `work` for each file, in order, from threads: most of the time is I/O."""
     if len(files) <= 1:
         return list(map(work, files))
     with ThreadPoolExecutor(MAX_PARALLEL_FILES) as pool:
@@ -130,24 +130,24 @@ def map_files(work: Callable[[T], R], files: Sequence[T]) -> list[R]:
 
 
 def is_local(uri: str) -> bool:
-    """Whether a file is on this machine, where it is mapped instead of read."""
+    """Return whether a file is on this machine, so that it is mapped instead of read."""
     return "://" not in uri or uri.startswith("file://")
 
 
 def make_durable(uri: str, names: Iterable[str]) -> None:
-    """Sync files below `uri` and their folders to disk; files that are not local are durable once written."""
+    """Sync files below `uri` and their folders to disk; remote files are durable once they are written."""
     filesystem, path = resolve(uri)
     if not isinstance(filesystem, pafs.LocalFileSystem):
         return
     root = Path(path)
     files = [root / name for name in names]
     folders = {above for each in files for above in each.parents if above.is_relative_to(root.parent)}
-    for each in [*files, *sorted(folders, reverse=True)]:  # a file before the folder that names it
+    for each in [*files, *sorted(folders, reverse=True)]:  # a file before the folder that lists it
         sync(each)
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """Replace a local file as a whole; the new one survives a crash of the machine once this returns."""
+    """Replace a local file atomically; the new one survives a crash of the machine after this call."""
     pending = path.with_name(path.name + PENDING)
     with pending.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -167,7 +167,7 @@ def sync(path: Path) -> None:
 
 
 def list_files(uri: str) -> dict[str, int]:
-    """All files below `uri`: relative path -> size in bytes, sorted; empty if there are none."""
+    """List all files below `uri`: relative path -> size in bytes, sorted; empty if there are none."""
     if object_store.holds(uri):
         return dict(sorted(object_store.files(uri).items()))
     filesystem, path = resolve(uri)
@@ -196,7 +196,7 @@ def delete(uri: str) -> None:
 
 
 def checksum(uri: str) -> str:
-    """The sha256 of a file."""
+    """Compute the sha256 of a file."""
     digest = hashlib.sha256()
     for block in _blocks(uri):
         digest.update(block)
@@ -204,7 +204,6 @@ def checksum(uri: str) -> str:
 
 
 def _blocks(uri: str) -> Iterator[Any]:
-    """The content of a file in order."""
     if object_store.holds(uri):
         yield from object_store.blocks(uri)
         return
@@ -216,7 +215,7 @@ def _blocks(uri: str) -> Iterator[Any]:
 
 
 def open_input(uri: str) -> pa.NativeFile:
-    """Random-access reader; memory-mapped when the file is local."""
+    """Open a file for random access; memory-mapped if it is local."""
     if object_store.holds(uri):
         return object_store.open_input(uri)
     filesystem, path = resolve(uri)
@@ -227,7 +226,7 @@ def open_input(uri: str) -> pa.NativeFile:
 
 
 def read_range(uri: str, start: int, size: int) -> bytes:
-    """Bytes [start, start + size) of a file."""
+    """Read the bytes [start, start + size) of a file."""
     if object_store.holds(uri):
         return object_store.read_range(uri, start, size)
     with open_input(uri) as file:
@@ -236,7 +235,7 @@ def read_range(uri: str, start: int, size: int) -> bytes:
 
 
 def upload(local: str | Path, uri: str) -> dict[str, tuple[str, int]]:
-    """Copy a local file or directory tree to `uri`; returns relative path -> sha256 and size."""
+    """Copy a local file or directory tree to `uri`, and return relative path -> sha256 and size."""
     local = Path(local)
     files = [path for path in sorted(local.rglob("*")) if path.is_file()] if local.is_dir() else [local]
 
@@ -252,14 +251,14 @@ def upload(local: str | Path, uri: str) -> dict[str, tuple[str, int]]:
 def download(
     uri: str, files: list[str], *, version: str, check: Callable[[str, str], None] | None = None
 ) -> Path:
-    """A local directory with `files` of `uri`: `uri` itself if local, else a cached copy, one for a node.
+    """Return a local directory with `files` of `uri`: `uri` itself if local, else a cached copy of the node.
 
     Args:
         uri: of the folder. The content of a remote one may change.
         files: below it.
         version: identifies the content, so that no stale copy is used.
-        check: raises an error for a file and the sha256 of what was read of it, before any process can see
-            the copy. So the bytes are read once, and hashed once for a node.
+        check: receives a file and the sha256 of its bytes, and raises an error if they do not match, before
+            any process can see the copy. So the bytes are read once, and hashed once for a node.
     """
     filesystem, path = resolve(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
@@ -267,7 +266,7 @@ def download(
     key = hashlib.sha256(f"{uri} {version}".encode()).hexdigest()[:24]
     target = _cache() / key
     if missing := [name for name in files if not (target / name).exists()]:
-        # Workers of a node start together: one fetches, the others wait.
+        # Workers of a node start at the same time: one downloads, the others wait.
         with _lock(target):
             for name in missing:
                 if not (target / name).exists():
@@ -276,28 +275,28 @@ def download(
 
 
 def checksum_on_node(uri: str) -> str:
-    """:func:`checksum` of a local file, kept for the other processes of this node until the file changes."""
+    """Compute the sha256 of a local file once for all processes of this node, until the file changes."""
     path = Path(resolve(uri)[1])
-    found = path.stat()
-    facts = f"{path.resolve()} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
-    kept = _cache() / "checksums" / hashlib.sha256(facts.encode()).hexdigest()[:24]
-    with _lock(kept):
-        digest = kept / "sha256"
+    info = path.stat()
+    facts = f"{path.resolve()} {info.st_ino} {info.st_size} {info.st_mtime_ns}"
+    cached = _cache() / "checksums" / hashlib.sha256(facts.encode()).hexdigest()[:24]
+    with _lock(cached):
+        digest = cached / "sha256"
         if not digest.exists():
-            new = kept / "new"
+            new = cached / "new"
             new.write_text(checksum(str(path)), encoding="ascii")
             new.rename(digest)
         return digest.read_text(encoding="ascii")
 
 
 def _cache() -> Path:
-    """The folder of copies that the processes of a node share; TMPDIR moves it to another disk."""
+    """Return the folder of copies that the processes of a node share; TMPDIR moves it to another disk."""
     return Path(tempfile.gettempdir()) / "scalingnote-cache"
 
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """A folder, made if need be, that one process of the node works in at a time."""
+    """Create a folder if necessary and lock it: one process of the node works in it at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -319,6 +318,6 @@ def _copy_to(copy: Path, uri: str, check: Callable[[str], None] | None) -> None:
             if check is not None:
                 check(digest.hexdigest())
         except BaseException:
-            os.unlink(stream.name)  # or the partial copy would stay on a full disk
+            os.unlink(stream.name)  # otherwise the partial copy would remain on a full disk
             raise
     os.replace(stream.name, copy)

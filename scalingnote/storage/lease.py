@@ -1,9 +1,9 @@
 """Leases: one process at a time builds an artifact, on any storage and without a lock server.
 
-The holder names itself in a file beside its work and rewrites the file every few seconds. Another process
-that wants to build the same artifact waits while the file changes. A holder loses its lease if its process on
-this machine has ended, or if the file has not changed for half a minute. Every write is conditional on what
-the file held before: of two processes that take the same lease in an object store, one is refused.
+The holder writes its identity to a file next to its work and rewrites the file every few seconds. Another
+process that is to build the same artifact waits while the file changes. A holder loses its lease if its
+process on this machine has ended, or if the file has not changed for half a minute. Every write is
+conditional on the previous content: if two processes take the same lease in an object store, one write fails.
 """
 
 import json
@@ -30,7 +30,7 @@ class Lease:
     """The right to build an artifact, held until it is released or the object is garbage-collected."""
 
     _held: ClassVar["WeakSet[Lease]"] = WeakSet()
-    _changing: ClassVar = threading.Lock()  # of the set: it must not change while its leases are listed
+    _changing: ClassVar = threading.Lock()  # lock of the set: it must not change while its leases are listed
     _thread: ClassVar = threading.Lock()  # acquired by the first lease: one thread renews all leases
 
     def __init__(self, uri: str) -> None:
@@ -41,22 +41,22 @@ class Lease:
 
         Args:
             of: name of the artifact, for the log.
-            done: whether the artifact is finished.
+            done: returns whether the artifact is finished.
 
         Returns:
-            False if the artifact was finished while waiting.
+            Whether the lease is acquired; False if the artifact was finished while waiting.
         """
-        text: bytes | None = None
-        seen, since = text, time.monotonic()
-        while not (_is_free(text, unchanged_s=time.monotonic() - since) and self._write(text)):
-            if (text := fs.read_if_exists(self._uri)) is not None and done():
+        content: bytes | None = None
+        last_content, since = content, time.monotonic()
+        while not (_is_free(content, unchanged_s=time.monotonic() - since) and self._write(content)):
+            if (content := fs.read_if_exists(self._uri)) is not None and done():
                 return False
-            if text == seen:
+            if content == last_content:
                 time.sleep(POLL_INTERVAL_S)
                 continue
-            if seen is None and (holder := _holder(text)) and not _has_ended(holder):
+            if last_content is None and (holder := _holder(content)) and not _has_ended(holder):
                 log.info("process %s of %s builds %s: waiting for it", holder["pid"], holder["host"], of)
-            seen, since = text, time.monotonic()
+            last_content, since = content, time.monotonic()
         with self._changing:
             self._held.add(self)
         if self._thread.acquire(blocking=False):
@@ -84,15 +84,15 @@ class Lease:
     def renew_all(cls) -> None:
         """Renew every lease that this process holds; a failure is logged."""
         with cls._changing:
-            held = list(cls._held)
-        for lease in held:
+            held_leases = list(cls._held)
+        for lease in held_leases:
             try:
                 lease.renew()
             except Exception as error:  # storage may be unavailable for a while: the next renewal may succeed
                 log.warning("the lease could not be renewed: %s", error)
 
     def _write(self, before: bytes | None) -> bool:
-        """Write the next beat where the file holds what it held before."""
+        """Write the next beat if the content of the file is still `before`; return whether it was written."""
         beats = json.loads(self._mine)["beats"] + 1 if self._mine else 1
         holder = {"process": _PROCESS, "host": socket.gethostname(), "pid": os.getpid(), "beats": beats}
         new = json.dumps(holder).encode()
@@ -103,7 +103,7 @@ class Lease:
 
 
 def _holder(text: bytes | None) -> dict[str, Any] | None:
-    """The holder in a lease file; None if the file is missing or unreadable."""
+    """Parse the holder in a lease file; None if the file is missing or unreadable."""
     try:
         holder: dict[str, Any] | None = json.loads(text) if text else None
     except ValueError:
@@ -112,7 +112,7 @@ def _holder(text: bytes | None) -> dict[str, Any] | None:
 
 
 def _is_free(text: bytes | None, *, unchanged_s: float) -> bool:
-    """Whether a lease may be taken that has held `text` for a while."""
+    """Return whether a lease with the content `text`, unchanged for `unchanged_s` seconds, may be taken."""
     holder = _holder(text)
     if holder is None or _has_ended(holder):
         return True
@@ -123,7 +123,7 @@ def _is_free(text: bytes | None, *, unchanged_s: float) -> bool:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Whether the holder is known to have ended, or is this process."""
+    """Return whether the holder is known to have ended, or is this process."""
     if holder["process"] == _PROCESS:
         return True
     if holder["host"] != socket.gethostname():

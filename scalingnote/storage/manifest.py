@@ -1,7 +1,7 @@
-"""The files of an artifact, and its manifest: what it is, what it was made of, the checksum of each part.
+"""The files of an artifact, and its manifest: its kind, its inputs and the checksum of each part.
 
-Up to :data:`PARTS_PER_SHARD` parts stand in ``manifest.json`` itself. Beyond, they stand in shards beside it,
-sorted by name, and ``manifest.json`` names the shards: a task reads those of its own parts alone.
+Up to :data:`PARTS_PER_SHARD` parts are listed in ``manifest.json`` itself. More parts are listed in shards
+next to it, sorted by name, and ``manifest.json`` lists the shards: a task reads only those of its own parts.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ManifestShard:
-    """A file with the parts from the name `first` on."""
+    """A file that lists `parts` parts, the first of which has the name `first`."""
 
     name: str
     sha256: str
@@ -48,7 +48,7 @@ class ManifestShard:
 
 @dataclass(frozen=True)
 class ShardedParts(Mapping[str, Part]):
-    """Parts by name, sorted, read shard by shard when they are asked for."""
+    """Parts by name, sorted, read shard by shard when they are needed."""
 
     uri: str
     shards: tuple[ManifestShard, ...]
@@ -67,7 +67,7 @@ class ShardedParts(Mapping[str, Part]):
         return sum(shard.parts for shard in self.shards)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """Names that start with `prefix`; only the shards that have some are read."""
+        """Yield the names that start with `prefix`; only the shards with such names are read."""
         nexts = [shard.first for shard in self.shards[1:]]
         for shard, following in zip(self.shards, [*nexts, None], strict=True):
             before = following is not None and following <= prefix
@@ -90,7 +90,7 @@ class Manifest:
 
 
 def read_manifest(uri: str) -> Manifest | None:
-    """The manifest of the artifact at `uri`; None if there is none."""
+    """Read the manifest of the artifact at `uri`; None if there is none."""
     path = fs.join(uri, MANIFEST)
     if (text := fs.read_if_exists(path)) is None:
         return None
@@ -112,7 +112,7 @@ def read_manifest(uri: str) -> Manifest | None:
 
 
 def write_manifest(uri: str, manifest: Manifest) -> bool:
-    """Write a manifest of parts in memory; False if another process has written one. Shards come first."""
+    """Write a manifest, its shards first; return False if another process has written one."""
     values = {**vars(manifest), "parts": {}}
     if len(manifest.parts) > PARTS_PER_SHARD:
         values["shards"] = [asdict(shard) for shard in _write_shards(uri, manifest.parts)]
@@ -124,11 +124,13 @@ def write_manifest(uri: str, manifest: Manifest) -> bool:
 def _write_shards(uri: str, parts: Mapping[str, Part]) -> Iterator[ManifestShard]:
     names = iter(sorted(parts))
     for start in range(0, len(parts), PARTS_PER_SHARD):
-        chosen = list(islice(names, PARTS_PER_SHARD))
-        data = json.dumps({name: asdict(parts[name]) for name in chosen}).encode()
+        shard_names = list(islice(names, PARTS_PER_SHARD))
+        data = json.dumps({name: asdict(parts[name]) for name in shard_names}).encode()
         sha256 = hashlib.sha256(data).hexdigest()
-        # Named by its content: of two processes that commit, each names its own.
-        shard = ManifestShard(f"{SHARDS}/{start:08d}-{sha256[:12]}.json", sha256, chosen[0], len(chosen))
+        # Named by its content: if two processes commit, each writes separate shards.
+        shard = ManifestShard(
+            f"{SHARDS}/{start:08d}-{sha256[:12]}.json", sha256, shard_names[0], len(shard_names)
+        )
         fs.write_bytes(fs.join(uri, shard.name), data)
         yield shard
 
@@ -136,7 +138,7 @@ def _write_shards(uri: str, parts: Mapping[str, Part]) -> Iterator[ManifestShard
 def digest_of(
     kind: str, config: dict[str, Any], parents: Mapping[str, str], parts: Mapping[str, Part]
 ) -> str:
-    """The sha256 of the JSON of these values, of each part its checksum; written to the hash part by part."""
+    """Compute the sha256 of the JSON of these values, with the checksum of each part, part by part."""
     digest = hashlib.sha256(json.dumps([kind, config, parents], sort_keys=True)[:-1].encode())
     for number, name in enumerate(sorted(parts)):
         digest.update(f'{", " if number else ", {"}{json.dumps(name)}: "{parts[name].sha256}"'.encode())
@@ -148,7 +150,7 @@ def digest_of(
 def _read_shard(uri: str, shard: ManifestShard) -> dict[str, Part]:
     path = fs.join(uri, shard.name)
     if (data := fs.read_if_exists(path)) is None:
-        raise ArtifactError(f"{path} is missing: {uri} was deleted or built anew; run this again")
+        raise ArtifactError(f"{path} is missing: {uri} was deleted or rebuilt; run this again")
     if hashlib.sha256(data).hexdigest() != shard.sha256:
         raise ArtifactError(f"{path} is damaged: restore it or delete {uri} and re-run its stage")
     return {name: Part(**part) for name, part in json.loads(data).items()}
@@ -160,8 +162,8 @@ def _read_shard(uri: str, shard: ManifestShard) -> dict[str, Part]:
 def write_table(uri: str, table: pa.Table, *, use_dictionary: list[str] | None = None) -> Part:
     """Write one table file and return its Part; equal tables give equal bytes.
 
-    `use_dictionary` names the Parquet columns to encode by a dictionary, by default all but vectors: with a
-    dictionary, vectors take twice as long to write and six times as long to read.
+    `use_dictionary` lists the Parquet columns to encode by a dictionary, by default all except vectors: with
+    a dictionary, vectors take twice as long to write and six times as long to read.
     """
     sink = pa.BufferOutputStream()
     if uri.endswith(".arrow"):
@@ -174,7 +176,7 @@ def write_table(uri: str, table: pa.Table, *, use_dictionary: list[str] | None =
 
 
 def read_table(uri: str, columns: list[str] | None = None) -> pa.Table:
-    """A table file that :func:`write_table` wrote; a local `.arrow` file is memory-mapped."""
+    """Read a table file that :func:`write_table` wrote; a local `.arrow` file is memory-mapped."""
     with fs.open_input(uri) as source:
         if not uri.endswith(".arrow"):
             return pq.read_table(source, columns=columns)
@@ -189,7 +191,7 @@ def write_file(uri: str, data: bytes | memoryview) -> Part:
 
 
 def _leaves(layout: pa.Schema) -> list[str]:
-    """Parquet's names of the columns of a table, without vectors."""
+    """Return Parquet's names of the columns of a table, except vectors."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return [
         f"{field.name}.list.element" if any(kind(field.type) for kind in lists) else field.name

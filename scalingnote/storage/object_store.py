@@ -1,8 +1,8 @@
 """Objects of ``s3://`` and ``gs://``: one request where one is enough, bounded retries, conditional writes.
 
-A store charges and waits per request. So a small object is one PUT or one GET; a large one is parts or ranges
-side by side. Server errors, throttling and timeouts are repeated after growing, random pauses. What a store
-still refuses is an OSError, which Ray repeats on another worker.
+A store has a price and a latency per request. So a small object is one PUT or one GET; a large one is parts
+or ranges in parallel. Server errors, throttling and timeouts are retried with a random exponential back-off.
+A request that still fails raises an OSError, and Ray retries its part on another worker.
 """
 
 import os
@@ -27,9 +27,9 @@ from scalingnote.storage import usage
 SCHEMES = ("s3", "gs")
 MULTIPART_BYTES = 64 << 20  # a larger object is written in parts
 RANGE_BYTES = 16 << 20  # of one GET or part
-SMALL_BYTES = 4 << 20  # on a store 30 ms away, they take as long as the request itself
+SMALL_BYTES = 4 << 20  # with a latency of 30 ms, their transfer takes as long as the request itself
 MAX_PARALLEL_REQUESTS = 8  # of one object
-MAX_UNANSWERED_ATTEMPTS = 5  # of a conditional write or a POST: obstore does not repeat these after a timeout
+MAX_UNANSWERED_ATTEMPTS = 5  # of a conditional write or a POST: obstore does not retry these after a timeout
 MAX_RETRIES = 10
 REQUEST_TIMEOUT = timedelta(seconds=60)
 RETRY: Any = {
@@ -40,12 +40,12 @@ RETRY: Any = {
 
 
 def holds(uri: str) -> bool:
-    """Whether `uri` is in an object store."""
+    """Return whether `uri` is in an object store."""
     return uri.partition("://")[0] in SCHEMES
 
 
 def exists(uri: str) -> bool:
-    """Whether there is an object."""
+    """Return whether there is an object at `uri`."""
     store, key = _place(uri)
     usage.count()
     try:
@@ -57,7 +57,7 @@ def exists(uri: str) -> bool:
 
 
 def blocks(uri: str) -> Iterator[memoryview]:
-    """The content of an object in order; of a large one, MAX_PARALLEL_REQUESTS ranges at a time."""
+    """Yield the content of an object in order; a large one in MAX_PARALLEL_REQUESTS ranges at a time."""
     size, first = _start(uri, RANGE_BYTES)
     yield first
     window = RANGE_BYTES * MAX_PARALLEL_REQUESTS
@@ -66,20 +66,20 @@ def blocks(uri: str) -> Iterator[memoryview]:
 
 
 def open_input(uri: str) -> pa.NativeFile:
-    """Random-access reader: a small object is read at once, a large one by the ranges that are asked for."""
+    """Open an object for random access: a small one is read at once, a large one by the requested ranges."""
     size, first = _start(uri, SMALL_BYTES)
     return pa.BufferReader(first) if first.nbytes == size else pa.PythonFile(_Ranges(uri, size), mode="r")
 
 
 def read_range(uri: str, start: int, size: int) -> bytes:
-    """Bytes [start, start + size) of an object."""
+    """Read the bytes [start, start + size) of an object."""
     return b"".join(_ranges(uri, start, size))
 
 
 def write(uri: str, data: Any) -> None:
-    """Write an object as a whole, also over another; `data` is any buffer."""
+    """Write an object, or replace an existing one; `data` is any buffer."""
     store, key = _place(uri)
-    content = memoryview(data).cast("B")  # obstore takes unsigned bytes, pyarrow's buffers are signed
+    content = memoryview(data).cast("B")  # obstore accepts unsigned bytes, pyarrow's buffers are signed
     size = content.nbytes
     many = size > MULTIPART_BYTES
     usage.count(requests=-(-size // RANGE_BYTES) + 2 if many else 1, written=size)
@@ -95,18 +95,18 @@ def write(uri: str, data: Any) -> None:
 
 
 def swap(uri: str, old: bytes | None, new: bytes) -> bool:
-    """Write `new` where the object is `old`, or where there is none; False if it is another one.
+    """Write `new` if the content is `old` (None: there is no object); return whether it was written.
 
-    The store compares and writes in one step. A write that came through although its answer did not is found
-    by its content.
+    The store compares and writes in one step. A write that succeeded without a response is recognized by the
+    content of the object.
     """
     store, key = _place(uri)
     mode: Any = "create" if old is None else None
     for attempt in range(MAX_UNANSWERED_ATTEMPTS):
         if attempt or old is not None:
-            held, tag = _read_tagged(uri)
-            if held == new or held != old:
-                return held == new
+            content, tag = _read_tagged(uri)
+            if content == new or content != old:
+                return content == new
             mode = tag or "create"
         usage.count(written=len(new))
         try:
@@ -114,56 +114,56 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
                 obstore.put(store, key, new, mode=mode, use_multipart=False)
             return True
         except OSError as error:
-            raced = isinstance(error.__cause__, AlreadyExistsError | PreconditionError)
-            if not raced and attempt == MAX_UNANSWERED_ATTEMPTS - 1:
+            lost_race = isinstance(error.__cause__, AlreadyExistsError | PreconditionError)
+            if not lost_race and attempt == MAX_UNANSWERED_ATTEMPTS - 1:
                 raise
     return False
 
 
 def files(uri: str) -> dict[str, int]:
-    """Objects below `uri`: relative path -> size in bytes; without empty ones that stand for a folder."""
-    found = _list(uri)
-    folders = {name[:at] for name in found for at, letter in enumerate(name) if letter == "/"} | {""}
-    return {name: size for name, size in found.items() if size or name not in folders}
+    """List the objects below `uri`: relative path -> size in bytes; without empty ones that mark a folder."""
+    sizes = _list(uri)
+    folders = {name[:end] for name in sizes for end, letter in enumerate(name) if letter == "/"} | {""}
+    return {name: size for name, size in sizes.items() if size or name not in folders}
 
 
 def delete(uri: str) -> bool:
-    """Delete an object and all below it; whether an empty one remains, as pyarrow writes for a folder.
+    """Delete an object and all below it; return whether an empty object that marks a folder remains.
 
-    Its key ends with a slash, which obstore cannot name.
+    pyarrow writes such objects. Their key ends with a slash, which obstore cannot express.
     """
     store, key = _place(uri)
-    found = _list(uri)
-    keys = [key, *(f"{key}/{name}" for name in found if name)]
+    sizes = _list(uri)
+    keys = [key, *(f"{key}/{name}" for name in sizes if name)]
     usage.count(requests=-(-len(keys) // 1000))
     for attempt in range(MAX_UNANSWERED_ATTEMPTS):
         try:
             with _os_errors(uri):
                 obstore.delete(store, keys)
             break
-        except FileNotFoundError:  # of a single object; the others are deleted all the same
+        except FileNotFoundError:  # of the object itself; those below it are deleted all the same
             keys = keys[1:]
             if not keys:
                 break
         except OSError:
             if attempt == MAX_UNANSWERED_ATTEMPTS - 1:
                 raise
-    return 0 in found.values() and bool(_list(uri))
+    return 0 in sizes.values() and bool(_list(uri))
 
 
 def _list(uri: str) -> dict[str, int]:
     store, prefix = _place(uri)
     with _os_errors(uri):
-        found = obstore.list(store, prefix).collect()
-    usage.count(requests=max(1, -(-len(found) // 1000)))
-    return {each["path"][len(prefix) :].strip("/"): each["size"] for each in found}
+        objects = obstore.list(store, prefix).collect()
+    usage.count(requests=max(1, -(-len(objects) // 1000)))
+    return {each["path"][len(prefix) :].strip("/"): each["size"] for each in objects}
 
 
 def region(bucket: str) -> str | None:
-    """The region of a bucket, asked for only where neither the environment nor an own endpoint names one."""
-    known = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if known or "AWS_ENDPOINT_URL" in os.environ:
-        return known or "us-east-1"
+    """Return the region of a bucket; requested only without a region or an endpoint in the environment."""
+    configured = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if configured or "AWS_ENDPOINT_URL" in os.environ:
+        return configured or "us-east-1"
     return str(pafs.resolve_s3_region(bucket))
 
 
@@ -182,7 +182,7 @@ def _connect(scheme: str, bucket: str) -> Any:
 
 
 def _profile() -> Any:
-    """Credentials of a profile in ~/.aws; None where the environment or the machine's role has them."""
+    """Return the credentials of a profile in ~/.aws; None if those of the environment or role are used."""
     if "AWS_ACCESS_KEY_ID" in os.environ:
         return None
     if "AWS_PROFILE" not in os.environ and not Path("~/.aws/credentials").expanduser().exists():
@@ -214,37 +214,37 @@ def _os_errors(uri: str) -> Iterator[None]:
 
 
 def _start(uri: str, length: int) -> tuple[int, memoryview]:
-    """The size of an object, and its first bytes, at most `length`."""
+    """Read the size of an object and its first bytes, at most `length`."""
     store, key = _place(uri)
     usage.count()
     with _os_errors(uri):
         try:
-            answer = obstore.get(store, key, options={"range": (0, length)})
-            size, first = answer.meta["size"], memoryview(answer.bytes())
+            response = obstore.get(store, key, options={"range": (0, length)})
+            size, first = response.meta["size"], memoryview(response.bytes())
         except BaseError:
             usage.count()
             if obstore.head(store, key)["size"]:
                 raise
-            return 0, memoryview(b"")  # no range of an empty object exists
+            return 0, memoryview(b"")  # an empty object has no ranges
         usage.count(requests=0, read=first.nbytes)
         return size, first
 
 
 def _read_tagged(uri: str) -> tuple[bytes | None, Any]:
-    """The content of a small object and what a conditional write names it by; None for no object."""
+    """Read a small object and its tags for a conditional write; None for both if there is no object."""
     store, key = _place(uri)
     usage.count()
     try:
         with _os_errors(uri):
-            answer = obstore.get(store, key)
-            tags = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta.get(name)}
-            return bytes(answer.bytes()), tags
+            response = obstore.get(store, key)
+            tags = {name: response.meta[name] for name in ("e_tag", "version") if response.meta.get(name)}
+            return bytes(response.bytes()), tags
     except FileNotFoundError:
         return None, None
 
 
 def _ranges(uri: str, start: int, length: int) -> Sequence[memoryview]:
-    """A stretch of an object, by ranges side by side."""
+    """Read a part of an object, by ranges in parallel."""
     store, key = _place(uri)
     starts = range(start, start + length, RANGE_BYTES)
 
@@ -261,7 +261,7 @@ def _ranges(uri: str, start: int, length: int) -> Sequence[memoryview]:
 
 
 class _Ranges(RawIOBase):
-    """A large object as a file: each read is one range, or several side by side."""
+    """A large object as a file: each read is one range, or several in parallel."""
 
     def __init__(self, uri: str, size: int) -> None:
         self._uri, self._size, self._at = uri, size, 0
@@ -281,10 +281,10 @@ class _Ranges(RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(self._size - self._at, 0)
-        length = left if size is None or size < 0 else min(size, left)
+        remaining = max(self._size - self._at, 0)
+        length = remaining if size is None or size < 0 else min(size, remaining)
         if not length:
             return b""
-        found = b"".join(_ranges(self._uri, self._at, length))
+        data = b"".join(_ranges(self._uri, self._at, length))
         self._at += length
-        return found
+        return data

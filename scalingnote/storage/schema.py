@@ -1,7 +1,7 @@
 """Columns of every table that passes between stages.
 
-Documents may have further columns, their *features* (price, supplier, votes...), which are kept; so may
-users, their *profile*.
+Documents may have further columns, their *features* (price, supplier, votes...), and users may have a
+*profile*. Both are kept.
 """
 
 import pyarrow as pa
@@ -18,12 +18,12 @@ DOCUMENTS = pa.schema(
         "group": pa.string(),
     }
 )
-# A long document is several rows, its passages: the row's doc_id is "ID#NUMBER" (:func:`passage_id`), its
-# content that part of the document's content; all other columns are repeated.
+# A long document is several rows, its passages. The doc_id of a row is "ID#NUMBER" (:func:`passage_id`), its
+# content a part of the document's content; all other columns are repeated.
 PASSAGE = pa.schema(
     {
         "document_id": pa.string(),
-        "passage": pa.int64(),  # its number in the document, from 1
+        "passage": pa.int64(),  # number in the document, from 1
         "start": pa.int64(),  # in characters of the document's content
         "end": pa.int64(),
     }
@@ -52,7 +52,7 @@ IMPRESSIONS = pa.schema(
         "doc_id": pa.string(),
         "position": pa.int32(),  # 1 is the top
         "clicked": pa.bool_(),
-        "timestamp": pa.timestamp("ms"),  # UTC; Parquet keeps no seconds
+        "timestamp": pa.timestamp("ms"),  # UTC; Parquet has no unit of seconds
         "dwell_s": pa.float32(),  # seconds spent on a clicked document; null if unknown
     }
 )
@@ -73,7 +73,7 @@ TRIPLETS = pa.schema(
         "split": pa.string(),  # "train" or "validation"
     }
 )
-# Beside triplets: every known answer of a query, so that it is not drawn as a negative later.
+# Next to triplets: every known answer of a query, so that it is not drawn as a negative later.
 ANSWERS = pa.schema({"query_id": pa.string(), "positive": pa.string()})
 # Finished trainings of several sizes, to which scaling laws are fitted. Further columns are kept.
 LADDER = pa.schema(
@@ -88,12 +88,12 @@ REJECTED = pa.schema({"table": pa.string(), "row": pa.string(), "reason": pa.str
 
 
 def passage_id(document_id: str, number: int) -> str:
-    """The doc_id of a document's passage; every row of a data set of passages has one: none is ambiguous."""
+    """Return the doc_id of a document's passage; in a data set of passages every row has such an id."""
     return f"{document_id}#{number}"
 
 
 def document_of(passage_id: str) -> str:
-    """The id of a passage's document."""
+    """Return the id of a passage's document."""
     return passage_id.rpartition("#")[0]
 
 
@@ -101,7 +101,7 @@ INDEXED_VIEW = "summary"  # the column of embeddings that is quantized, indexed 
 
 
 def embedding_field(name: str, dim: int, *, dtype: str = "float32") -> pa.Field:
-    """An embedding column: FixedSizeList of float16 or float32, readable by any Arrow reader."""
+    """Build the field of an embedding column: FixedSizeList of float16 or float32, for any Arrow reader."""
     return pa.field(name, pa.list_(pa.from_numpy_dtype(dtype), dim))
 
 
@@ -116,13 +116,13 @@ CHANGES = pa.schema({"doc_id": pa.string(), "change": pa.string()})
 
 
 def embeddings(views: list[str], dim: int, *, dtype: str = "float32", sparse: bool = False) -> pa.Schema:
-    """Schema of an embeddings artifact: id, hash, a column per view, and optionally the sparse vector."""
+    """Build the schema of embeddings: id, hash, a column per view, optionally the sparse vector."""
     dense = [embedding_field(view, dim, dtype=dtype) for view in views]
     return pa.schema([pa.field("doc_id", pa.string()), CONTENT_HASH, *dense, *(SPARSE if sparse else [])])
 
 
 def semantic_ids(levels: int) -> pa.Schema:
-    """Codes per level, and `suffix`, a hash of doc_id that tells documents with equal codes apart."""
+    """Build the schema of semantic IDs: codes, and `suffix`, a hash that separates equal codes."""
     return pa.schema(
         {
             "doc_id": pa.string(),

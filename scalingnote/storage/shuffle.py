@@ -1,19 +1,19 @@
 """Resumable tasks over parts, such as slices of an artifact, and a shuffle between them through files.
 
 Tables are scattered into buckets by key, and a bucket is gathered again. A task processes a part: a slice
-(some parts of an artifact), a bucket, whatever has a name. It names its files after its part, so that a
-repeated task replaces them, and its record, JSON values, is written last: however often the driver is killed,
-a run keeps the records that it finds and repeats the other tasks. No row passes through the driver. The
-caller decides where and in which order tasks run (:data:`TaskRunner`).
+(some parts of an artifact), a bucket, or anything with a name. It names its files after its part, so that a
+repeated task replaces them. Its record, JSON values, is written last: after any number of kills, a run keeps
+the existing records and repeats the other tasks. No row passes through the driver. The caller decides where
+and in which order tasks run (:data:`TaskRunner`).
 
 A task scatters into one file with a few record batches for each bucket, so a bucket costs about two ranged
-reads of each file. :func:`slices` makes at most about MAX_SLICES files, with larger slices instead of more: a
-shuffle into 1,000 buckets takes at most 8 million reads. A bucket may hold a key with a tenth of all rows:
+reads of each file. :func:`slices` makes at most about MAX_SLICES slices, larger ones instead of more: a
+shuffle into 1,000 buckets takes at most 8 million reads. A bucket may contain a key with a tenth of all rows:
 :func:`stream` reads it in tables of at most ROWS_PER_BATCH rows; :func:`gather`, which joins them, is for
 keys that were aggregated before the scatter.
 
-A killed shuffle of Ray Data (read_parquet, repartition by key, write_parquet) starts anew; here only running
-tasks do, and a row takes less time and memory.
+A killed shuffle of Ray Data (read_parquet, repartition by key, write_parquet) starts from the beginning. Here
+only running tasks are repeated, and a row takes less time and memory.
 """
 
 import json
@@ -43,11 +43,11 @@ from scalingnote.storage.manifest import Part, write_file, write_table
 ROWS_PER_SLICE = 1 << 18
 MAX_SLICES = 1 << 12  # of an artifact; with more rows, slices are larger
 ROWS_PER_BATCH = 1 << 16
-# Scattered files that a process keeps open: a quarter of what it may have, as Ray's workers may have many. A
-# task that reads more files than this for a bucket opens each again for the next one.
+# Scattered files that a process keeps open: a quarter of its limit, because Ray's workers may open many too.
+# A task that reads more files than this for a bucket opens each again for the next bucket.
 _MAX_OPEN_FILES = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 256)
 _INDEX = b"buckets"  # metadata of a scattered file: the bucket and the rows of each batch, as int64
-BYTE_SLICES = 64  # that a table is cut into by bytes, within the limits of a slice
+BYTE_SLICES = 64  # number of slices of a table that is cut by bytes, within the limits of a slice
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 << 20, 512 << 20
 JsonRecord = dict[str, Any]  # JSON values
 NumberedSlice = tuple[int, list[str]]  # its number and its parts
@@ -57,12 +57,12 @@ T = TypeVar("T")
 
 
 def bucket_of(keys: pa.Array | pa.ChunkedArray, buckets: int) -> Int64[ndarray, " rows"]:
-    """The bucket of every key (strings or integers): uniform over keys, the same on every machine."""
+    """Compute the bucket of every key (strings or integers): uniform over keys, the same on every machine."""
     return np.asarray(hash_of(keys) % np.uint64(buckets), dtype=np.int64)
 
 
 def hash_of(keys: pa.Array | pa.ChunkedArray) -> UInt64[ndarray, " rows"]:
-    """A hash of every key (strings or integers), the same on every machine; DataError for a null key."""
+    """Hash every key (strings or integers), the same on every machine; DataError for a null key."""
     if keys.null_count:
         raise DataError(f"{keys.null_count} of {len(keys)} keys are null: leave out rows that have no key")
     if isinstance(keys, pa.ChunkedArray):  # by chunk, since one chunk of text holds at most 2 GiB
@@ -81,7 +81,7 @@ def _siphash(values: ndarray) -> UInt64[ndarray, " values"]:
 
 
 def scatter(table: pa.Table, bucket: Int64[ndarray, " rows"], *, target: str, name: str) -> None:
-    """Write the rows, by bucket, to ``{target}/{name}.arrow``; within a bucket their order is kept."""
+    """Write the rows, by bucket, to ``{target}/{name}.arrow``; the order within a bucket is kept."""
     if not len(table):
         return
     (rows,) = table.combine_chunks().to_batches()
@@ -103,14 +103,14 @@ def scatter(table: pa.Table, bucket: Int64[ndarray, " rows"], *, target: str, na
 
 
 def stream(target: str, bucket: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """All rows of a bucket in tables of at most ROWS_PER_BATCH, in the order of the names of its files."""
+    """Yield all rows of a bucket in tables of at most ROWS_PER_BATCH, in the order of its files' names."""
     return (rows for _, rows in named_stream(target, bucket, columns))
 
 
 def named_stream(
     target: str, bucket: int, columns: Sequence[str] | None = None
 ) -> Iterator[tuple[str, pa.Table]]:
-    """The same tables, each with the name of the task that scattered it."""
+    """Yield the tables of :func:`stream`, each with the name of the task that scattered it."""
     for name, file in _files(target, columns):
         for number in np.flatnonzero(file.buckets == bucket).tolist():
             rows = pa.Table.from_batches([file.reader.get_batch(number)]).replace_schema_metadata()
@@ -118,7 +118,7 @@ def named_stream(
 
 
 def gather(target: str, bucket: int, *, schema: pa.Schema) -> pa.Table:
-    """All rows of a bucket, joined; empty if there are none."""
+    """Read all rows of a bucket as one table; empty if there are none."""
     return pa.concat_tables([schema.empty_table(), *stream(target, bucket, schema.names)])
 
 
@@ -128,10 +128,10 @@ class _Scattered(NamedTuple):
 
 
 def _files(target: str, columns: Sequence[str] | None) -> Iterator[tuple[str, _Scattered]]:
-    """Complete files, by name: a writer that was killed may have left a pending one."""
+    """Yield the complete files by name: a killed writer may have left a pending file."""
     filesystem, path = fs.resolve(target)
-    found = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
-    for info in sorted(found, key=lambda info: str(info.base_name)):
+    entries = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+    for info in sorted(entries, key=lambda info: str(info.base_name)):
         if info.extension == "arrow":
             uri, version = fs.join(target, info.base_name), (info.size, info.mtime_ns)
             file = _open(uri, version, tuple(columns) if columns else None)
@@ -140,7 +140,7 @@ def _files(target: str, columns: Sequence[str] | None) -> Iterator[tuple[str, _S
 
 @lru_cache(maxsize=_MAX_OPEN_FILES)
 def _open(uri: str, version: tuple[int, int], columns: tuple[str, ...] | None) -> _Scattered:
-    """A file, whose footer each process reads once; `version` changes where a task was repeated."""
+    """Open a file; each process reads its footer once. `version` changes when a task is repeated."""
     source = fs.open_input(uri)
     reader = pa.ipc.open_file(source)
     index = np.frombuffer(reader.schema.metadata[_INDEX], np.int64).reshape(-1, 2)
@@ -156,21 +156,21 @@ def _open(uri: str, version: tuple[int, int], columns: tuple[str, ...] | None) -
 def slices(artifact: Artifact, *tables: str, rows: int | None = None) -> list[list[str]]:
     """Group the parts of tables, in order, into slices of at most `rows` rows; a larger part is a slice.
 
-    `rows` is ROWS_PER_SLICE by default; tasks that hold narrow rows can take more. It is raised where there
+    `rows` is ROWS_PER_SLICE by default; tasks with narrow rows in memory can take more. It is raised if there
     would be more than about MAX_SLICES slices.
     """
     limit = ROWS_PER_SLICE if rows is None else rows
     names = [name for table in tables for name in artifact.table_parts(table)]
-    known = [artifact.manifest.parts[name].rows for name in names]
-    sizes = [limit if size is None else size for size in known]
+    row_counts = [artifact.manifest.parts[name].rows for name in names]
+    sizes = [limit if size is None else size for size in row_counts]
     limit = max(limit, -(-sum(sizes) // MAX_SLICES))
     return [[names[place] for place in group] for group in group_by_size(sizes, limit=limit)]
 
 
 def slices_by_bytes(artifact: Artifact, table: str) -> list[list[str]]:
-    """Group the parts of a table, in order, into slices of about equal bytes, for tasks that scan it all.
+    """Group the parts of a table, in order, into slices of about equal bytes, for tasks that scan the table.
 
-    There are about BYTE_SLICES of them, fewer of a small table and more of a large one.
+    There are about BYTE_SLICES slices; fewer for a small table and more for a large one.
     """
     names = artifact.table_parts(table)
     sizes = [artifact.manifest.parts[name].bytes for name in names]
@@ -181,13 +181,13 @@ def slices_by_bytes(artifact: Artifact, table: str) -> list[list[str]]:
 def group_by_size(sizes: Sequence[int], *, limit: int) -> list[list[int]]:
     """Group the indices of `sizes`, in order, so that each group sums to at most `limit` if possible."""
     groups: list[list[int]] = []
-    left = -1
+    remaining = -1
     for index, size in enumerate(sizes):
-        if size > left:
+        if size > remaining:
             groups.append([])
-            left = limit
+            remaining = limit
         groups[-1].append(index)
-        left -= size
+        remaining -= size
     return groups
 
 
@@ -202,7 +202,7 @@ def run_slices(
     unit: str = "slices",
     rows: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Run a task for every slice that has no record yet; returns the records of all slices, in order.
+    """Run a task for every slice that has no record yet; return the records of all slices, in order.
 
     Args:
         name: of the task; its records are in ``{folder}/done/{name}``.
@@ -212,7 +212,7 @@ def run_slices(
         each: runs the tasks.
         section: name of the logger.
         unit: name of the work items in the log.
-        rows: number of each work item's rows, which progress counts; None: it counts work items.
+        rows: number of rows of each work item, which progress lines count; None: they count work items.
     """
     numbered = {f"{number:05d}": (number, item) for number, item in enumerate(slices)}
     records, _ = run_parts(
@@ -243,16 +243,16 @@ def run_parts(
     """Process every part that has no record yet.
 
     Args:
-        stage: gives the record of a part, which is JSON values.
-        parts: by their names, in which a ``/`` becomes ``-`` in the name of the record's file.
+        stage: returns the record of a part, which is JSON values.
+        parts: by name; a ``/`` in a name becomes ``-`` in the name of the record's file.
         folder: of the records.
         executor: processes the parts.
         section: name of the logger.
-        unit: name of what progress lines count.
-        rows: name -> number of rows of each part, which progress counts; None: it counts parts.
-        max_failed: parts that may be set aside because they fail at every try, if others do not.
-        report: gets the record of each part that this run processes; returns a note for the progress line.
-        underway: rows that this run has processed, with those of unfinished parts.
+        unit: name of the things that progress lines count.
+        rows: name -> number of rows of each part, which progress lines count; None: they count parts.
+        max_failed: number of parts that may be set aside because they fail at every try, if others succeed.
+        report: receives the record of each part that this run processes; returns a note for progress lines.
+        underway: returns the rows that this run has processed, including those of unfinished parts.
 
     Returns:
         The records of all parts, in the order of `parts`; and the parts that were set aside, with the reason.
@@ -266,9 +266,9 @@ def run_parts(
     if todo and texts:
         get_logger(section).info("resuming: %d of %d %s are done", len(texts), len(parts), unit)
     sizes = dict.fromkeys(parts, 1) if rows is None else rows
-    left, total = sum(sizes[name] for name, _ in todo), sum(sizes[name] for name in parts)
+    remaining, total = sum(sizes[name] for name, _ in todo), sum(sizes[name] for name in parts)
     failed: dict[str, str] = {}
-    with Progress(section, total=total, done=total - left, unit=unit, underway=underway) as progress:
+    with Progress(section, total=total, done=total - remaining, unit=unit, underway=underway) as progress:
         try:
             for name, text in executor(_keep_records(stage, folder), todo) if todo else ():
                 texts[name] = text
@@ -283,7 +283,7 @@ def run_parts(
 def _keep_records(
     stage: PartStage | Callable[[Any], Any], folder: str
 ) -> PartStage | Callable[[NamedPart], Any]:
-    """The same stage on named parts, which also writes the record of each; gives its name and its record."""
+    """Extend a stage to named parts: it also writes the record of each, and returns name and record."""
     if not isinstance(stage, PartStage):
         return partial(_process, task=stage, folder=folder)
     return replace(
@@ -310,7 +310,7 @@ def _write_record(part: NamedPart, record: Any, folder: str) -> tuple[str, str]:
 
 
 def _read_records(folder: str, parts: Mapping[str, Any]) -> dict[str, str | bytes]:
-    """The records of parts as text, by name."""
+    """Read the existing records of parts as text, by name."""
     present = {fs.join(folder, name) for name in fs.list_files(folder)}
     files = {name: file for name in parts if (file := _record_file(folder, name)) in present}
     return dict(zip(files, fs.map_files(fs.read_bytes, [*files.values()]), strict=True))
@@ -321,7 +321,7 @@ def _record_file(folder: str, name: str) -> str:
 
 
 def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:
-    """Write the tables that have rows; returns their names and parts as JSON values."""
+    """Write the tables that have rows, and return their names and parts as JSON values."""
     return [
         (name, asdict(write_table(fs.join(folder, name), table.combine_chunks())))
         for name, table in tables.items()
@@ -330,5 +330,5 @@ def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:
 
 
 def named_parts(files: Iterable[Any]) -> list[tuple[str, Part]]:
-    """The names and parts that :func:`write_tables` returned, read back from JSON."""
+    """Convert the JSON values of :func:`write_tables` back to names and parts."""
     return [(name, Part(**part)) for name, part in files]

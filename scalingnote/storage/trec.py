@@ -35,11 +35,13 @@ def write_qrels(uri: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def qrels_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, int]]:
-    """Query, document and grade of the lines of a file, which errors call `name`."""
+    """Yield query, document and grade of the lines of a file, which errors call `name`."""
     for place, (query_id, _, doc_id, relevance) in _rows(lines, name, columns=4):
         grade = _number(relevance, place)
         if not grade.is_integer():
-            raise DataError(f"{place}: {relevance!r} is no grade: scale grades to whole numbers, 0 for none")
+            raise DataError(
+                f"{place}: {relevance!r} is not a grade: scale grades to whole numbers, 0 for none"
+            )
         yield query_id, doc_id, int(grade)
 
 
@@ -59,20 +61,20 @@ def write_run(uri: str, run: Mapping[str, Sequence[tuple[str, float]]], *, tag: 
 
 
 def run_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, str, float, float]]:
-    """Place, query, document, score and rank of the lines of a file, which errors call `name`."""
+    """Yield place, query, document, score and rank of the lines of a file, which errors call `name`."""
     for place, (query_id, _, doc_id, rank, score, _) in _rows(lines, name, columns=6):
         yield place, query_id, doc_id, _number(score, place), _number(rank, place)
 
 
 def ordered_run(rows: pa.Table, name: str) -> Run:
-    """The run of rows of `query_id`, `doc_id`, `score` and `rank`: by score, of equal ones by rank.
+    """Build the run of rows of `query_id`, `doc_id`, `score` and `rank`: ordered by score, ties by rank.
 
     DataError, with the `name` of the file, if a query has a document twice.
     """
     pairs = rows.group_by(["query_id", "doc_id"]).aggregate([([], "count_all")])
     if twice := pairs.filter(pc.greater(pairs["count_all"], 1)).to_pylist():
         raise DataError(
-            f"{name}: document {twice[0]['doc_id']!r} stands twice in query {twice[0]['query_id']!r}: "
+            f"{name}: document {twice[0]['doc_id']!r} is twice in query {twice[0]['query_id']!r}: "
             "keep one of them"
         )
     run: Run = {}
@@ -89,24 +91,24 @@ def _rows(lines: Iterable[bytes], name: str, *, columns: int) -> Iterator[tuple[
         text = line.decode("utf-8-sig")
         values = text.split()
         if len(values) not in (0, columns):
-            shown = text.rstrip("\n")[:80]
-            raise DataError(f"{name}, line {number}: {len(values)} columns, expected {columns}: {shown!r}")
+            excerpt = text.rstrip("\n")[:80]
+            raise DataError(f"{name}, line {number}: {len(values)} columns, expected {columns}: {excerpt!r}")
         if values:
             yield f"{name}, line {number}", [_unescape(value) for value in values]
 
 
 def _descending(query_id: str, results: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """The scores as text, strictly descending also in float32, which trec_eval reads."""
-    before = np.float32(np.inf)
+    """Yield the scores as text, strictly descending also in float32, which trec_eval reads."""
+    previous = np.float32(np.inf)
     for doc_id, score in results:
         if math.isnan(score):
             raise DataError(f"document {doc_id!r} of query {query_id!r} has the score NaN: it has no rank")
         text = f"{score:.9g}"
-        if not (value := np.float32(text)) < before:
-            value = np.nextafter(before, np.float32(-np.inf))
+        if not (value := np.float32(text)) < previous:
+            value = np.nextafter(previous, np.float32(-np.inf))
             text = f"{value:.9g}"
         yield text
-        before = value
+        previous = value
 
 
 def _number(text: str, place: str) -> float:
@@ -121,7 +123,7 @@ def _number(text: str, place: str) -> float:
 
 def _escape(text: str) -> str:
     if not text:
-        raise DataError("an empty id cannot stand in a TREC file: give every query and document an id")
+        raise DataError("a TREC file cannot contain an empty id: give every query and document an id")
     if not (text.startswith(_ENCODED) or re.search(f"[{_BREAKS}]", text)):
         return text
     return _ENCODED + re.sub(f"[{_BREAKS}%]", lambda match: quote(match[0], safe=""), text)

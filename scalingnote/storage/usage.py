@@ -1,8 +1,8 @@
-"""What a stage took: requests to storage, bytes read and written, rows encoded, and the largest processes.
+"""Resource use of a stage: requests to storage, bytes read and written, rows encoded, and peak memory.
 
-Each process counts for itself. A process of Ray counts in a small file that it maps, in the folder of Ray's
-session on its node: so what a killed process has counted is not lost, and any process can add up those of the
-same job. A file that is mapped into memory counts as read in full when it is opened.
+Each process counts separately. A process of Ray counts in a small memory-mapped file in the folder of Ray's
+session on its node. So the counts of a killed process are not lost, and any process can add up the counts of
+its job. A file that is mapped into memory counts as read in full when it is opened.
 """
 
 import mmap
@@ -20,7 +20,7 @@ from scalingnote.core.log import get_logger
 ProcessCounts = dict[str, tuple[int, int, int, int, int]]
 LAYOUT = struct.Struct("<5q")
 STATUS = Path("/proc/self/status")
-NODE_TIMEOUT_S = 30.0  # a node has for telling its counts
+NODE_TIMEOUT_S = 30.0  # for a node to report its counts
 _PROCESS = uuid.uuid4().hex  # operating systems reuse process ids
 _lock = threading.Lock()
 _counts: "bytearray | mmap.mmap" = bytearray(LAYOUT.size)
@@ -39,42 +39,42 @@ def count(*, requests: int = 1, read: int = 0, written: int = 0, rows: int = 0) 
 
 
 def count_rows(rows: int) -> None:
-    """Add rows that this process has encoded, those of unfinished parts too: progress lines show them."""
+    """Add rows that this process has encoded, also those of unfinished parts, for progress lines."""
     count(requests=0, rows=rows)
 
 
 def rows_on_this_node() -> int:
-    """The rows that processes of this job have encoded on this node so far."""
+    """Return the number of rows that processes of this job have encoded on this node so far."""
     return sum(counts[4] for counts in _on_this_node().values())
 
 
 def snapshot() -> ProcessCounts:
-    """The counts of all processes of this job, on all nodes."""
-    found = _on_this_node()
+    """Collect the counts of all processes of this job, on all nodes."""
+    process_counts = _on_this_node()
     for counts in _on_other_nodes():
-        found |= counts
+        process_counts |= counts
     count(requests=0)  # its peak
-    return found | {_PROCESS: LAYOUT.unpack_from(_counts)}
+    return process_counts | {_PROCESS: LAYOUT.unpack_from(_counts)}
 
 
 def since(start: ProcessCounts) -> dict[str, int]:
-    """What was counted since a snapshot; peaks are over the lives of the processes that counted since."""
+    """Return the counts since a snapshot; peaks are over the lives of the processes active since then."""
     now = snapshot()
     active = {name: counts for name, counts in now.items() if counts[:3] != start.get(name, (0,) * 5)[:3]}
-    requests, read, written = (
+    requests, bytes_read, bytes_written = (
         sum(counts[i] - start.get(name, (0,) * 5)[i] for name, counts in active.items()) for i in range(3)
     )
     return {
         "requests": requests,
-        "bytes_read": read,
-        "bytes_written": written,
+        "bytes_read": bytes_read,
+        "bytes_written": bytes_written,
         "driver_peak_bytes": now[_PROCESS][3],
         "worker_peak_bytes": max((c[3] for name, c in active.items() if name != _PROCESS), default=0),
     }
 
 
 def summary(usage: dict[str, int], seconds: float, rows: int | None) -> str:
-    """One line: speeds, requests and peaks."""
+    """Format speeds, requests and peaks as one line."""
     seconds = max(seconds, 1e-3)
     parts = [f"{rows / seconds:,.0f} rows/s"] if rows else []
     parts += [
@@ -88,18 +88,18 @@ def summary(usage: dict[str, int], seconds: float, rows: int | None) -> str:
 
 
 def peak_bytes() -> int:
-    """The largest resident size of this process so far."""
+    """Return the largest resident size of this process so far."""
     try:
         status = STATUS.read_bytes()
     except FileNotFoundError:  # not Linux
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak << 10
-    # Not getrusage: on Linux its figure survives an exec, so a small child would have its parent's peak.
+    # Not getrusage: on Linux its value survives an exec, so a small child would have its parent's peak.
     return int(status.split(b"VmHWM:")[1].split()[0]) << 10
 
 
 def _map(path: Path, start: bytes) -> mmap.mmap:
-    """The file of a process of Ray, with its counts so far."""
+    """Create and map the file of a process of Ray, with its counts so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(start)
     with path.open("r+b") as file:
@@ -107,13 +107,13 @@ def _map(path: Path, start: bytes) -> mmap.mmap:
 
 
 def _ray() -> Any:
-    """Ray, if this process is connected to a cluster; storage does not import it."""
+    """Return Ray if this process is connected to a cluster; storage does not import it."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and getattr(ray, "is_initialized", lambda: False)() else None
 
 
 def _folder() -> Path | None:
-    """Where the processes of this job count on this node."""
+    """Return the folder of the counts of this job on this node."""
     if (ray := _ray()) is None:
         return None
     context = ray.get_runtime_context()
@@ -124,26 +124,26 @@ def _folder() -> Path | None:
 def _on_this_node() -> ProcessCounts:
     folder = _folder()
     files = folder.iterdir() if folder and folder.is_dir() else ()
-    found = {file.name: file.read_bytes() for file in files}
-    return {name: LAYOUT.unpack(data) for name, data in found.items() if len(data) == LAYOUT.size}
+    contents = {file.name: file.read_bytes() for file in files}
+    return {name: LAYOUT.unpack(data) for name, data in contents.items() if len(data) == LAYOUT.size}
 
 
 def _on_other_nodes() -> list[ProcessCounts]:
-    """Counts of the other nodes, each told by a task there. A node that is lost has none."""
+    """Collect the counts of the other nodes by a task on each; a node that is lost has none."""
     if (ray := _ray()) is None:
         return []
-    own = ray.get_runtime_context().get_node_id()
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+    own_node = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own_node]
     if not others:
         return []
     on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     task = ray.remote(num_cpus=0, max_retries=0)(_on_this_node)
     tasks = [task.options(scheduling_strategy=on_node(node_id=node, soft=True)).remote() for node in others]
-    done, _ = ray.wait(tasks, num_returns=len(tasks), timeout=NODE_TIMEOUT_S)
-    found = []
-    for each in done:
+    finished, _ = ray.wait(tasks, num_returns=len(tasks), timeout=NODE_TIMEOUT_S)
+    node_counts = []
+    for each in finished:
         try:
-            found.append(ray.get(each))
+            node_counts.append(ray.get(each))
         except ray.exceptions.RayError as error:
-            log.debug("a node did not tell what it used: %s", error)
-    return found
+            log.debug("a node did not report its counts: %s", error)
+    return node_counts

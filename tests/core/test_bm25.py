@@ -1,4 +1,4 @@
-"""BM25 is its formula over the terms of texts; words of a language become stems, and tell the language."""
+"""BM25 equals its formula over the terms of texts; words of a language become stems, and identify it."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ TEXTS = [
 
 
 def formula(texts: list[str], query: str, k1: float, b: float) -> list[float]:
-    """BM25 as written down: sum over query terms of idf times saturated term frequency."""
+    """Compute BM25 by its definition: sum over query terms of idf times saturated term frequency."""
     documents = [terms(text) for text in texts]
     average = sum(map(len, documents)) / len(documents)
     scores = []
@@ -58,7 +58,7 @@ def test_terms(text, expected):
 
 @pytest.mark.parametrize("query", ["sea", "the sun", "sea sea", "pandas.read_csv", "空调价格"])
 @pytest.mark.parametrize(("k1", "b"), [(1.2, 0.75), (0.9, 0.4)])
-def test_scores_are_the_formula(query, k1, b):
+def test_scores_equal_the_formula(query, k1, b):
     scores = BM25.build(TEXTS, k1=k1, b=b).scores(query)
     assert scores.tolist() == pytest.approx(formula(TEXTS, query, k1, b), rel=1e-5)
 
@@ -102,7 +102,7 @@ def split(texts: Sequence[str]) -> list[list[str]]:
         ([*ENGLISH, *PRODUCTS], "english"),
     ],
 )
-def test_the_language_of_texts_is_that_of_their_frequent_words(texts: list[str], language: str):
+def test_frequent_words_decide_the_language(texts: list[str], language: str):
     assert detect(split(texts)) == language
 
 
@@ -119,18 +119,20 @@ def test_the_language_of_texts_is_that_of_their_frequent_words(texts: list[str],
         ("none", "the installed", ["the", "installed"]),
     ],
 )
-def test_words_are_stems_without_stop_words(language: Language, text: str, expected: list[str]):
-    found = terms(text, language)
-    assert found[: len(expected)] == expected
-    assert language == "none" or stems(terms(text), language) == found
+def test_terms_are_stems_without_stop_words(language: Language, text: str, expected: list[str]):
+    actual = terms(text, language)
+    assert actual[: len(expected)] == expected
+    assert language == "none" or stems(terms(text), language) == actual
 
 
-def test_languages_are_those_of_snowball():
+def test_languages_equal_those_of_snowball():
     assert {*get_args(Language)} == {"none", *Stemmer.algorithms()} - {"porter", "dutch_porter"}
-    assert {*DETECTED} == {one for one in get_args(Language) if one != "none" and stop_words(one)}
+    assert {*DETECTED} == {
+        language for language in get_args(Language) if language != "none" and stop_words(language)
+    }
 
 
-def test_no_word_is_stemmed_to_nothing():
+def test_no_stem_is_empty():
     words = [word for language in DETECTED for word in stop_words(language)]
     assert all(all(stems(words, language)) for language in get_args(Language))
 
@@ -138,15 +140,15 @@ def test_no_word_is_stemmed_to_nothing():
 def test_threads_get_the_same_stems():
     words = [f"{start}{end}" for start in ("install", "weigh", "search") for end in ("s", "ing", "ed", "ers")]
     with ThreadPoolExecutor(8) as pool:
-        found = [*pool.map(lambda _: stems(words, "english"), range(64))]
-    assert all(one == found[0] for one in found)
-    assert {*found[0]} == {"instal", "weigh", "weigher", "search", "searcher"}
+        results = [*pool.map(lambda _: stems(words, "english"), range(64))]
+    assert all(one == results[0] for one in results)
+    assert {*results[0]} == {"instal", "weigh", "weigher", "search", "searcher"}
 
 
-def test_forms_of_a_word_are_found_in_the_language_of_the_texts():
+def test_forms_of_a_word_match_in_the_language_of_the_texts():
     bm25 = BM25.build([*ENGLISH, "Rotating the keys of a service"])
     assert bm25.language == "english"
     assert bm25.scores("how was a key rotated").argmax() == 2
-    assert not bm25.scores("how was it that the").any()  # stop words alone
+    assert not bm25.scores("how was it that the").any()  # only stop words
     as_written = BM25.build([*ENGLISH, "Rotating the keys of a service"], language="none")
     assert as_written.scores("rotated").max() == 0 < bm25.scores("rotated").max()

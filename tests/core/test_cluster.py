@@ -14,17 +14,17 @@ from scalingnote.core.errors import ConfigError, ScalingNoteError
 
 @pytest.fixture(autouse=True)
 def unconnected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What Ray was asked to join; it joins nothing, and no token is made."""
-    asked: list[tuple[Any, ...]] = []
+    """Replace `ray.init`: return its arguments, join no cluster and create no token."""
+    join_arguments: list[tuple[Any, ...]] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda *given, **_: asked.append(given))
+    monkeypatch.setattr(ray, "init", lambda *arguments, **_: join_arguments.append(arguments))
     monkeypatch.setattr(cluster, "_started", False)
-    return asked
+    return join_arguments
 
 
-def test_an_address_that_nobody_listens_at_is_refused_at_once(
+def test_an_address_without_a_listener_fails_at_once(
     unconnected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ):
     with socket.socket() as free:
@@ -33,7 +33,7 @@ def test_an_address_that_nobody_listens_at_is_refused_at_once(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} .*refused.*ray start"):
         cluster.connect()
-    with pytest.raises(ConfigError, match="http://head:8265 takes jobs"):
+    with pytest.raises(ConfigError, match="http://head:8265 is for jobs"):
         cluster.connect("http://head:8265")
     assert unconnected == []
 
@@ -47,7 +47,7 @@ def test_an_address_that_answers_is_joined(shape: str, unconnected: list[tuple[A
     assert unconnected == [(address,), ("auto",)]
 
 
-def test_a_ray_that_does_not_start_is_told_without_a_trace(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_start_of_ray_is_an_error_without_traceback(monkeypatch: pytest.MonkeyPatch):
     def init(*_: Any, **__: Any) -> None:
         raise Exception("The current node timed out during startup.")
 
@@ -58,13 +58,13 @@ def test_a_ray_that_does_not_start_is_told_without_a_trace(monkeypatch: pytest.M
         cluster.connect()
 
 
-def test_a_ray_that_starts_slowly_is_awaited(monkeypatch: pytest.MonkeyPatch):
-    """Ray asks for its node for 30 s, whose length no setting changes; workers run at our own niceness."""
-    services, asked = ray._private.services, []
+def test_connect_waits_for_a_slow_start_of_ray(monkeypatch: pytest.MonkeyPatch):
+    """Ray's own limit for its node is 30 s, without a setting; workers have the niceness of this process."""
+    services, node_requests = ray._private.services, []
 
     def get_node(address: str, node: str) -> str:
-        asked.append(node)
-        if len(asked) < 3:
+        node_requests.append(node)
+        if len(node_requests) < 3:
             raise RuntimeError("no such node yet")
         return "the node"
 
@@ -76,11 +76,11 @@ def test_a_ray_that_starts_slowly_is_awaited(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray, "init", init)
     cluster.connect()
-    assert asked == ["0a"] * 3
+    assert node_requests == ["0a"] * 3
     assert services.get_node is get_node
 
     monkeypatch.setattr(ray_start, "START_TIMEOUT_S", 0.0)
-    asked.clear()
+    node_requests.clear()
     with pytest.raises(ScalingNoteError, match="no such node yet"):
         cluster.connect()
     assert services.get_node is get_node
@@ -96,36 +96,38 @@ def test_our_log_is_shown_while_ray_is_silent(monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.setattr(ray, "init", init)
     cluster.connect()
-    shown = capfd.readouterr().err
-    assert "waiting for Ray" in shown
-    assert "core" not in shown
+    stderr = capfd.readouterr().err
+    assert "waiting for Ray" in stderr
+    assert "core" not in stderr
 
 
-@pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": "/etc/token"}])
+@pytest.mark.parametrize(
+    "variables", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": "/etc/token"}]
+)
 def test_a_private_cluster_has_a_token_and_listens_on_loopback(
-    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
     constants = ray._private.ray_constants
 
     def init(*_: Any, **__: Any) -> None:
-        seen["all interfaces"] = constants.ENABLE_RAY_CLUSTER
-        seen.update({name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")})
+        observed["all interfaces"] = constants.ENABLE_RAY_CLUSTER
+        observed.update({name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")})
 
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray, "init", init)
     before = constants.ENABLE_RAY_CLUSTER
     cluster.connect()
-    assert seen.pop("all interfaces") is False
+    assert observed.pop("all interfaces") is False
     assert constants.ENABLE_RAY_CLUSTER is before  # a cluster that is joined later needs the real address
-    if given:
-        assert seen == given
+    if variables:
+        assert observed == variables
     else:
-        assert len(seen.pop("RAY_AUTH_TOKEN")) == 64
-        assert seen == {}
+        assert len(observed.pop("RAY_AUTH_TOKEN")) == 64
+        assert observed == {}
     for name in ("RAY_AUTH_TOKEN", constants.ENABLE_RAY_CLUSTERS_ENV_VAR):
         monkeypatch.delenv(name, raising=False)
 
@@ -134,11 +136,11 @@ def test_a_private_cluster_has_a_token_and_listens_on_loopback(
     ("address", "nodes", "private"),
     [
         (None, ["127.0.0.1"], True),
-        (None, ["192.0.2.7"], False),  # its user has others join it
-        ("127.0.0.1:6379", ["127.0.0.1"], False),  # maybe another user's, who cannot read our files
+        (None, ["192.0.2.7"], False),  # other machines may join it
+        ("127.0.0.1:6379", ["127.0.0.1"], False),  # may belong to another user, who cannot read our files
     ],
 )
-def test_a_cluster_is_private_if_it_was_started_here_for_this_machine(
+def test_a_local_cluster_on_loopback_is_private(
     address: str | None, nodes: list[str], private: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": node} for node in nodes])
@@ -147,7 +149,7 @@ def test_a_cluster_is_private_if_it_was_started_here_for_this_machine(
     assert cluster.is_private() is private
 
 
-def test_an_interrupt_while_ray_starts_ends_what_was_started(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_during_the_start_shuts_ray_down(monkeypatch: pytest.MonkeyPatch):
     steps: list[str] = []
 
     def init(*_: Any, **__: Any) -> None:

@@ -23,17 +23,17 @@ def test_every_run_config_parses_with_every_method(path: Path):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("ablations/without_*.yaml")), ids=lambda p: p.stem)
-def test_every_ablation_is_scalingdual_but_for_its_prompt(path: Path):
+def test_an_ablation_differs_from_scalingdual_in_its_prompt(path: Path):
     for run in sorted(CONFIGS.glob("quickstart/[!b]*.yaml")):
-        whole = load(RunConfig, [run, CONFIGS / "methods/scalingdual.yaml"]).train
+        full = load(RunConfig, [run, CONFIGS / "methods/scalingdual.yaml"]).train
         ablated = load(RunConfig, [run, path])
         assert ablated.evaluate.names.dual_encoder == path.stem
-        document = whole.document.model_copy(update={"prompt": ablated.train.document.prompt})
-        assert ablated.train == whole.model_copy(update={"document": document})
-        assert _views(ablated.train.document) == _views(whole.document) - 1
+        document = full.document.model_copy(update={"prompt": ablated.train.document.prompt})
+        assert ablated.train == full.model_copy(update={"document": document})
+        assert _views(ablated.train.document) == _views(full.document) - 1
 
 
-# What each of LightRetriever's ablations changes of what it takes away from.
+# The sections that each ablation of LightRetriever changes.
 ABLATED = {
     "lightretriever-without-kl": {"align"},
     "lightretriever-binary": {"sparse"},
@@ -45,10 +45,10 @@ ABLATED = {
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("ablations/light*.yaml")), ids=lambda p: p.stem)
-def test_every_ablation_of_lightretriever_changes_one_thing(path: Path):
-    whole = "lightretriever" if ABLATED[path.stem] <= {"align", "sparse"} else "lightretriever-dense"
+def test_an_ablation_of_lightretriever_changes_one_thing(path: Path):
+    method = "lightretriever" if ABLATED[path.stem] <= {"align", "sparse"} else "lightretriever-dense"
     for run in sorted(CONFIGS.glob("quickstart/[!b]*.yaml")):
-        before = load(RunConfig, [run, CONFIGS / f"methods/{whole}.yaml"]).train
+        before = load(RunConfig, [run, CONFIGS / f"methods/{method}.yaml"]).train
         ablated = load(RunConfig, [run, path])
         assert ablated.evaluate.names.dual_encoder == path.stem
         fields = TrainConfig.model_fields
@@ -56,7 +56,7 @@ def test_every_ablation_of_lightretriever_changes_one_thing(path: Path):
         assert changed == ABLATED[path.stem]
 
 
-def test_the_published_lightretriever_has_the_published_numbers():
+def test_lightretriever_has_the_published_numbers():
     config = load(RunConfig, [CONFIGS / "paper/lightretriever.yaml"])
     train, lora, optimizer = config.train, config.train.query_tower.lora, config.train.optimizer
     assert train.shares_backbone
@@ -70,7 +70,7 @@ def test_the_published_lightretriever_has_the_published_numbers():
 
 
 @pytest.mark.parametrize(("name", "peak_lr"), [("msmarco", 2.8e-5), ("nq", 1e-5)])
-def test_the_published_embeddistill_has_the_published_numbers(name: str, peak_lr: float):
+def test_embeddistill_has_the_published_numbers(name: str, peak_lr: float):
     file = CONFIGS / f"paper/embeddistill-{name}.yaml"
     config = load(RunConfig, [file])
     distill, losses = config.distill, config.distill.losses
@@ -87,7 +87,7 @@ def test_the_published_embeddistill_has_the_published_numbers(name: str, peak_lr
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("paper/[!le]*.yaml")), ids=lambda p: p.stem)
-def test_the_published_run_has_the_published_numbers(path: Path):
+def test_a_paper_config_has_the_published_numbers(path: Path):
     config = load(RunConfig, [path])
     train = config.train
     assert (train.global_batch, train.epochs, train.optimizer.peak_lr, train.dim) == (480, 1, 3e-6, 128)
@@ -119,8 +119,8 @@ TABLE_8 = {
 
 def _size(backbone: Pretrained | Scratch) -> tuple[int, ...]:
     shape = backbone_shape(backbone)
-    own = backbone.vocabulary if isinstance(backbone, Scratch) else shape.vocabulary
-    return shape.layers, shape.heads, own, shape.hidden, shape.intermediate
+    vocabulary = backbone.vocabulary if isinstance(backbone, Scratch) else shape.vocabulary
+    return shape.layers, shape.heads, vocabulary, shape.hidden, shape.intermediate
 
 
 def _views(tower: TowerConfig) -> int:
@@ -129,8 +129,8 @@ def _views(tower: TowerConfig) -> int:
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_that_start_from_tokens_embed_them(path: Path):
-    named = ["distill.student.backbone.path=model"] if path.stem == "model" else []
-    config = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml", path], named)
+    overrides = ["distill.student.backbone.path=model"] if path.stem == "model" else []
+    config = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml", path], overrides)
     assert config.distill is not None
     assert config.teacher.tokens == config.distill.reads_tokens == path.stem.startswith(("table", "static"))
 
@@ -146,13 +146,13 @@ def test_recipes_that_start_from_tokens_embed_them(path: Path):
         (["losses.matryoshka=[]"], (128,)),
     ],
 )
-def test_losses_always_see_the_whole_embedding(settings: list[str], prefixes: tuple[int, ...]):
+def test_losses_always_include_the_full_embedding(settings: list[str], prefixes: tuple[int, ...]):
     config = load(TrainConfig, [], settings)
     assert config.losses.matryoshka == prefixes
     assert validate(TrainConfig, dump(config), source="the artifact") == config
 
 
-def test_later_files_win_and_another_kind_replaces_a_section(tmp_path: Path):
+def test_later_files_override_and_another_kind_replaces(tmp_path: Path):
     (tmp_path / "base.yaml").write_text(
         "dim: 64\nlosses: {matryoshka: [64]}\nquery: {backbone: {kind: scratch, layers: 1}}"
     )
@@ -185,7 +185,7 @@ WRONG: list[tuple[str | None, list[str], str]] = [
 
 
 @pytest.mark.parametrize(("text", "overrides", "message"), WRONG)
-def test_a_config_error_names_the_place_and_the_value(
+def test_a_config_error_has_the_place_and_the_value(
     tmp_path: Path, text: str | None, overrides: list[str], message: str
 ):
     if text is not None:
@@ -203,7 +203,7 @@ def test_a_lookup_student_needs_the_teachers_tokens():
     load(RunConfig, [quickstart], [lookup, "teacher.tokens=false", "distill.tokenizer=own"])
 
 
-def test_where_it_runs_is_not_what_it_is():
+def test_resources_are_not_part_of_the_identity():
     wide = Outer(inner=Inner(resources=Resources(workers=9)), resources=Resources(workers=9))
     assert identity(wide) == identity(Outer()) == {"inner": {"size": 1}}
     assert identity(Outer(inner=Inner(size=2))) != identity(Outer())
@@ -219,16 +219,16 @@ def test_stages_are_chosen_by_name():
         select(config, only="quantise")
 
 
-def test_a_variant_is_laid_over_its_file_and_may_extend_another(tmp_path: Path):
+def test_a_variant_overrides_its_file_and_extends_another(tmp_path: Path):
     file = tmp_path / "method.yaml"
     file.write_text(
         "distill: {epochs: 3}\nvariants:\n  longer: {distill: {epochs: 5}}\n"
         "  seeded: {extends: longer, distill: {seed: 7}}\n"
     )
     quickstart = CONFIGS / "quickstart/python_docs.yaml"
-    made = load(RunConfig, [quickstart, f"{file}:seeded"]).distill
-    assert made is not None
-    assert (made.epochs, made.seed) == (5, 7)
+    distill = load(RunConfig, [quickstart, f"{file}:seeded"]).distill
+    assert distill is not None
+    assert (distill.epochs, distill.seed) == (5, 7)
     without_method = load(RunConfig, [quickstart, file]).distill
     assert without_method is not None
     assert without_method.epochs == 3

@@ -1,4 +1,4 @@
-"""Progress and status lines: what a reader of the log sees of work that takes long."""
+"""Progress and status lines of long work in the log."""
 
 import logging
 import re
@@ -16,16 +16,16 @@ from scalingnote.core.log import Progress, status_lines
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The lines that are logged, with a status in every twentieth of a second of silence."""
+    """Return the logged lines; a status line follows after 0.05 s of silence."""
     monkeypatch.setattr(log, "SILENCE_S", 0.05)
-    found: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     root = logging.getLogger(log.ROOT)
     level = root.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    yield found
+    yield messages
     root.removeHandler(handler)
     root.setLevel(level)
 
@@ -49,7 +49,7 @@ def test_silent_work_logs_its_status(lines: list[str]):
         before = len(lines)
         wait_for(lines[before:] or lines, "loading")
     while any(thread.name == "status-lines" for thread in threading.enumerate()):
-        time.sleep(0.01)  # it ends with the last block
+        time.sleep(0.01)  # the thread ends with the last block
     count = len(lines)
     time.sleep(0.2)
     assert len(lines) == count
@@ -65,7 +65,7 @@ def test_progress_counts_rows_of_unfinished_parts(lines: list[str]):
         progress.advance(40, note="8 tokens/s")
         wait_for(lines, "60/100 rows  60%")
         wait_for(lines, "8 tokens/s")
-        underway = 95  # a part that was begun twice counts twice: still less than all
+        underway = 95  # a part that began twice counts twice: the total stays the limit
         wait_for(lines, "99/100 rows")
     assert lines[-1].startswith("60 rows in ")
 
@@ -85,21 +85,21 @@ def test_a_line_of_any_kind_postpones_the_status(lines: list[str]):
         ("logging.basicConfig(format='mine: %(message)s');", "mine: seen\n"),
     ],
 )
-def test_a_program_without_logging_shows_lines_and_another_keeps_its_own(setting_up: str, expected: str):
+def test_logging_is_configured_unless_the_program_did(setting_up: str, expected: str):
     script = (
         f"import logging; {setting_up} from scalingnote.core import log; log.configure_unless_set();"
         "log.get_logger('encode').info('done'); logging.getLogger('app').warning('seen')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert re.match(expected, done.stderr)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert re.match(expected, process.stderr)
 
 
-def test_warnings_of_deepspeed_stay_out_of_the_output():
+def test_warnings_of_deepspeed_are_not_printed():
     script = (
         "import logging, sys; from scalingnote.core.log import configure; configure(); configure();"
         "theirs = logging.getLogger('DeepSpeed'); theirs.addHandler(logging.StreamHandler(sys.stdout));"
         "theirs.setLevel(logging.WARNING);"  # as the package leaves its logger
         "theirs.warning('found no GPU'); theirs.error('a real fault')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "a real fault\n"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout == "a real fault\n"

@@ -1,4 +1,4 @@
-"""Parts that fail are tried again or set aside; workers and parts whose processes end tell nothing."""
+"""Parts that fail are tried again or set aside, also if a process ends without a report."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from scalingnote.core.parts import Attempts, PartQueue, PartStage, WorkerLostErr
 
 
 def stage(journal: list[Any], faults: dict[int, BaseException], times: int = 99) -> PartStage:
-    """Gives the square of a part; those with a fault raise it, the first `times` that they are tried."""
+    """Build a stage that squares a part; a part with a fault raises it in its first `times` tries."""
 
     def load() -> Callable[[int], int]:
         journal.append("load")
@@ -39,7 +39,7 @@ def stage(journal: list[Any], faults: dict[int, BaseException], times: int = 99)
         ),
     ],
 )
-def test_a_part_that_fails_is_tried_after_the_others(fault: BaseException, tries: int, reason: str):
+def test_a_failed_part_is_tried_after_the_others(fault: BaseException, tries: int, reason: str):
     journal: list[Any] = []
     assert sorted(map_here(stage(journal, {1: fault}, times=tries - 1), range(4))) == [0, 1, 4, 9]
     assert journal == ["load", 0, 1, 2, 3] + [1] * (tries - 1)
@@ -51,7 +51,7 @@ def test_a_part_that_fails_is_tried_after_the_others(fault: BaseException, tries
     assert list(error.value.reasons) == [1]
 
 
-def test_a_part_whose_nodes_are_lost_has_more_tries():
+def test_a_part_on_lost_nodes_has_more_tries():
     queue = PartQueue([("name", 0)])
     for _ in range(parts.MAX_LOSSES):
         queue.check()
@@ -76,25 +76,27 @@ def test_only_the_first_failure_is_logged_with_its_traceback(caplog: pytest.LogC
     assert second == "a part failed and is tried again after the others: 2: ValueError: bad 2"
 
 
-def test_what_is_left_is_given_up_with_a_reason():
+def test_remaining_parts_are_given_up_with_a_reason():
     queue = PartQueue(["a", "b"])
     queue.give_up("no worker could load: no driver")
     with pytest.raises(PartsFailedError, match="none of 2 parts could be processed: a: no worker could load"):
         queue.check()
 
 
-def test_a_part_takes_three_steps():
-    made = PartStage(lambda: lambda given: given + 1, read=lambda part: 10 * part, write=lambda *both: both)
-    assert list(map_here(made, [1, 2])) == [(1, 11), (2, 21)]
+def test_a_stage_runs_three_steps():
+    three_steps = PartStage(
+        lambda: lambda given: given + 1, read=lambda part: 10 * part, write=lambda *both: both
+    )
+    assert list(map_here(three_steps, [1, 2])) == [(1, 11), (2, 21)]
     assert list(map_here(PartStage(pytest.fail), [])) == []
 
 
-def test_results_are_put_in_order():
+def test_in_order_sorts_results():
     assert list(in_order([(2, "c"), (0, "a"), (1, "b"), (3, "d")])) == ["a", "b", "c", "d"]
     assert list(in_order(map(partial(divmod, 0), []))) == []
 
 
-# --- what is known of workers -------------------------------------------------------------------------------
+# --- state of workers ---------------------------------------------------------------------------------------
 
 
 def waits(counted: Attempts, slot: str) -> float:
@@ -112,7 +114,7 @@ def test_a_slot_that_cannot_load_waits_longer_each_time(monkeypatch: pytest.Monk
     assert counted.failures() == {"a GPU 0": "RuntimeError: CUDA error"}
 
 
-def test_a_process_that_ends_without_a_word_has_failed_too():
+def test_a_process_that_ends_without_a_report_has_failed():
     counted = Attempts(backoff_s=4.0)
     waits(counted, "slot")
     assert waits(counted, "slot") == 4  # while it loaded
@@ -128,14 +130,14 @@ def test_a_process_that_ends_without_a_word_has_failed_too():
     assert waits(counted, "slot") == 4
 
 
-def test_there_is_hope_as_long_as_one_worker_may_load(monkeypatch: pytest.MonkeyPatch):
+def test_hopeless_only_if_no_worker_can_load(monkeypatch: pytest.MonkeyPatch):
     counted = Attempts(backoff_s=4.0, patience_s=1e6)
     counted.start(2)
     assert not counted.hopeless()
     for _ in range(parts.MAX_LOADS):
         waits(counted, "first")
         counted.fail("first", "no driver")
-    assert not counted.hopeless()  # the second one may still come
+    assert not counted.hopeless()  # the second one may still start
     waits(counted, "second")
     counted.end_load("second")
     assert not counted.hopeless()
@@ -152,7 +154,7 @@ def test_there_is_hope_as_long_as_one_worker_may_load(monkeypatch: pytest.Monkey
     assert impatient.hopeless() == "no driver"
 
 
-def test_an_execution_knows_its_own_parts_and_workers_alone():
+def test_a_new_execution_forgets_parts_and_workers():
     counted = Attempts(backoff_s=4.0)
     counted.start(1)
     _, execution = counted.begin_load("slot")

@@ -1,4 +1,4 @@
-"""The private API of Ray that is used: each of these fails where an upgrade has moved it."""
+"""The private API of Ray that this package uses: a test fails if an upgrade of Ray has moved it."""
 
 import inspect
 import logging
@@ -26,22 +26,22 @@ def test_the_driver_of_a_job_has_a_variable(monkeypatch: pytest.MonkeyPatch):
     assert ray_internals.in_submitted_job()
 
 
-def test_what_is_replaced_while_ray_starts_is_where_ray_looks(capfd):
-    """That each is put back is tested in test_cluster.py, with what they are for."""
+def test_ray_uses_the_names_that_are_replaced_at_its_start(capfd):
+    """Check that Ray uses these names; test_cluster.py tests their purpose and that they are restored."""
     from ray._private import node, ray_constants, services, worker
 
     assert {"ENABLE_RAY_CLUSTER", "ENABLE_RAY_CLUSTERS_ENV_VAR"} <= vars(ray_constants).keys()
     assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services)  # where addresses are chosen
     assert "services.get_node(" in inspect.getsource(node)
-    kept = worker.print_to_stdstream
+    original = worker.print_to_stdstream
     assert "print_to_stdstream" in inspect.getsource(worker.connect)
     with ray_internals.shown_worker_lines(lambda line: line.startswith("ours")):
         worker.print_to_stdstream({"lines": ["ours", "theirs"]})
-    assert worker.print_to_stdstream is kept
+    assert worker.print_to_stdstream is original
     assert capfd.readouterr().err == "ours\n"
 
 
-def test_the_loggers_of_ray_data_that_are_silenced_exist():
+def test_the_silenced_loggers_of_ray_data_exist():
     import ray.data._internal.execution.operators.map_operator as operators
     import ray.data._internal.execution.streaming_executor_state as state
     import ray.data._internal.progress as progress
@@ -69,15 +69,15 @@ def test_an_application_lists_its_deployments():
     class Whole:
         def __init__(self, part: Any) -> None: ...
 
-    found = {each.name: each for each in ray_internals.serve_deployments(Whole.bind(Part.bind()))}
-    assert sorted(found) == ["Part", "Whole"]
-    assert found["Part"].num_replicas == 3
-    assert found["Part"].ray_actor_options["num_cpus"] == 0.5
+    deployments = {each.name: each for each in ray_internals.serve_deployments(Whole.bind(Part.bind()))}
+    assert sorted(deployments) == ["Part", "Whole"]
+    assert deployments["Part"].num_replicas == 3
+    assert deployments["Part"].ray_actor_options["num_cpus"] == 0.5
 
 
-def test_ranks_on_one_machine_are_given_a_file_and_no_port(monkeypatch: pytest.MonkeyPatch, tmp_path):
+def test_ranks_on_one_machine_connect_through_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path):
     class Ranks:
-        """A group of two ranks, each of which works here."""
+        """A group of two ranks that run in this process."""
 
         def __len__(self) -> int:
             return 2
@@ -90,16 +90,16 @@ def test_ranks_on_one_machine_are_given_a_file_and_no_port(monkeypatch: pytest.M
 
     set_variables: list[Any] = []
     monkeypatch.setattr(ray, "get", lambda results: results)
-    joined: list[tuple[Any, ...]] = []
-    config = ray_internals.ranks_on_one_machine(str(tmp_path), lambda *given: joined.append(given))
+    join_calls: list[tuple[Any, ...]] = []
+    config = ray_internals.ranks_on_one_machine(str(tmp_path), lambda *given: join_calls.append(given))
     config.backend_cls().on_start(Ranks(), config)
-    assert [given[:2] for given in joined] == [(0, 2), (1, 2)]
-    (store,) = {given[2] for given in joined}
+    assert [given[:2] for given in join_calls] == [(0, 2), (1, 2)]
+    (store,) = {given[2] for given in join_calls}
     assert os.path.dirname(store) == str(tmp_path)
     assert len(set_variables) == 1
 
 
-def test_actors_of_ray_data_take_the_number_of_tries():
+def test_actors_of_ray_data_accept_the_number_of_tries():
     class Dataset:
         def map_batches(self, work: Any, **given: Any) -> dict[str, Any]:
             warnings.warn("dropped in 2.64", DeprecationWarning, stacklevel=1)

@@ -1,4 +1,4 @@
-"""Tables keep their columns whatever a cell holds; templates escape and know every name."""
+"""Tables keep their columns for any content of a cell; templates escape values and define every name."""
 
 from scalingnote.core.reports import (
     CodeCell,
@@ -22,7 +22,7 @@ PAGE = ReportPage(
 )
 
 
-def test_a_markdown_table_lines_up_and_no_cell_ends_it():
+def test_a_markdown_table_is_aligned_and_cells_are_escaped():
     table = ReportTable(["a|b", "n"], [["c\nd", StrongCell("7")], [CodeCell("x|y"), "1,000"]])
     assert table.markdown.splitlines() == [
         "| a\\|b   |     n |",
@@ -32,15 +32,15 @@ def test_a_markdown_table_lines_up_and_no_cell_ends_it():
     ]
 
 
-def test_what_comes_from_data_is_escaped_on_a_page():
+def test_values_are_escaped_in_html():
     html = render("report.html", page=PAGE)
     assert "<b>" not in html
-    assert html.count("&lt;b&gt;|\nx") == 7  # twice in the title, and wherever else it stands
+    assert html.count("&lt;b&gt;|\nx") == 7  # twice in the title, and five more times
     assert "<strong>&lt;1&gt;</strong>" in html
     assert "<figure><svg></svg></figure>" in html
 
 
-def test_markdown_leaves_out_a_section_of_pictures():
+def test_markdown_omits_a_section_of_pictures():
     text = render("report.md", page=PAGE)
     assert "> **<b>|" in text
     assert "## Numbers" in text

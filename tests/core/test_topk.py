@@ -35,29 +35,29 @@ def test_search_equals_a_full_sort_across_blocks(k: int, monkeypatch: pytest.Mon
 
 
 def test_search_of_no_documents_or_no_queries_is_empty() -> None:
-    some, none = np.ones((2, 3), np.float32), np.ones((0, 3), np.float32)
-    assert topk.search(some, none, k=5)[0].shape == (2, 0)
-    assert topk.search(none, some, k=5)[1].shape == (0, 2)
+    rows, empty = np.ones((2, 3), np.float32), np.ones((0, 3), np.float32)
+    assert topk.search(rows, empty, k=5)[0].shape == (2, 0)
+    assert topk.search(empty, rows, k=5)[1].shape == (0, 2)
 
 
-def test_merged_halves_equal_the_whole_in_any_order() -> None:
+def test_merge_equals_select_in_any_order() -> None:
     rng = np.random.default_rng(1)
     scores = rng.integers(0, 6, (4, 60)).astype(np.float32)
     ids = np.broadcast_to(np.arange(60), scores.shape)
-    whole = topk.select(scores, k=10)
+    best_ids = topk.select(scores, k=10)
     for shift in (0, 13, 37):
-        merged = topk.merge(np.roll(scores, shift, axis=1), np.roll(ids, shift, axis=1), k=10)
-        np.testing.assert_array_equal(merged[1], whole)
-        np.testing.assert_array_equal(merged[0], np.take_along_axis(scores, whole, axis=1))
+        actual = topk.merge(np.roll(scores, shift, axis=1), np.roll(ids, shift, axis=1), k=10)
+        np.testing.assert_array_equal(actual[1], best_ids)
+        np.testing.assert_array_equal(actual[0], np.take_along_axis(scores, best_ids, axis=1))
 
 
 def test_merge_puts_missing_candidates_last() -> None:
     scores = np.array([[-np.inf, -2.0, -np.inf, 1.0]], np.float32)
-    merged = topk.merge(scores, np.array([[-1, 8, -1, 9]]), k=3)
-    assert merged[1].tolist() == [[9, 8, -1]]
+    actual = topk.merge(scores, np.array([[-1, 8, -1, 9]]), k=3)
+    assert actual[1].tolist() == [[9, 8, -1]]
 
 
-def test_loops_compile_without_a_folder_for_their_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_compile_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(*, nogil: bool, cache: bool = False):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")

@@ -23,7 +23,7 @@ from scalingnote.core.words import (
 )
 from scalingnote.triplets.planner import planner
 
-# Words whose marks NFKC composes with no letter, or not with all.
+# Words with marks that NFKC composes with no letter, or only with some.
 WORDS = [
     "दान", "दिन", "हिन्दी", "বাংলা", "தமிழ்", "తెలుగు", "ಕನ್ನಡ", "മലയാളം", "සිංහල", "བོད", "ọ̀rọ̀", "ṣ̀e", "x̂y", "ދިވެހި",
 ]  # fmt: skip
@@ -63,26 +63,26 @@ ANY = st.text(
 
 
 def marked(text: str, query: str) -> str:
-    """The text with <> around what is highlighted."""
+    """Return the text with <> around highlighted words."""
     return "".join(f"<{piece}>" if is_word else piece for piece, is_word in highlight(text, query))
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_no_word_ends_at_a_mark(word: str):
+def test_a_mark_does_not_end_a_word(word: str):
     normal = unicodedata.normalize("NFKC", word)
     assert terms(word) == planner.words(word) == [normal]
     assert marked(f"{word} {word[:-1]}q", word).startswith(f"<{word}> ")
 
 
 @pytest.mark.parametrize(("one", "other"), ALIKE.values(), ids=list(ALIKE))
-def test_words_that_readers_take_for_one_are_one(one: str, other: str):
+def test_words_that_look_equal_have_equal_terms(one: str, other: str):
     assert terms(one) == terms(other)
     assert planner.words(one) == planner.words(other)
     assert marked(other, one).replace("> <", " ") == f"<{other}>"
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_marks_that_make_another_word_are_kept(one: str, other: str):
+def test_marks_that_distinguish_words_are_kept(one: str, other: str):
     assert not {*terms(one)} & {*terms(other)} or len(one) == 1
     assert terms(one) != terms(other)
     assert planner.words(one) != planner.words(other)
@@ -103,7 +103,7 @@ def test_scripts_without_spaces_give_letters_and_pairs(run: str, expected: list[
     assert set(terms(run)) <= set(terms(f"{run}ก{run}"))
 
 
-def test_digits_and_punctuation_are_no_letters_without_spaces():
+def test_digits_and_punctuation_are_not_unspaced_letters():
     assert terms("ฃ๑๒๓ฃ") == ["ฃ", "๑๒๓", "ฃ"]
     assert terms("ヨ・タ") == terms("ﾖ･ﾀ") == ["ヨ", "タ"]
 
@@ -112,7 +112,7 @@ def test_digits_and_punctuation_are_no_letters_without_spaces():
 @example("i̇̇")
 @example("İ\u0301")
 @example("ᾳ̈ͅ")
-def test_composed_or_not_terms_are_equal(text: str):
+def test_composed_and_decomposed_terms_are_equal(text: str):
     assert (
         terms(unicodedata.normalize("NFD", text)) == terms(unicodedata.normalize("NFC", text)) == terms(text)
     )
@@ -128,23 +128,25 @@ def test_terms_of_terms_are_the_same(text: str):
 
 
 @given(ANY)
-def test_no_mark_is_lost_within_a_word_nor_begins_one(text: str):
+def test_marks_stay_within_words(text: str):
     plain = fold(text)
     for match in runs(UNSPACED).finditer(plain):
         after = plain[match.end() : match.end() + 1]
         assert not after or unicodedata.category(after)[0] != "M"
         assert unicodedata.category(match[0][0])[0] in "LN"
         assert "".join(clusters(match[0])) == match[0]
-    found = "".join(match[0] for match in runs(UNSPACED).finditer(plain))
-    letters, kept = ([c for c in some if unicodedata.category(c)[0] in "LN"] for some in (plain, found))
-    assert letters == kept
+    all_words = "".join(match[0] for match in runs(UNSPACED).finditer(plain))
+    letters, word_letters = (
+        [c for c in characters if unicodedata.category(c)[0] in "LN"] for characters in (plain, all_words)
+    )
+    assert letters == word_letters
 
 
 @given(ANY)
 @example("اـٔ")
 @example("ㄱㅏ")
 @example("ا\ufe77ٔ")
-def test_each_character_knows_where_it_comes_from(text: str):
+def test_places_map_folded_characters_to_the_text(text: str):
     plain, places = fold_with_places(text)
     assert plain == fold(text)
     assert len(places) == len(plain) + 1
@@ -153,17 +155,17 @@ def test_each_character_knows_where_it_comes_from(text: str):
 
 
 @given(ANY, ANY)
-def test_highlighting_changes_no_text_and_marks_whole_words(text: str, query: str):
+def test_highlighting_keeps_the_text_and_marks_full_words(text: str, query: str):
     pieces = [*highlight(text, query)]
     assert "".join(piece for piece, _ in pieces) == text
     words = [piece for piece, is_word in pieces if is_word]
-    joined = [c for word in words[1:] for c in word[:1]]
-    assert not any(unicodedata.category(c)[0] == "M" for c in joined)
+    first_characters = [c for word in words[1:] for c in word[:1]]
+    assert not any(unicodedata.category(c)[0] == "M" for c in first_characters)
 
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Annotations are not checked, as outside of tests."""
+    """Disable the check of annotations, as outside of tests."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -171,7 +173,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (None, "query 1 is None of type NoneType: give a text, an empty one"),
+        (None, "query 1 is None of type NoneType: pass a text, an empty one"),
         (float("nan"), "query 1 is nan of type float"),
         (np.float64("nan"), "query 1 is .*nan.* of type float64"),
         (7, "query 1 is 7 of type int"),
@@ -181,7 +183,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
         (np.str_("x"), None),
     ],
 )
-def test_what_is_no_text_is_named(wrong, message):
+def test_a_value_that_is_not_a_text_is_an_error(wrong, message):
     if message is None:
         assert checked_texts(["fine", wrong], name="query") == ["fine", wrong]
         return
@@ -191,17 +193,17 @@ def test_what_is_no_text_is_named(wrong, message):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("wrong", ["one text", b"bytes", None, 7])
-def test_one_value_is_no_list(wrong):
-    with pytest.raises(DataError, match="in place of a list of texts"):
+def test_a_single_value_is_not_a_list(wrong):
+    with pytest.raises(DataError, match="is not a list of texts"):
         checked_texts(wrong)
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_halves_of_surrogate_pairs_are_replaced():
-    given = ["cut \ud83d", "\ude00", "whole \U0001f600", "हिन्दी", "bytes \udcff of a shell", ""]
+    texts = ["cut \ud83d", "\ude00", "whole \U0001f600", "हिन्दी", "bytes \udcff of a shell", ""]
     expected = ["cut \ufffd", "\ufffd", "whole \U0001f600", "हिन्दी", "bytes \ufffd of a shell", ""]
-    assert checked_texts(given) == checked_texts(np.array(given, object)) == expected
-    assert given[0] == "cut \ud83d"  # the caller's list is his own
-    assert checked_texts(iter(given)) == expected
-    assert checked_text(given[0]) == expected[0]
+    assert checked_texts(texts) == checked_texts(np.array(texts, object)) == expected
+    assert texts[0] == "cut \ud83d"  # the caller's list is not changed
+    assert checked_texts(iter(texts)) == expected
+    assert checked_text(texts[0]) == expected[0]
     assert checked_texts([]) == []

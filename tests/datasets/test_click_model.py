@@ -1,6 +1,6 @@
-"""The simulated click log: position bias, relevance, what may be exposed, determinism.
+"""The simulated click log: position bias, relevance, exposed documents, determinism.
 
-That position bias, grades and dwell times come back out of its log is in test_click_recovery.py.
+test_click_recovery.py estimates position bias, grades and dwell times from its log.
 """
 
 import numpy as np
@@ -59,27 +59,27 @@ def test_a_session_is_a_list_without_repeats_or_gaps():
         assert len({(row["query_id"], row["user_id"], row["timestamp"]) for row in rows}) == 1
 
 
-def test_only_the_documents_it_was_given_are_exposed():
+def test_only_given_documents_are_exposed():
     qrels = judged(300, grades=(1, 1))
-    seen = DOCS[::2]
-    table = pa.concat_tables(simulate(qrels, doc_ids=seen, topics=TOPICS[::2], config=PositionClicks()))
-    assert set(table["doc_id"].to_pylist()) <= set(seen)
-    # A query whose relevant documents are all hidden is never issued.
-    usable = {row["query_id"] for row in qrels.to_pylist() if row["doc_id"] in set(seen)}
+    given_docs = DOCS[::2]
+    table = pa.concat_tables(simulate(qrels, doc_ids=given_docs, topics=TOPICS[::2], config=PositionClicks()))
+    assert set(table["doc_id"].to_pylist()) <= set(given_docs)
+    # A query with only hidden relevant documents is never issued.
+    usable = {row["query_id"] for row in qrels.to_pylist() if row["doc_id"] in set(given_docs)}
     assert set(table["query_id"].to_pylist()) == usable
 
 
-def test_same_topic_share(monkeypatch):
+def test_the_share_of_exposures_with_the_same_topic(monkeypatch):
     topic_of = dict(zip(DOCS, TOPICS, strict=True))
     relevant = {row["query_id"]: row["doc_id"] for row in judged().to_pylist()}
     for share in (0.0, 0.5, 1.0):
         monkeypatch.setattr(simulator, "_SAME_TOPIC_SHARE", share)
         rows = [r for r in log(judged()).to_pylist() if r["doc_id"] != relevant[r["query_id"]]]
-        alike = np.mean([topic_of[row["doc_id"]] == topic_of[relevant[row["query_id"]]] for row in rows])
-        assert alike == pytest.approx(share + (1 - share) / 20, abs=0.03)
+        same_topic = np.mean([topic_of[row["doc_id"]] == topic_of[relevant[row["query_id"]]] for row in rows])
+        assert same_topic == pytest.approx(share + (1 - share) / 20, abs=0.03)
 
 
-def test_chunks_follow_each_other_in_time(monkeypatch):
+def test_chunks_are_in_the_order_of_time(monkeypatch):
     monkeypatch.setattr(simulator, "_SESSIONS_PER_CHUNK", 40)
     chunks = list(simulate(judged(50), doc_ids=DOCS, topics=TOPICS, config=PositionClicks()))
     assert [len(chunk["session_id"].unique()) for chunk in chunks] == [40, 40, 40, 30]
@@ -92,23 +92,23 @@ def test_chunks_follow_each_other_in_time(monkeypatch):
     )
 
 
-def test_a_pool_smaller_than_the_list():
+def test_a_pool_smaller_than_the_list_gives_short_lists():
     qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "a", "relevance": 1}], schema=QRELS)
     (table,) = simulate(qrels, doc_ids=["a", "b"], topics=["", ""], config=PositionClicks())
     assert set(table["doc_id"].to_pylist()) <= {"a", "b"}
     assert table["position"].to_pylist()[0] == 1
 
 
-def test_without_a_relevant_document_there_is_no_log():
+def test_without_a_relevant_document_the_log_is_empty():
     qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "d0000", "relevance": 0}], schema=QRELS)
     assert log(qrels).equals(IMPRESSIONS.empty_table())
 
 
-# --- what one user does, against one user at a time, place by place -----------------------------------------
+# --- all users at once, compared with one user at a time, place by place ------------------------------------
 
 
 def one_user(attraction, satisfaction, click_draws, satisfaction_draws, *, eta):
-    """The clicks of one list, place by place: (clicked, satisfied)."""
+    """Simulate the clicks of one list, place by place: (clicked, satisfied)."""
     clicked, satisfied = [], []
     for i in range(len(attraction)):
         examination = (i + 1) ** -eta
@@ -122,7 +122,7 @@ def test_browse_equals_one_user_at_a_time(eta, places, seed, eager):
     shape = (20, places)
     attraction, satisfaction = np.random.default_rng([seed, 2]).random((2, *shape))
     attraction = np.ones(shape) if eager else attraction
-    found_clicks, found_satisfied = browse(
+    actual_clicks, actual_satisfied = browse(
         attraction,
         satisfaction,
         eta=eta,
@@ -134,11 +134,11 @@ def test_browse_equals_one_user_at_a_time(eta, places, seed, eager):
     for row in range(len(attraction)):
         rows = (each[row] for each in (attraction, satisfaction, click_draws, satisfaction_draws))
         clicked, satisfied = one_user(*rows, eta=eta)
-        assert found_clicks[row].tolist() == clicked
-        assert found_satisfied[row].tolist() == satisfied
+        assert actual_clicks[row].tolist() == clicked
+        assert actual_satisfied[row].tolist() == satisfied
 
 
-def test_by_grade():
+def test_probabilities_are_proportional_to_grades():
     np.testing.assert_allclose(
         probability_by_grade(np.array([0, 0.1, 0.5, 1]), best=0.8, other=0.2), [0.2, 0.2, 0.4, 0.8]
     )
@@ -154,6 +154,6 @@ def test_a_config_may_set_one_field_of_the_default_model():
     assert validate(SampledDataset, {"click_model": None}, source="test").click_model is None
 
 
-def test_a_wrong_knob_is_named():
+def test_an_unknown_key_is_an_error_with_a_suggestion():
     with pytest.raises(ConfigError, match=r"did you mean 'click_model\.eta'"):
         read(etta=0.5)

@@ -1,7 +1,7 @@
-"""The click model's parameters, estimated from its log alone, are the ones the log was simulated with.
+"""The click model's parameters, estimated only from its log, equal those of the simulation.
 
-The estimators see impressions only: which session showed which document where, what was clicked and for
-how long. Relevance grades serve to look the true values up, never to estimate.
+The estimators use only impressions: session, document, position, click and dwell time. Relevance grades give
+the true values and are not used for estimates.
 """
 
 import math
@@ -31,11 +31,11 @@ USERS = PositionClicks(eta=0.7, ranker_skill=1.5)
 
 @dataclass
 class Log:
-    """Places are rows, the top first; sessions are columns."""
+    """Matrices with places as rows (the top first) and sessions as columns."""
 
     pair: np.ndarray
     clicked: np.ndarray
-    dwell: np.ndarray  # NaN where not clicked
+    dwell: np.ndarray  # NaN if not clicked
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def _simulated():
         config=USERS,
     )
     table = pa.concat_tables(chunks).combine_chunks()
-    # Sessions follow each other, and every one filled its K places.
+    # Sessions are in order, and each one has all K places filled.
     np.testing.assert_array_equal(table["position"].to_numpy().reshape(-1, K), [[*range(1, K + 1)]] * 30_000)
     query, doc = (
         np.array([int(name[1:]) for name in table[column].to_pylist()]) for column in ("query_id", "doc_id")
@@ -69,26 +69,26 @@ def _simulated():
 
 
 def assert_recovered(estimate, truth, *, of_grade, of_pair):
-    """The mean over each grade's pairs is within one tolerance, every relevant pair within another."""
+    """Check the mean over each grade's pairs, and every relevant pair, each with its tolerance."""
     for grade in range(4):
         assert estimate[grade == GRADES].mean() == pytest.approx(truth[grade == GRADES][0], abs=of_grade)
     assert np.abs(estimate - truth)[GRADES > 0].max() < of_pair
 
 
-def test_position_based_by_expectation_maximisation(log):
-    """Examination and attractiveness are told apart, although better documents stand higher."""
+def test_expectation_maximisation_recovers_position_bias(log):
+    """Examination and attractiveness are separated, although better documents have higher positions."""
     cell = log.pair + PAIRS * np.arange(K)[:, None]
-    seen = np.bincount(cell.ravel(), minlength=K * PAIRS).reshape(K, PAIRS)
+    exposures = np.bincount(cell.ravel(), minlength=K * PAIRS).reshape(K, PAIRS)
     clicks = np.bincount(cell[log.clicked], minlength=K * PAIRS).reshape(K, PAIRS)
 
     examined, attractive = np.full((K, 1), 0.5), np.full(PAIRS, 0.5)
     for _ in range(200):
         both = examined * attractive
-        was_examined = clicks + (seen - clicks) * (examined - both) / (1 - both)
-        was_attractive = clicks + (seen - clicks) * (attractive - both) / (1 - both)
-        examined = was_examined.sum(1, keepdims=True) / seen.sum(1, keepdims=True)
-        attractive = was_attractive.sum(0) / seen.sum(0)
-    # A log shows only their product: the top place is the one that counts as examined.
+        was_examined = clicks + (exposures - clicks) * (examined - both) / (1 - both)
+        was_attractive = clicks + (exposures - clicks) * (attractive - both) / (1 - both)
+        examined = was_examined.sum(1, keepdims=True) / exposures.sum(1, keepdims=True)
+        attractive = was_attractive.sum(0) / exposures.sum(0)
+    # A log has only their product: the top place counts as examined.
     examined, attractive = examined[:, 0] / examined[0], attractive * examined[0]
 
     np.testing.assert_allclose(examined, np.arange(1, K + 1) ** -0.7, atol=0.03)
@@ -97,8 +97,8 @@ def test_position_based_by_expectation_maximisation(log):
     assert_recovered(attractive, ATTRACTIVENESS, of_grade=0.02, of_pair=0.06)
 
 
-def test_dwell_by_a_mixture_of_two_lognormals(log):
-    """Both medians, their spread, and the share of satisfied clicks come out of the dwell times alone."""
+def test_a_lognormal_mixture_recovers_dwell_times(log):
+    """Dwell times are enough to estimate both medians, their spread, and the share of satisfied clicks."""
     np.testing.assert_array_equal(np.isnan(log.dwell), ~log.clicked)
     seconds = np.log(log.dwell[log.clicked].astype(float))
     share, means, spread = 0.5, np.quantile(seconds, [0.9, 0.1]), seconds.std()
@@ -107,15 +107,17 @@ def test_dwell_by_a_mixture_of_two_lognormals(log):
         satisfied = share * odds / (share * odds + 1 - share)
         share = satisfied.mean()
         means = np.array([np.average(seconds, weights=w) for w in (satisfied, 1 - satisfied)])
-        away = satisfied * (seconds - means[0]) ** 2 + (1 - satisfied) * (seconds - means[1]) ** 2
-        spread = math.sqrt(away.mean())
+        squared_deviations = (
+            satisfied * (seconds - means[0]) ** 2 + (1 - satisfied) * (seconds - means[1]) ** 2
+        )
+        spread = math.sqrt(squared_deviations.mean())
     np.testing.assert_allclose(np.exp(means), [60, 10], rtol=0.08)
     assert spread == pytest.approx(0.8, abs=0.03)
     assert share == pytest.approx(SATISFACTION[log.pair[log.clicked]].mean(), abs=0.03)
 
 
-def test_a_dwell_threshold_finds_the_satisfying_documents(log):
-    """What `min_dwell_s` keeps: the share of clicks of half a minute follows the grade."""
+def test_a_dwell_threshold_finds_satisfying_documents(log):
+    """The share of clicks that last 30 s, as for `min_dwell_s`, increases with the grade."""
     grade = GRADES[log.pair[log.clicked]]
     shares = [(log.dwell[log.clicked][grade == g] >= 30).mean() for g in range(4)]
     # 81 % of the satisfied clicks and 8 % of the others.

@@ -1,4 +1,4 @@
-"""Every bad row is set aside with its reason, and takes no good row along."""
+"""Every bad row is set aside with its reason, and good rows are kept."""
 
 import json
 from collections import Counter
@@ -44,7 +44,7 @@ GOOD = {
 
 
 def check_rows(table, rows, features=NO_FEATURES):
-    """Rows that are read one by one through the checks."""
+    """Check rows that are read one by one."""
     quarantine = Quarantine()
     form = table_format(table, features)
     tables = [
@@ -55,7 +55,7 @@ def check_rows(table, rows, features=NO_FEATURES):
 
 
 def check_json(tmp_path, table, rows):
-    """Rows through a JSON-lines file and the checks."""
+    """Write rows to a JSON-lines file and check them."""
     path = write_lines(
         tmp_path / "rows.jsonl", *(row + b"\n" if isinstance(row, bytes) else row for row in rows)
     )
@@ -65,7 +65,7 @@ def check_json(tmp_path, table, rows):
 
 
 def check_columns(table, columns, features=NO_FEATURES):
-    """Arrow columns through the checks."""
+    """Check Arrow columns."""
     quarantine = Quarantine()
     return check_table(pa.table(columns), table, features=features, quarantine=quarantine), quarantine
 
@@ -113,16 +113,16 @@ BAD = [
 
 
 @pytest.mark.parametrize(("table", "fault", "reason"), BAD)
-def test_a_bad_row_is_set_aside_with_its_reason(tmp_path, table, fault, reason):
+def test_a_bad_row_is_rejected_with_its_reason(tmp_path, table, fault, reason):
     good = GOOD[table]
     rows = [good, {**good, **fault}, good]
-    kept, quarantine = check_json(tmp_path, table, rows)
-    assert len(kept) == 2
+    valid_rows, quarantine = check_json(tmp_path, table, rows)
+    assert len(valid_rows) == 2
     assert dict(quarantine.rejected) == {f"{table}: {reason}": 1}
     assert quarantine.table()["reason"].to_pylist() == [reason]
 
 
-def test_queries_by_text_and_times_as_text(tmp_path):
+def test_queries_and_times_may_be_texts(tmp_path):
     rows = [
         IMPRESSION,
         {**IMPRESSION, "query": " \u3000 "},
@@ -130,26 +130,26 @@ def test_queries_by_text_and_times_as_text(tmp_path):
         {**IMPRESSION, "timestamp": "yesterday"},
         {**IMPRESSION, "timestamp": "2023-11-14T22:13:20Z"},
     ]
-    kept, quarantine = check_json(tmp_path, "impressions", rows)
-    assert kept["timestamp"].to_pylist() == [datetime(2023, 11, 14, 22, 13, 20)] * 2
+    valid_rows, quarantine = check_json(tmp_path, "impressions", rows)
+    assert valid_rows["timestamp"].to_pylist() == [datetime(2023, 11, 14, 22, 13, 20)] * 2
     assert dict(quarantine.rejected) == {
         "impressions: empty query": 2,
         "impressions: timestamp is neither a number nor ISO 8601 text": 1,
     }
-    kept, quarantine = check_json(tmp_path, "scores", [{"query": " ", "doc_id": "d", "score": 1.0}])
+    valid_rows, quarantine = check_json(tmp_path, "scores", [{"query": " ", "doc_id": "d", "score": 1.0}])
     assert dict(quarantine.rejected) == {"scores: empty query": 1}
-    kept, quarantine = check_json(
+    valid_rows, quarantine = check_json(
         tmp_path, "impressions", [IMPRESSION | {"query_id": name} for name in ("7", None)]
     )
-    assert kept["query_id"].to_pylist() == ["7"]
+    assert valid_rows["query_id"].to_pylist() == ["7"]
     assert dict(quarantine.rejected) == {"impressions: no query_id": 1}
 
 
-def test_unreadable_lines_are_named_and_their_neighbours_kept(tmp_path):
+def test_unreadable_lines_are_rejected_and_others_kept(tmp_path):
     deep = b"[" * 100_000
     lines = [DOCUMENT, b'{"doc_id": "\xff"}', b'{"doc_id": ', deep, b"[1]", b"", {**DOCUMENT, "doc_id": "e"}]
-    kept, quarantine = check_json(tmp_path, "documents", lines)
-    assert kept["doc_id"].to_pylist() == ["d", "e"]
+    valid_rows, quarantine = check_json(tmp_path, "documents", lines)
+    assert valid_rows["doc_id"].to_pylist() == ["d", "e"]
     assert dict(quarantine.rejected) == {
         "documents: invalid UTF-8": 1,
         "documents: invalid JSON": 2,
@@ -157,24 +157,24 @@ def test_unreadable_lines_are_named_and_their_neighbours_kept(tmp_path):
     }
 
 
-def test_bytes_that_are_not_utf8_lose_their_row_only():
+def test_only_rows_with_invalid_utf8_are_rejected():
     binary = pa.array([b"fine", b"\xff\xfe", b"also \xe4\xb8\xad"] * 3)
-    # A column that promises UTF-8 and holds something else.
-    promised = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers())
-    for column in (binary, promised, binary.cast(pa.large_binary())):
-        kept, quarantine = check_columns("documents", {"doc_id": list(range(9)), "title": column})
-        assert kept["doc_id"].to_pylist() == [str(n) for n in range(9) if n % 3 != 1]
+    # A column that is marked as UTF-8 and has other bytes.
+    marked_utf8 = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers())
+    for column in (binary, marked_utf8, binary.cast(pa.large_binary())):
+        valid_rows, quarantine = check_columns("documents", {"doc_id": list(range(9)), "title": column})
+        assert valid_rows["doc_id"].to_pylist() == [str(n) for n in range(9) if n % 3 != 1]
         assert dict(quarantine.rejected) == {"documents: invalid UTF-8": 3}
         assert "\\xff" in quarantine.table()["row"][0].as_py()
 
 
-def test_good_rows_come_out_typed(tmp_path):
-    kept, quarantine = check_json(
+def test_good_rows_get_our_types(tmp_path):
+    valid_rows, quarantine = check_json(
         tmp_path, "impressions", [IMPRESSION, {**IMPRESSION, "user_id": None, "dwell_s": None}]
     )
-    assert kept.schema == CHECKED["impressions"]
+    assert valid_rows.schema == CHECKED["impressions"]
     assert not quarantine.rejected
-    first, second = kept.to_pylist()
+    first, second = valid_rows.to_pylist()
     assert first == {
         **{
             name: IMPRESSION[name]
@@ -187,13 +187,13 @@ def test_good_rows_come_out_typed(tmp_path):
     assert (second["user_id"], second["dwell_s"]) == (None, None)
 
 
-def test_documents_are_repaired(tmp_path):
+def test_documents_are_repaired_and_counted(tmp_path):
     rows = [
         {"doc_id": 7, "title": " a\x00b ", "content": "x" * 20_001},
         {"doc_id": "8", "title": "t", "content": "half \ud800 pair", "group": " "},
     ]
-    kept, quarantine = check_json(tmp_path, "documents", rows)
-    assert kept.to_pylist() == [
+    valid_rows, quarantine = check_json(tmp_path, "documents", rows)
+    assert valid_rows.to_pylist() == [
         {"doc_id": "7", "title": "a b", "topic": "", "content": "x" * 20_000, "group": "7"},
         {"doc_id": "8", "title": "t", "topic": "", "content": "half \ufffd pair", "group": "8"},
     ]
@@ -203,7 +203,7 @@ def test_documents_are_repaired(tmp_path):
     )
 
 
-def test_features_keep_their_type_or_are_dropped():
+def test_features_have_their_type_or_are_null():
     features = {"price": "float64", "stock": "int64", "new": "bool", "maker": "string", "absent": "string"}
     columns = {
         "doc_id": ["a", "b"],
@@ -213,15 +213,15 @@ def test_features_keep_their_type_or_are_dropped():
         "new": [1, 7],
         "maker": [None, " M "],
     }
-    kept, quarantine = check_columns("documents", columns, column_schema(features))
-    assert kept.select(list(features)).to_pylist() == [
+    valid_rows, quarantine = check_columns("documents", columns, column_schema(features))
+    assert valid_rows.select(list(features)).to_pylist() == [
         {"price": 1.5, "stock": 3, "new": True, "maker": None, "absent": None},
         {"price": None, "stock": None, "new": None, "maker": "M", "absent": None},
     ]
     assert dict(quarantine.repaired) == {"feature_price_dropped": 1, "feature_new_dropped": 1}
 
 
-def test_an_invalid_feature_loses_its_value_only():
+def test_only_invalid_values_of_features_are_dropped():
     features = column_schema({"brand": "string", "stock": "int64", "price": "float64", "image": "vector"})
     odd = [
         {"stock": 10**30},
@@ -232,21 +232,21 @@ def test_an_invalid_feature_loses_its_value_only():
         {"price": 1.5, "brand": "acme"},
     ]
     rows = [{**DOCUMENT, "doc_id": str(n), **values} for n, values in enumerate(odd)]
-    kept, quarantine = check_rows("documents", rows, features)
-    assert kept["doc_id"].to_pylist() == [row["doc_id"] for row in rows]
-    assert kept["stock"].to_pylist() == [None, None, 2**60 + 1, None, None, None]
-    assert kept["image"].to_pylist() == [None, None, [1, 0.5], None, None, None]
-    assert kept["brand"].to_pylist()[-2:] == [None, "acme"]
-    assert kept["price"].to_pylist()[-2:] == [None, 1.5]
+    valid_rows, quarantine = check_rows("documents", rows, features)
+    assert valid_rows["doc_id"].to_pylist() == [row["doc_id"] for row in rows]
+    assert valid_rows["stock"].to_pylist() == [None, None, 2**60 + 1, None, None, None]
+    assert valid_rows["image"].to_pylist() == [None, None, [1, 0.5], None, None, None]
+    assert valid_rows["brand"].to_pylist()[-2:] == [None, "acme"]
+    assert valid_rows["price"].to_pylist()[-2:] == [None, 1.5]
     assert not quarantine.rejected
     faults = {"stock": 2, "brand": 1, "price": 1, "image": 1}
     assert quarantine.repaired == {f"feature_{name}_dropped": n for name, n in faults.items()}
 
 
-def test_a_time_is_of_this_calendar():
+def test_times_are_in_the_years_1_to_9999():
     times = [1_700_000_000.5, 1_700_000_000_500.0, 1e17, 1e308, -1e12, 253_402_300_799.9]
-    kept, quarantine = check_rows("impressions", [IMPRESSION | {"timestamp": time} for time in times])
-    assert [time.year for time in kept["timestamp"].to_pylist()] == [2023, 9999]
+    valid_rows, quarantine = check_rows("impressions", [IMPRESSION | {"timestamp": time} for time in times])
+    assert [time.year for time in valid_rows["timestamp"].to_pylist()] == [2023, 9999]
     reasons = Counter(quarantine.rejected)
     assert reasons.total() == 4
     assert sum(n for reason, n in reasons.items() if "not in the years 1 to 9999" in reason) >= 2
@@ -266,19 +266,19 @@ def test_a_time_is_of_this_calendar():
         (pa.array(["2023-11-14 22:13:20.500000", None]).dictionary_encode(), "s"),
     ],
 )
-def test_a_time_is_the_same_however_it_is_written(column, unit):
+def test_all_forms_of_a_time_give_equal_milliseconds(column, unit):
     clock, problem = column_checks.time_column(pa.table({"t": column}), "t", unit=unit)
     assert clock.cast(pa.int64()).to_pylist() == [1_700_000_000_500, None]
     assert problem.to_pylist() == [None, "t is not a number"]
 
 
-def test_a_query_is_one_whatever_its_width_blanks_and_case():
-    same = pa.array(["Two Words", " two\u3000 words\n", "ｔｗｏ\u00a0WORDS", None, "two  words"])
-    folded = query_ids(same)
-    assert folded.to_pylist() == [folded[0].as_py()] * 3 + [None] + [folded[0].as_py()]
-    # The recipe is public: BLAKE2b, 8 bytes, of the UTF-8 of the text. This value must never change.
-    assert folded[0].as_py() == "b0ce94d70c1661cc"
-    # Invisible characters and case make no other query.
+def test_query_ids_ignore_width_blanks_and_case():
+    equal_texts = pa.array(["Two Words", " two\u3000 words\n", "ｔｗｏ\u00a0WORDS", None, "two  words"])
+    ids = query_ids(equal_texts)
+    assert ids.to_pylist() == [ids[0].as_py()] * 3 + [None] + [ids[0].as_py()]
+    # The definition is public: BLAKE2b, 8 bytes, of the UTF-8 of the text. This value must never change.
+    assert ids[0].as_py() == "b0ce94d70c1661cc"
+    # Invisible characters and case do not make another query.
     pairs = [
         ("diabetes", "dia\u200bbetes"),
         ("nike shoes", "\ufeffni\u00adke shoes"),
@@ -291,7 +291,7 @@ def test_a_query_is_one_whatever_its_width_blanks_and_case():
     assert len(set(left)) == len(pairs)
 
 
-def test_the_quarantine_counts_all_and_keeps_the_first(tmp_path):
+def test_the_quarantine_counts_all_and_keeps_first_rows(tmp_path):
     count = KEPT_PER_REASON + 5
     rows = pa.table({"content": ["x" * 10**4] * count, "n": list(range(count))})
     total = Quarantine()

@@ -1,4 +1,4 @@
-"""Columns of users' documents: those that are known, those that are chosen, and what is refused."""
+"""Columns of users' documents: known names, chosen columns, and errors."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 
 def write(path, *rows):
-    """Rows as the name of the file says."""
+    """Write rows in the format of the file's suffix."""
     if path.suffix == ".jsonl":
         return write_lines(path, *rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,13 +53,15 @@ PUBLIC = {
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_layouts_are_read_and_named(tmp_path, told, name, suffix):
+def test_public_layouts_are_read_and_logged(tmp_path, told, name, suffix):
     row = PUBLIC[name]
     path = write(tmp_path / f"a.{suffix}", row)
     assert list(read_texts(path)) == [ONE | {"title": row.get("title", "")}]
     (line,) = [record.getMessage() for record in told.records if record.levelname == "INFO"]
-    read = {"_id", "id", "pid", "docid", "title", "text", "contents", "passage", "body", "segment"}
-    unread = [column for column in row if column not in read] + ["docid"] * (name == "MS MARCO passages")
+    read_columns = {"_id", "id", "pid", "docid", "title", "text", "contents", "passage", "body", "segment"}
+    unread = [column for column in row if column not in read_columns] + ["docid"] * (
+        name == "MS MARCO passages"
+    )
     assert line.startswith(
         f"{path}: text from {next(c for c, v in row.items() if v == 'long words')!r}, id from "
     )
@@ -68,37 +70,37 @@ def test_public_layouts_are_read_and_named(tmp_path, told, name, suffix):
 
 
 @pytest.mark.parametrize("column", [*TEXT_NAMES, *SUMMARY_NAMES])
-def test_texts_beside_a_title_are_never_left_out(tmp_path, column):
+def test_a_text_next_to_a_title_is_read(tmp_path, column):
     path = write(tmp_path / "a.jsonl", {"id": 7, "title": "One", column: "long words"})
     assert list(read_texts(path)) == [ONE | {"title": "One"}]
 
 
 @pytest.mark.parametrize("column", ID_NAMES)
-def test_ids_of_every_known_name(tmp_path, column):
+def test_ids_of_every_known_name_are_read(tmp_path, column):
     assert list(read_texts(write(tmp_path / "a.jsonl", {column: "7", "text": "long words"}))) == [ONE]
 
 
-def test_the_finer_id_is_read_and_the_summary_is_not(tmp_path, told):
+def test_the_passage_id_is_read_and_the_summary_is_not(tmp_path, told):
     row = {"docid": "D", "pid": "7", "url": "u", "body": "long words", "abstract": "short"}
     assert list(read_texts(write(tmp_path / "a.jsonl", row))) == [ONE]
     assert "text from 'body', id from 'pid', no title; not read: 'docid', 'url', 'abstract'" in told.text
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_unknown_columns_are_refused_and_can_be_chosen(tmp_path, told, suffix):
+def test_unknown_columns_are_an_error_and_can_be_chosen(tmp_path, told, suffix):
     path = write(tmp_path / f"a.{suffix}", {"nr": 7, "title": "One", "inhalt": "long words", "kopf": "Eins"})
     with pytest.raises(DataError, match=r"only 'nr', 'title', 'inhalt', 'kopf': choose .*--text-column NAME"):
         read_texts(path)
     assert list(read_texts(path, {"content": "inhalt"})) == [ONE | {"doc_id": "1", "title": "One"}]
     assert "ids are numbers of rows, title from 'title'; not read: 'nr', 'kopf'" in told.text
-    chosen = {"content": "inhalt", "doc_id": "nr", "title": "kopf"}
-    assert list(read_texts(path, chosen)) == [ONE | {"title": "Eins"}]
+    columns = {"content": "inhalt", "doc_id": "nr", "title": "kopf"}
+    assert list(read_texts(path, columns)) == [ONE | {"title": "Eins"}]
     assert list(read_texts(path, {"content": "title"})) == [ONE | {"doc_id": "1", "content": "One"}]
     with pytest.raises(DataError, match=r"no column \['body'\].* only 'nr'"):
         read_texts(path, {"content": "body"})
 
 
-def test_two_columns_that_may_be_the_text_are_refused(tmp_path):
+def test_two_candidates_for_the_text_are_an_error(tmp_path):
     for first, second in (("text", "contents"), ("chunk", "document"), ("abstract", "description")):
         path = write(tmp_path / f"{first}.jsonl", {"id": "7", first: "long words", second: "other words"})
         with pytest.raises(DataError, match=f"may be the text, '{first}', '{second}': choose"):
@@ -108,7 +110,7 @@ def test_two_columns_that_may_be_the_text_are_refused(tmp_path):
     assert list(read_texts(blank)) == [ONE]
 
 
-def test_lists_and_objects_are_no_text(tmp_path):
+def test_lists_and_objects_are_not_texts(tmp_path):
     for kind, value in (("lists", ["long", "words"]), ("objects", {"en": "long words"})):
         for suffix in ("jsonl", "parquet"):
             path = write(tmp_path / f"{kind}.{suffix}", {"id": "7", "title": "One", "contents": value})
@@ -118,7 +120,7 @@ def test_lists_and_objects_are_no_text(tmp_path):
         read_texts(write(tmp_path / "mongo.jsonl", {"_id": {"$oid": "7"}, "text": "long words"}))
 
 
-def test_a_number_under_the_name_of_a_text_is_not_read(tmp_path):
+def test_a_number_in_a_text_column_is_not_read(tmp_path):
     row = {"id": "7", "title": "One", "chunk": 3}
     assert list(read_texts(write(tmp_path / "a.jsonl", row))) == [ONE | {"title": "One", "content": ""}]
     with pytest.raises(DataError, match="no column of texts by a known name"):
@@ -136,24 +138,24 @@ def test_a_title_at_the_beginning_of_contents_is_read_once(tmp_path):
     ]
     expected = [("One", "long words"), ("One", "One long word"), ("", "Three\nlong words")]
     for suffix in ("jsonl", "parquet"):
-        found = read_texts(write(tmp_path / f"a.{suffix}", *rows))
-        assert [(row["title"], row["content"]) for row in found] == expected
+        documents = read_texts(write(tmp_path / f"a.{suffix}", *rows))
+        assert [(row["title"], row["content"]) for row in documents] == expected
 
 
-def test_blank_texts_are_told_with_numbers(tmp_path, told):
+def test_blank_texts_are_logged_with_counts(tmp_path, told):
     rows = [{"id": str(n), "title": f"title {n}", "text": "" if n else "long words"} for n in range(20)]
     assert len(list(read_texts(write(tmp_path / "a.jsonl", *rows)))) == 20
     assert "column 'text' is empty in 19 of the first 20 rows" in told.text
     told.clear()
     titles = [{name: row[name] for name in ("id", "title")} for row in rows]
     assert len(list(read_texts(write(tmp_path / "b.jsonl", *titles)))) == 20
-    assert "no text, id from 'id', title from 'title'" in told.text  # there is nothing else to read
+    assert "no text, id from 'id', title from 'title'" in told.text  # there are no other texts
 
 
-def test_rows_of_other_columns_are_set_aside(tmp_path):
+def test_rows_with_other_columns_are_rejected(tmp_path):
     many = [
         {"id": str(n), "title": "One", "text": "word " * 300} for n in range(200)
-    ]  # more than is looked at
+    ]  # more than the first rows that are read
     stray = [
         {"id": "a", "title": "Two", "contents": "other words"},
         {"id": "b", "title": "Two", "inhalt": "other words"},
@@ -163,8 +165,8 @@ def test_rows_of_other_columns_are_set_aside(tmp_path):
     ]
     for rows in ([*many, *stray], [*stray, *many]):
         quarantine = Quarantine()
-        found = list(read_texts(write(tmp_path / "a.jsonl", *rows), quarantine=quarantine))
-        assert len(found) == 201
+        documents = list(read_texts(write(tmp_path / "a.jsonl", *rows), quarantine=quarantine))
+        assert len(documents) == 201
         assert quarantine.rejected["documents: duplicate doc_id"] == 1
         assert quarantine.rejected["documents: its text is not in the column of the first rows"] == 2
         assert quarantine.rejected["documents: its id is not in the column of the first rows"] == 1
@@ -189,7 +191,7 @@ def test_fields_between_tabs_with_and_without_a_header(tmp_path, told, rows, nam
     assert (f"({name} layout)" in told.text) == bool(name)
 
 
-def test_fields_between_tabs_that_cannot_be_told(tmp_path):
+def test_fields_between_tabs_without_known_names_are_an_error(tmp_path):
     path = write(
         tmp_path / "a.tsv", ("nr", "kopf", "inhalt", "jahr", "ort"), ("7", "One", "long words", "1", "2")
     )
@@ -198,7 +200,7 @@ def test_fields_between_tabs_that_cannot_be_told(tmp_path):
     assert list(read_texts(path, {"content": "inhalt", "doc_id": "nr"})) == [ONE]
 
 
-def test_files_of_a_folder(tmp_path, told):
+def test_files_of_a_folder_need_equal_layouts(tmp_path, told):
     folder = tmp_path / "corpus"
     for part in range(3):
         write(folder / f"{part}.jsonl", {"docid": str(part), "text": "long words", "year": part})
@@ -212,23 +214,23 @@ def test_files_of_a_folder(tmp_path, told):
     ):
         read_texts(folder)
     assert len(list(read_texts(f"{folder}/[0-9].*"))) == 4
-    assert len(list(read_texts(f"{folder}/*"))) == 5  # what is named is read, each file by its own layout
+    assert len(list(read_texts(f"{folder}/*"))) == 5  # a pattern reads each file by its own layout
 
 
-def test_a_file_without_a_readable_row_at_its_beginning(tmp_path):
+def test_the_first_readable_row_may_be_late(tmp_path):
     path = tmp_path / "a.jsonl"
     rest = json.dumps({"docid": "7", "contents": "long words"})
     path.write_text("{" + "x" * 300_000 + "\n" + rest + "\n")
     assert list(read_texts(path)) == [ONE]
 
 
-def test_a_column_of_invalid_utf8_is_a_text(tmp_path):
+def test_a_column_with_invalid_utf8_is_a_text(tmp_path):
     text = pa.array([b"bad \xff", b"long words"]).view(pa.string())
     pq.write_table(pa.table({"docid": ["a", "7"], "contents": text}), tmp_path / "a.parquet")
     assert list(read_texts(tmp_path / "a.parquet")) == [ONE]
 
 
-def test_other_sources_read_documents_by_the_same_names(tmp_path, told):
+def test_other_sources_use_the_same_names(tmp_path, told):
     path = write(
         tmp_path / "a.jsonl", {"docid": 7, "title": "One", "body": "long words", "price": 2, "shop": "x"}
     )
@@ -238,8 +240,8 @@ def test_other_sources_read_documents_by_the_same_names(tmp_path, told):
     assert "price from 'price' (MS MARCO documents layout); not read: 'shop'" in told.text
     judged = write(tmp_path / "judged.jsonl", {"query_id": "q", "query": "x", "doc_id": "7"})
     files = {name: {"path": str(judged)} for name in ("queries", "qrels")}
-    own = Columns(documents={"path": str(path), "columns": {"content": "shop"}}, **files)
-    (row,) = sources.read(own).rows("documents")
+    mapped = Columns(documents={"path": str(path), "columns": {"content": "shop"}}, **files)
+    (row,) = sources.read(mapped).rows("documents")
     assert row == {"doc_id": 7, "title": "One", "content": "x"}
     without = write(tmp_path / "b.jsonl", {"title": "One", "text": "long words"})
     with pytest.raises(DataError, match=r"no column of ids by a known name.*--id-column"):
@@ -252,7 +254,7 @@ def test_other_sources_read_documents_by_the_same_names(tmp_path, told):
     assert row == {"doc_id": "7", "title": "One", "description": "d", "url": "u"}
 
 
-def test_msmarco_documents_in_a_file_of_any_name(tmp_path):
+def test_msmarco_documents_may_be_in_any_file(tmp_path):
     path = tmp_path / "docs.txt"
     path.write_text("7\tu\tOne\tlong words\n")
     for name in ("queries", "qrels"):
@@ -263,7 +265,7 @@ def test_msmarco_documents_in_a_file_of_any_name(tmp_path):
     assert list(sources.read(config).rows("documents")) == [ONE | {"title": "One"}]
 
 
-def test_a_config_chooses_columns():
+def test_a_config_can_choose_columns():
     texts = Texts.model_validate({"path": "a.jsonl", "columns": {"content": "inhalt"}})
     assert texts.columns == {"content": "inhalt"}
     with pytest.raises(ValueError, match="columns"):

@@ -1,4 +1,4 @@
-"""A log in any number of files and parts gives what a page of plain Python gives; killed runs go on."""
+"""A log in any number of files and parts equals a result of plain Python; killed runs are resumed."""
 
 import hashlib
 import random
@@ -28,12 +28,12 @@ TABLES = ("documents", "queries", "qrels", "impressions", "scores")
 
 
 def random_log(seed, *, judged=False):
-    """Rows of every table. About one in eight has a fault."""
+    """Return rows of every table; about one in eight has a fault."""
     rng = random.Random(seed)
     texts = [f"{word} {number}" for word in ("lamp", "Sofa", "ＤＥＳＫ") for number in range(24)]
 
     def called(text):
-        """The same query as users may type it."""
+        """Return a form of the query that users may type."""
         return rng.choice([text, text, text.upper(), f"  {text} ", text.replace(" ", "\u3000")])
 
     documents = [{"doc_id": f"d{n}", "title": f"title {n}", "content": f"text {n}"} for n in range(40)]
@@ -46,7 +46,7 @@ def random_log(seed, *, judged=False):
     impressions = []
     for number in range(400):
         when = rng.randrange(0, 17 * DAY)
-        # Some queries come up late, so that the test window has unseen ones.
+        # Some queries occur late, so that the test window has unseen ones.
         late = when > 9.5 * DAY and rng.random() < 0.5
         row = {
             "session_id": f"s{number // 5}",
@@ -62,7 +62,7 @@ def random_log(seed, *, judged=False):
         impressions.append(row)
     scores = [
         {"query": called(text), "doc_id": f"d{rng.randrange(45)}", "score": rng.random()}
-        for text in [*texts, "nobody asked"]
+        for text in [*texts, "never searched"]
         for _ in range(3)
     ] + [{"query": " ", "doc_id": "d1", "score": 1.0}, {"query": texts[0], "doc_id": "d1", "score": None}]
     qrels = [
@@ -79,7 +79,7 @@ IMPRESSION_FAULTS = [
     {"user_id": ""},
     {"query": " \t "},
     {"query": None},
-    {"doc_id": "never heard of"},
+    {"doc_id": "unknown"},
     {"doc_id": "x" * 300},
     {"position": 0},
     {"position": None},
@@ -97,7 +97,7 @@ TYPES = {
 
 
 def write(log, folder, *, files, form):
-    """Every table as `files` files of the given form; returns the paths as a config wants them."""
+    """Write every table as `files` files of a form; return the paths as fields of a config."""
     paths = {}
     for table, rows in log.items():
         names = sorted({name for row in rows for name in row})
@@ -118,7 +118,7 @@ def write(log, folder, *, files, form):
 
 
 def twin(log, config):
-    """What the artifact must hold, a row at a time."""
+    """Compute the expected content of the artifact, one row at a time."""
     rejected, left_out = Counter(), Counter()
     documents = {}
     for row in log["documents"]:
@@ -151,25 +151,27 @@ def twin(log, config):
     rows = {table: sound(table) for table in ("impressions", "scores", "qrels")}
 
     def pairs(table, known=None):
-        """Documents are looked up before queries: a row that lacks both lacks its document."""
-        seen, found = set(), []
+        """Check documents before queries: if both are unknown, the reason is the document."""
+        seen_pairs, valid_rows = set(), []
         for row in rows[table]:
             pair = row["query_id"], row["doc_id"]
             if row["doc_id"] not in documents:
                 rejected[f"{table}: unknown doc_id"] += 1
             elif known is not None and row["query_id"] not in known:
                 rejected[f"{table}: unknown query_id"] += 1
-            elif table != "impressions" and pair in seen:
+            elif table != "impressions" and pair in seen_pairs:
                 rejected[f"{table}: duplicate query and document"] += 1
             else:
-                found.append({name: value for name, value in row.items() if name not in ("query", "shown")})
-            seen.add(pair)
-        return found
+                valid_rows.append(
+                    {name: value for name, value in row.items() if name not in ("query", "shown")}
+                )
+            seen_pairs.add(pair)
+        return valid_rows
 
-    own = rows["impressions"]
-    # What a query is called: by all rows that are sound themselves, whatever became of their document.
+    impressions = rows["impressions"]
+    # The text of a query: of all rows without a fault, also those with an unknown document.
     calls = defaultdict(Counter)
-    for row in own:
+    for row in impressions:
         calls[row["query_id"]][row["shown"]] += 1
     for row in rows["qrels"]:
         calls[row["query_id"]][row["shown"]] += 0
@@ -201,7 +203,7 @@ def twin(log, config):
     qrels = [row for row in judged if row["query_id"] in test]
     scores = pairs("scores", set(text))
     useful = [row for row in scores if row["query_id"] in trained]
-    logged = {row["query_id"] for row in own}
+    logged = {row["query_id"] for row in impressions}
     left_out += Counter(
         {
             "queries of the test window that training has seen": len(in_test & trained),
@@ -224,10 +226,10 @@ def twin(log, config):
 
 
 def _fault(table, row):
-    """What is wrong with a row itself."""
+    """Return the fault of a row itself, or an empty string."""
     if table != "impressions":
         return "score is not a number" if row.get("score", 0) is None else ""
-    wrong = {
+    faults = {
         "doc_id longer than 256 characters": len(row["doc_id"]) > 256,
         "position is not a number": row["position"] is None,
         "position is not 1 or above": row["position"] == 0,
@@ -237,7 +239,7 @@ def _fault(table, row):
         "timestamp is not a number": row["timestamp"] is None,
         "dwell_s is not finite": row["dwell_s"] == float("inf"),
     }
-    return next((reason for reason, holds in wrong.items() if holds), "")
+    return next((reason for reason, holds in faults.items() if holds), "")
 
 
 def query_id(text):
@@ -249,11 +251,11 @@ def query_id(text):
 
 
 def contents(artifact):
-    """All rows of all tables, in an order of their own."""
-    found = {name: artifact.table(name).to_pylist() for name in TABLES if artifact.names(f"{name}/")}
-    for row in found.get("impressions", ()):
+    """Return all rows of all tables, sorted."""
+    tables = {name: artifact.table(name).to_pylist() for name in TABLES if artifact.names(f"{name}/")}
+    for row in tables.get("impressions", ()):
         row["timestamp"] = round(row["timestamp"].replace(tzinfo=UTC).timestamp())
-    return {name: in_order(rows) for name, rows in found.items()}
+    return {name: in_order(rows) for name, rows in tables.items()}
 
 
 def in_order(rows):
@@ -274,7 +276,7 @@ def in_order(rows):
         (1, 2, 2, "jsonl", {"min_dwell_s": 10.0}),
     ],
 )
-def test_the_artifact_equals_the_twin(tmp_path, seed, files, parts, form, settings):
+def test_the_artifact_equals_the_result_of_plain_python(tmp_path, seed, files, parts, form, settings):
     log = random_log(seed, judged=seed == 1)
     paths = write(log, tmp_path / "in", files=files, form=form)
     config = Logs(
@@ -294,14 +296,14 @@ def test_the_artifact_equals_the_twin(tmp_path, seed, files, parts, form, settin
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A config over a log in two files a table, and the digest of its artifact."""
+    """Return a config of a log with two files a table, and the digest of its artifact."""
     folder = tmp_path_factory.mktemp("small")
     log = {table: rows[:60] for table, rows in random_log(3).items()}
     config = Logs(**write(log, folder / "in", files=2, form="jsonl"), **WINDOWS, parts=2)
     return config, build(config, folder / "out").digest
 
 
-def test_the_order_of_arrival_does_not_matter(small, tmp_path):
+def test_the_order_of_tasks_does_not_change_the_artifact(small, tmp_path):
     config, digest = small
 
     def backwards(task, items):
@@ -313,23 +315,23 @@ def test_the_order_of_arrival_does_not_matter(small, tmp_path):
 
 
 @pytest.mark.parametrize("tasks", [3, 8, 12])
-def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks):
+def test_a_killed_log_run_is_resumed(small, tmp_path, tasks):
     config, digest = small
     with pytest.raises(KeyboardInterrupt):
         build(config, tmp_path / "out", each=killed_after(tasks))
-    done = []
+    items_run = []
 
     def counted(task, items):
-        done.extend(items)
+        items_run.extend(items)
         return map(task, items)
 
     assert build(config, tmp_path / "out", each=counted).digest == digest
     slices = {table: len(rows) for table, rows in read_logs(config).tables.items()}
     total = 2 * sum(slices.values()) - slices["documents"] + 2 * config.parts
-    assert len(done) == total - tasks
+    assert len(items_run) == total - tasks
 
 
-def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypatch):
+def test_a_frequent_query_is_streamed(tmp_path, monkeypatch):
     monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_BATCH", 50)
     monkeypatch.setattr(supervision, "ROWS_PER_PART", 64)
     log = random_log(6)
@@ -356,14 +358,14 @@ def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypat
     assert max(sizes) == 50
 
 
-def test_a_log_without_a_usable_impression_is_refused(small, tmp_path):
+def test_a_log_without_usable_impressions_is_an_error(small, tmp_path):
     documents = {"documents": small[0].documents.model_dump()}
     paths = documents | write({"impressions": []}, tmp_path / "in", files=1, form="jsonl")
     with pytest.raises(DataError, match="no usable row of impressions"):
         build(Logs(**paths, **WINDOWS), tmp_path / "out")
 
 
-def test_on_ray(cluster, small, tmp_path, monkeypatch):
+def test_a_run_on_ray_gives_the_same_artifact(cluster, small, tmp_path, monkeypatch):
     config, digest = small
     monkeypatch.setattr(job, "SLICE_BYTES", 1)
     artifact = prepare(config, output=str(tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""A data set does not depend on how its input is cut; killed runs go on; large inputs are refused early."""
+"""A data set does not depend on slices; killed runs are resumed; too large inputs fail early."""
 
 import json
 import random
@@ -69,19 +69,19 @@ def facts(artifact):
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_slices_of_any_size_give_the_same_data_set(tmp_path, monkeypatch, form):
     config = Columns(**write_inputs(tmp_path / "in", form=form))
-    whole = build(config, tmp_path / "whole")
+    unsliced = build(config, tmp_path / "whole")
     assert len(readers.read_columns(config).tables["documents"]) == 2
-    assert whole.table("documents")["doc_id"].to_pylist() == _twin(form)
-    assert whole.manifest.info["rejected_by_reason"]["documents: duplicate doc_id"] > 10
+    assert unsliced.table("documents")["doc_id"].to_pylist() == _twin(form)
+    assert unsliced.manifest.info["rejected_by_reason"]["documents: duplicate doc_id"] > 10
     for size in (6_000, 20_000):
         monkeypatch.setattr(input_files, "SLICE_BYTES", size)
         assert len(readers.read_columns(config).tables["documents"]) > 4
         for name, each in (("ahead", map), ("back", lambda task, items: map(task, reversed(items)))):
-            assert facts(build(config, tmp_path / f"{name}-{size}", each=each)) == facts(whole)
+            assert facts(build(config, tmp_path / f"{name}-{size}", each=each)) == facts(unsliced)
 
 
 def _twin(form):
-    """The ids of the valid documents, in the order of the input."""
+    """Return the ids of the valid documents, in the order of the input."""
     rows = [row for row in rows_with_faults() if isinstance(row["title"], str)]
     if form == "parquet":
         rows = [row for row in rows if not isinstance(row["price"], str)]
@@ -89,17 +89,17 @@ def _twin(form):
     return list(Counter(row["doc_id"] for row in rows if row["doc_id"] and (row["title"] or row["content"])))
 
 
-def test_work_on_other_slices_is_deleted_without_the_lease(tmp_path):
+def test_work_on_other_slices_is_deleted_except_the_lease(tmp_path):
     config = Columns(**write_inputs(tmp_path / "in"))
     draft = Draft(str(tmp_path / "out"), kind="dataset", config=config, parents={})
-    kept = {"fingerprint", "lease", "lease.pending"}
+    kept_files = {"fingerprint", "lease", "lease.pending"}
     for name in ("lease.pending", "part-0", "tasks/1.json"):
         fs.write_bytes(draft.work(name), b"data")
     documents.resume_or_clear(draft, [{"slice": 0}])
-    assert set(fs.list_files(draft.work())) == {*kept, "plan.json"}
+    assert set(fs.list_files(draft.work())) == {*kept_files, "plan.json"}
 
 
-def test_an_input_that_changed_is_prepared_anew(tmp_path, monkeypatch):
+def test_a_changed_input_is_prepared_again(tmp_path, monkeypatch):
     monkeypatch.setattr(input_files, "SLICE_BYTES", 40_000)
     inputs = write_inputs(tmp_path / "in")
     config = Columns(**inputs)
@@ -139,7 +139,7 @@ def test_new_documents_and_texts_are_read_in_slices(tmp_path, monkeypatch):
     assert digests[0] == digests[1]
 
 
-def test_what_one_task_cannot_hold_is_refused(tmp_path, monkeypatch):
+def test_too_many_documents_for_simulated_clicks_are_an_error(tmp_path, monkeypatch):
     config = Columns(**write_inputs(tmp_path / "in"))
     monkeypatch.setattr(job, "MAX_SIMULATED_DOCUMENTS", 100)
     with pytest.raises(
@@ -163,30 +163,30 @@ def test_what_one_task_cannot_hold_is_refused(tmp_path, monkeypatch):
         (100, 1 << 30, 1),
     ],
 )
-def test_parts_follow_from_rows_and_bytes(rows, bytes_each, per_part):
+def test_the_size_of_parts_depends_on_rows_and_bytes(rows, bytes_each, per_part):
     config = NewDocuments(documents={"path": "d"})
-    found = documents.rows_per_part(config, rows=rows, text_bytes=rows * bytes_each)
-    assert found == per_part
-    assert found == 1 or found * bytes_each <= documents.MAX_PART_BYTES
-    assert rows / found < 80_000 or bytes_each > 2_000
-    chosen = config.model_copy(update={"documents_per_part": 3})
-    assert documents.rows_per_part(chosen, rows=rows, text_bytes=rows * bytes_each) == 3
+    rows_per_part = documents.rows_per_part(config, rows=rows, text_bytes=rows * bytes_each)
+    assert rows_per_part == per_part
+    assert rows_per_part == 1 or rows_per_part * bytes_each <= documents.MAX_PART_BYTES
+    assert rows / rows_per_part < 80_000 or bytes_each > 2_000
+    fixed_size = config.model_copy(update={"documents_per_part": 3})
+    assert documents.rows_per_part(fixed_size, rows=rows, text_bytes=rows * bytes_each) == 3
 
 
-def test_parts_of_long_texts_are_smaller_however_input_is_cut(tmp_path, monkeypatch):
+def test_parts_of_long_texts_are_smaller(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_PART_BYTES", 4_000)
     inputs = {key: value for key, value in write_inputs(tmp_path / "in").items() if "per_part" not in key}
     config = Columns(**inputs)
-    whole = build(config, tmp_path / "whole")
-    rows = [whole.manifest.parts[name].rows for name in whole.names("documents/", ".parquet")]
-    per_part = whole.manifest.info["documents_per_part"]
+    unsliced = build(config, tmp_path / "whole")
+    rows = [unsliced.manifest.parts[name].rows for name in unsliced.names("documents/", ".parquet")]
+    per_part = unsliced.manifest.info["documents_per_part"]
     assert 1 < per_part < 64
     assert set(rows[:-1]) == {per_part}
     monkeypatch.setattr(input_files, "SLICE_BYTES", 6_000)
-    assert facts(build(config, tmp_path / "cut")) == facts(whole)
+    assert facts(build(config, tmp_path / "cut")) == facts(unsliced)
 
 
-def test_no_more_slices_than_a_shuffle_takes(tmp_path, monkeypatch):
+def test_the_number_of_slices_is_limited(tmp_path, monkeypatch):
     (tmp_path / "d.jsonl").write_bytes(b'{"doc_id": "d"}\n' * 1000)
     files = input_files.find_files(str(tmp_path / "d.jsonl"))
     monkeypatch.setattr(input_files, "SLICE_BYTES", 16)

@@ -1,4 +1,4 @@
-"""The embedded data set: sentences, names, packages that misbehave, and the same rows every time."""
+"""The built-in data set: sentences, names, packages with faults, and reproducible rows."""
 
 import os
 
@@ -78,7 +78,7 @@ draw.__doc__ = f"Something is drawn here. A draw: {np.random.default_rng().rando
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Packages on the path of the walking process: a good one and three that misbehave."""
+    """Write packages for the walking process: a good one and others with faults."""
     for name, text in {
         "walked_good": MODULE,
         "walked_crash": "import os\nos._exit(3)\n",
@@ -100,7 +100,7 @@ def rows_of(config):
     return documents, queries, query_of, losses
 
 
-def test_walk(packages):
+def test_walk_gives_documents_and_queries(packages):
     documents, queries, query_of, losses = rows_of(PythonDocs(packages=("walked_good",)))
     assert not losses
     assert set(documents) == {
@@ -109,7 +109,7 @@ def test_walk(packages):
         "walked_good.Stack.height",
         "walked_good.Stack.top",
         "walked_good.pull",
-        "walked_good.push",  # not `renamed`: its own name is better
+        "walked_good.push",  # not `renamed`: its own name is preferred
     }
     push = documents["walked_good.push"]
     assert push["topic"] == "walked_good function"
@@ -123,7 +123,7 @@ def test_walk(packages):
     assert documents["walked_good.Stack.height"]["topic"] == "walked_good.Stack method"
 
 
-def test_short_and_shared_sentences_make_no_query(packages, monkeypatch):
+def test_short_and_shared_sentences_are_not_queries(packages, monkeypatch):
     monkeypatch.setattr(python_docs, "MAX_QUERY_DOCUMENTS", 1)
     monkeypatch.setattr(python_docs, "MIN_QUERY_WORDS", 7)
     documents, queries, query_of, _ = rows_of(PythonDocs(packages=("walked_good",)))
@@ -137,7 +137,7 @@ def test_short_and_shared_sentences_make_no_query(packages, monkeypatch):
     assert "walked_good.push" not in query_of
 
 
-def test_a_package_that_misbehaves_loses_only_itself(packages, monkeypatch):
+def test_a_failed_package_does_not_affect_others(packages, monkeypatch):
     monkeypatch.setattr(python_docs, "PACKAGE_TIMEOUT_S", 4.0)
     names = ("walked_crash", "walked_good", "walked_hang", "walked_raise", "walked_noisy", "walked_absent")
     documents, _, _, losses = rows_of(PythonDocs(packages=names))
@@ -154,20 +154,20 @@ def test_standard_library_numpy_and_c_functions():
     assert queries[query_of["json.dumps"]] == "Serialize obj to a JSON formatted str"
     assert queries[query_of["math.comb"]].startswith("Number of ways to choose k items from n items")
     assert "collections.OrderedDict.move_to_end" in documents
-    assert "json.encoder.JSONEncoder" not in documents  # json.JSONEncoder is its public name
+    assert "json.encoder.JSONEncoder" not in documents  # the public name is json.JSONEncoder
     assert "json.JSONEncoder" in documents
     assert queries[query_of["numpy.concatenate"]] == "Join a sequence of arrays along an existing axis"
     assert documents["numpy.add"]["content"].startswith("add(x1, x2, /, out=None")
 
 
-def test_docstrings_with_random_draws_are_the_same_every_time(packages):
+def test_docstrings_with_random_draws_are_reproducible(packages):
     config = PythonDocs(packages=("walked_random",))
     first, second = (rows_of(config)[0]["walked_random.draw"]["content"] for _ in range(2))
     assert "A draw" in first
     assert first == second
 
 
-def test_two_runs_give_the_same_bytes(tmp_path):
+def test_two_runs_give_equal_digests(tmp_path):
     config = PythonDocs(packages=("json", "collections", "argparse"), max_documents=40, documents_per_part=16)
     first, second = (run(config, output=str(tmp_path / name)) for name in "ab")
     assert first.digest == second.digest
@@ -203,7 +203,7 @@ def test_first_sentence(doc, name, expected):
     assert first_sentence(doc, name) == expected
 
 
-def test_marks_are_removed():
+def test_plain_removes_markup():
     assert (
         plain("See :func:`~torch.cat`, ``x`` and\n `y`_ of :class:`A <b.A>`") == "See torch.cat, x and y of A"
     )

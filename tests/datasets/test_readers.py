@@ -1,4 +1,4 @@
-"""Files in, tables out: the readers on tiny files, and what becomes of nothing, of subsets and of repeats."""
+"""The readers on tiny files: tables, unusable input, subsets and repeats."""
 
 import re
 
@@ -23,7 +23,7 @@ def splits(artifact):
     )
 
 
-def test_beir(tmp_path):
+def test_a_beir_folder_is_read(tmp_path):
     write_lines(
         tmp_path / "corpus.jsonl",
         {"_id": "1", "title": "One", "text": "first"},
@@ -49,7 +49,7 @@ def test_beir(tmp_path):
     assert artifact.table("rejected.parquet").num_rows == 4
 
 
-def test_msmarco(tmp_path):
+def test_msmarco_files_are_read(tmp_path):
     write_lines(tmp_path / "collection.tsv", b"1\tfirst passage\n2\tsecond passage\n3\n")
     write_lines(tmp_path / "queries.tsv", *(f"q{n}\tquery {n}\n".encode() for n in range(40)))
     write_lines(tmp_path / "qrels.tsv", *(f"q{n} 0 {1 + n % 2} 1\n".encode() for n in range(40)))
@@ -71,7 +71,7 @@ def test_msmarco(tmp_path):
         MsMarco(collection="x", train_queries="y")
 
 
-def test_columns_of_users_and_vectors(tmp_path):
+def test_profiles_and_vectors_are_read(tmp_path):
     odd = [{"query_id": "q", "doc_id": doc_id} for doc_id in (1.5, "half \ud800", ["d1"], None)]
     users = [{"uid": "ann", "age": 30}, {"uid": "ben", "age": "old"}, {"uid": "ann", "age": 31}, {"age": 9}]
     tables = write_tables(
@@ -101,7 +101,7 @@ def test_columns_of_users_and_vectors(tmp_path):
     }
 
 
-def test_columns(tmp_path):
+def test_mapped_columns_are_read(tmp_path):
     write_lines(
         tmp_path / "notes.jsonl",
         *({"id": n, "heading": f"note {n}", "body": "b", "likes": n, "by": "x"} for n in range(9)),
@@ -131,7 +131,7 @@ def test_columns(tmp_path):
     assert documents["likes"].to_pylist() == list(range(9))
     assert len(artifact.names("documents/")) == 3
     assert artifact.table("qrels.parquet")["relevance"].to_pylist() == [1, 1]
-    assert artifact.table("impressions.parquet").num_rows == 1  # the data's own: nothing is simulated
+    assert artifact.table("impressions.parquet").num_rows == 1  # impressions of the data: none are simulated
     assert not artifact.manifest.info["simulated_clicks"]
     assert splits(artifact) == {"alpha": "train", "beta": "test"}
     typo = TableFile(path=str(tmp_path / "qrels.parquet"), columns={"query": "q", "typo": "x"})
@@ -140,7 +140,7 @@ def test_columns(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_mapping_to_a_column_that_is_not_there_is_refused(form, tmp_path):
+def test_a_mapping_to_a_missing_column_is_an_error(form, tmp_path):
     path = tmp_path / f"rows.{form}"
     rows = [{"query_id": "q", "doc_id": f"d{n}", "Label": n} for n in range(3)]
     if form == "parquet":
@@ -155,7 +155,7 @@ def test_a_mapping_to_a_column_that_is_not_there_is_refused(form, tmp_path):
     assert [row["relevance"] for row in rows] == [0, 1, 2]
 
 
-def test_a_subset_leaves_out_without_rejecting(tmp_path):
+def test_a_subset_omits_rows_without_rejecting_them(tmp_path):
     files = write_tables(
         tmp_path,
         documents=[{"doc_id": n, "title": f"t{n}", "group": f"g{n // 2}"} for n in range(100)],
@@ -168,12 +168,12 @@ def test_a_subset_leaves_out_without_rejecting(tmp_path):
     assert artifact.counts["rejected"] == 0
     assert artifact.manifest.info["left_out"] == {"documents": 60, "queries": 60, "qrels": 60}
     groups = artifact.table("documents")["group"].to_pylist()
-    assert len(set(groups)) == 20  # whole groups
+    assert len(set(groups)) == 20  # complete groups
     doc_ids = set(artifact.table("documents")["doc_id"].to_pylist())
     assert set(artifact.table("qrels.parquet")["doc_id"].to_pylist()) <= doc_ids
 
 
-def test_nothing_usable_is_an_error_that_says_why(tmp_path):
+def test_unusable_input_is_an_error_with_reasons(tmp_path):
     def refused(files):
         with pytest.raises(DataError) as error:
             run(Columns(**files), output=str(tmp_path / "out"))
@@ -192,7 +192,7 @@ def test_nothing_usable_is_an_error_that_says_why(tmp_path):
     assert re.search(r"qrels\.jsonl \(qrels\) has no column \['doc_id'\] .*: map it under", refused(files))
 
 
-def test_the_union_is_told_apart_by_name():
+def test_the_name_selects_the_class_of_a_data_set():
     adapter = TypeAdapter(AnyDataset)
     for name in sources.SUMMARIES:
         needed = {
@@ -205,7 +205,7 @@ def test_the_union_is_told_apart_by_name():
         assert adapter.validate_python({"name": name, **needed}).name == name
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_a_field(tmp_path):
     (tmp_path / "rows.tsv").write_bytes("\ufeffq1\tfirst\nq2\tsecond \ufeff\n".encode())
     (file,) = find_files(str(tmp_path / "rows.tsv"), (".tsv",))
     piece = whole(file)

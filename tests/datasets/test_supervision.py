@@ -1,4 +1,4 @@
-"""Queries and their rows in many tasks are those of one task; killed runs go on."""
+"""Many tasks write the queries and rows of one task; killed runs are resumed."""
 
 import random
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ TABLES = ("queries", *supervision.PAIR_SCHEMAS, "users")
 
 
 def write_inputs(folder, *, impressions=False, split=False, users=False):
-    """A small source whose rows have every kind of fault; returns the fields of its config."""
+    """Write a small source with rows of every kind of fault; return the fields of its config."""
     rng = random.Random(3)
 
     def pairs(**more):
@@ -58,14 +58,14 @@ def write_inputs(folder, *, impressions=False, split=False, users=False):
         fields["impressions"] = {"path": str(folder / "log.parquet")}
         fields |= write_tables(folder, scores=pairs(score=lambda _: rng.random()))
     if users:
-        given = [{"user_id": f"u{n % 25}", "age": n} for n in range(30)] + [{"age": 1}]
-        fields |= write_tables(folder, users=given) | {"profile": {"age": "int64"}}
+        user_rows = [{"user_id": f"u{n % 25}", "age": n} for n in range(30)] + [{"age": 1}]
+        fields |= write_tables(folder, users=user_rows) | {"profile": {"age": "int64"}}
     return fields
 
 
 @pytest.fixture
 def many(monkeypatch):
-    """From now on, even these rows are too many for one task."""
+    """Return a function that lowers the limits, so that these rows are too many for one task."""
 
     def limit():
         monkeypatch.setattr(supervision, "MAX_TASK_ROWS", 100)
@@ -77,8 +77,8 @@ def many(monkeypatch):
 
 
 def rows_of(artifact):
-    found = {name: artifact.table(name) for name in TABLES if artifact.table_parts(name)}
-    return {name: sorted(table.to_pylist(), key=str) for name, table in found.items()}
+    tables = {name: artifact.table(name) for name in TABLES if artifact.table_parts(name)}
+    return {name: sorted(table.to_pylist(), key=str) for name, table in tables.items()}
 
 
 def info_of(artifact):
@@ -96,43 +96,43 @@ def info_of(artifact):
         ({"impressions": True}, {"max_documents": 70, "click_model": None}),
     ],
 )
-def test_many_tasks_write_the_rows_of_one(tmp_path, many, inputs, settings):
+def test_many_tasks_write_the_rows_of_one_task(tmp_path, many, inputs, settings):
     config = Columns(**write_inputs(tmp_path / "in", **inputs), **settings)
     one = build(config, tmp_path / "one")
     assert one.table_parts("queries") == ["queries.parquet"]
     many()
     wide = build(config, tmp_path / "many")
     assert len(wide.table_parts("queries")) > 2
-    found, expected = rows_of(wide), rows_of(one)
+    actual, expected = rows_of(wide), rows_of(one)
     if one.manifest.info["simulated_clicks"]:  # drawn from judgements in another order
-        assert len(found.pop("impressions")) > 0.8 * len(expected.pop("impressions"))
-    assert found == expected
+        assert len(actual.pop("impressions")) > 0.8 * len(expected.pop("impressions"))
+    assert actual == expected
     assert info_of(wide)[1] == info_of(one)[1]
     backwards = build(config, tmp_path / "back", each=lambda task, items: map(task, reversed(items)))
     assert backwards.digest == wide.digest
 
 
 @pytest.mark.parametrize("tasks", [3, 9, 15, 21])
-def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, many, tasks):
+def test_a_killed_run_repeats_only_the_running_task(tmp_path, many, tasks):
     many()
     config = Columns(**write_inputs(tmp_path / "in", users=True))
-    done = []
+    items_run = []
 
     def counted(task, items):
-        done.extend(items)
+        items_run.extend(items)
         return map(task, items)
 
-    whole = build(config, tmp_path / "whole", each=counted)
-    total = len(done)
+    complete = build(config, tmp_path / "whole", each=counted)
+    total = len(items_run)
     with pytest.raises(KeyboardInterrupt):
         build(config, tmp_path / "out", each=killed_after(tasks))
-    done.clear()
-    assert build(config, tmp_path / "out", each=counted).digest == whole.digest
-    assert len(done) == total - tasks
+    items_run.clear()
+    assert build(config, tmp_path / "out", each=counted).digest == complete.digest
+    assert len(items_run) == total - tasks
     assert total > 21
 
 
-def test_what_no_task_can_hold_is_refused(tmp_path, many, monkeypatch):
+def test_too_many_positives_for_a_split_are_an_error(tmp_path, many, monkeypatch):
     many()
     config = Columns(**write_inputs(tmp_path / "in"))
     monkeypatch.setattr(supervision, "MAX_SPLIT_POSITIVES", 10)

@@ -210,7 +210,7 @@ def test_adapters_learn_and_what_is_published_stays(tmp_path: Path):
             "pooling by attention of .* cannot be trained",
         ),
         (lambda path: (path / "1_Pooling/config.json").write_text("{}"), "states no pooling"),
-        (lambda path: (path / "modules.json").write_text("{"), "is no JSON"),
+        (lambda path: (path / "modules.json").write_text("{"), "is not JSON"),
         (
             lambda path: (path / "modules.json").write_text('[{"type": "x.Y", "path": ""}]'),
             r"begins with x\.Y",

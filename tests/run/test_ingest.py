@@ -144,7 +144,7 @@ def test_a_folder_of_markdown_is_ingested(run, tmp_path, monkeypatch):
     assert sorted(ready.table("ready")["doc_id"].to_pylist()) == ["deep/two.md", "one.md"]
     (tmp_path / "notes" / "one.md").rename(tmp_path / "notes" / "other.md")
     assert ingest.output_uri(str(tmp_path), new) not in ready.uri
-    with pytest.raises(DataError, match="is Markdown: it has no columns to name"):
+    with pytest.raises(DataError, match="is Markdown, which has no columns"):
         ingest.run(
             IngestConfig(),
             ingest.describe_file(str(tmp_path / "notes"), {"content": "text"}, like=like),

@@ -7,9 +7,7 @@ import pytest
 from scalingnote.storage import filesystem as fs
 
 
-def test_files_are_made_durable_before_the_folders_that_lead_to_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_before_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     root = tmp_path / "versions/1"
@@ -22,24 +20,20 @@ def test_files_are_made_durable_before_the_folders_that_lead_to_them(
     assert len(synced) == len(expected)
 
 
-def test_a_download_that_breaks_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_download_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(uri: str) -> list[bytes]:
-        raise OSError(f"{uri} is gone")
+        raise OSError(f"{uri} is lost")
 
     monkeypatch.setattr(fs.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(fs, "_blocks", broken)
-    with pytest.raises(OSError, match="memory://elsewhere/part is gone"):
+    with pytest.raises(OSError, match="memory://elsewhere/part is lost"):
         fs.download("memory://elsewhere", ["part"], version="1")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_file_that_vanishes_while_it_is_deleted_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_deleted_meanwhile_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(pafs.LocalFileSystem):  # type: ignore[misc]
-        """Another process deletes each file once it was seen."""
+        """A filesystem in which another process deletes each file after it was listed."""
 
         def get_file_info(self, path: str) -> pafs.FileInfo:
             info = super().get_file_info(path)

@@ -1,4 +1,4 @@
-"""Two processes that would build the same artifact: one does, the other waits, or goes on where it ended."""
+"""Two processes for the same artifact: one builds it, the other waits, or resumes if the first one ended."""
 
 import json
 import signal
@@ -53,7 +53,7 @@ def uri(tmp_path: Path) -> str:
 
 @pytest.fixture
 def other(uri: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has begun to build it, and commits when it is told to."""
+    """Start a process that begins to build the artifact, and commits when it reads a line."""
     command = [sys.executable, "-c", BUILDER, uri]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -63,31 +63,31 @@ def other(uri: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def held_by(uri: str, **holder: object) -> None:
-    """As if by a process of another machine."""
-    told = {"process": "x", "host": "elsewhere", "pid": 1, "beats": 1, **holder}
-    fs.write_bytes(f"{uri}/_work/lease", json.dumps(told).encode())
+    """Write a lease like a process of another machine."""
+    values = {"process": "x", "host": "elsewhere", "pid": 1, "beats": 1, **holder}
+    fs.write_bytes(f"{uri}/_work/lease", json.dumps(values).encode())
 
 
-def test_who_comes_second_waits_and_takes_what_the_first_has_built(
+def test_a_second_process_waits_and_reads_the_artifact(
     uri: str, other: "subprocess.Popen[str]", caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO")
-    found: list[Artifact] = []
-    second = threading.Thread(target=lambda: found.append(build(uri)))
+    artifacts: list[Artifact] = []
+    second = threading.Thread(target=lambda: artifacts.append(build(uri)))
     second.start()
     time.sleep(3 * lease.POLL_INTERVAL_S)
-    assert not found
+    assert not artifacts
     other.communicate("commit\n")
     second.join()
-    assert found[0].counts == {"rows": 1}
+    assert artifacts[0].counts == {"rows": 1}
     assert Path(uri, "part").read_bytes() == b"theirs"
     assert not Path(uri, "_work").exists()
     assert f"process {other.pid} of " in caplog.text
 
 
-def test_what_is_committed_while_another_looks_is_taken(uri: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_artifact_committed_meanwhile_is_read(uri: str, monkeypatch: pytest.MonkeyPatch):
     build(uri)
-    looks = iter([None])  # at the first it is not there yet
+    looks = iter([None])  # at the first read there is no manifest yet
     monkeypatch.setattr(
         artifact, "read_manifest", lambda uri, read=artifact.read_manifest: next(looks, read(uri))
     )
@@ -96,7 +96,7 @@ def test_what_is_committed_while_another_looks_is_taken(uri: str, monkeypatch: p
     assert not Path(uri, "_work").exists()
 
 
-def test_what_a_killed_process_held_is_free_at_once(uri: str, other: "subprocess.Popen[str]"):
+def test_the_lease_of_a_killed_process_is_free_at_once(uri: str, other: "subprocess.Popen[str]"):
     other.send_signal(signal.SIGKILL)
     other.wait()
     began = time.monotonic()
@@ -104,35 +104,31 @@ def test_what_a_killed_process_held_is_free_at_once(uri: str, other: "subprocess
     assert time.monotonic() - began < lease.EXPIRY_S
 
 
-def test_a_holder_elsewhere_is_waited_for_as_long_as_it_shows_that_it_lives(
-    uri: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_remote_holder_keeps_its_lease_while_it_renews_it(uri: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lease, "EXPIRY_S", 0.4)
     monkeypatch.setattr(lease, "POLL_INTERVAL_S", 0.05)
     held_by(uri)
-    found: list[Artifact] = []
-    second = threading.Thread(target=lambda: found.append(build(uri)))
+    artifacts: list[Artifact] = []
+    second = threading.Thread(target=lambda: artifacts.append(build(uri)))
     second.start()
     for beats in range(2, 12):
         time.sleep(0.1)
-        assert not found
+        assert not artifacts
         held_by(uri, beats=beats)
     second.join()
-    assert found[0].counts == {"rows": 2}
+    assert artifacts[0].counts == {"rows": 2}
 
 
-def test_who_was_taken_over_commits_nothing(uri: str):
+def test_a_process_that_lost_its_lease_cannot_commit(uri: str):
     draft = Draft(uri, kind="thing", config=Settings(), parents={})
     draft.write_bytes("part", b"ours")
     held_by(uri)
-    with pytest.raises(ArtifactError, match=f"another process goes on with {uri}"):
+    with pytest.raises(ArtifactError, match=f"another process builds {uri}"):
         draft.commit(counts={})
     assert not Path(uri, "manifest.json").exists()
 
 
-def test_its_holder_shows_that_it_lives_until_the_work_is_done_or_forgotten(
-    uri: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_lease_is_renewed_until_the_work_ends(uri: str, monkeypatch: pytest.MonkeyPatch):
     def beats() -> int:
         lease.Lease.renew_all()
         return int(json.loads(Path(uri, "_work/lease").read_bytes())["beats"])
@@ -140,7 +136,7 @@ def test_its_holder_shows_that_it_lives_until_the_work_is_done_or_forgotten(
     draft = Draft(uri, kind="thing", config=Settings(), parents={})
     assert beats() < beats()
     held_by(uri, beats=7)
-    assert beats() == 7  # of another now: it is left alone
+    assert beats() == 7  # another process holds it now: it is not renewed
     del draft
     before = Path(uri, "_work/lease").read_bytes()
     again = Draft(uri + "-other", kind="thing", config=Settings(), parents={})

@@ -1,4 +1,4 @@
-"""S3 and GCS that fail: answers are lost, requests refused or late; the artifacts are equal."""
+"""S3 and GCS with faults: responses are lost, requests fail or are late; the artifacts are equal."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ Answer = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class Generations:
-    """moto's S3 as Google's XML API: each object has a generation, which a conditional write names."""
+    """moto's S3 as Google's XML API: each object has a generation, and a conditional write states it."""
 
     def __init__(self, store: Answer) -> None:
         self.store, self.lock = store, threading.Lock()
@@ -38,16 +38,16 @@ class Generations:
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
-        environ["HTTP_AUTHORIZATION"] = SIGNED  # moto looks for a signature of Amazon's, whoever's it is
+        environ["HTTP_AUTHORIZATION"] = SIGNED  # moto requires a signature of Amazon's form, with any owner
         with self.lock:
-            wanted = environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH")
-            if wanted is not None and int(wanted) != self.held.get(path, 0):
+            expected = environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH")
+            if expected is not None and int(expected) != self.held.get(path, 0):
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 start("412 Precondition Failed", [])
                 return []
-            answers: list[Any] = []
-            body = list(self.store(environ, lambda *given: answers.append(given)))
-            status, headers = answers[0][:2]
+            responses: list[Any] = []
+            body = list(self.store(environ, lambda *arguments: responses.append(arguments)))
+            status, headers = responses[0][:2]
             if status[0] == "2" and method == "PUT":
                 self.held[path] = next(self.numbers)
             if method == "DELETE":
@@ -57,12 +57,12 @@ class Generations:
 
 
 class Faults:
-    """Between the client and the store: a share of requests fails, in a way that a seed draws."""
+    """A proxy between the client and the store: a share of requests fails, with faults drawn by a seed."""
 
     def __init__(self, store: Answer, uri: str) -> None:
         self.uri = uri  # of an empty bucket
         self.store, self.share, self.rng, self.seen = store, 0.0, random.Random(0), [""]
-        self.lost = ""  # the answer to the next write to a path with this end is lost
+        self.lost = ""  # the response to the next write to a path with this end is lost
         self.lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -80,7 +80,7 @@ class Faults:
         answer = list(self.store(environ, start if not fault else lambda *_: None))
         if fault == "late":
             time.sleep(1.5 * object_store.REQUEST_TIMEOUT.total_seconds())
-        if fault:  # done, but nobody hears of it
+        if fault:  # the request succeeds, but its response is lost
             raise ConnectionAbortedError
         return answer
 
@@ -92,22 +92,22 @@ def faults(request: pytest.FixtureRequest) -> Iterator[tuple[Faults, int]]:
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     app: Answer = DomainDispatcherApplication(create_backend_app)
-    found = Faults(
+    faulty_store = Faults(
         app if request.param == "s3" else Generations(app), f"{request.param}://{request.param}faults"
     )
-    server = make_server("127.0.0.1", 0, found, threaded=True)
+    server = make_server("127.0.0.1", 0, faulty_store, threaded=True)
     server.log = lambda *_: None  # type: ignore[method-assign]
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield found, server.port
+    yield faulty_store, server.port
     server.shutdown()
 
 
 @pytest.fixture
 def store(faults: tuple[Faults, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Faults]:
-    """An empty bucket, and quick retries."""
+    """Return a store with an empty bucket, and retry without long back-off."""
     import boto3
 
-    found, port = faults
+    faulty_store, port = faults
     endpoint = f"http://127.0.0.1:{port}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     account = {"gcs_base_url": endpoint, "disable_oauth": True}
@@ -118,15 +118,15 @@ def store(faults: tuple[Faults, int], monkeypatch: pytest.MonkeyPatch, tmp_path:
     pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5), "base": 2}
     monkeypatch.setattr(object_store, "RETRY", {**object_store.RETRY, "backoff": pause})
     object_store._connect.cache_clear()
-    boto3.client("s3").create_bucket(Bucket=found.uri.partition("://")[2])
-    found.seen.clear()
-    yield found
-    found.share = 0.0
+    boto3.client("s3").create_bucket(Bucket=faulty_store.uri.partition("://")[2])
+    faulty_store.seen.clear()
+    yield faulty_store
+    faulty_store.share = 0.0
     object_store._connect.cache_clear()
 
 
 def build(uri: str, *, killed_after: int = SLICES) -> Artifact | None:
-    """A stage of a task per slice; killed after some tasks, it leaves its work to the next attempt."""
+    """Run a stage with a task per slice; if it is killed after some tasks, the next call resumes its work."""
     draft = Draft(uri, kind="rows", config=Config(), parents={})
     if draft.finished:
         return draft.existing()
@@ -151,37 +151,35 @@ def build(uri: str, *, killed_after: int = SLICES) -> Artifact | None:
 
 
 @pytest.mark.parametrize("seed", range(MANY))
-def test_a_stage_on_a_store_that_fails_is_resumed_and_loses_and_doubles_nothing(
-    store: Faults, seed: int
-) -> None:
-    whole = build(f"{store.uri}/whole-{seed}")
+def test_a_stage_on_a_faulty_store_is_resumed_without_loss(store: Faults, seed: int) -> None:
+    expected = build(f"{store.uri}/whole-{seed}")
     store.rng, store.share = random.Random(seed), 0.15
     uri = f"{store.uri}/seed-{seed}"
     assert build(uri, killed_after=store.rng.randrange(SLICES)) is None
     with pytest.raises(ArtifactError, match="no finished"):
         open_artifact(uri, kind="rows")
-    made = build(uri)
+    artifact = build(uri)
     store.share = 0.0
     assert any(store.seen)
-    assert made is not None
-    assert whole is not None
+    assert artifact is not None
+    assert expected is not None
     again = open_artifact(uri, kind="rows")
-    assert again.digest == made.digest == whole.digest
+    assert again.digest == artifact.digest == expected.digest
     assert again.table("rows")["n"].to_pylist() == list(range(SLICES * 10))
     assert set(fs.list_files(uri)) == {*again.names(), "manifest.json"}
 
 
 @pytest.mark.parametrize("file", ["_work/lease", "manifest.json", "rows.parquet"])
-def test_a_write_whose_answer_is_lost_is_no_other_writer(store: Faults, file: str) -> None:
+def test_a_write_with_a_lost_response_is_recognized(store: Faults, file: str) -> None:
     store.lost = file
     draft = Draft(f"{store.uri}/lost-{file}", kind="rows", config=Config(), parents={})
     draft.write_table("rows.parquet", pa.table({"n": [1]}))
-    made = draft.commit(counts={})
+    artifact = draft.commit(counts={})
     assert "lost" in store.seen
-    assert open_artifact(made.uri, kind="rows").digest == made.digest
+    assert open_artifact(artifact.uri, kind="rows").digest == artifact.digest
 
 
-def test_what_never_succeeds_is_an_error_of_the_system_which_tasks_repeat(store: Faults) -> None:
+def test_a_request_that_never_succeeds_is_an_oserror(store: Faults) -> None:
     store.share, store.rng = 1.0, random.Random(0)
     with pytest.raises(OSError, match=rf"{store.uri}/never: .*after 10 retries"):
         fs.write_bytes(f"{store.uri}/never", b"data")
@@ -196,7 +194,7 @@ print(json.dumps([fs.swap(f"{sys.argv[2]}/race/{n}", None, sys.argv[1].encode())
 """
 
 
-def test_of_two_processes_that_write_one_file_one_is_refused(store: Faults) -> None:
+def test_one_of_two_concurrent_writes_fails(store: Faults) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RACE, name, store.uri],
@@ -213,14 +211,14 @@ def test_of_two_processes_that_write_one_file_one_is_refused(store: Faults) -> N
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    wrote = [json.loads(process.communicate()[0]) for process in processes]
-    for number, (first, second) in enumerate(zip(*wrote, strict=True)):
+    results = [json.loads(process.communicate()[0]) for process in processes]
+    for number, (first, second) in enumerate(zip(*results, strict=True)):
         assert first != second
         assert fs.read_bytes(f"{store.uri}/race/{number}") == (b"a" if first else b"b")
 
 
-def test_a_lease_that_expired_is_taken_by_one_of_two(store: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both see the same old lease; the second to write is refused and waits for the first."""
+def test_one_of_two_processes_gets_an_expired_lease(store: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both read the same old lease; the write of the second one fails."""
     uri, old = f"{store.uri}/lease", json.dumps({"process": "x", "host": "elsewhere", "pid": 1, "beats": 1})
     fs.write_bytes(uri, old.encode())
     first, second = Lease(uri), Lease(uri)
@@ -238,11 +236,11 @@ def test_a_lease_that_expired_is_taken_by_one_of_two(store: Faults, monkeypatch:
 
 
 @pytest.mark.parametrize("lost", ["a", "b", "c"])
-def test_a_delete_whose_answer_is_lost_is_repeated(store: Faults, lost: str) -> None:
+def test_a_delete_with_a_lost_response_is_repeated(store: Faults, lost: str) -> None:
     folder = f"{store.uri}/folder"
     for name in ("a", "b", "c"):
         fs.write_bytes(f"{folder}/{name}", b"x")
-    # S3 deletes a thousand objects in a request to the bucket, GCS each by its own.
+    # S3 deletes a thousand objects in one request to the bucket, GCS one object per request.
     store.lost = "/s3faults" if store.uri.startswith("s3") else f"/folder/{lost}"
     fs.delete(folder)
     assert "lost" in store.seen

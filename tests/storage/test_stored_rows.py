@@ -30,30 +30,30 @@ TABLE = pa.table(COLUMNS)
     ],
     ids=["whole", "slice", "two chunks", "none", "empty chunks"],
 )
-def test_rows_are_what_arrow_makes_of_them(table: pa.Table) -> None:
+def test_stored_rows_equal_those_of_arrow(table: pa.Table) -> None:
     rows = StoredRows(table)
     assert [rows[number] for number in range(len(table))] == table.to_pylist()
 
 
 @pytest.mark.parametrize("rows", [[], [3], [0, 1, 4, 5, 9], [9, 0, 0, 7, 4, 5]], ids=len)
-def test_rows_taken_are_those_that_arrow_takes(rows: list[int]) -> None:
+def test_take_rows_equals_take_of_arrow(rows: list[int]) -> None:
     table = pa.concat_tables([TABLE, TABLE.slice(0, 0), TABLE])
     assert take_rows(table, np.array(rows, np.int64)).equals(table.take(pa.array(rows, pa.int64())))
 
 
-def test_what_is_taken_lies_in_few_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_rows_are_in_few_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.concat_tables([pa.table({"text": [f"{number:05d}"]}) for number in range(100)])
     monkeypatch.setattr(arrow, "BATCH_BYTES", 100)
-    found = take_rows(table, np.arange(0, 100, 2))
-    sizes = [batch.nbytes for batch in found.to_batches()]
+    rows = take_rows(table, np.arange(0, 100, 2))
+    sizes = [batch.nbytes for batch in rows.to_batches()]
     assert max(sizes) <= 100
     assert len(sizes) < 10
-    assert found.equals(table.take(pa.array(range(0, 100, 2))))
+    assert rows.equals(table.take(pa.array(range(0, 100, 2))))
 
 
-def test_a_column_may_have_more_text_than_one_chunk_can_hold() -> None:
+def test_a_column_may_have_more_text_than_a_chunk() -> None:
     chunk = pa.array(["short", "x" * 2**26])
-    table = pa.table({"text": pa.chunked_array([chunk] * 40)})  # 2.5 GiB of one and the same
+    table = pa.table({"text": pa.chunked_array([chunk] * 40)})  # 2.5 GiB of the same chunk
     with pytest.raises(pa.ArrowInvalid, match="offset overflow"):
         table.take(pa.array([0, 78]))
     assert take_rows(table, np.array([0, 4, 78]))["text"].to_pylist() == ["short"] * 3

@@ -11,7 +11,7 @@ from trec_files import read_qrels, read_run
 
 
 def best_first(scores: dict[str, float]) -> list[tuple[str, float]]:
-    """Without equal scores, of which all but the first are written a little lower."""
+    """Sort without equal scores, because all of them except the first are written a little lower."""
     once = {score: doc for doc, score in scores.items()}
     return [(once[score], score) for score in sorted(once, reverse=True)]
 
@@ -34,19 +34,19 @@ def test_lines_are_what_trec_eval_reads(tmp_path):
         max_size=4,
     ),
 )
-def test_what_is_written_is_read(tmp_path_factory, qrels, run):
+def test_written_files_are_read_back(tmp_path_factory, qrels, run):
     folder = tmp_path_factory.mktemp("trec")
     trec.write_qrels(str(folder / "qrels"), qrels)
     trec.write_run(str(folder / "run"), run, tag="a tag")
     assert read_qrels(str(folder / "qrels")) == qrels
-    found = read_run(str(folder / "run"))
-    assert list(found) == sorted(run)
+    actual = read_run(str(folder / "run"))
+    assert list(actual) == sorted(run)
     for query_id, results in run.items():
-        assert [doc for doc, _ in found[query_id]] == [doc for doc, _ in results]
-        assert [s for _, s in found[query_id]] == pytest.approx([s for _, s in results], rel=1e-8)
+        assert [doc for doc, _ in actual[query_id]] == [doc for doc, _ in results]
+        assert [s for _, s in actual[query_id]] == pytest.approx([s for _, s in results], rel=1e-8)
 
 
-def test_a_broken_line_is_named(tmp_path):
+def test_a_broken_line_is_an_error_with_its_number(tmp_path):
     (tmp_path / "run").write_text("q Q0 d 1 0.5 tag\nq Q0 d 2\n")
     with pytest.raises(DataError, match="line 2: 4 columns"):
         read_run(str(tmp_path / "run"))
@@ -55,24 +55,24 @@ def test_a_broken_line_is_named(tmp_path):
 
 
 @given(st.lists(st.sampled_from([2.5, 0.0, -0.0, 0.1, 0.1 + 1e-12, 1e-40, -7.0]), min_size=1, max_size=9))
-def test_results_keep_their_order_and_scores_that_need_not_change(tmp_path_factory, scores):
+def test_results_keep_their_order_and_distinct_scores(tmp_path_factory, scores):
     uri = str(tmp_path_factory.mktemp("trec") / "run")
     results = [(f"d{number}", score) for number, score in enumerate(scores)]
     trec.write_run(uri, {"q": results}, tag="x")
-    found = read_run(uri)["q"]
-    assert [doc for doc, _ in found] == [doc for doc, _ in results]
-    read = np.array([score for _, score in found], np.float32)  # what trec_eval holds
-    assert (read[1:] < read[:-1]).all()
+    results_read = read_run(uri)["q"]
+    assert [doc for doc, _ in results_read] == [doc for doc, _ in results]
+    scores_read = np.array([score for _, score in results_read], np.float32)  # the values in trec_eval
+    assert (scores_read[1:] < scores_read[:-1]).all()
     lowest = np.inf
-    for (_, score), (_, written) in zip(results, found, strict=True):
+    for (_, score), (_, score_read) in zip(results, results_read, strict=True):
         if np.float32(score) < np.float32(lowest):
-            assert written == pytest.approx(score, rel=1e-8)
+            assert score_read == pytest.approx(score, rel=1e-8)
         else:
-            assert np.float32(written) == np.nextafter(np.float32(lowest), np.float32(-np.inf))
-        lowest = written
+            assert np.float32(score_read) == np.nextafter(np.float32(lowest), np.float32(-np.inf))
+        lowest = score_read
 
 
-def test_others_measure_what_we_measure(tmp_path):
+def test_ir_measures_gives_the_same_measures(tmp_path):
     """Equal scores: trec_eval orders them by document id, and d2 would come before d1."""
     run = {"q1": [("d1", 0.5), ("d2", 0.5), ("d0", 0.5)], "q2": [("d3", 1.0), ("d9", 1.0 - 1e-12)]}
     qrels = {"q1": {"d1": 2, "d0": 1}, "q2": {"d9": 1}}
@@ -84,33 +84,33 @@ def test_others_measure_what_we_measure(tmp_path):
         list(ir_measures.read_trec_qrels(str(tmp_path / "qrels"))),
         list(ir_measures.read_trec_run(str(tmp_path / "run"))),
     )
-    ours = measure({q: [doc for doc, _ in found] for q, found in run.items()}, qrels, recall_at=(1, 2))
+    ours = measure({q: [doc for doc, _ in results] for q, results in run.items()}, qrels, recall_at=(1, 2))
     assert {str(name): value for name, value in theirs.items()} == pytest.approx(
         {theirs_name: ours[name] for name, theirs_name in names.items()}
     )
 
 
-def test_scores_order_a_run_whatever_its_ranks_say(tmp_path):
+def test_scores_order_a_run_and_not_ranks(tmp_path):
     (tmp_path / "run").write_text("q Q0 a 1 0.1 x\nq Q0 b 2 0.9 x\nq Q0 d 4 0.5 x\nq Q0 c 3 0.5 x\n")
     assert read_run(str(tmp_path / "run")) == {"q": [("b", 0.9), ("c", 0.5), ("d", 0.5), ("a", 0.1)]}
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
-        ("q Q0 a 1 2 x\nq Q0 b 2 1 x\nq Q0 a 3 0 x\n", "run: document 'a' stands twice in query 'q'"),
+        ("q Q0 a 1 2 x\nq Q0 b 2 1 x\nq Q0 a 3 0 x\n", "run: document 'a' is twice in query 'q'"),
         ("q Q0 a 1 2 x\nq Q0 b 2 nan x\n", "line 2: 'nan' is not a number"),
     ],
 )
-def test_a_run_that_has_no_order_is_refused(tmp_path, lines, told):
+def test_a_run_without_an_order_is_an_error(tmp_path, lines, message):
     (tmp_path / "run").write_text(lines)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         read_run(str(tmp_path / "run"))
     with pytest.raises(DataError, match="document 'a' of query 'q' has the score NaN"):
         trec.write_run(str(tmp_path / "run"), {"q": [("a", float("nan"))]}, tag="x")
 
 
-def test_ids_of_others_are_read_as_they_stand(tmp_path):
+def test_ids_of_other_tools_are_read_unchanged(tmp_path):
     (tmp_path / "qrels").write_text("\ufeff1 0 http://x/a%20b 1\r\n1 0 50% 2.0\r\n")
     assert read_qrels(str(tmp_path / "qrels")) == {"1": {"http://x/a%20b": 1, "50%": 2}}
     trec.write_qrels(str(tmp_path / "ours"), {"1": {"http://x/a%20b": 1, "%:a": 1, "a b%20": 1}})
@@ -119,7 +119,7 @@ def test_ids_of_others_are_read_as_they_stand(tmp_path):
 
 
 @pytest.mark.parametrize("grade", ["0.5", "inf", "nan", "yes"])
-def test_a_grade_that_is_not_whole_is_refused(tmp_path, grade):
+def test_a_grade_that_is_not_whole_is_an_error(tmp_path, grade):
     (tmp_path / "qrels").write_text(f"q 0 a 1\nq 0 b {grade}\n")
     with pytest.raises(DataError, match=rf"qrels, line 2: '{grade}' is "):
         read_qrels(str(tmp_path / "qrels"))

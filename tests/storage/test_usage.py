@@ -11,7 +11,7 @@ from scalingnote.storage import usage
 from scalingnote.storage.artifact import Draft
 
 
-def test_a_stage_counts_the_files_it_opens_and_its_peak(tmp_path: Path) -> None:
+def test_a_stage_counts_its_bytes_requests_and_peak(tmp_path: Path) -> None:
     fs.write_bytes(f"{tmp_path}/before", bytes(5000))
     draft = Draft(f"{tmp_path}/art", kind="thing", config=Config(), parents={})
     draft.write_bytes("part", bytes(100_000))
@@ -25,8 +25,8 @@ def test_a_stage_counts_the_files_it_opens_and_its_peak(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "art/manifest.json").read_bytes())["info"]["usage"] == used
 
 
-def test_processes_that_were_killed_are_counted_too(cluster: None, tmp_path: Path) -> None:
-    def write_and_die(uri: str) -> None:  # the first attempt writes, the second finds it
+def test_killed_processes_are_counted_too(cluster: None, tmp_path: Path) -> None:
+    def write_and_die(uri: str) -> None:  # the first attempt writes the file, the second finds it
         if not fs.exists(uri):
             fs.write_bytes(uri, bytes(1000))
             os._exit(1)
@@ -36,18 +36,18 @@ def test_processes_that_were_killed_are_counted_too(cluster: None, tmp_path: Pat
     list(ray_cluster.map_tasks(write_and_die, uris))
     used = usage.since(start)
     assert used["bytes_written"] == 2000
-    assert used["requests"] >= 4 + 2  # looked for twice, written once
+    assert used["requests"] >= 4 + 2  # two checks and one write of each
     assert used["worker_peak_bytes"] > 10_000_000
     list(ray_cluster.map_tasks(fs.read_bytes, uris, Resources(workers=1)))
     again = usage.since(start)
     assert again["bytes_read"] == 2000
 
 
-def test_each_node_tells_what_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = usage.snapshot()
-    far = {"far": (3, 20, 10, 7 << 30, 0)}
-    start = own | {"far": (1, 0, 10, 1 << 30, 0), "idle": (5, 5, 5, 9 << 30, 0)}
-    monkeypatch.setattr(usage, "_on_other_nodes", lambda: [far, {"idle": start["idle"]}])
+def test_counts_of_all_nodes_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    local_counts = usage.snapshot()
+    remote_counts = {"far": (3, 20, 10, 7 << 30, 0)}
+    start = local_counts | {"far": (1, 0, 10, 1 << 30, 0), "idle": (5, 5, 5, 9 << 30, 0)}
+    monkeypatch.setattr(usage, "_on_other_nodes", lambda: [remote_counts, {"idle": start["idle"]}])
     used = usage.since(start)
     assert (used["requests"], used["bytes_read"], used["bytes_written"]) == (2, 20, 0)
     assert used["worker_peak_bytes"] == 7 << 30  # the idle process counted nothing since

@@ -128,7 +128,7 @@ def test_wrong_lines_and_parts_are_refused(triplets, tmp_path):
     run.write_text("q0 Q0 d0 1 2.0 x\nq0 Q0 d0 2 1.0 x")
     context, one = cut(triplets, tmp_path / "work", run), pa.table({"query_id": ["q0"], "positive": ["d1"]})
     (number,) = bucket_of(one["query_id"], PARTS).tolist()
-    with pytest.raises(DataError, match=r"mine\.runs: document 'd0' stands twice in query 'q0': keep one"):
+    with pytest.raises(DataError, match=r"mine\.runs: document 'd0' is twice in query 'q0': keep one"):
         read_runs(number, one, context)
     with pytest.raises(ArtifactError, match="queries in other parts"):
         read_runs((number + 1) % PARTS, one, context)
