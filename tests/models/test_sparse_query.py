@@ -54,7 +54,7 @@ def test_what_lowercased_queries_only_is_refused(tokenizer: Tokenizer, tmp_path:
     settings.write_text(json.dumps(facts | {"lowercase": False}))
     assert SparseQuery.load(tmp_path).length("torch") >= 1
     settings.write_text(json.dumps(facts | {"lowercase": True}))
-    with pytest.raises(ArtifactError, match="lower-cased queries only"):
+    with pytest.raises(ArtifactError, match="lower-cased only queries"):
         SparseQuery.load(tmp_path)
 
 

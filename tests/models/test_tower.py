@@ -105,7 +105,7 @@ def test_layers_are_cut_wherever_they_are_kept(settings: PreTrainedConfig, tmp_p
 def test_layers_that_cannot_be_cut_are_refused(tmp_path: Path):
     size = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
     _checkpoint(AlbertConfig(embedding_size=16, max_position_embeddings=64, **size), tmp_path)
-    with pytest.raises(ConfigError, match=r"layers cannot be cut of albert: leave backbone\.layers out"):
+    with pytest.raises(ConfigError, match=r"layers of albert cannot be removed: leave backbone\.layers out"):
         backbone.load(tmp_path, layers=1)
 
 
@@ -225,7 +225,7 @@ def test_a_decoder_begins_texts_with_a_token_as_its_config_says(tmp_path: Path, 
 
 def test_an_encoder_has_no_say_in_how_texts_begin(tmp_path: Path):
     path = families.folder(tmp_path / "base", "bert")
-    with pytest.raises(ConfigError, match=r"bos=always is of decoders"):
+    with pytest.raises(ConfigError, match=r"bos=always is for decoders"):
         backbone.build(Pretrained(path=str(path), bos="always"), tokenizer_json=None, seed=0)
     with pytest.raises(ValueError, match="reads a published model as it is: leave lowercase and bos"):
         TowerConfig(backbone=Pretrained(path=str(path), lowercase=True), pooling="auto")
