@@ -245,7 +245,7 @@ def load(path: str | Path, *, layers: int | None = None, dtype: torch.dtype = to
     cast_parameters(model, dtype)
     causal = is_causal(settings)
     if not causal:
-        # Attention modules of a causal family stay causal even if the config asks for bidirectional ones.
+        # Attention modules of a causal family stay causal even if the config requests bidirectional ones.
         for module in model.modules():
             if getattr(module, "is_causal", False):
                 module.is_causal = False

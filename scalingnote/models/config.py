@@ -181,7 +181,7 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # als
 
 
 class TokenWiseConfig(Config):
-    """LightRetriever's dense query side: each token is read by itself behind an instruction, then the mean.
+    """LightRetriever's dense query side: the mean of tokens that are each read after an instruction.
 
     It is trained through the entire backbone and saved as the table of all tokens' embeddings, which is a
     lookup tower.
@@ -207,7 +207,7 @@ class TokenWiseConfig(Config):
     )
     instructions: dict[TaskName, tuple[str, ...]] = Field(
         {},
-        description="for the sets of a mixture: each batch is read behind an instruction of its set, drawn "
+        description="for the sets of a mixture: each batch is read after an instruction of its set, drawn "
         "at random, in place of `instruction`; the first one of each set gets its own table, tasks/SET",
     )
     tasks: dict[TaskName, str] = Field(
@@ -221,7 +221,7 @@ class TokenWiseConfig(Config):
 
     @property
     def trained_instructions(self) -> tuple[str, ...]:
-        """Instructions that queries are read behind in training: `instruction`, then those of each set."""
+        """Instructions before queries in training: `instruction`, then those of each set."""
         return (self.instruction, *(text for texts in self.instructions.values() for text in texts))
 
     def instructions_of(self, name: str) -> tuple[int, ...]:

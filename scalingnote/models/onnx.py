@@ -75,7 +75,7 @@ class OnnxTower:
             raise ArtifactError(
                 f"{folder / ONNX_FILES[form]} gives a golden query another embedding than its tower, cosine "
                 f"{least:.4f}, less than {MIN_COSINE}: its 8-bit products differ on this CPU from those "
-                "where it was exported, or a file is another's; export it here, or use another form"
+                "where it was exported, or a file is of another tower; export it here, or use another form"
             )
         return tower
 
@@ -111,10 +111,12 @@ class OnnxTower:
 
         Queries are encoded one by one and in batches: an error may depend on padding.
         """
-        queries, expected = self._queries[:limit], self._expected[:limit]
+        queries, tower_embeddings = self._queries[:limit], self._expected[:limit]
         single = np.concatenate([self.encode([query]) for query in queries[:_GOLDEN_SINGLE]])
         batched = self.encode(queries)
-        return min(_least_cosine(single, expected[: len(single)]), _least_cosine(batched, expected))
+        return min(
+            _least_cosine(single, tower_embeddings[: len(single)]), _least_cosine(batched, tower_embeddings)
+        )
 
 
 def _session(path: Path, threads: int | None) -> Any:
@@ -194,7 +196,7 @@ def _least_cosine(actual: Float[ndarray, "rows dim"], expected: Float[ndarray, "
 
 
 def require(*names: str) -> list[Any]:
-    """Import packages of the extra `onnx`; ConfigError if one is missing."""
+    """Import packages of the extra `onnx`; raise ConfigError if one is missing."""
     import importlib
 
     try:

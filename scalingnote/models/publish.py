@@ -185,11 +185,11 @@ def _check_reference(reference: str, document: Path) -> None:
         [module.name for module in published_model.read_modules(folder, "document") or ()]
         for folder in (Path(model), document)
     )
-    referenced, expected = ([name for name in route if name != "Normalize"] for route in names)
-    if referenced != expected:
+    linked, expected_modules = ([name for name in route if name != "Normalize"] for route in names)
+    if linked != expected_modules:
         raise ConfigError(
-            f"{model} has the modules {', '.join(referenced) or 'none'}, the document tower {document} has "
-            f"{', '.join(expected)}: write a copy, without document_reference"
+            f"{model} has the modules {', '.join(linked) or 'none'}, the document tower {document} has "
+            f"{', '.join(expected_modules)}: write a copy, without document_reference"
         )
 
 
@@ -198,7 +198,7 @@ def _clear(folder: Path) -> None:
     earlier = read_json(folder / "router_config.json")
     others = [name for name in ("modules.json", "config.json", "tower.json") if (folder / name).exists()]
     if earlier is None and others:
-        raise ConfigError(f"{folder} holds another model ({', '.join(others)}): give a new folder")
+        raise ConfigError(f"{folder} holds another model ({', '.join(others)}): choose a new folder")
     for name in (earlier or {}).get("types", {}):
         if Path(name).name == name:
             shutil.rmtree(folder / name, ignore_errors=True)

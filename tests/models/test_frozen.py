@@ -66,7 +66,7 @@ def test_a_saved_graph_holds_no_unpacked_weight():
 
 
 def test_a_width_that_has_no_blocks_and_a_missing_package_are_said(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="widths that 64 divides, found 96: choose int8"):
+    with pytest.raises(ConfigError, match="multiples of 64, found 96: choose int8"):
         layer("nf4", wide=96)
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="needs bitsandbytes"):

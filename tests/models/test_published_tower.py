@@ -218,7 +218,7 @@ def test_adapters_learn_and_what_is_published_stays(tmp_path: Path):
         (lambda path: (path / "modules.json").write_text('[{"type": "x.Y", "path": "../up"}]'), "outside"),
         (
             lambda path: edited(settings_of(path), default_prompt_name="none"),
-            "none of its prompts",
+            "not one of its prompts",
         ),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "no safetensors"),
         (lambda path: shutil.rmtree(path / "2_Dense"), "dense layer without"),
@@ -243,15 +243,15 @@ def test_errors_name_the_knob(tmp_path: Path):
     with pytest.raises(ConfigError, match="neither a folder nor a model"):
         published_model.read(tmp_path / "nowhere", "query")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="does not say how states are pooled: set pooling to one of cls"):
+    with pytest.raises(ConfigError, match="does not state how states are pooled: set pooling to one of cls"):
         published_model.read(tmp_path / "empty", "query")
     with pytest.raises(ConfigError, match=r"set document\.pooling to placeholders"):
         build_tower(config(path), role="document", dim=32, tokenizer_json=None, seed=0, sparse=True)
-    with pytest.raises(ConfigError, match=r"32 dimensions, but 128 are wanted: set train\.dim to 32"):
+    with pytest.raises(ConfigError, match=r"32 dimensions, but 128 are configured: set train\.dim to 32"):
         published_tower.build(config(path), role="query", dim=128)
     with pytest.raises(ConfigError, match="lower it"):
         published_tower.build(config(path).model_copy(update={"max_length": 100}), role="query", dim=None)
-    with pytest.raises(ConfigError, match="alone takes"):
+    with pytest.raises(ConfigError, match="itself takes"):
         published_tower.build(config(path, prefix="word " * 40), role="query", dim=None)
     with pytest.raises(ConfigError, match=r"set query\.backbone\.kind to pretrained"):
         published_tower.model_of(TowerConfig(backbone=Scratch(), pooling="auto"), "query")
@@ -308,7 +308,7 @@ def test_another_prefix_shares_the_weights(tmp_path: Path, kind: str):
     np.testing.assert_allclose(other.encode_queries(QUERIES), expected, atol=CLOSE)
     np.testing.assert_array_equal(encoder.encode_queries(QUERIES), before)
     assert other.tower.backbone is encoder.tower.backbone
-    with pytest.raises(ConfigError, match="alone takes"):
+    with pytest.raises(ConfigError, match="itself takes"):
         encoder.with_prefix("word " * 40)
 
 

@@ -231,7 +231,7 @@ def test_tables_that_cannot_be_read_alone_are_errors(tmp_path: Path):
         QueryEncoder(path)
     path = static(tmp_path / "prompt")
     edited(settings_of(path), prompts={"query": "ask: "})
-    with pytest.raises(ConfigError, match="behind the prompt 'ask: '"):
+    with pytest.raises(ConfigError, match="after the prompt 'ask: '"):
         QueryEncoder(path)
     path = static(tmp_path / "broken")
     (path / "model.safetensors").write_bytes(b"x")
@@ -331,7 +331,7 @@ def test_the_card_says_what_is_known(published: Path, tmp_path: Path):
     for said in (
         "# router",
         "rows of 32 dimensions; no transformer runs",
-        "`org/teacher`, a copy of which",
+        "`org/teacher`, which is copied",
         "40,000 texts",
         "Six passes",
         "| mean cosine | 0.9100 |",

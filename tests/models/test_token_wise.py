@@ -243,14 +243,14 @@ def test_what_cannot_read_blocks_is_refused(tmp_path: Path):
     for knobs in ({"instruction": long}, {"tasks": {"x": long}}):
         with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
             from_scratch(**knobs)
-    with pytest.raises(ConfigError, match="layers of the backbone see 8: shorten it"):
+    with pytest.raises(ConfigError, match="the backbone attends to 8: shorten it"):
         build(families.folder(tmp_path, "mistral"), instruction="longer than a window")
     with pytest.raises(ConfigError, match="needs a causal backbone"):
         from_scratch(tiny.BIDIRECTIONAL)
     with pytest.raises(ConfigError, match="needs a causal backbone"):
         families.scratch_tower(tiny.BIDIRECTIONAL, "document", reads="tokens")
     for role, sparse in (("query", False), ("document", True)):
-        with pytest.raises(ConfigError, match="is of documents without term weights"):
+        with pytest.raises(ConfigError, match="is for documents without term weights"):
             families.scratch_tower(tiny.CAUSAL, role, sparse=sparse, reads="tokens")
     with pytest.raises(ValidationError, match="leave pooling at placeholders"):
         TowerConfig(backbone=Pretrained(path="x"), reads="tokens", pooling="mean")
