@@ -185,11 +185,11 @@ def _check_reference(reference: str, document: Path) -> None:
         [module.name for module in published_model.read_modules(folder, "document") or ()]
         for folder in (Path(model), document)
     )
-    linked, expected_modules = ([name for name in route if name != "Normalize"] for route in names)
-    if linked != expected_modules:
+    model_modules, tower_modules = ([name for name in route if name != "Normalize"] for route in names)
+    if model_modules != tower_modules:
         raise ConfigError(
-            f"{model} has the modules {', '.join(linked) or 'none'}, the document tower {document} has "
-            f"{', '.join(expected_modules)}: write a copy, without document_reference"
+            f"{model} has the modules {', '.join(model_modules) or 'none'}, the document tower {document} "
+            f"has {', '.join(tower_modules)}: write a copy, without document_reference"
         )
 
 
