@@ -197,7 +197,7 @@ def _pretrained_shape(path: str) -> Shape:
         return settings_shape(published, source=path)
     raise ConfigError(
         f"the shape of {path!r} is not known without its config.json: `hf download {path} config.json` once, "
-        "or pass a folder that contains one (a dry run reads no other file of it); known offline: "
+        "or pass a folder that holds one (a dry run reads no other file of it); known offline: "
         + ", ".join(sorted(PUBLISHED_SETTINGS))
     )
 
