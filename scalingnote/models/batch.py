@@ -174,7 +174,7 @@ def collate(rows: Sequence[TokenRow], *, pad: int, packed: bool = False) -> Batc
 
 ATTENTION_NAME = "scalingnote"
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
-# Model families whose layers pass our arguments to attention and mix tokens nowhere else. Each is tested:
+# Model families whose layers pass our arguments to attention and do not mix tokens elsewhere. Each is tested:
 # packed rows give the embeddings and gradients of padded ones. Rows of other families are padded.
 PACKED_FAMILIES = frozenset(
     {

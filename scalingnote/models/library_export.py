@@ -169,7 +169,7 @@ def write_trained(
     settings = {
         # This type loads tokenizer.json unchanged. With the model's type, Qwen2's splits would replace ours.
         "processor_kwargs": {"tokenizer_type": "modernbert"},
-        "unpad_inputs": False if pooling == "mean" else None,  # word weights read padded rows only
+        "unpad_inputs": False if pooling == "mean" else None,  # word weights read only padded rows
     }
     write_json(folder / "sentence_bert_config.json", {**_TEXT_TRANSFORMER, **settings})
     # `encode_document(text)` reads the text as the content of a document without a title.

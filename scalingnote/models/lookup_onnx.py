@@ -120,7 +120,7 @@ def _with_features(graph: _Graph, ids: str, keys: ndarray, tokens: int) -> str:
     key = graph("Concat", *feature_keys, axis=0)
     order = np.argsort(keys, kind="stable")
     ordered = graph.constant(keys[order].astype(np.int64))
-    place = graph("Sub", key, key)  # of the last key that is not larger
+    place = graph("Sub", key, key)  # place of the last key that is not larger
     for step in (1 << bit for bit in reversed(range(max(len(keys) - 1, 1).bit_length()))):
         further = graph("Min", graph("Add", place, graph.constant(step)), graph.constant(len(keys) - 1))
         is_not_larger = graph("LessOrEqual", graph("Gather", ordered, further), key)

@@ -60,7 +60,7 @@ def needs_leading_space(tokenizer: Tokenizer) -> bool:
 
 
 class SparseQuery:
-    """Converts queries to terms and their weights."""
+    """Converter of queries to terms and their weights."""
 
     def __init__(
         self,

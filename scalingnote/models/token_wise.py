@@ -59,9 +59,7 @@ class TokenReader(nn.Module):
         instruction = self.instruction(batch.instruction)
         # More than half of a batch's tokens are repetitions: each distinct token is encoded once.
         distinct, place = ids.unique(return_inverse=True)
-        if not len(
-            distinct
-        ):  # every rank needs a forward pass, because sharded weights are gathered together
+        if not len(distinct):  # every rank needs a forward pass, which gathers sharded weights
             distinct = instruction.new_tensor([self.end])
         vectors = self.token_vectors(distinct, instruction)
         return F.embedding_bag(place, vectors, lengths.cumsum(0) - lengths, mode="mean")[:, None]
